@@ -1,0 +1,10 @@
+"""The runtime: an artifact and a method's name become a cache whose memory is small.
+
+from calib.runtime import Artifact, compress
+"""
+
+from calib.runtime.artifact import Artifact, ArtifactError
+from calib.runtime.compress import compress
+from calib.runtime.memory import Memory
+
+__all__ = ["Artifact", "ArtifactError", "Memory", "compress"]

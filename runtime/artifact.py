@@ -1,0 +1,154 @@
+"""The artifact: what `calib fit` measured about one model's keys and values, in one file.
+
+    artifact = Artifact.load("artifacts/tiny-llama.calib.safetensors")
+    artifact.check(model)                                  # raises ArtifactError for another model
+    low = artifact.tensor("keys.low", wanted_by="kivi")    # [layers, kv_heads, head_dim], float32
+
+The file is specified in `docs/artifact_format.md`, its bytes are made in `artifact_file.py`, the tensors' names are in
+`tensor_registry.py`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from calib.runtime import artifact_file
+from calib.runtime.artifact_error import FIT_AGAIN, ArtifactError
+from calib.runtime.atomic_file import write_atomically
+from calib.runtime.canonical_json import plain
+from calib.runtime.fingerprint import check_fields, compare, fingerprint
+from calib.runtime.tensor_registry import STREAMS, calibrator_of, check_registered, clip_form
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Artifact", "ArtifactError"]
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """Calibration results of one model; checked when made, so that an `Artifact` at hand is a valid one.
+
+    tensors: by name, on the CPU, any subset of the registry and names it does not know. Copied, never shared.
+    fingerprint: which model, from `fingerprint(model)`.
+    provenance: how it was measured, plain JSON: data, seed, versions, metrics, config.
+    clip_bits: the bit widths along the last axis of every clip tensor, such as (1, 2, 3, 4).
+
+    Raises `ArtifactError` for NaN or infinities anywhere, for what JSON cannot hold, and for a registered tensor whose
+    shape, dtype or values are not the registry's.
+    """
+
+    tensors: Mapping[str, Tensor]
+    fingerprint: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    clip_bits: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors.items():
+            check_tensor(name, tensor)
+        copies = {name: self.tensors[name].detach().cpu().contiguous().clone() for name in sorted(self.tensors)}
+        object.__setattr__(self, "tensors", copies)
+        object.__setattr__(self, "fingerprint", plain(self.fingerprint, "fingerprint"))
+        object.__setattr__(self, "provenance", plain(self.provenance, "provenance"))
+        object.__setattr__(self, "clip_bits", check_clip_bits(self.clip_bits))
+        check_fields(self.fingerprint)
+        found = self.fingerprint
+        check_registered(copies, found["layers"], found["kv_heads"], found["head_dim"], self.clip_bits)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Artifact":
+        """Reads and checks everything before anything can be used; raises `ArtifactError` that begins with the path."""
+        try:
+            if os.path.exists(path) and not os.path.isfile(path):
+                kind = "a folder" if os.path.isdir(path) else "not a regular file"
+                raise ArtifactError(f"found {kind}, expected an artifact; name the .safetensors file itself")
+            tensors, document = artifact_file.decode(Path(path).read_bytes())
+            return cls(tensors, **document)
+        except FileNotFoundError as error:
+            raise ArtifactError(f"{path}: no such file, expected an artifact; `calib fit` writes one") from error
+        except OSError as error:
+            raise ArtifactError(
+                f"{path}: cannot be read ({error.strerror}), expected an artifact; check its permissions"
+            ) from error
+        except ValueError as error:  # ArtifactError, and the ValueError of a path with a zero byte
+            raise ArtifactError(f"{path}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file under a temporary name and renames it: a killed save leaves the old file or none.
+
+        The same content gives the same bytes. Raises `ArtifactError` when the folder or the disk does not allow it.
+        """
+        document = {"fingerprint": self.fingerprint, "provenance": self.provenance, "clip_bits": list(self.clip_bits)}
+        try:
+            write_atomically(path, artifact_file.encode(self.tensors, document))
+        except OSError as error:
+            raise ArtifactError(
+                f"{path}: cannot be written ({error.strerror}); choose a folder with room and write permission"
+            ) from error
+
+    def check(self, model: "PreTrainedModel", allow_finetuned: bool = False) -> None:
+        """Raises `ArtifactError` naming the first field in which `model` is not the one this was fitted on.
+
+        allow_finetuned: accept other weights of the same configuration (a chat version of a base model).
+        """
+        compare(self.fingerprint, fingerprint(model), allow_finetuned)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor is there."""
+        return name in self.tensors
+
+    def tensor(self, name: str, wanted_by: str = "") -> Tensor:
+        """The tensor, or an `ArtifactError` that says who wants it, what there is, and which calibrator measures it."""
+        if name in self.tensors:
+            return self.tensors[name]
+        who = f"method {wanted_by!r} needs tensor {name!r}, which" if wanted_by else f"tensor {name!r}"
+        source = calibrator_of(name)
+        measured_by = f"the calibrator {source!r}" if source else "no calibrator"
+        there = ", ".join(self.tensors) or "no tensor"
+        raise ArtifactError(
+            f"{who} is not in this artifact; {measured_by} of `calib fit` measures it; it holds {there}"
+        )
+
+    def clip(self, stream: str, form: str, bits: int) -> Tensor:
+        """Clip factors [layers, kv_heads], float32 in (0, 1], of one stream, group geometry and bit width.
+
+        stream: `keys` or `values`. form: `32x1`, `1x32`, `1x*`, `fixed`, `scaled.1x32`, ... Raises `ArtifactError`.
+        """
+        if stream not in STREAMS:
+            raise ArtifactError(f"no clip factors for stream {stream!r}, expected one of {', '.join(STREAMS)}")
+        tensor = self.tensors.get(f"{stream}.clip.{form}")
+        if tensor is None or bits not in self.clip_bits:
+            named = [clip_form(name) for name in self.tensors]
+            forms = ", ".join(found[1] for found in named if found and found[0] == stream) or "none"
+            widths = ", ".join(map(str, self.clip_bits)) or "no"
+            raise ArtifactError(
+                f"no clip factors for {stream} in form {form!r} at {bits} bits; this artifact has the forms {forms} "
+                f"at {widths} bits; the calibrator 'clip' of `calib fit` measures them"
+            )
+        return tensor[:, :, list(self.clip_bits).index(bits)]
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Any tensor, registered or not: a usable name, a storable dtype, finite values."""
+    if not isinstance(name, str) or not name or name == "__metadata__":
+        raise ArtifactError(f"a tensor is named {name!r}, expected text such as 'keys.low'; name it otherwise")
+    if tensor.dtype not in artifact_file.DTYPES:
+        known = ", ".join(map(str, artifact_file.DTYPES))
+        raise ArtifactError(f"tensor {name!r} is {tensor.dtype}, expected one of {known}; convert it")
+    if not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise ArtifactError(
+            f"tensor {name!r} has {bad} NaN or infinite entries of {tensor.numel()}, expected none; {FIT_AGAIN}"
+        )
+
+
+def check_clip_bits(bits: Sequence[int]) -> tuple[int, ...]:
+    good = all(type(width) is int and 1 <= width <= 16 for width in bits) and list(bits) == sorted(set(bits))
+    if not good:
+        raise ArtifactError(f"clip_bits is {list(bits)}, expected increasing whole numbers from 1 to 16; {FIT_AGAIN}")
+    return tuple(bits)

@@ -1,0 +1,32 @@
+"""Writing a file that is either the old one or the new one, whatever happens in between."""
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes `data` under a temporary name in the same folder, fsyncs it, renames it to `path`, fsyncs the folder.
+
+    A link is followed: the file it names is replaced and the link stays. Missing folders are made. On any failure the
+    temporary file is removed and `path` is as it was; a process killed outright leaves `path` as it was too. Raises
+    `OSError`.
+    """
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        # O_EXCL and 0o666: never another's file, and the permissions the user's umask gives any new file.
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: else a power cut may leave the new name with no contents
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself
+    finally:
+        os.close(folder)

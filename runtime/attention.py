@@ -1,0 +1,113 @@
+"""The attention and mask functions that transformers calls by name while a cache of ours is attached to a model.
+
+A mask function of the same name is mandatory: without it transformers passes no mask at all and left-padded rows are
+silently wrong. Ours keeps the 2-D padding mask, because a batch x query x key mask at 8 x 32k is 8.6 GB; anything that
+is not plain causal or sliding attention is refused. Where the model runs without our cache (or with its own sliding
+layers beside ours), keys and values are tensors and get exact attention here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from calib.runtime.attend import Logits
+from calib.runtime.layer import CompressedLayer
+
+# No "flash", "sdpa" or "/" in the name: transformers reads meaning into them.
+NAME = "calib_packed"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | CompressedLayer,
+    value: Tensor | CompressedLayer,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`query [batch, heads, n, D]` -> (output `[batch, n, heads, D]`, None), as transformers' attention functions."""
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True needs the full attention matrix, which a compressed cache never forms; leave it False"
+        )
+    if dropout:
+        raise ValueError(f"attention dropout {dropout} with a compressed cache: call model.eval() first")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"a custom {attention_mask.ndim}-D attention mask cannot be applied to packed rows; pass the 2-D padding mask"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, CompressedLayer):
+        output = key.attend(query, attention_mask, Logits(scale, softcap, sliding_window))
+    else:
+        assert isinstance(value, Tensor)
+        output = exact_attention(query, key, value, attention_mask, Logits(scale, softcap, sliding_window))
+    return output.transpose(1, 2).contiguous(), None
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
+    """Plain causal attention on tensors, the newest key at the newest query; `mask [batch, keys]` marks real tokens."""
+    length, total, sliding = query.shape[2], key.shape[2], logits.sliding
+    sdpa = partial(F.scaled_dot_product_attention, query, key, value, scale=logits.scale, enable_gqa=True)
+    if mask is None and logits.softcap is None and (sliding is None or total <= sliding) and length in (1, total):
+        return sdpa(is_causal=length > 1)
+    places = torch.arange(total, device=query.device)
+    queries = places[total - length :, None]
+    seen = places <= queries
+    if sliding is not None:
+        seen = seen & (places > queries - sliding)
+    # Each padded query still sees itself: a row of -inf would be NaN, and nobody reads its output.
+    seen = seen[None, None] if mask is None else seen[None, None] & mask[:, None, None, :total] | (places == queries)
+    if logits.softcap is None:
+        return sdpa(attn_mask=seen)
+    groups = query.shape[1] // key.shape[1]
+    scores = (query.float() * logits.scale) @ key.float().repeat_interleave(groups, 1).mT
+    weights = (torch.tanh(scores / logits.softcap) * logits.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ value.float().repeat_interleave(groups, 1)).to(query.dtype)
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding."""
+    if mask_function is not causal_mask_function and not _is_sliding(
+        mask_function, getattr(config, "sliding_window", None)
+    ):
+        raise ValueError(
+            "this model's attention is neither causal nor a sliding window, and a compressed cache knows no other pattern"
+        )
+    return None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+
+
+def _is_sliding(mask_function: Callable[..., Any], window: int | None) -> bool:
+    """Whether the function is causal attention over the last `window` tokens, asked at the places where they differ."""
+    if window is None:
+        return False
+    query = torch.tensor(window + 8)
+    zero = torch.tensor(0)
+    asked = {8: False, 9: True, window + 8: True, window + 9: False}
+    return all(bool(mask_function(zero, zero, query, torch.tensor(place))) is answer for place, answer in asked.items())
+
+
+def register() -> None:
+    """Makes both functions known to transformers under NAME; harmless when repeated."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, padding_mask)

@@ -1,0 +1,121 @@
+"""One compressed layer behind transformers' cache-layer contract.
+
+`update` receives keys and values but no query, and whatever it returns reaches the attention function untouched; so it
+keeps the new tokens and returns the layer itself. The registered attention function hands the query back to `attend`,
+which attends (packed pages, window, new tokens) and then stores the new tokens. If the layer reaches any other
+attention function, that one fails at once: a layer is not a tensor.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from calib.runtime.attend import LayerAttention, Logits
+from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.rows import Forward, Rows
+from calib.runtime.stream import TILE_TOKENS, Stream, StreamPlan
+
+
+class CompressedLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, `[rows, kv_heads, tokens, head_dim]` in, packed pages and a window inside."""
+
+    def __init__(self, keys: StreamPlan, values: StreamPlan, rows: Rows) -> None:
+        super().__init__()
+        self.plans, self.state = (keys, values), rows
+        self._clear()
+
+    def _clear(self) -> None:
+        self.streams: tuple[Stream, Stream] | None = None
+        self.is_initialized = False
+        self.seen = 0
+        self.steps = 0
+        self._arrived: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Fixes dtype, device, shapes and parameter width from the first tokens."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.streams = (Stream("keys", self.plans[0], key_states), Stream("values", self.plans[1], value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Takes the new tokens and returns (self, self) for the attention function."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._arrived = (key_states, value_states)
+        return self, self
+
+    def attend(self, query: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
+        """Attention of `query [rows, heads, n, D]` over everything held and the n new tokens; then stores these.
+
+        `mask` is the 2-D padding mask or None. Padded queries get zeros. Returns `[rows, heads, n, D]`.
+        """
+        assert self._arrived is not None and self.streams is not None, "attention without update"
+        (new_keys, new_values), self._arrived = self._arrived, None
+        forward = self.state.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
+        self.steps += 1
+        for stream in self.streams:  # before attention: the table already names the pages this forward will fill
+            stream.prepare(forward, self.state.table)
+        output = self._attended(forward, query, new_keys, new_values, logits)
+        self._store(forward, new_keys, new_values)
+        forward.stored()
+        self.seen += query.shape[2]
+        return output
+
+    def _attended(
+        self, forward: Forward, query: Tensor, new_keys: Tensor, new_values: Tensor, logits: Logits
+    ) -> Tensor:
+        assert self.streams is not None
+        # Rows with padding in this forward go one by one, without it; the others together, as many as fill a tile.
+        step = 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
+        parts = []
+        for at in range(0, query.shape[0], step):
+            rows = range(at, min(at + step, query.shape[0]))
+            layer = LayerAttention(*self.streams, self.state, forward, rows, logits)
+            q, k, v = (tensor[rows.start : rows.stop] for tensor in (query, new_keys, new_values))
+            if forward.columns is None:
+                parts.append(layer.output(q, k, v))
+                continue
+            columns, output = forward.columns[at].to(query.device), torch.zeros_like(q)
+            if forward.counts[at]:
+                output[:, :, columns] = layer.output(q[:, :, columns], k[:, :, columns], v[:, :, columns])
+            parts.append(output)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _store(self, forward: Forward, new_keys: Tensor, new_values: Tensor) -> None:
+        assert self.streams is not None
+        table = self.state.table
+        for stream, new in zip(self.streams, (new_keys, new_values), strict=True):
+            if forward.width == 1 and forward.columns is None:
+                stream.store_step(forward, table, new)
+                continue
+            slots = stream.plan.schedule.slots
+            stream.window.resize(max(map(slots, forward.before + forward.after)))
+            for rows in forward.alike():
+                tokens = (
+                    new[rows] if forward.columns is None else new[rows][:, :, forward.columns[rows[0]].to(new.device)]
+                )
+                stream.store_run(rows, forward.before[rows[0]], forward.after[rows[0]], table, tokens)
+            stream.window.resize(max(map(slots, forward.after)))
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included: what transformers counts positions and masks by."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All columns: (seen + query_length, 0)."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._clear()
+
+    def permute(self, sources: Tensor) -> None:
+        """Row i becomes a copy of row `sources[i]` (int64 `[rows]`): windows are copied, pages shared by the table."""
+        for stream in self.streams or ():
+            stream.window.permute(sources.to(stream.window.tokens.device))

@@ -1,0 +1,68 @@
+"""What a cache weighs: predicted from shapes, and measured by walking every tensor it holds.
+
+Both are counted by kind. `bits_per_value` is everything on the device divided by the number of key and value elements
+of the real tokens seen; `marginal_bits` is what one more token will add once the window is full.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one cache at one moment.
+
+    Attributes:
+        predicted_bytes: from shapes alone.
+        measured_bytes: storage of every tensor on the device (on the CPU, of every tensor that is not host placement).
+        host_bytes: storage of tensors placed in host memory on purpose.
+        by_kind: predicted bytes of codes, parameters, exact pages, window, tables, layers left uncompressed.
+        bits_per_value: measured bits for each key or value element of the tokens seen; 0 for an empty cache.
+        marginal_bits: bits for each key or value element of one more token, pages and parameters.
+    """
+
+    predicted_bytes: int
+    measured_bytes: int
+    host_bytes: int
+    by_kind: dict[str, int]
+    bits_per_value: float
+    marginal_bits: float
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind.items() if size)
+        return (
+            f"{self.measured_bytes:,} bytes measured ({self.predicted_bytes:,} predicted), {self.bits_per_value:.2f} bits "
+            f"per value ({self.bits_per_value / 0.16:.1f} % of 16), {self.marginal_bits:.2f} for one more token [{kinds}]"
+        )
+
+
+def measure(holder: Any) -> int:
+    """Bytes of the distinct storages behind every tensor reachable from `holder`."""
+    return sum(
+        {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(holder)}.values()
+    )
+
+
+def tensors(holder: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor reachable through containers, dataclasses and attributes; models are not entered."""
+    seen = set() if seen is None else seen
+    if id(holder) in seen or isinstance(holder, torch.nn.Module):
+        return
+    seen.add(id(holder))
+    if isinstance(holder, Tensor):
+        yield holder
+        return
+    if isinstance(holder, dict):
+        parts = list(holder.values())
+    elif isinstance(holder, list | tuple | set):
+        parts = list(holder)
+    elif is_dataclass(holder) and not isinstance(holder, type):
+        parts = [getattr(holder, f.name) for f in fields(holder)]
+    else:
+        parts = list(getattr(holder, "__dict__", {}).values())
+    for part in parts:
+        yield from tensors(part, seen)

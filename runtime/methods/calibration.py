@@ -1,0 +1,44 @@
+"""How methods read the artifact: a clip factor or a calibrated range for one stream of one layer."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.stages.transform import ChannelRange, ChannelScale
+
+Statistics = Literal["prompt", "calibrated"]
+STATISTICS = ("prompt", "calibrated")
+
+
+def check_statistics(statistics: str, artifact: Artifact | None, method: str) -> None:
+    """Refuses an unknown source, and calibrated statistics without an artifact."""
+    if statistics not in STATISTICS:
+        raise ValueError(f"statistics must be one of {', '.join(STATISTICS)}, got {statistics!r}")
+    if statistics == "calibrated" and artifact is None:
+        raise ValueError(
+            f"method '{method}' with statistics='calibrated' needs an artifact: pass artifact=Artifact.load(...) from `calib fit`"
+        )
+
+
+def clip_factor(
+    clip: float | None, artifact: Artifact | None, stream: str, form: str, bits: int, layer: int
+) -> float | Tensor:
+    """The clip a method uses: the number given, else the artifact's `[kv_heads, 1, 1]` for this form, else 1.
+
+    `form` names the quantiser's geometry as the artifact does ("32x1", "1x32", "1x*", "fixed", "scaled.1x32").
+    """
+    if clip is not None:
+        return clip
+    return 1.0 if artifact is None else artifact.clip(stream, form, bits)[layer][:, None, None]
+
+
+def channel_range(artifact: Artifact, stream: str, layer: int, method: str) -> ChannelRange:
+    """The calibrated range of every channel of a stream, as a transform onto [-1, 1]."""
+    low, high = (artifact.tensor(f"{stream}.{end}", wanted_by=method)[layer] for end in ("low", "high"))
+    return ChannelRange.between(low, high)
+
+
+def channel_scale(artifact: Artifact, layer: int, method: str) -> ChannelScale:
+    """The calibrated channel scale of the values (ZipCache, eq. 6)."""
+    return ChannelScale(artifact.tensor("values.scale", wanted_by=method)[layer][:, None])

@@ -1,0 +1,20 @@
+"""The full cache: every token as the model made it, in the same pages and through the same attention as the others."""
+
+from dataclasses import dataclass
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.contract import Geometry, LayerPlan
+from calib.runtime.stages.codec import Exact
+from calib.runtime.stages.schedule import Residual
+from calib.runtime.stages.transform import Identity
+from calib.runtime.stream import StreamPlan
+
+
+@dataclass(frozen=True)
+class Full:
+    """Keys and values stay exact (16 bits a value for a 16-bit model). No options, no statistics."""
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
+        """The same two streams for every layer."""
+        stream = StreamPlan(Identity(), Exact(), Residual(0))
+        return LayerPlan(stream, stream)

@@ -1,0 +1,43 @@
+"""RTN, round to nearest: the plainest quantised cache and the floor every method is compared with."""
+
+from dataclasses import dataclass
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.calibration import Statistics, channel_range, check_statistics, clip_factor
+from calib.runtime.methods.contract import Geometry, LayerPlan
+from calib.runtime.stages.codec import UniformQuant
+from calib.runtime.stages.schedule import Residual
+from calib.runtime.stages.transform import Identity
+from calib.runtime.stream import StreamPlan
+
+
+@dataclass(frozen=True)
+class Rtn:
+    """Every token of a head is one group, keys and values alike; nothing stays exact but the forward it arrives in.
+
+    1. `statistics="prompt"`: each token has its own scale and zero point over the head's channels (group (1, D));
+       bits + 32/D bits a value.
+    2. `statistics="calibrated"`: the artifact holds each channel's range; no parameter is stored, exactly `bits` a value.
+
+    Args:
+        bits: 1 ... 8 for both streams.
+        statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.low/high`).
+        clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact.
+    """
+
+    bits: int = 4
+    statistics: Statistics = "prompt"
+    clip: float | None = None
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
+        """Both streams, encoded as soon as they have been attended."""
+        check_statistics(self.statistics, artifact, "rtn")
+        return LayerPlan(self._stream("keys", layer, artifact), self._stream("values", layer, artifact))
+
+    def _stream(self, stream: str, layer: int, artifact: Artifact | None) -> StreamPlan:
+        if self.statistics == "calibrated" and artifact is not None:
+            clip = clip_factor(self.clip, artifact, stream, "fixed", self.bits, layer)
+            codec = UniformQuant(self.bits, group=None, clip=clip)
+            return StreamPlan(channel_range(artifact, stream, layer, "rtn"), codec, Residual(0))
+        clip = clip_factor(self.clip, artifact, stream, "1x*", self.bits, layer)
+        return StreamPlan(Identity(), UniformQuant(self.bits, (1, None), clip), Residual(0))

@@ -1,0 +1,154 @@
+"""Pages: where encoded tokens live, and the table that says which page holds which tokens of which row.
+
+A page is `PAGE_TOKENS` token slots of one layer, for all its KV heads: token t of a row lies in the row's page
+t // PAGE_TOKENS, slot t % PAGE_TOKENS, in the fields of both streams. All layers of a cache encode in step, so one
+`PageTable` (row -> page numbers) serves every layer's `PagePool` (page number -> tensors). Rows may share a page (beams);
+whoever writes to a shared page gets a copy of its own first.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from calib.runtime.stages.contract import Block, Field
+
+PAGE_TOKENS = 128
+
+# A pool that is full grows by a sixteenth: the copy that this costs comes once in T/16 tokens and is paid for by the
+# T/16 attention passes between, and no more than a sixteenth of the pages are ever slack.
+GROWTH = 16
+
+
+class PageTable:
+    """Host-side bookkeeping: each row's page numbers, how many rows hold each page, and the pool's capacity."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.capacity = 0
+        self._holders: list[int] = []
+        self._free: list[int] = []
+        self._tensors: dict[torch.device, Tensor] = {}
+
+    def reserve(self, row: int, pages: int, writes: Iterable[int]) -> list[tuple[int, int]]:
+        """Gives `row` `pages` pages and makes those it `writes` (positions in the row) its own.
+
+        Returns the (from, to) page numbers whose content must be copied before the row writes.
+        """
+        held, copies = self.rows[row], []
+        for position in writes:
+            if position < len(held) and self._holders[held[position]] > 1:
+                own = self._take()
+                self._holders[held[position]] -= 1
+                copies.append((held[position], own))
+                held[position] = own
+        while len(held) < pages:
+            held.append(self._take())
+        return copies
+
+    def prepare(self, needed: int) -> None:
+        """Grows the capacity so that `needed` pages can be taken."""
+        missing = needed - len(self._free)
+        if missing > 0:
+            grown = self.capacity + max(missing, self.capacity // GROWTH)
+            self._free.extend(range(grown - 1, self.capacity - 1, -1))
+            self._holders.extend([0] * (grown - self.capacity))
+            self.capacity = grown
+
+    def place(self, row: int, token: int) -> tuple[int, int]:
+        """(page number, slot) of a token of a row."""
+        return self.rows[row][token // PAGE_TOKENS], token % PAGE_TOKENS
+
+    def permute(self, sources: list[int]) -> None:
+        """Row i becomes a copy of row `sources[i]`: pages are shared, none is moved (beams, repeats, selections)."""
+        old, self.rows = self.rows, [list(self.rows[source]) for source in sources]
+        for page in (page for row in self.rows for page in row):
+            self._holders[page] += 1
+        for page in (page for row in old for page in row):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+        self._tensors.clear()
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """int32 `[rows, most pages of a row]`, padded with 0; rebuilt only when a row was given a page."""
+        if device not in self._tensors:
+            longest = max(map(len, self.rows), default=0)
+            padded = [row + [0] * (longest - len(row)) for row in self.rows]
+            self._tensors[device] = upload(padded, torch.int32, device).view(len(self.rows), longest)
+        return self._tensors[device]
+
+    def predicted_bytes(self) -> int:
+        """Bytes of the table's copies on devices: 4 a page number."""
+        return 4 * len(self._tensors) * len(self.rows) * max(map(len, self.rows), default=0)
+
+    def _take(self) -> int:
+        self.prepare(1)
+        page = self._free.pop()
+        self._holders[page] = 1
+        self._tensors.clear()
+        return page
+
+
+class PagePool:
+    """One layer's pages: a tensor `[pages, kv_heads, PAGE_TOKENS / tokens_per_row, width]` for each field of a stream."""
+
+    def __init__(self, fields: dict[str, Field], kv_heads: int, device: torch.device) -> None:
+        self.fields = fields
+        self.kv_heads = kv_heads
+        self.tensors = {
+            name: torch.zeros(
+                0, kv_heads, PAGE_TOKENS // field.tokens_per_row, field.width, dtype=field.dtype, device=device
+            )
+            for name, field in fields.items()
+        }
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for `capacity` pages. New pages are zero: a slot nobody wrote must still be finite."""
+        for name, old in self.tensors.items():
+            if old.shape[0] < capacity:
+                new = old.new_zeros(capacity, *old.shape[1:])
+                new[: old.shape[0]] = old
+                self.tensors[name] = new
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole pages, (from, to) each."""
+        for tensor in self.tensors.values():
+            for source, target in pairs:
+                tensor[target] = tensor[source]
+
+    def read(self, pages: Tensor) -> Block:
+        """Pages by number `[rows, n]` -> block of fields `[rows, n, kv_heads, ..., width]`, still packed."""
+        return {name: tensor[pages] for name, tensor in self.tensors.items()}
+
+    def write_run(self, pages: list[int], start: int, block: Block) -> None:
+        """Writes a row's consecutive tokens, the first at token `start` of the row whose page numbers are `pages`.
+
+        `block` fields are `[kv_heads, tokens / tokens_per_row, width]`.
+        """
+        for name, field in self.fields.items():
+            source, target = block[name], self.tensors[name]
+            page_rows = PAGE_TOKENS // field.tokens_per_row
+            at, done, total = start // field.tokens_per_row, 0, source.shape[-2]
+            while done < total:
+                page, slot = divmod(at + done, page_rows)
+                count = min(page_rows - slot, total - done)
+                whole = (total - done) // page_rows
+                if whole > 1 and slot == 0:
+                    count = whole * page_rows
+                    parts = source[:, done : done + count].unflatten(1, (whole, page_rows)).transpose(0, 1)
+                    target[upload(pages[page : page + whole], torch.int64, target.device)] = parts
+                else:
+                    target[pages[page], :, slot : slot + count] = source[:, done : done + count]
+                done += count
+
+    def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
+        """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`."""
+        for name, tensor in self.tensors.items():
+            tensor[pages, :, slots] = block[name][:, :, 0]
+
+
+def upload(numbers: list[int] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small host list on the device, without waiting for the device."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,1 @@
+"""The stages methods are composed of: transform, codec, schedule (contracts in `contract.py`)."""

@@ -1,0 +1,45 @@
+"""The 16-bit tier: tokens as the model made them, in the same pages as every other codec."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.runtime.stages.contract import Block, Field
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Keeps every bit; D(E(x)) = x."""
+
+    def token_group(self) -> int:
+        """Each token stands alone."""
+        return 1
+
+    def fields(self, head_dim: int, dtype: torch.dtype, wide: bool = False) -> dict[str, Field]:
+        """One field: the token itself in the model's dtype."""
+        return {"exact": Field(1, head_dim, dtype, "exact")}
+
+    def wide(self, x: Tensor) -> bool:
+        """Never: there are no parameters."""
+        return False
+
+    def encode(self, x: Tensor, wide: bool | None = None) -> Block:
+        """`x [batch, kv_heads, tokens, head_dim]` as it is."""
+        return {"exact": x}
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """float32 `[..., kv_heads, tokens, head_dim]`."""
+        return block["exact"].float()
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """0 for each value."""
+        return torch.zeros_like(x, dtype=torch.float32)
+
+    def scores(self, query: Tensor, block: Block) -> Tensor:
+        """q.k in float32."""
+        return query @ block["exact"].float().mT
+
+    def mix(self, weights: Tensor, block: Block, channels: int) -> Tensor:
+        """p.v in float32."""
+        return weights @ block["exact"].float()

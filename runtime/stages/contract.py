@@ -1,0 +1,107 @@
+"""The stages of a compressed cache, as contracts (ARCHITECTURE, "The algebra").
+
+    x^ = T^-1( D(E(T x)) )          bytes = |E| + window + tables
+
+A **transform** is an invertible map of a stream (keys or values) that attention can undo on its own side: on the query
+for keys, on the output for values. A **codec** turns a block of tokens into small tensors and back, and can meet a query
+or attention weights without decoding. A **schedule** says how many of a row's tokens are encoded. Stages are frozen
+dataclasses; what they hold is either a plain option (readable from YAML) or a tensor of the artifact, bound for a layer.
+
+Tensors of a stream have the shape `[batch, kv_heads, tokens, head_dim]`. Blocks are what a page holds: every field of
+a codec has the shape `[..., kv_heads, rows, width]`, where `rows` is `tokens` divided by `Field.tokens_per_row`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Block = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Field:
+    """Storage of one part of an encoded token block: `[kv_heads, tokens // tokens_per_row, width]` of `dtype` a page."""
+
+    tokens_per_row: int
+    width: int
+    dtype: torch.dtype
+    kind: str  # "codes", "parameters" or "exact": the line of the memory report
+
+    def bytes_per_token(self) -> float:
+        """Bytes of one token of one KV head."""
+        return self.width * self.dtype.itemsize / self.tokens_per_row
+
+
+class Codec(Protocol):
+    """Tokens -> packed block -> tokens. Stateless: the same tokens give the same bits anywhere."""
+
+    def token_group(self) -> int:
+        """Tokens that must be encoded together (1 where each token stands alone)."""
+        ...
+
+    def fields(self, head_dim: int, dtype: torch.dtype, wide: bool) -> dict[str, Field]:
+        """Storage of a block for a model of `dtype`; `wide` keeps parameters in float32 (values beyond float16)."""
+        ...
+
+    def wide(self, x: Tensor) -> bool:
+        """Whether parameters of tokens like `x` need float32 (may wait for the device)."""
+        ...
+
+    def encode(self, x: Tensor, wide: bool | None = None) -> Block:
+        """`x [batch, kv_heads, tokens, head_dim]` -> block; `wide=None` asks `wide(x)`."""
+        ...
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """Block -> x^, float32 `[..., kv_heads, tokens, head_dim]`."""
+        ...
+
+    def scores(self, query: Tensor, block: Block) -> Tensor:
+        """`query [..., kv_heads, rows, head_dim]` float32 against the packed keys -> logits `[..., kv_heads, rows, tokens]`."""
+        ...
+
+    def mix(self, weights: Tensor, block: Block, channels: int) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 times the packed values -> `[..., kv_heads, rows, head_dim]`."""
+        ...
+
+
+class Transform(Protocol):
+    """y = T x before encoding. `forward` and `inverse` act on tokens; the folds let attention work on y itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., kv_heads, tokens, head_dim]` -> same shape, float32."""
+        ...
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """Undoes `forward`."""
+        ...
+
+    def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(q', constant): q.x = q'.y + constant; `constant` is `[..., kv_heads, rows, 1]` or None."""
+        ...
+
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """sum_t p_t x_t from `mixed` = sum_t p_t y_t and `mass` = sum_t p_t `[..., kv_heads, rows, 1]`."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors shared by all sequences, for the memory report."""
+        ...
+
+
+class Schedule(Protocol):
+    """How much of a row is encoded after each forward, and how many exact tokens that can leave."""
+
+    def packed(self, length: int) -> int:
+        """Tokens encoded once a row holds `length`; never decreasing, at most `length`."""
+        ...
+
+    def window(self) -> int:
+        """Slots of the row's ring of exact tokens: the most that ever stay exact."""
+        ...
+
+    def slots(self, length: int) -> int:
+        """Leading slots of the ring in use (token t lies in slot t % window) once a row holds `length`."""
+        ...

@@ -1,0 +1,26 @@
+"""A block at a time: KIVI's keys (arXiv:2402.02750, section 4), ZipCache's every-100-tokens rule."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Encodes `tokens` tokens whenever that many are exact; the newest `length mod tokens` stay exact."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a block must hold at least 1 token, got {self.tokens}")
+
+    def packed(self, length: int) -> int:
+        """`length` rounded down to whole blocks."""
+        return length - length % self.tokens
+
+    def window(self) -> int:
+        """One block."""
+        return self.tokens
+
+    def slots(self, length: int) -> int:
+        """The unfinished block's tokens: a block starts at slot 0."""
+        return length % self.tokens

@@ -1,0 +1,74 @@
+"""Maps that treat every channel of a head alone: a scale (ZipCache, arXiv:2405.14256, eq. 6), or a scale and a centre."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelRange:
+    """y = (x - center) / half: a calibrated range [center - half, center + half] becomes [-1, 1].
+
+    `center`, `half`: float32 `[kv_heads, 1, head_dim]`, `half` > 0 (a channel that never moved gets 1: it decodes to
+    its centre plus what little it moves).
+    """
+
+    center: Tensor
+    half: Tensor
+
+    @classmethod
+    def between(cls, low: Tensor, high: Tensor) -> "ChannelRange":
+        """From the calibrated extremes `low`, `high`: float32 `[kv_heads, head_dim]`."""
+        half = (high - low) / 2
+        return cls(((high + low) / 2)[:, None], torch.where(half > 0, half, torch.ones_like(half))[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""
+        return (x.float() - self.center) / self.half
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """Undoes `forward`."""
+        return y * self.half + self.center
+
+    def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q.x = (q half).y + q.center."""
+        return query * self.half, (query * self.center).sum(-1, keepdim=True)
+
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """sum p x = half * sum p y + center * sum p."""
+        return mixed * self.half + self.center * mass
+
+    def tensors(self) -> list[Tensor]:
+        """Centre and half range."""
+        return [self.center, self.half]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelScale:
+    """y = x / scale, one scale a channel: outlier channels no longer widen the range of a token (ZipCache, eq. 6).
+
+    `scale`: float32 `[kv_heads, 1, head_dim]`, > 0.
+    """
+
+    scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""
+        return x.float() / self.scale
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """Undoes `forward`."""
+        return y * self.scale
+
+    def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q.x = (q scale).y."""
+        return query * self.scale, None
+
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """sum p x = scale * sum p y."""
+        return mixed * self.scale
+
+    def tensors(self) -> list[Tensor]:
+        """The scale."""
+        return [self.scale]

@@ -1,0 +1,30 @@
+"""No transform: tokens are encoded where they lie."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Identity:
+    """T x = x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` in float32."""
+        return x.float()
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """`y` itself."""
+        return y
+
+    def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The query itself; nothing to add."""
+        return query, None
+
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """The mixture itself."""
+        return mixed
+
+    def tensors(self) -> list[Tensor]:
+        """None."""
+        return []

@@ -1,0 +1,139 @@
+"""`calib inspect`: the tables, the JSON, and one line for everything that is wrong."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from toy_artifact import toy_artifact, toy_tensors
+
+from calib.cli import main
+
+
+@pytest.fixture
+def path(tmp_path):
+    toy_artifact().save(tmp_path / "toy.calib.safetensors")
+    return tmp_path / "toy.calib.safetensors"
+
+
+@pytest.fixture(params=["rich", "plain"])
+def with_and_without_rich(request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    if request.param == "plain":
+        for name in ("rich", "rich.console", "rich.table", "rich.text"):
+            monkeypatch.setitem(sys.modules, name, None)  # what an import finds where rich is not installed
+
+
+@pytest.mark.usefixtures("with_and_without_rich")
+def test_the_tables_show_everything_within_80_columns(path, capsys):
+    assert main(["inspect", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 80
+    for words in ("llama, 2 layers", "4096", "generated", "2.13.0", "rope_theta", "clip factors at 1, 2, 3, 4 bits"):
+        assert words in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for name, tensor in toy_tensors().items():
+        assert str(list(tensor.shape)) in lines[name]
+        assert f"{tensor.max().item():.4g}" in lines[name]
+    assert lines["seed"].split()[1] == "7"
+    assert lines["1"].split() == ["1", "0.1235", "4.5"]  # the last layer's metrics
+
+
+@pytest.mark.usefixtures("with_and_without_rich")
+def test_many_metrics_are_spread_over_tables_of_80_columns(tmp_path, capsys):
+    layers = [{"layer": layer, **{f"error of method {i}": layer + i / 7 for i in range(9)}} for layer in range(3)]
+    layers[1].pop("error of method 4")
+    toy_artifact(provenance={"metrics": {"layers": layers}}).save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for i in range(9):
+        assert out.count(f"error of method {i}") == 1
+    shown = {cell for line in out.splitlines() for cell in line.split()}
+    assert {f"{layer + i / 7:.4g}" for layer in range(3) for i in range(9) if (layer, i) != (1, 4)} <= shown
+    assert "-" in shown  # the one that is missing
+
+
+@pytest.mark.usefixtures("with_and_without_rich")
+@pytest.mark.parametrize("metrics", [{"layers": "many"}, {"layers": []}, {"layers": [1, 2]}, [1, 2], "text", None])
+def test_metrics_of_another_shape_are_shown_as_they_are(tmp_path, capsys, metrics):
+    toy_artifact(provenance={"metrics": metrics}, tensors={}).save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    assert "0 tensors" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("with_and_without_rich")
+def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path, capsys):
+    provenance = {"data": {"dataset": "\x1b[2Jgone\nnext [red]x[/red]"}}
+    toy_artifact(provenance=provenance, tensors={"later.\x1b[31m": torch.ones(2)}).save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "?[2Jgone?next [red]x[/red]" in out
+
+
+def test_json_is_all_that_is_on_stdout(path, capsys):
+    assert main(["inspect", "--json", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    shown = json.loads(out)
+    artifact = toy_artifact()
+    assert shown["format_version"] == "1"
+    assert shown["fingerprint"] == artifact.fingerprint
+    assert shown["provenance"] == artifact.provenance
+    assert shown["clip_bits"] == [1, 2, 3, 4]
+    assert shown["file"]["bytes"] == path.stat().st_size
+    assert shown["tensors"].keys() == toy_tensors().keys()
+    for name, tensor in toy_tensors().items():
+        entry = shown["tensors"][name]
+        assert entry["shape"] == list(tensor.shape)
+        assert entry["dtype"] == str(tensor.dtype).removeprefix("torch.")
+        for word, value in (("min", tensor.min()), ("median", tensor.median()), ("max", tensor.max())):
+            assert math.isclose(entry[word], value.item(), rel_tol=1e-12), (name, word)
+
+
+def test_json_of_a_tensor_without_entries(tmp_path, capsys):
+    toy_artifact(tensors={"later": torch.zeros(0, 3)}).save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"]["later"]["median"] is None
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: ARTIFACT"),
+        (["{path}", "more"], "unrecognized arguments: more"),
+        (["{path}", "--jsno"], "unrecognized arguments: --jsno"),
+        (["{path}.missing"], "does not exist, expected an artifact file"),
+        (["{folder}"], "is a folder, expected an artifact file"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_status_2(path, capsys, arguments, message):
+    words = [word.format(path=path, folder=path.parent) for word in arguments]
+    assert main(["inspect", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("calib: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_damaged_file_is_one_line_and_status_1(path, capsys, options):
+    path.write_bytes(path.read_bytes()[:-5])
+    assert main(["inspect", str(path), *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"calib: error: {path}: found ")
+    assert err.count("\n") == 1
+    assert "truncated" in err
+
+
+def test_inspecting_changes_nothing(path):
+    before = path.read_bytes()
+    assert main(["inspect", str(path)]) == 0
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,77 @@
+"""Toy models and a toy artifact, small enough to be made for every test that wants its own."""
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.fingerprint import fingerprint
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+CLIP_BITS = (1, 2, 3, 4)
+
+
+def toy_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
+    config, model = FAMILIES[family]
+    torch.manual_seed(seed)
+    return model(config(**{**SHAPE, **changes})).eval()
+
+
+def toy_tensors() -> dict[str, torch.Tensor]:
+    """Random tensors of every registered name for `toy_model()`, and two names nobody registered."""
+    generator = torch.Generator().manual_seed(1)
+    per_channel = (2, 2, 8)
+    tensors = {
+        f"{stream}.{side}": sign * torch.rand(per_channel, generator=generator)
+        for stream in ("keys", "values")
+        for side, sign in (("low", -1), ("high", 1))
+    }
+    for name in ("values.scale", "keys.balancer", "queries.mean_square"):
+        tensors[name] = 0.5 + torch.rand(per_channel, generator=generator)
+    for name in ("keys.clip.32x1", "keys.clip.fixed", "values.clip.1x32", "values.clip.scaled.1x32"):
+        tensors[name] = 0.5 + 0.5 * torch.rand(2, 2, len(CLIP_BITS), generator=generator)
+    tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
+    tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
+    return tensors
+
+
+def toy_artifact(model: PreTrainedModel | None = None, **changes: object) -> Artifact:
+    fields = {
+        "tensors": toy_tensors(),
+        "fingerprint": fingerprint(model or toy_model()),
+        "provenance": {
+            "data": {"dataset": "generated", "split": "train", "sha256": "0" * 64, "tokens": 4096},
+            "seed": 7,
+            "versions": {"torch": "2.13.0", "calib": "0.1.0"},
+            "metrics": {
+                "heldout_error": 0.25,
+                "layers": [
+                    {"layer": layer, "key range": 3.5 + layer, "error at 2 bit": 0.123456} for layer in range(2)
+                ],
+            },
+            "config": {"model": {"bits": [2, 4]}},
+        },
+        "clip_bits": CLIP_BITS,
+    }
+    return Artifact(**{**fields, **changes})
