@@ -1,0 +1,42 @@
+# Two commands work from a bare clone: `make fit` and `make test`. Each creates .venv and installs what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: fit test test-all lint tables bench clean
+
+fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
+	$(BIN)/calib fit --config configs/tiny.yaml
+	$(BIN)/calib generate --artifact artifacts/tiny-llama.calib.safetensors --method configs/methods/kivi.yaml
+
+test: .venv/dev.stamp  ## everything that fits into ten minutes on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
+
+test-all: .venv/dev.stamp  ## the long matrices as well
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: .venv/dev.stamp  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+tables: .venv/dev.stamp  ## the README's tables, from the embedded model and its artifact
+	$(BIN)/python benchmarks/clip_table.py --write
+
+bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache
+	$(BIN)/python benchmarks/decode_cpu.py --write
+
+clean:
+	rm -rf .venv build dist runs *.egg-info
+
+.venv/python.stamp:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/fit.stamp: .venv/python.stamp pyproject.toml constraints.txt
+	$(PIP) --editable '.[fit]'
+	touch $@
+
+.venv/dev.stamp: .venv/python.stamp pyproject.toml constraints.txt
+	$(PIP) --editable '.[dev]'
+	touch $@ .venv/fit.stamp
