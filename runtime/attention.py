@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from calib.runtime.attend import Logits
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.reading import Logits
 
 # No "flash", "sdpa" or "/" in the name: transformers reads meaning into them.
 NAME = "calib_packed"

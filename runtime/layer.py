@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from calib.runtime.attend import LayerAttention, Logits
+from calib.runtime.attend import attend
 from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.reading import Logits
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stream import TILE_TOKENS, Stream, StreamPlan
 
@@ -72,21 +73,22 @@ class CompressedLayer(CacheLayerMixin):
         parts = []
         for at in range(0, query.shape[0], step):
             rows = range(at, min(at + step, query.shape[0]))
-            layer = LayerAttention(*self.streams, self.state, forward, rows, logits)
             q, k, v = (tensor[rows.start : rows.stop] for tensor in (query, new_keys, new_values))
             if forward.columns is None:
-                parts.append(layer.output(q, k, v))
+                parts.append(attend(*self.streams, self.state, forward, rows, logits, q, (k, v)))
                 continue
             columns, output = forward.columns[at].to(query.device), torch.zeros_like(q)
             if forward.counts[at]:
-                output[:, :, columns] = layer.output(q[:, :, columns], k[:, :, columns], v[:, :, columns])
+                real = (k[:, :, columns], v[:, :, columns])
+                output[:, :, columns] = attend(*self.streams, self.state, forward, rows, logits, q[:, :, columns], real)
             parts.append(output)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _store(self, forward: Forward, new_keys: Tensor, new_values: Tensor) -> None:
         assert self.streams is not None
         table = self.state.table
-        for stream, new in zip(self.streams, (new_keys, new_values), strict=True):
+        # Detached: outside torch.no_grad() a stored token would keep the graph of every forward alive.
+        for stream, new in zip(self.streams, (new_keys.detach(), new_values.detach()), strict=True):
             if forward.width == 1 and forward.columns is None:
                 stream.store_step(forward, table, new)
                 continue

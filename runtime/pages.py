@@ -59,6 +59,14 @@ class PageTable:
         """(page number, slot) of a token of a row."""
         return self.rows[row][token // PAGE_TOKENS], token % PAGE_TOKENS
 
+    def select(self, rows: range, start: int, stop: int, device: torch.device) -> "Tensor | slice":
+        """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them."""
+        if len(rows) == 1:
+            held = self.rows[rows.start][start:stop]
+            if held == list(range(held[0], held[0] + stop - start)):
+                return slice(held[0], held[0] + stop - start)
+        return self.numbers(device)[rows.start : rows.stop, start:stop]
+
     def permute(self, sources: list[int]) -> None:
         """Row i becomes a copy of row `sources[i]`: pages are shared, none is moved (beams, repeats, selections)."""
         old, self.rows = self.rows, [list(self.rows[source]) for source in sources]
@@ -96,6 +104,7 @@ class PagePool:
     def __init__(self, fields: dict[str, Field], kv_heads: int, device: torch.device) -> None:
         self.fields = fields
         self.kv_heads = kv_heads
+        self.capacity = 0
         self.tensors = {
             name: torch.zeros(
                 0, kv_heads, PAGE_TOKENS // field.tokens_per_row, field.width, dtype=field.dtype, device=device
@@ -105,11 +114,13 @@ class PagePool:
 
     def grow(self, capacity: int) -> None:
         """Makes room for `capacity` pages. New pages are zero: a slot nobody wrote must still be finite."""
+        if capacity == self.capacity:
+            return
         for name, old in self.tensors.items():
-            if old.shape[0] < capacity:
-                new = old.new_zeros(capacity, *old.shape[1:])
-                new[: old.shape[0]] = old
-                self.tensors[name] = new
+            new = old.new_zeros(capacity, *old.shape[1:])
+            new[: self.capacity] = old
+            self.tensors[name] = new
+        self.capacity = capacity
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole pages, (from, to) each."""
@@ -117,9 +128,16 @@ class PagePool:
             for source, target in pairs:
                 tensor[target] = tensor[source]
 
-    def read(self, pages: Tensor) -> Block:
-        """Pages by number `[rows, n]` -> block of fields `[rows, n, kv_heads, ..., width]`, still packed."""
-        return {name: tensor[pages] for name, tensor in self.tensors.items()}
+    def read(self, pages: "Tensor | slice") -> Block:
+        """Pages by number -> tile of fields `[rows, kv_heads, width, n * PAGE_TOKENS / tokens_per_row]`, still packed.
+
+        `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy.
+        """
+        tile = {}
+        for name, tensor in self.tensors.items():
+            block = tensor[pages][None] if isinstance(pages, slice) else tensor[pages]
+            tile[name] = block.permute(0, 2, 4, 1, 3).flatten(-2)
+        return tile
 
     def write_run(self, pages: list[int], start: int, block: Block) -> None:
         """Writes a row's consecutive tokens, the first at token `start` of the row whose page numbers are `pages`.
@@ -145,7 +163,7 @@ class PagePool:
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
         """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`."""
         for name, tensor in self.tensors.items():
-            tensor[pages, :, slots] = block[name][:, :, 0]
+            tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)  # exact tokens come in float32
 
 
 def upload(numbers: list[int] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:

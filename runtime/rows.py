@@ -6,7 +6,9 @@ the forward reaches, and used by all. Lengths live on the host; they are read fr
 a forward of several tokens, never in a decode step.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ class Forward:
     pending: int
     copies: list[tuple[int, int]] = field(default_factory=list)
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    readings: dict[Hashable, Any] = field(default_factory=dict)  # of reading.py, which stands on this file
 
     @property
     def after(self) -> list[int]:
@@ -50,6 +53,7 @@ class Forward:
         self.pending -= 1
         if not self.pending:
             self.tensors.clear()
+            self.readings.clear()
 
     def tensor(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
         """`numbers` on the device as int64 `[n]`; uploaded once for all layers under this `name`."""

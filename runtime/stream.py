@@ -70,7 +70,7 @@ class Stream:
             # A schedule lets go of one token a step or of a whole block: the same count for all rows that let go.
             count, first = stops[leaving[0]] - starts[leaving[0]], [starts[row] for row in leaving]
             block = self._encode(self._oldest(forward, leaving, first, count, new))
-            if count == 1:
+            if count == 1 and len(leaving) > 1:
                 places = [table.place(row, start) for row, start in zip(leaving, first, strict=True)]
                 pages = forward.tensor(f"{self.role}.pages", [page for page, _ in places], new.device)
                 slots = forward.tensor(f"{self.role}.slots", [slot for _, slot in places], new.device)
@@ -80,21 +80,26 @@ class Stream:
                     self.pool.write_run(table.rows[row], start, {name: part[i] for name, part in block.items()})
         self.window.resize(max(map(schedule.slots, forward.after)))
         staying = [row for row, stop in enumerate(stops) if stop <= forward.before[row]]
-        if staying:
+        newest = [forward.before[row] % self.window.size for row in staying]
+        if len(staying) == len(stops) and len(set(newest)) == 1:
+            self.window.tokens[:, :, newest[0]] = new[:, :, 0]
+        elif staying:
             rows = forward.tensor(f"{self.role}.staying", staying, new.device)
-            newest = [forward.before[row] % self.window.size for row in staying]
             slots = forward.tensor(f"{self.role}.newest", newest, new.device)
             self.window.tokens[rows, :, slots] = new[rows, :, 0]
 
     def _oldest(self, forward: Forward, leaving: list[int], first: list[int], count: int, new: Tensor) -> Tensor:
         """The `count` oldest exact tokens of the rows `leaving`, from the window and then from `new`."""
-        rows = forward.tensor(f"{self.role}.leaving", leaving, new.device)
         held = forward.before[leaving[0]] - first[0]
+        if held and count == 1:
+            slots = [token % self.window.size for token in first]
+            if len(leaving) == new.shape[0] and len(set(slots)) == 1:
+                return self.window.tokens[:, :, slots[0], None]
+            rows = forward.tensor(f"{self.role}.leaving", leaving, new.device)
+            return self.window.tokens[rows, :, forward.tensor(f"{self.role}.oldest", slots, new.device)][:, :, None]
+        rows = forward.tensor(f"{self.role}.leaving", leaving, new.device)
         if held == 0:
             return new.index_select(0, rows)
-        if count == 1:
-            slots = forward.tensor(f"{self.role}.oldest", [token % self.window.size for token in first], new.device)
-            return self.window.tokens[rows, :, slots][:, :, None]
         # A block begins at slot 0 and the new token completes it.
         return torch.cat([self.window.tokens[:, :, :held], new], 2).index_select(0, rows)
 

@@ -2,91 +2,85 @@
 
 Nothing here decodes a cache: a tile's codes become float32 integers, the query (for keys) or the weights (for values)
 carries the scales, and tiles meet in one running softmax. Shapes: any leading dimensions, then `[kv_heads, rows, ...]`,
-where `rows` are the query rows of a KV head (group x new tokens) and `tokens` the tokens of the tile.
+where `rows` are the query rows of a KV head (group x new tokens). A tile has its **tokens last**: words `[..., W, T]`,
+parameters `[..., 2 D/g_c, T/g_t]`, scales first; see `kernels/pack` for why.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from calib.kernels.pack.reference import unpack
+from calib.kernels.pack.reference import unpack_columns
 
 
-def uniform_scores(query: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """q.x^ without x^: `query [..., rows, D]` float32, `words [..., T, W]`, parameters `[..., T/g_t, D/g_c]`.
+def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:
+    """q.x^ without x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z.
 
-    Returns `[..., rows, T]` float32. With x^ = c s + z: parameters per channel fold into the query of their token
-    group, parameters per token multiply the partial products of their channel group.
+    Parameters per channel scale the codes of their token group; parameters per token scale the partial products of
+    their channel group. Zero points add one number for each (row, group).
     """
-    channels, tokens = query.shape[-1], words.shape[-2]
-    codes = unpack(words, bits, channels, torch.float32)
-    scale, zero = scale.float(), zero.float()
-    blocks, columns = scale.shape[-2:]
+    channels, tokens = query.shape[-1], words.shape[-1]
+    codes = unpack_columns(words, bits, channels).float()
+    scale, zero = parameters.float().chunk(2, -2)
+    columns, blocks = scale.shape[-2:]
     if columns == channels:  # g_c = 1
-        folded = query[..., None, :, :] * scale[..., :, None, :]  # [..., blocks, rows, D]
-        products = folded @ codes.unflatten(-2, (blocks, tokens // blocks)).mT  # [..., blocks, rows, g_t]
-        offset = (query @ zero.mT).mT[..., None]  # [..., blocks, rows, 1]
-        return (products + offset).movedim(-3, -2).flatten(-2)
+        codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
+        scores = query @ codes
+        scores.unflatten(-1, (blocks, tokens // blocks)).add_((query @ zero).unsqueeze(-1))
+        return scores
+    scale, zero = (part.repeat_interleave(tokens // blocks, -1) if blocks < tokens else part for part in (scale, zero))
     parts = query.unflatten(-1, (columns, channels // columns)).movedim(-2, -3)  # [..., columns, rows, g_c]
-    products = parts @ codes.unflatten(-1, (columns, channels // columns)).movedim(-2, -3).mT
-    per_token = tokens // blocks
-    scale, zero = scale.repeat_interleave(per_token, -2), zero.repeat_interleave(per_token, -2)
-    return (products * scale.mT[..., None, :]).sum(-3) + parts.sum(-1).mT @ zero.mT
+    products = parts @ codes.unflatten(-2, (columns, channels // columns))  # [..., columns, rows, T]
+    return (products * scale.unsqueeze(-2)).sum(-3) + parts.sum(-1).mT @ zero
 
 
-def uniform_mix(weights: Tensor, words: Tensor, scale: Tensor, zero: Tensor, bits: int, channels: int) -> Tensor:
-    """sum_t p_t x^_t without x^: `weights [..., rows, T]` float32 -> `[..., rows, D]` float32; the rest as above."""
-    tokens = words.shape[-2]
-    codes = unpack(words, bits, channels, torch.float32)
-    scale, zero = scale.float(), zero.float()
-    blocks, columns = scale.shape[-2:]
+def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
+    """sum_t p_t x^_t without x^: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32."""
+    tokens = words.shape[-1]
+    codes = unpack_columns(words, bits, channels).float()
+    scale, zero = parameters.float().chunk(2, -2)
+    columns, blocks = scale.shape[-2:]
     if columns == channels:  # g_c = 1
-        parts = weights.unflatten(-1, (blocks, tokens // blocks)).movedim(-2, -3)  # [..., blocks, rows, g_t]
-        products = parts @ codes.unflatten(-2, (blocks, tokens // blocks))  # [..., blocks, rows, D]
-        return (products * scale[..., :, None, :]).sum(-3) + parts.sum(-1).mT @ zero
-    per_token = tokens // blocks
-    scale, zero = scale.repeat_interleave(per_token, -2), zero.repeat_interleave(per_token, -2)
-    folded = weights[..., None, :, :] * scale.mT[..., None, :]  # [..., columns, rows, T]
-    products = folded @ codes.unflatten(-1, (columns, channels // columns)).movedim(-2, -3)
-    return (products + (weights @ zero).mT[..., None]).movedim(-3, -2).flatten(-2)
+        codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
+        return weights @ codes.mT + weights.unflatten(-1, (blocks, tokens // blocks)).sum(-1) @ zero.mT
+    scale, zero = (part.repeat_interleave(tokens // blocks, -1) if blocks < tokens else part for part in (scale, zero))
+    folded = weights.unsqueeze(-3) * scale.unsqueeze(-2)  # [..., columns, rows, T]
+    mixed = folded @ codes.unflatten(-2, (columns, channels // columns)).mT  # [..., columns, rows, g_c]
+    return (mixed + (weights @ zero.mT).mT.unsqueeze(-1)).movedim(-3, -2).flatten(-2)
 
 
-@dataclass
 class RunningSoftmax:
-    """Softmax attention accumulated tile by tile; the merge of all tiers and the exact window.
+    """Softmax attention accumulated part by part; the merge of all tiles and the exact window.
 
     `top` and `mass` are `[..., rows, 1]`, `mixed` `[..., rows, D]`, float32: mixed / mass is the output so far and
     top + log(mass) the log-sum-exp.
     """
 
-    top: Tensor
-    mass: Tensor
-    mixed: Tensor
-
-    @classmethod
-    def empty(cls, query: Tensor, channels: int) -> "RunningSoftmax":
-        """Nothing attended yet, for `query [..., rows, D]`."""
-        shape = (*query.shape[:-1], 1)
-        top = torch.full(shape, -torch.inf, dtype=torch.float32, device=query.device)
-        return cls(top, torch.zeros_like(top), top.new_zeros(*shape[:-1], channels))
+    def __init__(self) -> None:
+        self.top: Tensor | None = None
+        self.mass: Tensor | None = None
+        self.mixed: Tensor | None = None
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Takes a tile's `scores [..., rows, T]` (masked ones -inf), rescales what is there, returns the tile's weights."""
-        top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
-        # A row that has met nothing but masked tokens keeps top = -inf; its weights must be 0, not NaN.
-        finite = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-        weights = torch.exp(scores - finite)
-        keep = torch.exp(self.top - finite)
-        self.top = top
-        self.mass = self.mass * keep + weights.sum(-1, keepdim=True)
-        self.mixed = self.mixed * keep
+        """Takes a part's `scores [..., rows, T]` (masked ones -inf), rescales what is there, returns the part's weights."""
+        # A row that has met only masked tokens has no maximum; a finite stand-in makes its weights 0 instead of NaN.
+        top = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
+        if self.top is not None:
+            top = torch.maximum(self.top, top)
+        weights = (scores - top).exp_()
+        mass = weights.sum(-1, keepdim=True)
+        if self.top is not None and self.mass is not None and self.mixed is not None:
+            keep = torch.exp(self.top - top)
+            mass += self.mass * keep
+            self.mixed = self.mixed * keep
+        self.top, self.mass = top, mass
         return weights
 
     def add(self, mixed: Tensor) -> None:
-        """Adds the tile's weighted values `[..., rows, D]`."""
-        self.mixed = self.mixed + mixed
+        """Adds the part's weighted values `[..., rows, D]`."""
+        self.mixed = mixed if self.mixed is None else self.mixed + mixed
 
     def output(self) -> Tensor:
         """Attention output `[..., rows, D]`; 0 for a row that met no token at all (padding)."""
+        if self.mixed is None or self.mass is None:
+            raise ValueError("nothing was attended")
         return self.mixed / self.mass.clamp_min(torch.finfo(torch.float32).tiny)

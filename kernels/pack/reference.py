@@ -5,7 +5,10 @@ Word w of a token is therefore sum_f code[f*W + w] << (bits*f): unpacking a plan
 never interleaves neighbouring channels, which is what an attention kernel pays for elsewhere.
 """
 
+from functools import lru_cache
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 WORD_BITS = 16
@@ -23,23 +26,33 @@ def words_per_token(channels: int, bits: int) -> int:
     return -(-channels // planes(bits))
 
 
+@lru_cache
+def _shifts(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """First bit of each plane `[F, 1]`; kept, because making it costs as much as using it."""
+    return torch.arange(0, bits * planes(bits), bits, dtype=dtype, device=device)[:, None]
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes `[..., D]` (integers below 2**bits, any integer dtype) -> words `[..., W]` int16."""
+    """Codes `[..., D]` (integers below 2**bits, any dtype) -> words `[..., W]` int16."""
     channels, width = codes.shape[-1], words_per_token(codes.shape[-1], bits)
-    words = torch.zeros(*codes.shape[:-1], width, dtype=torch.int32, device=codes.device)
-    for plane, start in enumerate(range(0, channels, width)):
-        part = codes[..., start : start + width].to(torch.int32) << (bits * plane)
-        words[..., : part.shape[-1]] |= part
-    return words.to(torch.int16)  # wraps: the sixteenth bit is a code bit like the others
+    missing = planes(bits) * width - channels
+    codes = F.pad(codes, (0, missing)) if missing else codes
+    fields = codes.to(torch.int32).unflatten(-1, (planes(bits), width)) << _shifts(bits, torch.int32, codes.device)
+    # No two fields share a bit, so the sum is the union; the cast wraps: the sixteenth bit is a code bit like the others.
+    return fields.sum(-2, dtype=torch.int32).to(torch.int16)
 
 
-def unpack(words: Tensor, bits: int, channels: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Words `[..., W]` int16 -> codes `[..., D]` in `dtype` (uint8, or float32 to feed a product directly)."""
-    width = words.shape[-1]
-    codes = torch.empty(*words.shape[:-1], channels, dtype=dtype, device=words.device)
-    mask = (1 << bits) - 1
-    for plane, start in enumerate(range(0, channels, width)):
-        stop = min(start + width, channels)
-        # An arithmetic shift drags the sign along; the mask drops it.
-        codes[..., start:stop] = (words[..., : stop - start] >> (bits * plane)) & mask
-    return codes
+def unpack(words: Tensor, bits: int, channels: int) -> Tensor:
+    """Words `[..., W]` int16 -> codes `[..., D]` uint8."""
+    return unpack_columns(words.unsqueeze(-1), bits, channels).squeeze(-1).to(torch.uint8)
+
+
+def unpack_columns(words: Tensor, bits: int, channels: int) -> Tensor:
+    """Words with tokens last, `[..., W, T]` int16 -> codes `[..., D, T]` int16.
+
+    With tokens last every plane is one contiguous run for any bit width, so that this is three vectorised operations.
+    """
+    shifts = _shifts(bits, torch.int16, words.device).unsqueeze(-1)
+    # An arithmetic shift drags the sign along; the mask drops it.
+    fields = (words.unsqueeze(-3) >> shifts).bitwise_and_((1 << bits) - 1)
+    return fields.flatten(-3, -2)[..., :channels, :]

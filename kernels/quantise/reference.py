@@ -24,27 +24,28 @@ def ungrouped(x: Tensor) -> Tensor:
     return x.flatten(-2).flatten(-3, -2)
 
 
-def measure(x: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each group of `x [..., T, D]`: two float32 tensors `[..., T/g_t, D/g_c]`.
+def measure(x: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float) -> Tensor:
+    """Parameters of each group of `x [..., T, D]`: float32 `[..., T/g_t, 2 D/g_c]`, scales first and then zero points.
 
-    `clip` is a number or broadcasts against that shape. A group of equal values gets scale 0 and its value as zero point.
+    `clip` is a number or broadcasts against the scales. A group of equal values gets scale 0 and its value as zero point.
     """
-    low, high = grouped(x.float(), group).amin((-3, -1)), grouped(x.float(), group).amax((-3, -1))
-    # Halved before the sum: float32 inputs near the end of the range must not overflow either.
-    middle, half = high / 2 + low / 2, (high / 2 - low / 2) * clip
-    scale = half * (2 / (2**bits - 1))
-    return scale, torch.where(scale > 0, middle - half, middle)
+    groups = grouped(x.float(), group)
+    # Halved before they meet: float32 values near the end of the range must not overflow either.
+    low, high = groups.amin((-3, -1)).div_(2), groups.amax((-3, -1)).div_(2)
+    levels = 2**bits - 1
+    scale = (high - low).mul_(clip * (2 / levels))
+    return torch.cat([scale, (low + high).sub_(scale, alpha=levels / 2)], -1)
 
 
-def quantise(x: Tensor, scale: Tensor, zero: Tensor, group: tuple[int, int], bits: int) -> Tensor:
-    """Codes `[..., T, D]` uint8 of `x [..., T, D]` for the stored `scale` and `zero` `[..., T/g_t, D/g_c]` (any float dtype)."""
-    step, start = scale.float()[..., :, None, :, None], zero.float()[..., :, None, :, None]
-    safe = torch.where(step > 0, step, torch.ones_like(step))  # scale 0: every value is the zero point, code 0
-    codes = torch.floor((grouped(x.float(), group) - start) / safe + 0.5).clamp_(0, 2**bits - 1)
-    return ungrouped(torch.where(step > 0, codes, torch.zeros_like(codes)).to(torch.uint8))
+def quantise(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int) -> Tensor:
+    """Codes `[..., T, D]` float32 of `x [..., T, D]` for the **stored** parameters (any float dtype, as `measure` lays them)."""
+    scale, zero = parameters.float()[..., :, None, :, None].chunk(2, -2)
+    # Where the scale is 0 any code decodes to the zero point; the clamp keeps the quotient a number.
+    codes = (grouped(x.float(), group) - zero).div_(scale.clamp_min(torch.finfo(torch.float32).tiny))
+    return ungrouped(codes.add_(0.5).floor_().clamp_(0, 2**bits - 1))
 
 
-def dequantise(codes: Tensor, scale: Tensor, zero: Tensor, group: tuple[int, int]) -> Tensor:
+def dequantise(codes: Tensor, parameters: Tensor, group: tuple[int, int]) -> Tensor:
     """x^ = q s + z, float32 `[..., T, D]`."""
-    step, start = scale.float()[..., :, None, :, None], zero.float()[..., :, None, :, None]
-    return ungrouped(grouped(codes.float(), group) * step + start)
+    scale, zero = parameters.float()[..., :, None, :, None].chunk(2, -2)
+    return ungrouped(grouped(codes.float(), group) * scale + zero)

@@ -7,8 +7,9 @@ for keys, on the output for values. A **codec** turns a block of tokens into sma
 or attention weights without decoding. A **schedule** says how many of a row's tokens are encoded. Stages are frozen
 dataclasses; what they hold is either a plain option (readable from YAML) or a tensor of the artifact, bound for a layer.
 
-Tensors of a stream have the shape `[batch, kv_heads, tokens, head_dim]`. Blocks are what a page holds: every field of
-a codec has the shape `[..., kv_heads, rows, width]`, where `rows` is `tokens` divided by `Field.tokens_per_row`.
+Tensors of a stream have the shape `[batch, kv_heads, tokens, head_dim]`. A **block** is what a page holds: every field
+of a codec has the shape `[..., kv_heads, tokens / tokens_per_row, width]`. A **tile** is a block as attention reads it,
+tokens last: `[..., kv_heads, width, tokens / tokens_per_row]`.
 """
 
 from collections.abc import Mapping
@@ -58,11 +59,11 @@ class Codec(Protocol):
         """Block -> x^, float32 `[..., kv_heads, tokens, head_dim]`."""
         ...
 
-    def scores(self, query: Tensor, block: Block) -> Tensor:
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, head_dim]` float32 against the packed keys -> logits `[..., kv_heads, rows, tokens]`."""
         ...
 
-    def mix(self, weights: Tensor, block: Block, channels: int) -> Tensor:
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the packed values -> `[..., kv_heads, rows, head_dim]`."""
         ...
 

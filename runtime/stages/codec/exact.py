@@ -36,10 +36,10 @@ class Exact:
         """0 for each value."""
         return torch.zeros_like(x, dtype=torch.float32)
 
-    def scores(self, query: Tensor, block: Block) -> Tensor:
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
         """q.k in float32."""
-        return query @ block["exact"].float().mT
+        return query @ tile["exact"].float()
 
-    def mix(self, weights: Tensor, block: Block, channels: int) -> Tensor:
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """p.v in float32."""
-        return weights @ block["exact"].float()
+        return weights @ tile["exact"].float().mT

@@ -3,13 +3,14 @@
 The arithmetic is in `kernels/quantise` (METHODS 0), the words in `kernels/pack`, attention on codes in `kernels/attend`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from calib.kernels.attend.reference import uniform_mix, uniform_scores
-from calib.kernels.pack.reference import pack, unpack, words_per_token
+from calib.kernels.pack.reference import pack, unpack, unpack_columns, words_per_token
 from calib.kernels.quantise.reference import dequantise, measure, quantise
 from calib.runtime.stages.contract import Block, Field
 
@@ -35,24 +36,31 @@ class UniformQuant:
     clip: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        if self.bits not in range(1, 9):
-            raise ValueError(f"bits must be 1 ... 8, got {self.bits}")
-        if self.group is not None and any(size is not None and size < 1 for size in self.group):
-            raise ValueError(f"group sizes must be positive (or None for the whole axis), got {self.group}")
-        if isinstance(self.clip, float | int) and not 0 < self.clip <= 1:
-            raise ValueError(f"clip must be in (0, 1], got {self.clip}")
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
+            raise ValueError(f"bits must be a whole number 1 ... 8, got {self.bits!r}")
+        if self.group is not None and not _is_group(self.group):
+            raise ValueError(
+                "group must be two sizes (tokens, channels), each a positive whole number or None for the whole axis, "
+                f"got {self.group!r}"
+            )
+        if not isinstance(self.clip, Tensor) and not (type(self.clip) in (float, int) and 0 < self.clip <= 1):
+            raise ValueError(f"clip must be a number in (0, 1], got {self.clip!r}")
 
     def token_group(self) -> int:
         """Tokens that share parameters; those of a whole-axis group come in one block of any length, so 1."""
         return (self.group[0] or 1) if self.group else 1
 
     def fields(self, head_dim: int, dtype: torch.dtype, wide: bool = False) -> dict[str, Field]:
-        """`words`, and with a group `scale` and `zero` in float16 (float32 when `wide`)."""
+        """`words`, and with a group `parameters`, scales and then zero points, in float16 (float32 when `wide`)."""
         fields = {"words": Field(1, words_per_token(head_dim, self.bits), torch.int16, "codes")}
         if self.group is not None:
+            if self.group[0] is None:
+                raise ValueError(
+                    f"parameters of a group over all tokens have no place in pages, got group {self.group}; give a number of tokens"
+                )
             tokens, channels = self._sizes(self.token_group(), head_dim)
-            parameter = Field(tokens, head_dim // channels, torch.float32 if wide else torch.float16, "parameters")
-            fields |= {"scale": parameter, "zero": parameter}
+            dtype = torch.float32 if wide else torch.float16
+            fields["parameters"] = Field(tokens, 2 * head_dim // channels, dtype, "parameters")
         return fields
 
     def wide(self, x: Tensor) -> bool:
@@ -66,67 +74,66 @@ class UniformQuant:
         return bool(x.numel() and x.abs().max() * max(1.0, 2 / (2**self.bits - 1)) > HALF_MAX)
 
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, scale and zero `[..., T/g_t, D/g_c]`."""
+        """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`."""
         if self.group is None:
-            scale, zero = self._fixed(x)
             # One group that holds the whole head: the constants broadcast.
-            codes = quantise(x, scale, zero, (x.shape[-2], x.shape[-1]), self.bits)
-            return {"words": pack(codes, self.bits)}
+            return {"words": pack(quantise(x, self._fixed(x), (x.shape[-2], x.shape[-1]), self.bits), self.bits)}
         group = self._sizes(x.shape[-2], x.shape[-1])
-        scale, zero = measure(x, group, self.bits, self.clip)
-        if not (self.wide(x) if wide is None else wide):
+        parameters = measure(x, group, self.bits, self.clip)
+        if self.wide(x) if wide is None else wide:
+            # What float16 can hold is rounded to it all the same: a row's numbers do not depend on its neighbours' size.
+            parameters = torch.where(parameters.abs() <= HALF_MAX, parameters.half().float(), parameters)
+        else:
             # Beyond float16 only if a layer chose 16 bits from its prompt and met larger values later: finite, not exact.
-            scale, zero = scale.clamp(max=HALF_MAX).half(), zero.clamp(-HALF_MAX, HALF_MAX).half()
-        return {"words": pack(quantise(x, scale, zero, group, self.bits), self.bits), "scale": scale, "zero": zero}
+            parameters = parameters.clamp_(-HALF_MAX, HALF_MAX).half()
+        return {"words": pack(quantise(x, parameters, group, self.bits), self.bits), "parameters": parameters}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """float32 `[..., kv_heads, tokens, channels]`."""
         codes = unpack(block["words"], self.bits, channels)
         if self.group is None:
-            scale, zero = self._fixed(codes)
-            return codes.float() * scale + zero
-        scale, zero = block["scale"], block["zero"]
-        group = (codes.shape[-2] // scale.shape[-2], channels // scale.shape[-1])
-        return dequantise(codes, scale, zero, group)
+            return dequantise(codes, self._fixed(codes), (codes.shape[-2], channels))
+        tokens, columns = block["parameters"].shape[-2:]
+        return dequantise(codes, block["parameters"], (codes.shape[-2] // tokens, 2 * channels // columns))
 
     def error_bound(self, x: Tensor) -> Tensor:
         """The largest |x - x^| this codec may show for each value of `x [batch, kv_heads, tokens, head_dim]`, float32.
 
         What the clip cuts off, half a step, and the rounding of the two stored parameters.
         """
+        eps = torch.finfo(torch.float32).eps
         if self.group is None:
-            scale, zero = self._fixed(x)
-            return (x.float().abs() + zero).clamp(min=0) + scale / 2 + torch.finfo(torch.float32).eps * zero.abs()
-        group = self._sizes(x.shape[-2], x.shape[-1])
-        scale, zero = measure(x, group, self.bits, self.clip)
-        levels = 2**self.bits - 1
-        cut = measure(x, group, self.bits, 1.0)[0] * levels / 2 - scale * levels / 2
-        eps, tiny = torch.finfo(torch.float16).eps, torch.finfo(torch.float16).smallest_normal
-        rounding = eps * (zero.abs() + scale * (levels + 1)) + tiny * (levels + 2)
+            scale, zero = self._fixed(x).chunk(2, -1)
+            return (x.float().abs() + zero).clamp(min=0) + scale / 2 + eps * zero.abs()
+        group, levels = self._sizes(x.shape[-2], x.shape[-1]), 2**self.bits - 1
+        scale, zero = measure(x, group, self.bits, self.clip).chunk(2, -1)
+        cut = (measure(x, group, self.bits, 1.0).chunk(2, -1)[0] - scale) * (levels / 2)
+        half = torch.finfo(torch.float16)
+        rounding = half.eps * (zero.abs() + scale * (levels + 1)) + half.smallest_normal * (levels + 2)
         bound = cut + scale / 2 + rounding
         return bound.repeat_interleave(group[0], -2).repeat_interleave(group[1], -1)
 
-    def scores(self, query: Tensor, block: Block) -> Tensor:
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, D]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
         if self.group is not None:
-            return uniform_scores(query, block["words"], block["scale"], block["zero"], self.bits)
-        scale, zero = self._fixed(query)
-        codes = unpack(block["words"], self.bits, query.shape[-1], torch.float32)
-        return (query * scale) @ codes.mT + query.sum(-1, keepdim=True) * zero
+            return uniform_scores(query, tile["words"], tile["parameters"], self.bits)
+        scale, zero = self._fixed(query).chunk(2, -1)
+        codes = unpack_columns(tile["words"], self.bits, query.shape[-1]).float()
+        return (query * scale) @ codes + query.sum(-1, keepdim=True) * zero
 
-    def mix(self, weights: Tensor, block: Block, channels: int) -> Tensor:
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, channels]` from the codes."""
         if self.group is not None:
-            return uniform_mix(weights, block["words"], block["scale"], block["zero"], self.bits, channels)
-        scale, zero = self._fixed(weights)
-        codes = unpack(block["words"], self.bits, channels, torch.float32)
-        return (weights @ codes) * scale + weights.sum(-1, keepdim=True) * zero
+            return uniform_mix(weights, tile["words"], tile["parameters"], self.bits, channels)
+        scale, zero = self._fixed(weights).chunk(2, -1)
+        codes = unpack_columns(tile["words"], self.bits, channels).float()
+        return (weights @ codes.mT) * scale + weights.sum(-1, keepdim=True) * zero
 
-    def _fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero point of the calibrated range [-clip, clip], broadcastable over a head's tokens and channels."""
+    def _fixed(self, like: Tensor) -> Tensor:
+        """Parameters of the calibrated range [-clip, clip], one group a head: float32 `[kv_heads or 1, 1, 2]`."""
         clip = self.clip if isinstance(self.clip, Tensor) else torch.full((1, 1, 1), self.clip)
         clip = clip.to(like.device, torch.float32)
-        return clip * (2 / (2**self.bits - 1)), -clip
+        return torch.cat([clip * (2 / (2**self.bits - 1)), -clip], -1)
 
     def _sizes(self, tokens: int, channels: int) -> tuple[int, int]:
         """The group in numbers for a block of `tokens` x `channels`; refuses what does not divide."""
@@ -136,3 +143,12 @@ class UniformQuant:
             if whole % size:
                 raise ValueError(f"a group of {size} {axis} does not divide {whole} {axis}; use a divisor of {whole}")
         return sizes
+
+
+def _is_group(group: Sequence[int | None]) -> bool:
+    """Whether it is a pair of positive whole numbers or None."""
+    return (
+        isinstance(group, tuple | list)
+        and len(group) == 2
+        and all(size is None or (type(size) is int and size > 0) for size in group)
+    )

@@ -10,8 +10,8 @@ class Blocks:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"a block must hold at least 1 token, got {self.tokens}")
+        if type(self.tokens) is not int or self.tokens < 1:
+            raise ValueError(f"a block must hold a whole number of tokens, at least 1, got {self.tokens!r}")
 
     def packed(self, length: int) -> int:
         """`length` rounded down to whole blocks."""

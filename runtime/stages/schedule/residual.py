@@ -10,8 +10,8 @@ class Residual:
     tokens: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 0:
-            raise ValueError(f"the residual cannot be negative, got {self.tokens}")
+        if type(self.tokens) is not int or self.tokens < 0:
+            raise ValueError(f"the residual must be a whole number of tokens, at least 0, got {self.tokens!r}")
 
     def packed(self, length: int) -> int:
         """All but the last `tokens`."""

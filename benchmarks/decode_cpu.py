@@ -1,0 +1,104 @@
+"""Decode speed on the CPU: our packed cache, transformers' QuantizedCache (quanto) of the same bits, and DynamicCache.
+
+    python benchmarks/decode_cpu.py [--contexts 2048 4096] [--bits 4 2] [--write]
+
+One process, two threads. For each context and bit width every cache is prefilled with the same random tokens, then all
+decode in turn (A/B/C/A/B/C ...), a few steps a turn; the ratio is taken turn by turn and the median is reported with
+its quartiles, beside an A/A pair (our cache twice) that shows the noise. QuantizedCache re-quantises everything each
+`residual_length` tokens; a round is as long as that, so that each of its flushes is counted once.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.cache_utils import Cache
+
+from calib.runtime import compress
+
+RESULT = Path(__file__).parent / "results" / "decode_cpu.json"
+RESIDUAL = 128
+
+
+def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
+    """The caches that are compared; ours twice for the A/A pair."""
+    return {
+        "kivi": compress(model, "kivi", bits=bits, group=32, residual=RESIDUAL),
+        "kivi again": compress(model, "kivi", bits=bits, group=32, residual=RESIDUAL),
+        "quanto": QuantizedCache(
+            "quanto", model.config, nbits=bits, axis_key=0, axis_value=0, q_group_size=32, residual_length=RESIDUAL
+        ),
+        "dynamic": DynamicCache(config=model.config),
+    }
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
+    """Decodes RESIDUAL tokens with each cache in turns of `steps`; seconds a token of each, and ratios by turn."""
+    held = caches(model, bits)
+    prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+    token = {name: model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1) for name, cache in held.items()}
+    for name, cache in held.items():  # warm-up
+        token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
+    seconds: dict[str, list[float]] = {name: [] for name in held}
+    for _ in range(RESIDUAL // steps):
+        for name, cache in held.items():
+            start = time.perf_counter()
+            for _ in range(steps):
+                token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
+            seconds[name].append((time.perf_counter() - start) / steps)
+    ratios = {
+        f"{other} / kivi": quartiles([b / a for a, b in zip(seconds["kivi"], seconds[other], strict=True)])
+        for other in ("quanto", "dynamic", "kivi again")
+    }
+    speed = {name: batch / statistics.mean(taken) for name, taken in seconds.items()}
+    for cache in held.values():
+        if hasattr(cache, "release"):
+            cache.release()
+    return {"context": context, "bits": bits, "batch": batch, "tokens_per_second": speed, "time_ratio": ratios}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return [round(value, 3) for value in statistics.quantiles(values, n=4)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="artifacts/tiny-llama")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8, help="decode steps a turn")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} beside the other runs")
+    asked = parser.parse_args()
+    torch.set_num_threads(2)
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).eval()
+    rows = []
+    for context in asked.contexts:
+        for bits in asked.bits:
+            row = measure(model, context, bits, asked.batch, asked.steps)
+            rows.append(row)
+            speed = ", ".join(f"{name} {value:.1f}" for name, value in row["tokens_per_second"].items())
+            ratio = ", ".join(
+                f"{name} {value[1]:.2f} [{value[0]:.2f}, {value[2]:.2f}]" for name, value in row["time_ratio"].items()
+            )
+            print(f"context {context}, {bits} bit: tokens/s {speed}; time ratios {ratio}", flush=True)
+    if asked.write:
+        versions = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps({"threads": 2, "versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
