@@ -1,0 +1,146 @@
+"""Running a model so that every attention layer's sample is pushed to a sink as the forward pass reaches it.
+
+Nothing of a layer is held once its sink has returned: the memory needed is one layer's sample beside the model, however
+many layers there are. The model is afterwards exactly what it was, also when the sink raises.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.capture.attention import NAME
+from calib.capture.sample import LayerSample, Sink
+from calib.errors import RunError
+
+
+def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, sink: Sink) -> None:
+    """One forward pass; calls `sink` once for each attention layer, in the model's order.
+
+    Args:
+        model: a causal language model that uses transformers' AttentionInterface.
+        tokens: int64 `[batch, tokens]`.
+        mask: bool `[batch, tokens]`, True for real tokens.
+        index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
+        sink: called with each layer's sample; must not keep it.
+
+    Raises:
+        RunError: NaN or infinite queries, keys or values (names the layer), or a model that cannot be captured.
+    """
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    batch = _Batch(mask, positions, index, sink)
+    with torch.no_grad(), _capturing(model, batch):
+        # The head is not needed: its logits would be the largest tensor of the pass.
+        model.base_model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+
+
+class _Batch:
+    """The batch under way: assembles each layer's sample and passes it on."""
+
+    def __init__(self, mask: Tensor, positions: Tensor, index: Tensor, sink: Sink) -> None:
+        self.mask, self.positions, self.index, self.sink = mask, positions, index, sink
+        self.before_rope: Tensor | None = None
+
+    def project(self, module: nn.Module, _: object, output: Tensor) -> None:
+        """Forward hook of a layer's `k_norm`, or `k_proj` where there is none: its output becomes the attention's key."""
+        self.before_rope = output
+
+    def receive(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> None:
+        """Called by the attention function of layer `module`, before it computes anything."""
+        layer, before = int(module.layer_idx), self.before_rope
+        self.before_rope = None
+        device = key.device
+        mask = self.mask.to(device)
+        for stream_name, x in (("queries", query), ("keys", key), ("values", value)):
+            # Padding may hold anything, so it is looked at apart; the first test alone is the usual, cheap case.
+            if not bool(torch.isfinite(x).all()) and not bool(torch.isfinite(x.transpose(1, 2)[mask]).all()):
+                raise RunError(
+                    f"layer {layer} {stream_name}: NaN or infinite activations; the weights are damaged or "
+                    f"{str(x.dtype).removeprefix('torch.')} is too narrow for this model (try --model.dtype float32)"
+                )
+        self.sink(
+            LayerSample(
+                layer,
+                query,
+                key,
+                None if before is None else split_heads(before, key),
+                value,
+                mask,
+                self.positions.to(device),
+                self.index.to(device),
+                scaling,
+                softcap,
+                window,
+            )
+        )
+
+
+def split_heads(projected: Tensor, key: Tensor) -> Tensor:
+    """A key projection's output as `[batch, kv_heads, tokens, head_dim]`, the shape of `key`.
+
+    Models norm keys flat (OLMo2), split before the transposition (Qwen3) or after it (Gemma3).
+    """
+    batch, heads, tokens, width = key.shape
+    if projected.dim() == 3:
+        return projected.view(batch, tokens, heads, width).transpose(1, 2)
+    if heads == tokens:
+        raise RunError(
+            f"cannot tell heads from tokens in a batch of {tokens} tokens and {heads} KV heads: change data.length"
+        )
+    return projected if projected.shape == key.shape else projected.transpose(1, 2)
+
+
+def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that project keys and call the attention function, in the model's order."""
+    for module in model.base_model.modules():
+        fused = any(hasattr(module, name) for name in ("k_proj", "qkv_proj", "query_key_value", "Wqkv"))
+        if fused and hasattr(module, "layer_idx"):
+            yield module
+
+
+@contextmanager
+def _capturing(model: PreTrainedModel, batch: _Batch) -> Iterator[None]:
+    """Switches the model's attention to ours, and back whatever happens."""
+    if not model._can_set_attn_implementation():
+        raise RunError(
+            f"{type(model).__name__} does not use transformers' AttentionInterface, so its keys cannot be captured; "
+            "use a version of the model that is part of transformers"
+        )
+    modules = list(attention_modules(model))
+    if not modules:
+        raise RunError(f"{type(model).__name__} has no attention layer with a key projection")
+    configs = {id(owner.config): owner.config for owner in (model.base_model, *modules)}.values()
+    before = [config._attn_implementation for config in configs]
+    training = [(module, module.training) for module in model.modules()]
+    handles = []
+    try:
+        for module in modules:
+            module._calib_receive = partial(batch.receive, module)
+            source = getattr(module, "k_norm", None) or getattr(module, "k_proj", None)
+            if source is not None:
+                handles.append(source.register_forward_hook(batch.project))
+        for config in configs:
+            config._attn_implementation_internal = NAME
+        model.eval()
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        for module, was_training in training:
+            module.training = was_training
+        for handle in handles:
+            handle.remove()
+        for module in modules:
+            module.__dict__.pop("_calib_receive", None)

@@ -1,0 +1,167 @@
+"""The LightningDataModule that turns a corpus into streams of layer samples."""
+
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from calib.capture.batches import CapturedBatch, TokenBatch, TokenBatches
+from calib.capture.corpus import Corpus, divide, text_files, text_sequences, token_hash
+from calib.capture.generated import generated_sequences
+from calib.capture.language_model import check_dtype, load, without_waiting_for_the_hub
+from calib.errors import UsageError
+from calib.testbed.corpus import TextSource, text_hash
+
+GENERATED = "generated"
+
+
+class CaptureData(LightningDataModule):
+    """Runs a causal language model over a corpus and streams queries, keys and values layer by layer.
+
+    Args:
+        model_path: the model, a local folder or a hub name.
+        model_dtype: the dtype it runs in.
+        seed: chooses the places of the text and what is generated.
+        text: local text files or folders (UTF-8); when given, `name` is not looked at.
+        name: data set on the Hugging Face hub, or `generated`: made on the spot, half retrieval documents, half text
+            sampled from the model.
+        config: the data set's configuration.
+        split: the split that is measured.
+        heldout_split: the split errors are reported on; without it, sequences of `split` that are not measured.
+        column: the column that holds the text.
+        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
+        length: tokens in a sequence; cut to the longest the model was made for.
+        sequences: sequences measured.
+        heldout_sequences: sequences held out for the reported errors.
+        batch_size: sequences the model runs at once.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_dtype: str = "float32",
+        seed: int = 0,
+        text: str | list[str] | None = None,
+        name: str | None = GENERATED,
+        config: str | None = None,
+        split: str = "train",
+        heldout_split: str | None = None,
+        column: str = "text",
+        natural_spacing: bool = False,
+        length: int = 512,
+        sequences: int = 32,
+        heldout_sequences: int = 8,
+        batch_size: int = 8,
+    ) -> None:
+        super().__init__()
+        for option, value, least in (
+            ("length", length, 32),
+            ("sequences", sequences, 1),
+            ("heldout_sequences", heldout_sequences, 1),
+            ("batch_size", batch_size, 1),
+        ):
+            if value < least:
+                raise UsageError(f"data.{option}={value}: must be at least {least}")
+        if not text and not name:
+            raise UsageError(
+                "no corpus: give data.text=FILE, or data.name=OWNER/DATASET of the hub, or data.name=generated"
+            )
+        self.model_path, self.model_dtype, self.seed = model_path, check_dtype(model_dtype), seed
+        self.source = TextSource(
+            text_files([text] if isinstance(text, str) else list(text or [])),
+            name,
+            config,
+            split,
+            column,
+            natural_spacing,
+        )
+        self.heldout_split, self.length = heldout_split, length
+        self.sequences, self.heldout_sequences, self.batch_size = sequences, heldout_sequences, batch_size
+        self.notes: list[str] = []
+        self.model: PreTrainedModel | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.corpus: Corpus | None = None
+        self.read("train")
+
+    def read(self, part: str, sequences: int | None = None, skip: int = 0) -> None:
+        """Chooses what the next dataloader reads.
+
+        Args:
+            part: `train` or `heldout`.
+            sequences: the first so many; None for all.
+            skip: batches to leave out, read before an interruption.
+        """
+        if part not in ("train", "heldout"):
+            raise ValueError(f"part={part!r}: 'train' or 'heldout'")
+        self.reading = (part, sequences, skip)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
+        """The model, its tokenizer and the corpus, loaded at the first call."""
+        if self.model is None or self.tokenizer is None:
+            self.model, self.tokenizer = load(self.model_path, self.model_dtype)
+            self.model.to(self.trainer.strategy.root_device if self.trainer else "cpu")
+        if self.corpus is None:
+            self.corpus = self._make_corpus(self.model, self.tokenizer)
+        return self.model, self.tokenizer, self.corpus
+
+    def setup(self, stage: str) -> None:
+        """Lightning's hook; the same in every process."""
+        self.load()
+
+    def train_dataloader(self) -> TokenBatches:
+        """The batches chosen by `read`."""
+        _, _, corpus = self.load()
+        part, count, skip = self.reading
+        sequences, first = (corpus.train, 0) if part == "train" else (corpus.heldout, len(corpus.train))
+        rank, processes = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return TokenBatches(sequences[:count], first, self.batch_size, skip, rank, processes)
+
+    def on_after_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> CapturedBatch:
+        """Makes tokens on the device a batch that can be streamed."""
+        model, _, _ = self.load()
+        return CapturedBatch(model, batch)
+
+    def _make_corpus(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or self.length
+        length = min(self.length, longest)
+        if length < self.length:
+            self.notes.append(f"data.length={self.length} is cut to {length}, the longest this model was made for")
+        wanted, wanted_heldout = self.sequences, self.heldout_sequences
+        label, heldout_label = self.source.label, ""
+        origin: dict[str, Any] = {"name": label}
+        if not self.source.text and self.source.name == GENERATED:
+            sequences = generated_sequences(model, tokenizer, length, wanted + wanted_heldout, self.seed)
+            origin = {"name": GENERATED}
+        elif self.source.text or not self.heldout_split:
+            text = read(self.source)
+            sequences = text_sequences(text, tokenizer, length, wanted + wanted_heldout, self.seed, label)
+            origin["sha256"] = text_hash(text)
+        else:
+            other = replace(self.source, split=self.heldout_split)
+            text, heldout_text, heldout_label = read(self.source), read(other), other.label
+            sequences = text_sequences(text, tokenizer, length, wanted, self.seed, label)
+            heldout = text_sequences(heldout_text, tokenizer, length, wanted_heldout, self.seed, heldout_label)
+            origin |= {"sha256": text_hash(text), "heldout": heldout_label, "heldout_sha256": text_hash(heldout_text)}
+        if heldout_label:
+            train = sequences
+            for part, found, asked in ((label, train, wanted), (heldout_label, heldout, wanted_heldout)):
+                if len(found) < asked:
+                    self.notes.append(f"the corpus {part} fills {len(found)} of the {asked} sequences asked for")
+        else:
+            train, heldout, notes = divide(sequences, wanted, wanted_heldout, label)
+            self.notes += notes
+        origin |= {
+            "length": length,
+            "sequences": len(train),
+            "heldout_sequences": len(heldout),
+            "tokens": train.numel(),
+            "tokens_sha256": token_hash(train, heldout),
+        }
+        return Corpus(train, heldout, origin)
+
+
+def read(source: TextSource) -> str:
+    """The source's text, without waiting for a hub that cannot be reached."""
+    with without_waiting_for_the_hub():
+        return source.read()

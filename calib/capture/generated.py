@@ -1,0 +1,69 @@
+"""A corpus made on the spot, for a machine without network or text: half retrieval documents, half sampled text.
+
+Retrieval documents (`calib.testbed.generators`) exercise the long-range lookups that a compressed cache loses first;
+text sampled from the model itself at temperature 1 is what the model's cache holds when it generates.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from calib.capture.corpus import pack
+from calib.capture.language_model import without_notes
+from calib.errors import UsageError
+from calib.testbed.generators import keyed_lines, keyed_random
+
+ROWS = 64  # sequences sampled at once
+
+
+def generated_sequences(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
+) -> Tensor:
+    """`count` sequences, by turns a packed run of retrieval documents and sampled text: int64 `[count, length]`."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise UsageError(
+            "data.name=generated needs a tokenizer with a first token (<s>); give text with data.text=FILE"
+        )
+    retrieval = torch.tensor(list(pack(retrieval_documents(tokenizer, seed), first, length, -(-count // 2))))
+    sampled = sampled_text(model, first, length, count // 2, seed)
+    sequences = torch.empty(count, length, dtype=torch.int64)
+    sequences[0::2], sequences[1::2] = retrieval, sampled.cpu()
+    return sequences
+
+
+def retrieval_documents(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[int]]:
+    """Endless token lists of keyed-line documents: 5 to 40 lines, 1 to 4 digits, both styles, four queries each."""
+    number = 0
+    while True:
+        rng = keyed_random("calibration", seed, number)
+        style = rng.choice(("line", "plain"))
+        pieces = keyed_lines(rng, lines=rng.randint(5, 40), queries=4, digits=rng.choice((1, 2, 4)), style=style)
+        yield tokenizer("".join(piece.text for piece in pieces), add_special_tokens=False)["input_ids"]
+        number += 1
+
+
+def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, seed: int) -> Tensor:
+    """`count` sequences of `length` tokens sampled from the model after `first`, at temperature 1: int64."""
+    if count == 0:
+        return torch.empty(0, length, dtype=torch.int64)
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=length - 1,
+        pad_token_id=first,
+        eos_token_id=None,  # every sequence is filled; what follows an end of text is text again
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    parts = []
+    with torch.no_grad(), torch.random.fork_rng(devices), without_notes():
+        torch.manual_seed(seed)
+        for start in range(0, count, ROWS):
+            rows = min(ROWS, count - start)
+            prompt = torch.full((rows, 1), first, device=model.device)
+            parts.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings))
+    return torch.cat(parts)

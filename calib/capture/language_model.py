@@ -1,0 +1,111 @@
+"""Loading the model to be measured, and telling in one line why it cannot be loaded."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import huggingface_hub.constants
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+import calib
+from calib.errors import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+
+
+def find_model(path: str) -> str:
+    """A local folder, or the same path in the checkout this package runs from, or `path` itself as a hub name."""
+    checkout = Path(calib.__file__).resolve().parents[1] / path
+    if not Path(path).exists() and not Path(path).is_absolute() and checkout.is_dir():
+        return str(checkout)
+    return path
+
+
+def load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal language model in evaluation mode, and its tokenizer.
+
+    Args:
+        path: a local folder or a name on the Hugging Face hub.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: what the weights are stored in.
+
+    Raises:
+        UsageError: no such model, or not a causal language model that can be read.
+    """
+    found = find_model(path)
+    local = Path(found).is_dir()
+    if Path(found).is_file() or (not local and not is_hub_name(found)):
+        raise UsageError(f"model.path '{path}' is no folder and no hub name such as owner/name")
+    with without_waiting_for_the_hub(), without_notes():
+        try:
+            config = AutoConfig.from_pretrained(found)
+            tokenizer = AutoTokenizer.from_pretrained(found)
+            model = AutoModelForCausalLM.from_pretrained(found, config=config, dtype=DTYPES[dtype])
+        except Exception as error:  # transformers raises many types; each means that this model cannot be had
+            # Its messages run over many lines of advice; the first one says what happened.
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            if local:
+                raise UsageError(f"cannot load the model in '{path}' ({reason})") from error
+            raise UsageError(
+                f"no folder '{path}' here, and the Hugging Face hub gave none ({reason}); "
+                "without network give model.path=FOLDER"
+            ) from error
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `path` can be a name on the hub: `name` or `owner/name`."""
+    parts = path.split("/")
+    return len(parts) <= 2 and all(part and part not in (".", "..", "~") for part in parts)
+
+
+@contextmanager
+def without_waiting_for_the_hub() -> Iterator[None]:
+    """Inside, an unreachable hub is found out in a moment instead of after half a minute of retries.
+
+    What was downloaded before is still used. Behind a proxy the hub's name may not resolve here, so nothing is assumed.
+    """
+    before = huggingface_hub.constants.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = before or not hub_answers()
+    try:
+        yield
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = before
+
+
+def hub_answers() -> bool:
+    """Whether the hub's address accepts a connection within three seconds; True behind a proxy."""
+    address = urlsplit(huggingface_hub.constants.ENDPOINT)
+    if getproxies():
+        return True
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        with socket.create_connection((address.hostname or "", port), timeout=3):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Inside, transformers shows no progress bars and no notes of its own."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def check_dtype(dtype: str) -> str:
+    """`dtype`, or UsageError with the choices."""
+    if dtype not in DTYPES:
+        raise UsageError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
+    return dtype

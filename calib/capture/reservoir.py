@@ -1,0 +1,69 @@
+"""A uniform sample of tokens in bounded memory that does not depend on batches, their order or the number of processes.
+
+Each token gets a priority, a hash of (seed, its number in the corpus); the sample is the tokens of least priority. Two
+samples of disjoint parts of a corpus merge into exactly the sample of the whole.
+"""
+
+import torch
+from torch import Tensor, nn
+
+LAST = torch.iinfo(torch.int64).max
+
+
+def priorities(seed: int, index: Tensor) -> Tensor:
+    """A hash of (seed, index) for each entry of `index` (int64, any shape): int64 in [0, 2^62), uniform.
+
+    SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) in arithmetic modulo 2^64. Two bits are given up so that
+    an empty place, which holds the largest int64, comes after every token.
+    """
+    z = index * -7046029254386353131 + ((seed + 1) * 0x2545F4914F6CDD1D) % 2**63  # 0x9E3779B97F4A7C15
+    z = (z ^ shifted(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    z = (z ^ shifted(z, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return shifted(z ^ shifted(z, 31), 2)
+
+
+def shifted(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's drags the sign along)."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Reservoir(nn.Module):
+    """The `capacity` tokens of least priority, with one row of numbers each.
+
+    Args:
+        capacity: tokens kept.
+        width: numbers kept of each token.
+        seed: another seed gives another sample.
+
+    Buffers: `priority` int64 `[capacity]`, ascending, the largest int64 where the place is empty; `rows` float32
+    `[capacity, width]`.
+    """
+
+    def __init__(self, capacity: int, width: int, seed: int) -> None:
+        super().__init__()
+        if capacity < 1 or width < 1:
+            raise ValueError(f"capacity={capacity}, width={width}: both must be at least 1")
+        self.seed = seed
+        self.register_buffer("priority", torch.full((capacity,), LAST))
+        self.register_buffer("rows", torch.zeros(capacity, width))
+
+    def add(self, index: Tensor, rows: Tensor) -> None:
+        """Offers tokens: `index` int64 `[tokens]`, their numbers in the corpus; `rows` `[tokens, width]`."""
+        self.merge_rows(priorities(self.seed, index), rows.float())
+
+    def merge(self, other: "Reservoir") -> None:
+        """Takes in another sample with the same seed of other tokens."""
+        if self.seed != other.seed or self.rows.shape != other.rows.shape:
+            raise ValueError("reservoirs merge only with the same seed, capacity and width")
+        self.merge_rows(other.priority, other.rows)
+
+    def merge_rows(self, priority: Tensor, rows: Tensor) -> None:
+        """Takes in another sample's buffers."""
+        priority = torch.cat([self.priority, priority.to(self.priority.device)])
+        kept = priority.argsort(stable=True)[: len(self.priority)]
+        self.rows = torch.cat([self.rows, rows.to(self.rows.device)])[kept]
+        self.priority = priority[kept]
+
+    def sample(self) -> Tensor:
+        """The tokens' rows, float32 `[at most capacity, width]`, in order of priority."""
+        return self.rows[self.priority < LAST]

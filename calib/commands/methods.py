@@ -1,0 +1,26 @@
+"""`calib methods [NAME]`: the compression methods, each with its story and its options."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import fields
+
+from calib.arguments import Parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prints one line a method, or all about the one named in `argv`."""
+    parser = Parser(prog="calib methods", description="List the compression methods and their options.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="tell everything about this one")
+    asked = parser.parse_args(argv)
+
+    from calib.runtime.methods import METHODS, method_class
+
+    if asked.name:
+        chosen = method_class(asked.name)
+        print(f"{asked.name}: {inspect.getdoc(chosen)}")
+        return 0
+    width = max(map(len, METHODS))
+    for name, chosen in METHODS.items():
+        options = ", ".join(f"{option.name}={option.default!r}" for option in fields(chosen)) or "no options"
+        print(f"{name:<{width}}  {(inspect.getdoc(chosen) or '').splitlines()[0]}\n{'':<{width}}  {options}")
+    return 0

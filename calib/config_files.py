@@ -1,0 +1,85 @@
+"""Configuration files: found here or among those of the package, and checked before the parser sees them."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from calib.config_messages import unknown
+from calib.errors import UsageError
+
+
+def known_keys(parser: argparse.ArgumentParser) -> list[str]:
+    """Every dotted key that a configuration may hold; jsonargparse's own `KEY.help` options are none."""
+    names = {action.dest for action in parser._actions if not action.dest.endswith(".help")}
+    return sorted(names - {"help", "print_config"})
+
+
+def with_config_paths(words: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    """Yields `words` with every configuration file found, read once and checked against `keys`."""
+    is_value = False
+    for word in words:
+        option, equals, value = word.partition("=")
+        if is_value:
+            yield str(check_config(find_config(word), keys))
+        elif option in ("--config", "-c") and equals:
+            yield f"{option}={check_config(find_config(value), keys)}"
+        else:
+            yield word
+        is_value = not is_value and word in ("--config", "-c")
+
+
+def find_config(name: str) -> Path:
+    """The file `name`, or else the packaged configuration of that name.
+
+    `llama2.yaml` and `configs/llama2.yaml` both mean the packaged one where the folder has none; `methods/kivi.yaml`
+    keeps its sub-folder.
+    """
+    if Path(name).exists():
+        return Path(name)
+    packaged = Path(str(resources.files("calib") / "configs"))
+    parts = Path(name).parts
+    for start in range(len(parts)):
+        candidate = packaged.joinpath(*parts[start:])
+        if not Path(name).is_absolute() and ".." not in parts and candidate.is_file():
+            return candidate
+    shipped = sorted(path.name for path in packaged.glob("*.yaml"))
+    raise UsageError(f"no configuration file '{name}', neither here nor in the package (it ships {', '.join(shipped)})")
+
+
+def check_config(path: Path, keys: Sequence[str]) -> Path:
+    """`path`, after reading it: refuses what is not a YAML mapping of known keys."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the configuration file '{path}': {reason}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(f"'{path}' is not valid YAML{where}: {problem}") from error
+    if not isinstance(content, dict):
+        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise UsageError(f"the configuration file '{path}' {found}; expected a mapping such as 'model: {{path: ...}}'")
+    check_mapping(content, "", keys, path)
+    return path
+
+
+def check_mapping(content: dict[Any, Any], prefix: str, keys: Sequence[str], path: Path) -> None:
+    """Walks a configuration down to the known keys; values are left to the parser, which knows their types.
+
+    A group may also be a file's name, and an option inside a group a list of groups.
+    """
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        inside = any(known.startswith(f"{key}.") for known in keys)
+        if inside and isinstance(value, dict):
+            check_mapping(value, f"{key}.", keys, path)
+        elif inside and not isinstance(value, str) and not (prefix and isinstance(value, list)):
+            raise UsageError(f"'{key}' in '{path}' must be a mapping of options, got {value!r}")
+        elif not inside and key not in keys:
+            raise UsageError(unknown(key, keys))

@@ -1,0 +1,41 @@
+"""One line for a person out of what a parser of configurations has to say."""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+
+def unknown(key: str, keys: Sequence[str]) -> str:
+    """The line for an unknown key: names the nearest known one, or the options beside it."""
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
+    if close:
+        return f"unknown key '{key}' (did you mean '{close[0]}'?)"
+    group = key.split(".")[0]
+    beside = [known for known in keys if known.startswith(f"{group}.")] if "." in key else []
+    names = beside or [known for known in keys if "." not in known]
+    return f"unknown key '{key}' (known: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}; --help tells all)"
+
+
+def explain(message: str, keys: Sequence[str]) -> str:
+    """One of jsonargparse's messages, several lines long and in terms of its classes, as one line for a person."""
+    if found := re.match(r"unrecognized arguments: (\S+)", message):
+        word = found[1].partition("=")[0]
+        return unknown(word.lstrip("-"), keys) if word.startswith("-") else f"unexpected argument '{word}'"
+    if found := re.match(r"the following arguments are required: (.+)", message):
+        return f"'{found[1]}' must be given"
+    if found := re.match(r"(?:Group '(.+)' does not accept option|Option) '(.+?)'", message):
+        return unknown(f"{found[1]}.{found[2]}" if found[1] else found[2], keys)
+    if found := re.match(r'Parser key "([\w.]+)":\s+Expected a (.+?)\. Got value: (.*)', message, re.DOTALL):
+        if found[3].strip() == "None":
+            return f"'{found[1]}' must be given (expected {plain_types(found[2])})"
+        return f"invalid value {found[3].strip()!r} for '{found[1]}' (expected {plain_types(found[2])})"
+    if found := re.match(r'Parser key "([\w.]+)":.*Subtypes: \[(.+?)\]\n.*Given value: (.*)', message, re.DOTALL):
+        value = found[3].strip().splitlines()[0]
+        return f"invalid value {value} for '{found[1]}' (expected {plain_types(found[2]).replace(', ', ' or ')})"
+    return " ".join(message.split())
+
+
+def plain_types(text: str) -> str:
+    """`<class 'int'>` as `int`, `<class 'NoneType'>` as `null`."""
+    text = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("NoneType", "null")
+    return text.replace("typing.Literal", "one of ").replace("collections.abc.", "")

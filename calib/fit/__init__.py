@@ -1,0 +1,1 @@
+"""`calib fit`: capture and calibrators put together, stage by stage, into one artifact."""

@@ -1,0 +1,178 @@
+"""The LightningModule of a fit: feeds each captured batch to the statistics of the stage under way."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, distributed, nn
+from transformers import PreTrainedModel
+
+from calib.capture.batches import CapturedBatch
+from calib.capture.language_model import check_dtype
+from calib.capture.sample import LayerSample
+from calib.errors import UsageError
+from calib.statistics.balancer import Balancers
+from calib.statistics.channel_range import ChannelRanges
+from calib.statistics.channel_scale import ChannelScales
+from calib.statistics.clip import BITS, FACTORS, ClipFactors
+from calib.statistics.contract import Shape, Statistic, check_shape
+from calib.statistics.heldout_error import SETTINGS, HeldoutError
+from calib.statistics.query_energy import QueryEnergy
+from calib.statistics.tails import Tails
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass over a part of the corpus.
+
+    Attributes:
+        name: of the stage, its folder and its checkpoint.
+        part: `train` or `heldout`.
+        statistics: the entries of `Calibration.statistics` that it fills.
+        needs: the entries whose tensors it reads.
+    """
+
+    name: str
+    part: str
+    statistics: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
+STAGES = (
+    Stage("statistics", "train", (*MEASURED, "tails")),
+    Stage("clip", "train", ("clip",), needs=MEASURED),
+    Stage("evaluate", "heldout", ("heldout",), needs=(*MEASURED, "clip")),
+)
+
+
+class Calibration(LightningModule):
+    """All statistics of a fit; a checkpoint holds their buffers and nothing of the language model.
+
+    There is nothing to optimise: optimisation is manual and there is no optimizer. What a stage learns is in its
+    statistics' buffers.
+
+    Args:
+        path: the model to measure, a local folder or a name on the Hugging Face hub.
+        dtype: the dtype it runs in: `float32`, `bfloat16` or `float16`. Statistics are always computed in float32.
+        bits: bit widths for which clip factors are chosen, increasing, 1 to 8.
+        clip_factors: candidates for the clip factor, decreasing from 1; more of them cost time in proportion.
+        clip_sequences: how many of `data.sequences` choose clip factors, which costs far more than ranges; null for all.
+        query_rows: query rows of each sequence on which attention errors are measured.
+        checkpoint_batches: batches between checkpoints within a stage.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: str = "float32",
+        bits: list[int] = list(BITS),  # noqa: B006  (read only; a factory would hide the default from --help)
+        clip_factors: list[float] = list(FACTORS),  # noqa: B006
+        clip_sequences: int | None = 32,
+        query_rows: int = 32,
+        checkpoint_batches: int = 8,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        for option, value in (("clip_sequences", clip_sequences), ("checkpoint_batches", checkpoint_batches)):
+            if value is not None and value < 1:
+                raise UsageError(f"model.{option}={value}: must be at least 1")
+        self.path, self.dtype_name = path, check_dtype(dtype)
+        self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
+        self.clip_sequences, self.checkpoint_batches = clip_sequences, checkpoint_batches
+        # Checked here and not hours later, when the model is known: the rules need no real shape.
+        ClipFactors(Shape(1, 1, 1, 32), self.bits, self.clip_factors, query_rows)
+        self.statistics = nn.ModuleDict()
+        self.plan: dict[str, Any] = {}  # what the statistics depend on: a checkpoint is continued under no other
+        self.progress: dict[str, Any] = {"stage": STAGES[0].name, "seen": 0, "finished": False}
+
+    def prepare(self, model: PreTrainedModel, seed: int) -> None:
+        """Makes the statistics for a model's sizes; called once, before the first stage."""
+        self.shape = model_shape(model)
+        self.statistics["channel_range"] = ChannelRanges(self.shape)
+        self.statistics["channel_scale"] = ChannelScales(self.shape)
+        self.statistics["balancer"] = Balancers(self.shape)
+        self.statistics["query_energy"] = QueryEnergy(self.shape)
+        self.statistics["tails"] = Tails(self.shape, seed)
+        self.statistics["clip"] = ClipFactors(self.shape, self.bits, self.clip_factors, self.query_rows)
+        self.statistics["heldout"] = HeldoutError(self.shape, self.bits, self.query_rows)
+
+    def begin(self, stage: Stage, seen: int = 0) -> None:
+        """Makes `stage` the one under way, `seen` of its batches being in the statistics already."""
+        self.stage = stage
+        self.progress = {"stage": stage.name, "seen": seen, "finished": False}
+        fitted = self.tensors(stage.needs)
+        for name in stage.statistics:
+            for attribute in ("ranges", "fitted"):
+                if hasattr(self.statistics[name], attribute):
+                    setattr(self.statistics[name], attribute, fitted)
+
+    def statistic(self, name: str) -> Statistic:
+        """One of the statistics."""
+        found = self.statistics[name]
+        assert isinstance(found, Statistic)
+        return found
+
+    def tensors(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """The artifact's tensors that the named statistics hold."""
+        return {name: tensor for one in names for name, tensor in self.statistic(one).tensors().items()}
+
+    def observe(self, sample: LayerSample) -> None:
+        """The sink of a capture: one layer's sample goes to every statistic of the stage."""
+        check_shape(sample, self.shape)
+        for name in self.stage.statistics:
+            self.statistic(name).observe(sample)
+
+    def training_step(self, batch: CapturedBatch, batch_idx: int) -> None:
+        """Runs the model over one batch, layer by layer into the statistics."""
+        batch.stream(self.observe)
+        self.progress["seen"] += 1
+        figures = {"sequences": float(self.progress["seen"] * len(batch)), **self.running_errors()}
+        self.log_dict(
+            {f"{self.stage.name}/{name}": figure for name, figure in figures.items()},
+            on_step=True,
+            on_epoch=False,
+            batch_size=max(1, len(batch)),
+        )
+
+    def running_errors(self) -> dict[str, float]:
+        """In the last stage, the relative errors so far over all layers, such as `error_2bit_clipped`."""
+        if "heldout" not in self.stage.statistics:
+            return {}
+        heldout = self.statistics["heldout"]
+        assert isinstance(heldout, HeldoutError)
+        return named_errors(heldout.overall(), self.bits)
+
+    def finish(self, device: torch.device) -> None:
+        """Ends the stage: merges what the processes have measured, exchanging it on `device`."""
+        if distributed.is_available() and distributed.is_initialized():
+            for name in self.stage.statistics:
+                self.statistic(name).synchronise(device)
+        self.progress["finished"] = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds how far the stage has come, and under which settings."""
+        checkpoint["calibration"], checkpoint["plan"] = dict(self.progress), dict(self.plan)
+
+    def configure_optimizers(self) -> None:
+        """None: there is nothing to optimise."""
+
+
+def model_shape(model: PreTrainedModel) -> Shape:
+    """Layers, heads and head_dim from the model's configuration."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(config.num_hidden_layers, heads, kv_heads, head_dim)
+
+
+def named_errors(errors: Tensor, bits: Mapping[int, Any] | tuple[int, ...]) -> dict[str, float]:
+    """`[settings, bits]` as numbers by name: `error_4bit_prompt` and so on."""
+    return {
+        f"error_{width}bit_{setting}": float(errors[row, column])
+        for row, setting in enumerate(SETTINGS)
+        for column, width in enumerate(bits)
+    }

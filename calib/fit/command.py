@@ -1,0 +1,98 @@
+"""What `calib fit` does: its options, then load, run the stages, write the artifact, tell what was found."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
+
+from calib.capture.data import CaptureData
+from calib.fit.calibration import MEASURED, Calibration
+from calib.fit.metrics import fit_metrics
+from calib.fit.options import FitCLI
+from calib.fit.provenance import provenance, settings
+from calib.fit.stages import run_stages
+from calib.fit.table import print_table
+from calib.loggers import OfflineFirstWandbLogger, TableCSVLogger
+from calib.runtime.artifact import Artifact
+from calib.runtime.fingerprint import fingerprint
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    for text in (".*configure_optimizers.* returned `None`.*", ".*does not have a .*val_dataloader.*"):
+        warnings.filterwarnings("ignore", message=text)
+    cli = FitCLI(argv)
+    fit(cli, cli.model, cli.datamodule)
+    return 0
+
+
+def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
+    """Loads, runs the stages, writes the artifact, tells what was found and what to do next."""
+    output, folder, seed = Path(cli.config.output), cli.folder, int(cli.config.seed_everything)
+    resume = cli.config.ckpt_path == "last"
+    if resume and not list(folder.glob("*.ckpt")):
+        say(f"calib: no unfinished run in {folder}; starting anew")
+    data.trainer = cli.trainer
+    model, _, corpus = data.load()
+    for note in data.notes:
+        say(f"calib: {note}")
+    config = settings(calibration, corpus, seed, data.batch_size)
+    identity = fingerprint(model)
+    calibration.prepare(model, seed)
+    for logger in cli.trainer.loggers:
+        logger.log_hyperparams(config)
+    save_config(cli, folder)
+    plan = {
+        **flat(config),
+        "trainer.devices": cli.trainer.world_size,
+        "weights": identity["weights"]["float32"],
+        "config_hash": identity["config_hash"],
+    }
+    run_stages(calibration, data, cli.stage_trainer, folder, plan, resume)
+    metrics = fit_metrics(calibration)
+    tensors = calibration.tensors((*MEASURED, "clip"))
+    artifact = Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
+    report(cli, artifact, metrics, output, calibration)
+
+
+@rank_zero_only
+def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Path, calibration: Calibration) -> None:
+    """Writes the artifact, logs table and file, prints."""
+    artifact.save(output)
+    columns = list(metrics["layers"][0])
+    rows = [[row[column] for column in columns] for row in metrics["layers"]]
+    for logger in cli.trainer.loggers:
+        logger.log_metrics({f"fit/{name}": value for name, value in metrics["overall"].items()})
+        if isinstance(logger, OfflineFirstWandbLogger | TableCSVLogger):
+            logger.log_table("fit/layers", columns, rows)
+            logger.log_file(output, "calibration")
+            logger.close()
+    print_table(metrics, calibration.bits)
+    size = os.path.getsize(output)
+    print(
+        f"wrote {output} ({size / 1e3:.1f} kB, {len(artifact.tensors)} tensors); figures and checkpoints in {cli.folder}"
+    )
+    print(f"next: calib generate --model {calibration.path} --artifact {output} --method kivi --bits 2")
+
+
+@rank_zero_only
+def say(line: str) -> None:
+    """One line for the user, from one process."""
+    print(line)
+
+
+@rank_zero_only
+def save_config(cli: FitCLI, folder: Path) -> None:
+    """Writes the resolved configuration into the run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cli.parser.save(cli.config, folder / "config.yaml", overwrite=True, multifile=False)
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names, so that a difference can be named."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return result

@@ -1,0 +1,41 @@
+"""The figures of a fit, per layer and over all layers: for the table, the logger and the artifact's provenance."""
+
+from typing import Any
+
+from torch import Tensor
+
+from calib.fit.calibration import Calibration, named_errors
+from calib.statistics.heldout_error import HeldoutError
+from calib.statistics.tails import Tails
+
+
+def fit_metrics(calibration: Calibration) -> dict[str, Any]:
+    """`layers`: one dict of numbers for each layer; `overall`: the held-out errors over all layers.
+
+    Of a layer: `keys_low`, `keys_high` (over all channels); `keys_outlier`, the widest channel's half range over the
+    median channel's; `keys_tail`, the largest |k| over its 99.9th percentile; the same of values; and the relative
+    error of the attention output on held-out text, `error_<bits>bit_<setting>` (settings in `heldout_error.py`).
+    """
+    ranges = calibration.tensors(("channel_range",))
+    tails, heldout = calibration.statistic("tails"), calibration.statistic("heldout")
+    assert isinstance(tails, Tails)
+    assert isinstance(heldout, HeldoutError)
+    errors = heldout.relative()
+    layers = []
+    for layer in range(calibration.shape.layers):
+        row: dict[str, float] = {"layer": layer}
+        for stream, percentile in zip(("keys", "values"), tails.percentiles(layer), strict=True):
+            low, high = ranges[f"{stream}.low"][layer], ranges[f"{stream}.high"][layer]
+            row[f"{stream}_low"], row[f"{stream}_high"] = low.min().item(), high.max().item()
+            row[f"{stream}_outlier"] = outlier_ratio(low, high)
+            largest = max(-row[f"{stream}_low"], row[f"{stream}_high"])
+            row[f"{stream}_tail"] = largest / percentile if percentile > 0 else 1.0
+        layers.append(row | named_errors(errors[layer], calibration.bits))
+    return {"layers": layers, "overall": named_errors(heldout.overall(), calibration.bits)}
+
+
+def outlier_ratio(low: Tensor, high: Tensor) -> float:
+    """The largest half range of a channel over the median one; 1 where the median channel never moves."""
+    half = (high - low).flatten() / 2
+    median = half.median().item()
+    return half.max().item() / median if median > 0 else 1.0

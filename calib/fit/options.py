@@ -1,0 +1,85 @@
+"""The options of `calib fit`, and the Trainers they describe."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from calib.capture.data import CaptureData
+from calib.errors import UsageError
+from calib.fit.calibration import Calibration
+from calib.fit.processes import merging_strategy
+from calib.fit.progress import StageProgressBar
+from calib.lightning_cli import CalibCLI
+
+SUFFIX = ".calib.safetensors"
+
+
+class FitCLI(CalibCLI):
+    """The options of `calib fit`: `model.*`, `data.*`, `trainer.*`, `seed_everything`, `output`."""
+
+    def __init__(self, argv: list[str]) -> None:
+        super().__init__(
+            "fit",
+            Calibration,
+            CaptureData,
+            argv,
+            trainer_defaults={
+                "max_epochs": 1,
+                "enable_checkpointing": False,
+                "enable_model_summary": False,
+                "use_distributed_sampler": False,
+                "log_every_n_steps": 1,
+            },
+            save_config_callback=None,  # one run has several Trainers; the configuration is saved once, by `fit`
+            load_from_checkpoint_support=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds `output`, and tells the data module what the rest knows."""
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--output", type=str, required=True, help=f"the artifact to write, NAME{SUFFIX}")
+        parser.link_arguments("model.path", "data.model_path")
+        parser.link_arguments("model.dtype", "data.model_dtype")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=whole_number)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuses what would only show after hours."""
+        if self.config.ckpt_path not in (None, "last"):
+            raise UsageError(
+                f"ckpt_path={self.config.ckpt_path!r}: a fit continues with --ckpt_path last, from its own run folder"
+            )
+        output = Path(self.config.output)
+        if not output.name.endswith(".safetensors") or output.is_dir():
+            raise UsageError(f"output '{output}' must name a file that ends in {SUFFIX}")
+        self.folder = Path(self.config.trainer.default_root_dir or Path("runs") / self.name)
+
+    @property
+    def name(self) -> str:
+        """The run's name: the artifact's, without its ending."""
+        return Path(self.config.output).name.removesuffix(".safetensors").removesuffix(".calib")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A Trainer below the run's folder that reads its data once."""
+        return super().instantiate_trainer(default_root_dir=str(self.folder), max_epochs=1, **kwargs)
+
+    def stage_trainer(self, stage: str, callbacks: list[Callback]) -> Trainer:
+        """The Trainer of one stage; the stages share the loggers."""
+        own = self.config_init["trainer"]["callbacks"] or []
+        own = [*own] if isinstance(own, list) else [own]
+        if self.config.trainer.enable_progress_bar is not False:
+            callbacks = [*callbacks, StageProgressBar(stage)]
+        strategy = merging_strategy(self.trainer)
+        return self.instantiate_trainer(
+            callbacks=[*own, *callbacks],
+            logger=self.trainer.loggers or False,
+            **({"strategy": strategy} if strategy else {}),
+        )
+
+
+def whole_number(seed: bool | int) -> int:
+    """The seed; LightningCLI would also take `true` for a random one."""
+    if isinstance(seed, bool):
+        raise UsageError("seed_everything must be a whole number: a fit is made to be repeatable")
+    return seed

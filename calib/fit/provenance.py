@@ -1,0 +1,44 @@
+"""Where an artifact's numbers come from, as plain JSON that does not depend on folders, dates or the machine's name."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from calib import __version__
+from calib.capture.corpus import Corpus
+from calib.capture.language_model import find_model
+from calib.fit.calibration import Calibration
+
+
+def model_name(path: str) -> str:
+    """A local model's folder name, or the hub name."""
+    found = Path(find_model(path))
+    return found.resolve().name if found.is_dir() else path
+
+
+def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: int) -> dict[str, Any]:
+    """Everything the statistics depend on: the same settings on the same machine give the same bytes."""
+    return {
+        "model": model_name(calibration.path),
+        "dtype": calibration.dtype_name,
+        "bits": list(calibration.bits),
+        "clip_factors": list(calibration.clip_factors),
+        "clip_sequences": calibration.clip_sequences,
+        "query_rows": calibration.query_rows,
+        "batch_size": batch_size,
+        "seed": seed,
+        "data": corpus.origin,
+    }
+
+
+def provenance(config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
+    """The artifact's `provenance`: data, seed, versions, metrics, config."""
+    rest = {key: value for key, value in config.items() if key not in ("data", "seed")}
+    versions = {"calib": __version__} | {name: version(name) for name in ("torch", "transformers", "lightning")}
+    return {
+        "data": config["data"],
+        "seed": config["seed"],
+        "versions": versions,
+        "metrics": metrics,
+        "config": rest,
+    }

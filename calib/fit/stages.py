@@ -1,0 +1,129 @@
+"""Running the stages of a fit one after another, each with a Trainer and a checkpoint of its own.
+
+    runs/NAME/statistics.ckpt   runs/NAME/clip.ckpt   runs/NAME/evaluate.ckpt
+
+A checkpoint holds all statistics so far. `--ckpt_path last` goes on from the newest one: stages that were finished are
+not run again, and the unfinished one continues with the batch after its last checkpoint. Batches come in the same order
+and sums are carried in full, so the artifact has the bytes of an uninterrupted run.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+
+from calib.capture.data import CaptureData
+from calib.errors import RunError, UsageError
+from calib.fit.calibration import STAGES, Calibration
+
+MakeTrainer = Callable[[str, list[Callback]], Trainer]
+
+
+class StageCheckpoint(Callback):
+    """Saves the stage under way every few batches, whole or not at all.
+
+    With several processes each holds statistics of its own until the stage ends, so only finished stages are saved.
+    """
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every = path, every
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves where it is time."""
+        if trainer.world_size == 1 and (batch_idx + 1) % self.every == 0:
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Writes under a temporary name and renames: a killed run leaves the checkpoint before."""
+        temporary = self.path.with_suffix(".partial")
+        trainer.save_checkpoint(temporary, weights_only=True)
+        if trainer.is_global_zero:
+            os.replace(temporary, self.path)
+
+
+def run_stages(
+    calibration: Calibration,
+    data: CaptureData,
+    make_trainer: MakeTrainer,
+    folder: Path,
+    plan: Mapping[str, Any],
+    resume: bool,
+) -> None:
+    """Runs what is left of the stages; afterwards every statistic of `calibration` is complete.
+
+    Args:
+        calibration: prepared for the model.
+        data: loaded.
+        make_trainer: a Trainer for the stage of that name, with the given callbacks.
+        folder: the run's folder.
+        plan: what the statistics depend on: plain numbers and texts.
+        resume: go on from the checkpoints in `folder`; otherwise they are removed.
+    """
+    calibration.plan = dict(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {stage.name: folder / f"{stage.name}.ckpt" for stage in STAGES}
+    done = dict.fromkeys(paths, 0)
+    finished: set[str] = set()
+    if resume:
+        for name, progress in restore(calibration, paths, plan):
+            done[name] = progress["seen"]
+            finished |= {name} if progress["finished"] else set()
+    else:
+        remove(paths)
+    for stage in STAGES:
+        if stage.name in finished:
+            continue
+        calibration.begin(stage, done[stage.name])
+        limit = calibration.clip_sequences if stage.name == "clip" else None
+        data.read(stage.part, limit, skip=done[stage.name])
+        keeper = StageCheckpoint(paths[stage.name], calibration.checkpoint_batches)
+        trainer = make_trainer(stage.name, [keeper])
+        data.trainer = trainer
+        # A run killed just before a stage's end has nothing left of it to read.
+        if len(data.train_dataloader()):
+            trainer.fit(calibration, datamodule=data)
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        calibration.finish(trainer.strategy.root_device)
+        keeper.save(trainer)
+
+
+@rank_zero_only
+def remove(paths: Mapping[str, Path]) -> None:
+    """Removes the checkpoints of an earlier run: none of them may be taken for this one's later on."""
+    for path in paths.values():
+        path.unlink(missing_ok=True)
+
+
+def restore(
+    calibration: Calibration, paths: Mapping[str, Path], plan: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Loads the newest checkpoint into `calibration`; returns the stages that have one and how far each came."""
+    found = []
+    for name, path in paths.items():
+        if not path.exists():
+            break
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            state, progress, before = checkpoint["state_dict"], checkpoint["calibration"], checkpoint["plan"]
+            calibration.load_state_dict(state)
+        except Exception as error:  # a damaged file fails in many ways; each means the same
+            raise RunError(
+                f"the checkpoint {path} cannot be read ({type(error).__name__}); start anew without --ckpt_path last"
+            ) from error
+        for key in sorted(before.keys() | plan.keys()):
+            if before.get(key) != plan.get(key):
+                raise UsageError(
+                    f"the unfinished run in {path.parent} had {key} = {before.get(key)}, now it is {plan.get(key)}: "
+                    "give it the same settings, or start anew without --ckpt_path last"
+                )
+        found.append((name, progress))
+        if not progress["finished"]:
+            break
+    return found

@@ -1,0 +1,50 @@
+"""The table that a fit prints: per layer, what keys and values look like and what compressing them costs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from calib.statistics.heldout_error import SETTINGS
+
+SHORT = {"calibrated": "calibr."}
+WIDTH = 120  # more than the table needs; a narrower terminal wraps lines rather than losing figures
+
+
+def shown_bits(bits: Sequence[int]) -> list[int]:
+    """4 and 2 where they were measured, else the widest and the narrowest."""
+    return [width for width in (4, 2) if width in bits] or sorted({max(bits), min(bits)}, reverse=True)
+
+
+def print_table(metrics: Mapping[str, Any], bits: Sequence[int]) -> None:
+    """Prints `fit_metrics`' figures."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left"
+    )
+    table.title = "Keys and values by layer; relative error of the attention output on held-out text"
+    for heading in ("layer", "keys", "outlier", "tail", "values", "outlier", "tail"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    errors = [f"error_{width}bit_{setting}" for width in shown_bits(bits) for setting in SETTINGS]
+    for name in errors:
+        _, width, setting = name.split("_")
+        heading = f"{width.removesuffix('bit')} bit\n{SHORT.get(setting, setting)}"
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in metrics["layers"]:
+        cells = [str(row["layer"])]
+        for stream in ("keys", "values"):
+            cells.append(f"{row[f'{stream}_low']:.1f} {row[f'{stream}_high']:.1f}")
+            cells.extend((f"{row[f'{stream}_outlier']:.1f}", f"{row[f'{stream}_tail']:.1f}"))
+        table.add_row(*cells, *(f"{row[name]:.3f}" for name in errors))
+    table.add_section()
+    table.add_row("all", *[""] * 6, *(f"{metrics['overall'][name]:.3f}" for name in errors))
+    table.caption = (
+        "outlier: widest channel / median channel; tail: largest / 99.9th percentile;\n"
+        "prompt: ranges of the running text; clipped: the same with calibrated clip;\n"
+        "calibr.: calibrated key ranges (no parameters stored), value scales and clip"
+    )
+    console = Console()
+    if console.width < WIDTH:
+        console = Console(width=WIDTH)
+    console.print(table)

@@ -1,0 +1,117 @@
+"""The command line shared by `calib fit` and `calib pretrain`: LightningCLI, with every mistake told in one line.
+
+YAML files, dotted overrides (`--model.bits '[2,4]'`), several `--config` merged from left to right, `--print_config`,
+`--ckpt_path last` and every `--trainer.*` option come from LightningCLI. Added here: configs that ship with the package
+are found by name from any folder, an unknown key is answered with the nearest known one, and abbreviated options are
+refused, since `--model.bit 2` silently meaning `--model.bits 2` hides a typing error.
+"""
+
+import argparse
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from calib.config_files import known_keys, with_config_paths
+from calib.config_messages import explain
+from calib.errors import UsageError
+from calib.loggers import run_logger
+
+
+class CalibCLI(LightningCLI):
+    """Parses `argv` and builds `self.model`, `self.datamodule` and `self.trainer`; running them is the command's work.
+
+    Args:
+        command: the word after `calib`, for the help text.
+        model_class: the LightningModule whose constructor's arguments become `model.*`.
+        datamodule_class: the LightningDataModule whose constructor's arguments become `data.*`.
+        argv: the words after the command.
+        trainer_defaults: defaults of `trainer.*` for this command.
+
+    Raises:
+        UsageError: an unknown key, a value of the wrong type, a configuration file that is missing, unreadable or not
+            YAML, an option that Trainer refuses.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        model_class: type[LightningModule],
+        datamodule_class: type[LightningDataModule],
+        argv: Sequence[str],
+        trainer_defaults: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        quiet_lightning()
+        self.command = command
+        super().__init__(
+            model_class,
+            datamodule_class,
+            args=list(argv),
+            run=False,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},  # a resumed run writes into the folder it began in
+            trainer_defaults=trainer_defaults,
+            parser_kwargs={
+                "prog": f"calib {command}",
+                "description": None,
+                "exit_on_error": False,
+                "allow_abbrev": False,
+            },
+            **options,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what LightningCLI gives only to its own subcommands."""
+        parser.add_argument(
+            "--ckpt_path",
+            type=str | None,
+            default=None,
+            help="'last' continues an unfinished run; a file continues from it",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parses into `self.config`; every parser error leaves as one-line UsageError."""
+        words = [str(word) for word in args or ()]
+        keys = known_keys(parser)
+        words = list(with_config_paths(words, keys))
+        try:
+            self.config = parser.parse_args(words)
+        except argparse.ArgumentError as error:
+            raise UsageError(explain(str(error), keys)) from error
+        except (ValueError, TypeError, OSError) as error:
+            raise UsageError(f"cannot read the configuration: {' '.join(str(error).split())}") from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Builds a Trainer that logs to `run_logger` below its root folder (`runs/COMMAND` unless set).
+
+        Trainer checks its own options; what it refuses is a usage error. `--trainer.logger false` logs nothing.
+        """
+        settings = self.config_init["trainer"]
+        root = Path(kwargs.get("default_root_dir") or settings["default_root_dir"] or f"runs/{self.command}")
+        kwargs["default_root_dir"] = str(root)
+        if "logger" not in kwargs and settings["logger"] in (None, True):
+            kwargs["logger"] = run_logger(root, root.name)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            raise UsageError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def quiet_lightning() -> None:
+    """Keeps warnings that say something about the run; drops advertisements and the notes on hardware and workers."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in (
+        "does not have many workers",
+        "Checkpoint directory .* exists",
+        "smaller than the logging",
+        "LeafSpec",
+    ):
+        warnings.filterwarnings("ignore", message=f".*{text}.*")

@@ -1,0 +1,155 @@
+"""Where a run's numbers go: Weights & Biases (offline unless the user is logged in), or CSV files without it.
+
+Both loggers take three things beside Lightning's metrics: tables (`log_table`) and files (`log_file`, the fitted
+artifact). A logger observes: whatever goes wrong inside it becomes one warning, and the run goes on. Nothing about the
+machine leaves with the metrics: console capture, program arguments, requirements and git state are switched off.
+"""
+
+import csv
+import hashlib
+import os
+import shutil
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+PROJECT = "calib"
+Rows = Sequence[Sequence[float | int | str]]
+
+
+def run_logger(folder: Path, name: str) -> "OfflineFirstWandbLogger | TableCSVLogger":
+    """The logger of one run: W&B where it is installed, has begun and is not switched off (WANDB_MODE=disabled).
+
+    Args:
+        folder: the run's folder; everything is written below it.
+        name: the run's name as it appears in the list of runs.
+    """
+    if find_spec("wandb") is None or os.environ.get("WANDB_MODE") == "disabled":
+        return TableCSVLogger(folder, name="csv")
+    try:
+        return OfflineFirstWandbLogger(folder, name)
+    except Exception as error:
+        warnings.warn(f"W&B did not start ({' '.join(str(error).split())}); metrics go to CSV files", stacklevel=2)
+        return TableCSVLogger(folder, name="csv")
+
+
+class OfflineFirstWandbLogger(WandbLogger):
+    """WandbLogger that asks for no key, sends nothing unless the user has logged in, and cannot end a run.
+
+    Args:
+        folder: receives `wandb/offline-run-*`, which `wandb sync` uploads later.
+        name: the run's name.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        import wandb
+
+        logged_in = os.environ.get("WANDB_MODE", "online") == "online" and wandb.login(prompt=False, verify=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(
+            mode="online" if logged_in else "offline",
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            silent=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        super().__init__(name=name, save_dir=folder, project=PROJECT, settings=settings)
+        self._wandb_init.pop("anonymous")  # W&B warns about it even when it is None
+        self._failed = False
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        """Runs `action` unless logging has failed before; the first failure is one warning."""
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._failed = True
+            warnings.warn(f"W&B stopped logging: {' '.join(str(error).split())}", stacklevel=3)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Records the configuration."""
+        self._try(lambda: super(OfflineFirstWandbLogger, self).log_hyperparams(params))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Records scalars at a step."""
+        self._try(lambda: super(OfflineFirstWandbLogger, self).log_metrics(metrics, step))
+
+    @rank_zero_only
+    def log_table(self, key: str, columns: list[str], data: Rows) -> None:
+        """Records a table of numbers and words.
+
+        Args:
+            key: the table's name.
+            columns: one name a column.
+            data: rows as long as `columns`.
+        """
+        rows = [list(row) for row in data]
+        self._try(lambda: super(OfflineFirstWandbLogger, self).log_table(key, columns=columns, data=rows))
+
+    @rank_zero_only
+    def log_file(self, path: Path, kind: str) -> None:
+        """Records a file by content, as a W&B artifact named after it.
+
+        Args:
+            path: the file.
+            kind: the W&B artifact's type, such as `calibration`.
+        """
+        import wandb
+
+        def add() -> None:
+            artifact = wandb.Artifact(path.name.replace(".", "-"), type=kind)
+            artifact.add_file(str(path), name=path.name)
+            self.experiment.log_artifact(artifact)
+
+        self._try(add)
+
+    @rank_zero_only
+    def close(self) -> None:
+        """Writes what is pending; a later run in this process starts anew.
+
+        `finish` alone returns before the last records are in the file: W&B's own process writes them, and ends with
+        `teardown`.
+        """
+        import wandb
+
+        if self._experiment is not None and wandb.run is not None:
+            self._try(wandb.finish)
+            self._try(wandb.teardown)
+
+
+class TableCSVLogger(CSVLogger):
+    """CSVLogger with the two methods of the W&B logger: tables are CSV files, files are copied beside them."""
+
+    @rank_zero_only
+    def log_table(self, key: str, columns: list[str], data: Rows) -> None:
+        """Writes `KEY.csv` (slashes in `key` become dashes) into the run's log folder."""
+        folder = Path(self.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{key.replace('/', '-')}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *data])
+
+    @rank_zero_only
+    def log_file(self, path: Path, kind: str) -> None:
+        """Copies the file into the run's log folder, under `KIND-<first digits of its SHA-256>-NAME`."""
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        folder = Path(self.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / f"{kind}-{digest}-{path.name}")
+
+    @rank_zero_only
+    def close(self) -> None:
+        """Writes what is pending."""
+        self.save()

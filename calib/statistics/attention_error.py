@@ -1,0 +1,106 @@
+"""The yardstick of calibration: how far the attention output moves when keys or values are replaced by x^.
+
+Only some query rows are looked at, in the second half of a sequence, where a cache is long: enough for a mean, and
+the cost of a measurement falls from T x T to rows x T.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.capture.sample import LayerSample
+from calib.errors import RunError
+from calib.statistics.forms import GROUP
+
+
+def visible(rows: Tensor, tokens: int, window: int | None) -> Tensor:
+    """Which keys each query row may see: bool `[1, 1, rows, tokens]`.
+
+    Args:
+        rows: int64 `[rows]`, each query's place in the sequence.
+        tokens: number of keys.
+        window: how many tokens back a row looks, its own included; None for all.
+    """
+    key, query = torch.arange(tokens, device=rows.device), rows[:, None]
+    seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
+    return seen[None, None]
+
+
+def attention_weights(queries: Tensor, keys: Tensor, seen: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """softmax(q.k): float32 `[batch, kv_heads, group, rows, tokens]`, the group being a KV head's query heads.
+
+    Args:
+        queries: `[batch, query_heads, rows, head_dim]`.
+        keys: `[batch, kv_heads, tokens, head_dim]`.
+        seen: as from `visible`.
+    """
+    queries = queries.float().unflatten(1, (keys.shape[1], -1))
+    logits = (queries.flatten(2, 3) @ keys.float().mT).unflatten(2, queries.shape[2:4]) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """Exact attention of some query rows of a sample without padding.
+
+    Attributes:
+        queries: `[batch, query_heads, rows, head_dim]`.
+        keys, values: float32 `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of 32.
+        seen: bool, which tokens a row may see, as from `visible`.
+        weights: float32 `[batch, kv_heads, group, rows, tokens]`.
+        output: float32 `[batch, kv_heads, group, rows, head_dim]`.
+    """
+
+    sample: LayerSample
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
+    weights: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, sample: LayerSample, rows: int) -> "Reference":
+        """Of `rows` rows spread over the second half; tokens beyond the last whole group of 32 are cut off.
+
+        Raises RunError for a sequence of fewer than 32 tokens.
+        """
+        tokens = sample.keys.shape[2] // GROUP * GROUP
+        if tokens == 0:
+            raise RunError(f"a sequence of {sample.keys.shape[2]} tokens is too short: at least {GROUP} are needed")
+        places = torch.linspace(tokens // 2, tokens - 1, min(rows, tokens - tokens // 2)).long()
+        queries = sample.queries[:, :, places.to(sample.queries.device)]
+        keys, values = sample.keys[:, :, :tokens].float(), sample.values[:, :, :tokens].float()
+        seen = visible(places, tokens, sample.window)
+        weights = attention_weights(queries, keys, seen, sample.scaling, sample.softcap)
+        return cls(sample, queries, keys, values, seen, weights, mixed(weights, values))
+
+    def output_with(self, keys: Tensor | None, values: Tensor | None) -> Tensor:
+        """The output with keys, values or both replaced by tensors of their shape; None leaves them exact."""
+        weights = self.weights
+        if keys is not None:
+            weights = attention_weights(self.queries, keys, self.seen, self.sample.scaling, self.sample.softcap)
+        return mixed(weights, self.values if values is None else values)
+
+    def error(self, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
+        """Squared error of the output summed over rows, query heads and channels: float64 `[kv_heads]`."""
+        return square(self.output_with(keys, values) - self.output)
+
+    def energy(self) -> Tensor:
+        """Squared norm of the exact output, summed like the error: float64 `[kv_heads]`."""
+        return square(self.output)
+
+
+def mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """sum_t p_t v_t: `[batch, kv_heads, group, rows, head_dim]`."""
+    return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+
+
+def square(x: Tensor) -> Tensor:
+    """Sum of squares of each KV head, float64 `[kv_heads]`."""
+    return x.double().square().sum((0, 2, 3, 4))

@@ -1,0 +1,38 @@
+"""MiKV's balancer of keys (arXiv:2402.18096, eq. 2-4): what outlier channels keys have is shared with the queries.
+
+Tensor: `keys.balancer`, float32 `[layers, kv_heads, head_dim]`; keys are stored as k * b and met by q / b.
+"""
+
+import torch
+from torch import Tensor
+
+from calib.capture.sample import LayerSample
+from calib.statistics.contract import Shape, Statistic, largest
+
+
+class Balancers(Statistic):
+    """b = sqrt(max_t |q| / max_t |k|) after RoPE, the maximum of |q| running over the KV head's query heads too.
+
+    1 where either maximum is 0.
+    """
+
+    reductions = {"queries_max": "max", "keys_max": "max"}
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        for name in self.reductions:
+            self.register_buffer(name, torch.zeros(shape.layers, shape.kv_heads, shape.head_dim))
+
+    def observe(self, sample: LayerSample) -> None:
+        """Raises the layer's maxima."""
+        heads = largest(sample.queries, sample.mask).unflatten(0, (sample.keys.shape[1], -1))
+        for name, found in (("queries_max", heads.amax(1)), ("keys_max", largest(sample.keys, sample.mask))):
+            maximum = getattr(self, name)[sample.layer]
+            torch.maximum(maximum, found, out=maximum)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The balancers."""
+        queries, keys = self.queries_max.cpu(), self.keys_max.cpu()
+        # The roots apart: the quotient of the largest and the smallest float32 overflows, theirs does not.
+        balancer = queries.sqrt() / keys.sqrt()  # eq. 2
+        return {"keys.balancer": torch.where((queries > 0) & (keys > 0), balancer, 1.0)}

@@ -1,0 +1,30 @@
+"""Channel scales of values (ZipCache, arXiv:2405.14256, eq. 6): outlier channels no longer widen a token's range.
+
+Tensor: `values.scale`, float32 `[layers, kv_heads, head_dim]`.
+"""
+
+import torch
+from torch import Tensor
+
+from calib.capture.sample import LayerSample
+from calib.statistics.contract import Shape, Statistic, largest
+
+
+class ChannelScales(Statistic):
+    """c = sqrt(max_t |v|) per layer, KV head and channel; 1 where the channel is always 0."""
+
+    reductions = {"values_max": "max"}
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.register_buffer("values_max", torch.zeros(shape.layers, shape.kv_heads, shape.head_dim))
+
+    def observe(self, sample: LayerSample) -> None:
+        """Raises the layer's maxima."""
+        maximum = self.values_max[sample.layer]
+        torch.maximum(maximum, largest(sample.values, sample.mask), out=maximum)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The scales."""
+        scale = self.values_max.cpu().sqrt()  # eq. 6
+        return {"values.scale": torch.where(scale > 0, scale, 1.0)}

@@ -1,0 +1,74 @@
+"""Clip factors: how much of a group's range a quantiser should cover.
+
+Tensors: `keys.clip.FORM` and `values.clip.FORM`, float32 `[layers, kv_heads, bits]` in (0, 1], one for each form of
+`forms.py`. A factor c shrinks the range a quantiser measures: finer steps for the many, a cut for the few.
+
+The factor is chosen by the error of the attention output, not of the tensor: on a trained model the least squared error
+of keys and values is not the least perplexity (METHODS 0), because attention weighs tokens and queries weigh channels.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from calib.capture.sample import LayerSample
+from calib.errors import UsageError
+from calib.statistics.attention_error import Reference
+from calib.statistics.contract import Shape, Statistic
+from calib.statistics.forms import forms
+
+FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)
+BITS = (1, 2, 3, 4)
+
+
+class ClipFactors(Statistic):
+    """For every form, layer, KV head and bit width the factor of least error on the corpus.
+
+    The error is that of the outputs of the KV head's query heads when this stream alone is quantised. Ties go to the
+    larger factor.
+
+    Args:
+        shape: the model's sizes.
+        bits: increasing bit widths, 1 to 8.
+        factors: decreasing candidates in (0, 1]; 1 must be one of them.
+        rows: query rows looked at in each sequence.
+    """
+
+    def __init__(
+        self, shape: Shape, bits: Sequence[int] = BITS, factors: Sequence[float] = FACTORS, rows: int = 32
+    ) -> None:
+        super().__init__()
+        if not bits or list(bits) != sorted(set(bits)) or not all(1 <= width <= 8 for width in bits):
+            raise UsageError(f"model.bits={list(bits)}: increasing bit widths from 1 to 8, such as [2, 4]")
+        if list(factors) != sorted(set(factors), reverse=True) or not factors or factors[0] != 1 or factors[-1] <= 0:
+            raise UsageError(f"model.clip_factors={list(factors)}: decreasing numbers from 1 down to above 0")
+        if rows < 1:
+            raise UsageError(f"model.query_rows={rows}: must be at least 1")
+        self.bits, self.factors, self.rows = tuple(bits), tuple(factors), rows
+        self.forms = forms(shape.head_dim)
+        self.ranges: Mapping[str, Tensor] = {}
+        for number, _ in enumerate(self.forms):
+            sizes = (shape.layers, shape.kv_heads, len(self.bits), len(self.factors))
+            self.register_buffer(f"error_{number}", torch.zeros(sizes, dtype=torch.float64))
+        self.reductions = {f"error_{number}": "sum" for number, _ in enumerate(self.forms)}
+
+    def observe(self, sample: LayerSample) -> None:
+        """Adds the errors of every form, bit width and factor; `ranges` must hold the tensors the transforms need."""
+        for part in sample.without_padding():
+            reference = Reference.of(part, self.rows)
+            for number, form in enumerate(self.forms):
+                total = getattr(self, f"error_{number}")[sample.layer]
+                x = getattr(reference, form.stream)
+                for row, bits in enumerate(self.bits):
+                    for column, factor in enumerate(self.factors):
+                        approximate = form.approximate(x, bits, factor, self.ranges, sample.layer)
+                        total[:, row, column] += reference.error(**{form.stream: approximate})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The factors of least error."""
+        factors = torch.tensor(self.factors)
+        return {
+            f"{form.stream}.clip.{form.name}": factors[getattr(self, f"error_{number}").cpu().argmin(-1)]
+            for number, form in enumerate(self.forms)
+        }

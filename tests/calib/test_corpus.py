@@ -1,0 +1,174 @@
+"""Corpora: seeded, disjoint, packed to one length, and refused in one line."""
+
+import pytest
+import torch
+from toy_language_model import save_text, save_toy, toy_model, toy_tokenizer
+
+from calib.capture.batches import TokenBatches
+from calib.capture.corpus import divide, pack, text_blocks, text_sequences
+from calib.capture.data import CaptureData
+from calib.capture.generated import generated_sequences
+from calib.errors import RunError, UsageError
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return save_toy(tmp_path_factory.mktemp("model") / "toy")
+
+
+def numbered(count: int) -> str:
+    return "".join(f"{number:06d}\n" for number in range(count))
+
+
+def test_pack_is_the_documents_in_order():
+    documents = [[10, 11, 12], [13], [14, 15, 16, 17, 18]]
+    assert list(pack(iter(documents), 1, 4, 9)) == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 16, 17, 18]]
+    assert list(pack(iter(documents), None, 4, 1)) == [[10, 11, 12, 13]]
+    assert list(pack(iter([]), 1, 4, 2)) == []
+
+
+def test_blocks_keep_every_character():
+    text = numbered(1000) + "no end of line"
+    blocks = text_blocks(text, 50)
+    assert "".join(blocks) == text
+    assert all(len(block) >= 50 for block in blocks[:-1])
+    assert text_blocks("", 50) == []
+    one_line = "x" * 175
+    assert [len(block) for block in text_blocks(one_line, 50)] == [50, 50, 50, 25]
+
+
+def test_no_token_is_measured_and_held_out():
+    """Every line of the text is another number, so a token's place in the text can be read off the sequences."""
+    tokenizer = toy_tokenizer()
+    sequences = text_sequences(numbered(3000), tokenizer, 71, 40, seed=5, label="numbers")
+    train, heldout, notes = divide(sequences, 30, 10, "numbers")
+    assert (train.shape, heldout.shape, notes) == ((30, 71), (10, 71), [])
+    assert bool((sequences[:, 0] == tokenizer.bos_token_id).all())
+
+    def lines(part):  # whole lines only: a sequence may begin in the middle of one
+        return {line for row in part for line in tokenizer.decode(row[1:]).split("\n")[1:-1]}
+
+    assert len(lines(train)) > 200
+    assert not lines(train) & lines(heldout)
+
+
+def test_the_seed_chooses_the_places():
+    tokenizer = toy_tokenizer()
+    one, same, other = (text_sequences(numbered(3000), tokenizer, 64, 8, seed, "numbers") for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_too_little_text():
+    tokenizer = toy_tokenizer()
+    with pytest.raises(RunError, match=r"the corpus small\.txt is too short: 14 tokens do not fill one sequence of 64"):
+        text_sequences(numbered(2), tokenizer, 64, 8, 0, "small.txt")
+    with pytest.raises(RunError, match="it fills 1 sequence of 64 tokens"):
+        divide(text_sequences(numbered(10), tokenizer, 64, 8, 0, "small.txt"), 6, 2, "small.txt")
+
+
+def test_fewer_sequences_than_asked_keep_the_proportion_and_are_told():
+    train, heldout, notes = divide(torch.zeros(8, 4), 12, 4, "some.txt")
+    assert (len(train), len(heldout)) == (6, 2)
+    assert notes == ["the corpus some.txt fills 8 of the 16 sequences asked for: 6 are measured, 2 held out"]
+
+
+def test_generated_text_is_half_retrieval_half_sampled_and_seeded():
+    model, tokenizer = toy_model(), toy_tokenizer()
+    state = torch.random.get_rng_state()
+    one = generated_sequences(model, tokenizer, 96, 5, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(one, generated_sequences(model, tokenizer, 96, 5, seed=1))
+    other = generated_sequences(model, tokenizer, 96, 5, seed=2)
+    assert not torch.equal(one[0], other[0])
+    assert not torch.equal(one[1], other[1])
+    assert one.shape == (5, 96)
+    assert bool((one[:, 0] == 1).all())
+    documents = "".join(tokenizer.decode(row[1:]) for row in one[0::2])
+    assert "?" in documents
+    assert "\n" in documents
+    sampled = one[1::2, 1:]
+    assert len(sampled.unique()) > 100  # a random model samples all over its vocabulary, documents use 40 characters
+
+
+def test_batches_cover_the_sequences_once_over_all_processes_and_can_be_taken_up():
+    sequences = torch.arange(22)[:, None].repeat(1, 3)
+    for processes in (1, 2, 3, 4, 5, 9):
+        seen = [
+            int(row[0])
+            for rank in range(processes)
+            for batch in TokenBatches(sequences, 100, 4, rank=rank, processes=processes)
+            for row in batch.tokens
+        ]
+        assert sorted(seen) == list(range(22))
+        assert (
+            len({len(TokenBatches(sequences, 100, 4, rank=rank, processes=processes)) for rank in range(processes)})
+            == 1
+        )
+    whole = list(TokenBatches(sequences, 100, 4))
+    rest = list(TokenBatches(sequences, 100, 4, skip=2))
+    assert len(TokenBatches(sequences, 100, 4, skip=2)) == len(rest) == 4
+    for one, two in zip(whole[2:], rest, strict=True):
+        assert torch.equal(one.tokens, two.tokens)
+        assert torch.equal(one.index, two.index)
+    assert whole[1].index[0].tolist() == [312, 313, 314]  # sequence 104, three tokens each
+    assert len(TokenBatches(sequences, 0, 4, skip=99)) == 0
+
+
+def test_data_from_files_and_folders(toy, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    save_text(folder / "a.txt", 60)
+    save_text(folder / "b.txt", 60)
+    (folder / ".hidden").write_bytes(b"\xff\xff")
+    data = CaptureData(str(toy), text=str(folder), length=64, sequences=12, heldout_sequences=4)
+    _, _, corpus = data.load()
+    assert corpus.train.shape == (12, 64)
+    assert corpus.heldout.shape == (4, 64)
+    assert corpus.origin["name"] == "a.txt, b.txt"
+    assert str(tmp_path) not in str(corpus.origin)
+    again = CaptureData(
+        str(toy), text=[str(folder / "a.txt"), str(folder / "b.txt")], length=64, sequences=12, heldout_sequences=4
+    )
+    assert again.load()[2].origin["tokens_sha256"] == corpus.origin["tokens_sha256"]
+
+
+def test_a_data_set_with_splits(toy, tmp_path, monkeypatch):
+    """A folder stands in for the hub: the `datasets` library reads both the same way."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    save_text(folder / "train.txt", 60)
+    (folder / "validation.txt").write_text(numbered(400))
+    options = {"name": str(folder), "length": 64, "sequences": 6, "heldout_sequences": 3}
+    _, tokenizer, corpus = CaptureData(str(toy), heldout_split="validation", **options).load()
+    assert (len(corpus.train), len(corpus.heldout)) == (6, 3)
+    assert set(tokenizer.decode(corpus.heldout[:, 1:].flatten())) <= set("0123456789\n")
+    assert not set(tokenizer.decode(corpus.train[:, 1:].flatten())) & set("0123456789")
+    assert corpus.origin["sha256"] != corpus.origin["heldout_sha256"]
+    _, _, same_split = CaptureData(str(toy), **options).load()
+    assert not set(tokenizer.decode(same_split.heldout[:, 1:].flatten())) & set("0123456789")
+    assert "heldout" not in same_split.origin
+
+
+def test_length_is_cut_to_what_the_model_was_made_for(toy, tmp_path):
+    data = CaptureData(str(toy), text=str(save_text(tmp_path / "a.txt")), length=1000, sequences=2, heldout_sequences=2)
+    assert data.load()[2].length == 256
+    assert data.notes == ["data.length=1000 is cut to 256, the longest this model was made for"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 31}, "data.length=31: must be at least 32"),
+        ({"sequences": 0}, "data.sequences=0: must be at least 1"),
+        ({"batch_size": -1}, "data.batch_size=-1: must be at least 1"),
+        ({"name": None}, "no corpus: give data.text=FILE"),
+        ({"text": "nowhere.txt"}, "data.text: no file or folder 'nowhere.txt'"),
+        ({"model_dtype": "int8"}, "model.dtype='int8': one of float32, bfloat16, float16"),
+    ],
+)
+def test_refusals(toy, options, message):
+    with pytest.raises(UsageError) as caught:
+        CaptureData(str(toy), **options)
+    assert message in str(caught.value)

@@ -1,0 +1,256 @@
+"""`calib fit` end to end on toy models: one artifact, the same bytes however often and however interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from toy_language_model import save_text, save_toy, toy_model
+from transformers import AutoModelForCausalLM
+
+from calib.capture.data import CaptureData
+from calib.cli import main
+from calib.fit.calibration import STAGES, Calibration
+from calib.runtime.artifact import Artifact
+from calib.statistics.channel_range import ChannelRanges
+from calib.statistics.contract import Shape
+
+SMALL = [
+    "--model.bits=[2,4]", "--model.clip_factors=[1,0.8,0.6]", "--model.query_rows=4", "--model.clip_sequences=4",
+    "--data.length=64", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",
+    "--model.checkpoint_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    save_toy(folder / "llama")
+    save_text(folder / "text.txt")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def words(toy: Path, *more: str, output: str = "out/toy.calib.safetensors") -> list[str]:
+    return [
+        "fit",
+        f"--model.path={toy / 'llama'}",
+        f"--data.text={toy / 'text.txt'}",
+        f"--output={output}",
+        *SMALL,
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def fitted(toy, tmp_path_factory):
+    """The bytes of an uninterrupted fit, made in a folder of its own."""
+    here = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("uninterrupted"))
+    try:
+        assert main(words(toy, "--trainer.logger=false")) == 0
+        return Path("out/toy.calib.safetensors").resolve()
+    finally:
+        os.chdir(here)
+
+
+def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy, fitted):
+    artifact = Artifact.load(fitted)
+    artifact.check(AutoModelForCausalLM.from_pretrained(toy / "llama"))
+    assert set(artifact.tensors) == {
+        "keys.low", "keys.high", "values.low", "values.high", "values.scale", "keys.balancer", "queries.mean_square",
+        "keys.clip.32x1", "keys.clip.1x*", "keys.clip.fixed",
+        "values.clip.1x32", "values.clip.1x*", "values.clip.fixed", "values.clip.scaled.1x32",
+    }  # fmt: skip
+    assert artifact.clip_bits == (2, 4)
+    assert artifact.clip("keys", "32x1", 4).shape == (3, 2)
+    provenance = artifact.provenance
+    assert provenance["seed"] == 0
+    assert provenance["data"]["name"] == "text.txt"
+    assert provenance["data"]["tokens"] == 8 * 64
+    assert provenance["config"]["model"] == "llama"
+    assert str(toy) not in str(provenance)
+    layers = provenance["metrics"]["layers"]
+    assert [row["layer"] for row in layers] == [0, 1, 2]
+    for row in layers:
+        assert all(isinstance(number, int | float) for number in row.values())
+        assert 0 < row["error_4bit_prompt"] < row["error_2bit_prompt"]
+        assert row["keys_low"] == pytest.approx(artifact.tensors["keys.low"][row["layer"]].min().item())
+        assert row["keys_outlier"] > 1
+    assert (
+        provenance["metrics"]["overall"]["error_2bit_clipped"] < provenance["metrics"]["overall"]["error_2bit_prompt"]
+    )
+
+
+def test_the_ranges_are_those_of_a_plain_forward_pass(toy, fitted):
+    """No part of the pipeline is used but the corpus: keys and values come from transformers' own cache."""
+    data = CaptureData(
+        str(toy / "llama"), text=str(toy / "text.txt"), length=64, sequences=8, heldout_sequences=2, batch_size=2
+    )
+    _, _, corpus = data.load()
+    cache = toy_model()(corpus.train, use_cache=True).past_key_values
+    artifact = Artifact.load(fitted)
+    for layer, stored in enumerate(cache.layers):
+        for stream, x in (("keys", stored.keys), ("values", stored.values)):
+            torch.testing.assert_close(artifact.tensors[f"{stream}.low"][layer], x.amin((0, 2)), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(artifact.tensors[f"{stream}.high"][layer], x.amax((0, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_prints_a_table(toy, fitted, tmp_path, capsys):
+    assert main(words(toy, output="elsewhere/other name.safetensors")) == 0
+    assert (tmp_path / "elsewhere/other name.safetensors").read_bytes() == fitted.read_bytes()
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.strip()[:2] in ("0 ", "1 ", "2 ")]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert all(len(row) == 15 for row in rows)  # layer, 2 x (low, high, outlier, tail), 2 x 3 errors
+    shown = Artifact.load(fitted).provenance["metrics"]["layers"][1]
+    assert rows[1][9:] == [
+        f"{shown[f'error_{bits}bit_{name}']:.3f}" for bits in (4, 2) for name in ("prompt", "clipped", "calibrated")
+    ]
+    assert "wrote elsewhere/other name.safetensors" in out
+    assert "next: calib generate" in out
+    config = yaml.safe_load((tmp_path / "runs/other name/config.yaml").read_text())
+    assert config["data"]["length"] == 64
+    tables = list((tmp_path / "runs/other name").rglob("fit-layers.csv"))
+    assert len(tables) == 1
+    assert len(tables[0].read_text().splitlines()) == 4
+
+
+def test_another_seed_gives_other_bytes(toy, fitted, tmp_path):
+    assert main(words(toy, "--seed_everything=1", "--trainer.logger=false")) == 0
+    assert (tmp_path / "out/toy.calib.safetensors").read_bytes() != fitted.read_bytes()
+
+
+class PowerCut(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("batches", [3, 4, 6], ids=lambda n: f"after-{n}-batches")
+def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, monkeypatch, batches):
+    """4 batches of statistics, 2 of clip factors, 1 of evaluation; each is run exactly once over both attempts."""
+    step, run = Calibration.training_step, []
+
+    def counted(self, batch, batch_idx):
+        if len(run) == batches and "cut" not in run:
+            run.append("cut")
+            raise PowerCut("the lights went out")
+        step(self, batch, batch_idx)
+        run.append(self.stage.name)
+
+    monkeypatch.setattr(Calibration, "training_step", counted)
+    assert main(words(toy, "--trainer.logger=false")) == 1
+    assert not (tmp_path / "out").exists()
+    assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
+    assert [name for name in run if name != "cut"] == ["statistics"] * 4 + ["clip"] * 2 + ["evaluate"]
+    assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
+
+
+def test_a_fit_that_is_killed_leaves_the_old_artifact_and_resumes_to_the_same_bytes(toy, fitted, tmp_path):
+    output = tmp_path / "out/toy.calib.safetensors"
+    output.parent.mkdir()
+    output.write_bytes(b"the old one")
+    # Slow enough to be caught in the act: the same numbers in eleven times as many factors would be another artifact,
+    # so the process sleeps after each batch instead.
+    code = (
+        "import sys, time; from calib.fit.calibration import Calibration as C; step = C.training_step\n"
+        "def slow(self, batch, i): step(self, batch, i); time.sleep(0.4 if self.stage.name == 'clip' else 0)\n"
+        "C.training_step = slow; from calib.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words(toy, "--trainer.logger=false")], stderr=subprocess.PIPE
+    )
+    checkpoint = tmp_path / "runs/toy/clip.ckpt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists():
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stderr.close()
+    assert output.read_bytes() == b"the old one"
+    assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
+    assert output.read_bytes() == fitted.read_bytes()
+
+
+def test_a_finished_run_is_not_run_again(toy, fitted, tmp_path, monkeypatch):
+    assert main(words(toy, "--trainer.logger=false")) == 0
+    monkeypatch.setattr(Calibration, "training_step", lambda *_: pytest.fail("a finished stage ran again"))
+    Path("out/toy.calib.safetensors").unlink()
+    assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
+    assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
+
+
+def test_checkpoints_hold_no_language_model(toy, tmp_path):
+    assert main(words(toy, "--trainer.logger=false")) == 0
+    for stage in STAGES:
+        checkpoint = torch.load(tmp_path / f"runs/toy/{stage.name}.ckpt", weights_only=True)
+        assert all(name.startswith("statistics.") for name in checkpoint["state_dict"])
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "gemma2"])
+def test_other_architectures_and_generated_text(kind, tmp_path):
+    save_toy(tmp_path / kind, kind)
+    options = [word for word in SMALL if not word.startswith("--data.sequences")]
+    arguments = ["fit", f"--model.path={kind}", "--data.sequences=4", f"--output={kind}.safetensors", *options]
+    assert main([*arguments, "--trainer.logger=false"]) == 0
+    artifact = Artifact.load(f"{kind}.safetensors")
+    artifact.check(AutoModelForCausalLM.from_pretrained(tmp_path / kind))
+    assert artifact.provenance["data"]["name"] == "generated"
+
+
+def test_llama2_config_typed_in_any_folder_works_with_a_local_model_and_text(toy, tmp_path):
+    arguments = [
+        "fit",
+        "--config",
+        "llama2.yaml",
+        "--model.path",
+        str(toy / "llama"),
+        "--data.text",
+        str(toy / "text.txt"),
+    ]
+    less = [
+        "--data.sequences=3",
+        "--data.heldout_sequences=1",
+        "--model.clip_sequences=1",
+        "--model.dtype=float32",
+        "--model.query_rows=2",
+    ]
+    assert main([*arguments, *less, "--trainer.logger=false", "--trainer.accelerator=cpu"]) == 0
+    artifact = Artifact.load(tmp_path / "artifacts/llama2-7b.calib.safetensors")
+    assert artifact.provenance["data"]["length"] == 256
+    assert artifact.clip_bits == (1, 2, 3, 4)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(toy, fitted, tmp_path):
+    """Batches are shared out, statistics merged at the end of a stage: minima, maxima and samples exactly."""
+    script = tmp_path / "run.py"  # Lightning starts the second process by running this file again
+    script.write_text("import sys; from calib.cli import main; sys.exit(main(sys.argv[1:]))")
+    command = [sys.executable, str(script)]
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.logger=false"]
+    result = subprocess.run([*command, *words(toy, *more)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    one, two = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
+    for name, tensor in one.tensors.items():
+        if name == "queries.mean_square":  # a sum in another order, in float64
+            torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(two.tensors[name], tensor), name
+    assert two.provenance["metrics"]["layers"][1]["keys_tail"] == one.provenance["metrics"]["layers"][1]["keys_tail"]
+
+
+def test_statistics_of_the_embedded_shape_fit_in_little_memory():
+    """What is held for Llama 2 7B at float32 ranges: a few megabytes, whatever the number of tokens."""
+    ranges = ChannelRanges(Shape(layers=32, heads=32, kv_heads=32, head_dim=128))
+    assert sum(buffer.nbytes for buffer in ranges.buffers()) == 4 * 32 * 32 * 128 * 4
