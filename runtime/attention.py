@@ -22,6 +22,9 @@ from calib.runtime.reading import Logits
 # No "flash", "sdpa" or "/" in the name: transformers reads meaning into them.
 NAME = "calib_packed"
 
+# What some models hand to their attention and this one does not compute; ignoring it would answer wrongly.
+UNKNOWN = {"s_aux": "attention sinks", "position_bias": "a position bias", "indices": "sparse attention"}
+
 
 def attention(
     module: nn.Module,
@@ -46,6 +49,12 @@ def attention(
         raise ValueError(
             f"a custom {attention_mask.ndim}-D attention mask cannot be applied to packed rows; pass the 2-D padding mask"
         )
+    for argument, what in UNKNOWN.items():
+        if kwargs.get(argument) is not None:
+            raise ValueError(
+                f"{type(module).__name__} uses {what}, which attention over packed rows does not know; "
+                "run this model with the cache of transformers"
+            )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, CompressedLayer):
         output = key.attend(query, attention_mask, Logits(scale, softcap, sliding_window))

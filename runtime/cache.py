@@ -86,6 +86,8 @@ class CompressedCache(Cache):
         kinds = dict.fromkeys(("codes", "parameters", "exact", "window", "tables", "uncompressed"), 0)
         values = marginal = 0.0
         for layer in self.compressed:
+            tables = [table for plan in layer.plans for table in plan.tables()]
+            kinds["tables"] += sum(table.numel() * table.element_size() for table in tables)
             for stream in layer.streams or ():
                 pool = stream.pool
                 for field in pool.fields.values():
@@ -95,7 +97,6 @@ class CompressedCache(Cache):
                 slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
                 size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * layer.dtype.itemsize
                 kinds["window"] += allocated(slots, stream.plan.schedule.window()) * size
-                kinds["tables"] += sum(table.numel() * table.element_size() for table in stream.plan.tables())
                 values += pool.kv_heads * stream.head_dim
         kinds["tables"] += self.rows.table.predicted_bytes()
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]

@@ -45,26 +45,36 @@ def compress(
     Raises:
         ValueError: unknown method or option, options that do not fit the model; `ArtifactError` for another model's artifact.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a model of transformers, got {type(model).__name__}; pass the model itself")
+    if artifact is not None and not isinstance(artifact, Artifact):
+        raise ValueError(f"artifact must be an Artifact, got {artifact!r}; Artifact.load(path) reads one")
+    if type(seed) is not int:
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{type(model).__name__} does not use transformers' attention interface, so its cache cannot be compressed"
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder; only a model that is a decoder alone can be compressed"
         )
     if artifact is not None:
         artifact.check(model, allow_finetuned=allow_finetuned)
     built = build(method, options)
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    geometry = Geometry(
-        config.num_hidden_layers,
-        heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
     layers: list[CacheLayerMixin] = list(DynamicCache(config=config).layers)
     wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if not wrapped:  # every layer slides: compress them all, the window is then a matter of masks
         wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
     if not wrapped:
         raise ValueError(f"{type(model).__name__} has no attention layer with a plain key-value cache to compress")
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    geometry = Geometry(
+        config.num_hidden_layers,
+        heads,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
     plans = {i: built.plan(i, geometry, artifact) for i in wrapped}
     for plan in plans.values():
         for stream in (plan.keys, plan.values):

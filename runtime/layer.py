@@ -24,7 +24,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, keys: StreamPlan, values: StreamPlan, rows: Rows) -> None:
         super().__init__()
-        self.plans, self.state = (keys, values), rows
+        # Copies: a plan's tables may be views of an artifact's tensors for all layers, and would keep those alive.
+        self.plans, self.state = (keys.to(torch.device("cpu")), values.to(torch.device("cpu"))), rows
         self._clear()
 
     def _clear(self) -> None:
@@ -38,11 +39,13 @@ class CompressedLayer(CacheLayerMixin):
         """Fixes dtype, device, shapes and parameter width from the first tokens."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.streams = (Stream("keys", self.plans[0], key_states), Stream("values", self.plans[1], value_states))
+        self.plans = (self.streams[0].plan, self.streams[1].plan)  # on the device now, and only there
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Takes the new tokens and returns (self, self) for the attention function."""
-        if not self.is_initialized:
+        # Also where a first forward was refused before anything was stored: the next may have other rows.
+        if not self.is_initialized or not self.steps:
             self.lazy_initialization(key_states, value_states)
         self._arrived = (key_states, value_states)
         return self, self
@@ -77,7 +80,7 @@ class CompressedLayer(CacheLayerMixin):
             if forward.columns is None:
                 parts.append(attend(*self.streams, self.state, forward, rows, logits, q, (k, v)))
                 continue
-            columns, output = forward.columns[at].to(query.device), torch.zeros_like(q)
+            columns, output = forward.columns[at].to(query.device), q.new_zeros(*q.shape[:3], v.shape[3])
             if forward.counts[at]:
                 real = (k[:, :, columns], v[:, :, columns])
                 output[:, :, columns] = attend(*self.streams, self.state, forward, rows, logits, q[:, :, columns], real)
@@ -121,3 +124,4 @@ class CompressedLayer(CacheLayerMixin):
         """Row i becomes a copy of row `sources[i]` (int64 `[rows]`): windows are copied, pages shared by the table."""
         for stream in self.streams or ():
             stream.window.permute(sources.to(stream.window.tokens.device))
+            stream.window.resize(max(map(stream.plan.schedule.slots, self.state.lengths), default=0))

@@ -145,7 +145,8 @@ class PagePool:
         `block` fields are `[kv_heads, tokens / tokens_per_row, width]`.
         """
         for name, field in self.fields.items():
-            source, target = block[name], self.tensors[name]
+            target = self.tensors[name]
+            source = block[name].to(target.dtype)  # exact tokens come in float32
             page_rows = PAGE_TOKENS // field.tokens_per_row
             at, done, total = start // field.tokens_per_row, 0, source.shape[-2]
             while done < total:
@@ -163,7 +164,7 @@ class PagePool:
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
         """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`."""
         for name, tensor in self.tensors.items():
-            tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)  # exact tokens come in float32
+            tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)
 
 
 def upload(numbers: list[int] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -131,7 +131,7 @@ class _Planner:
     def _window(self, tile_start: int | None) -> tuple[Tensor | None, Tensor | None, Tensor | slice | None]:
         """Index of the value window's keys, the mask of its slots, and the pages of keys packed ahead of their values."""
         slots, size = self.windows[1], self.state.values.window()
-        if slots == 0 or not any(self.before):
+        if slots == 0 or self.attended == self.before:  # these rows hold nothing exact, whatever others do
             return None, None, None
         # The newest token that falls on each slot, and whether the row holds it there.
         age = (self.held - 1 - torch.arange(slots, device=self.device)) % size

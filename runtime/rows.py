@@ -52,6 +52,7 @@ class Forward:
         """A layer has stored the forward; after the last one nothing of it is kept on the device."""
         self.pending -= 1
         if not self.pending:
+            self.columns = None
             self.tensors.clear()
             self.readings.clear()
 
@@ -84,7 +85,7 @@ class Rows:
         """
         if step == self.steps and self.forward is not None:
             return self.forward
-        if step != self.steps + 1:
+        if step != self.steps + 1 or (self.forward is not None and self.forward.pending):
             raise RuntimeError(
                 "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
             )
@@ -108,7 +109,6 @@ class Rows:
         if self.lengths:
             self.lengths = [self.lengths[source] for source in sources]
             self.table.permute(sources)
-            self.forward = None
 
     def _real_columns(self, width: int, mask: Tensor | None) -> tuple[list[int], list[Tensor] | None]:
         batch = len(self.lengths)

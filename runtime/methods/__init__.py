@@ -16,8 +16,8 @@ __all__ = ["METHODS", "Geometry", "LayerPlan", "Method", "build", "method_class"
 
 def method_class(name: str) -> type[Any]:
     """The method `name`; an unknown one is refused with the nearest known."""
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r} ({_hint(name, list(METHODS))})")
+    if name not in list(METHODS):
+        raise ValueError(f"unknown method {name!r} ({_hint(str(name), list(METHODS))})")
     return METHODS[name]
 
 

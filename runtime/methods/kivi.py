@@ -38,9 +38,14 @@ class Kivi:
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        if self.residual < 1:
+        if type(self.residual) is not int or self.residual < 1:
             raise ValueError(
-                f"residual must be at least 1 token, got {self.residual}; for no exact window use method 'rtn'"
+                f"residual must be a whole number of tokens, at least 1, got {self.residual!r}; "
+                "for no exact window use method 'rtn'"
+            )
+        if type(self.group) is not int or self.group < 1:
+            raise ValueError(
+                f"group must be a whole number of tokens or channels, at least 1, got {self.group!r}; 32 is usual"
             )
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
