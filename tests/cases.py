@@ -1,0 +1,75 @@
+"""The table of methods: one row for each method and set of options that every parametrised test runs over.
+
+A new method is a row here. `marginal_bits` is what one more token costs a value, at head_dim 64 in a 16-bit model; it is
+written down by hand and not computed, because it is what the method's documentation promises.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from toy_artifact import toy_artifact
+from transformers import PreTrainedModel
+
+from calib.runtime import Artifact, compress
+from calib.runtime.cache import CompressedCache
+
+CLIP_BITS = (1, 2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with its options, and whether it reads an artifact."""
+
+    name: str
+    method: str
+    marginal_bits: float
+    options: dict[str, Any] = field(default_factory=dict)
+    artifact: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def open(self, model: PreTrainedModel, seed: int = 0) -> CompressedCache:
+        """An empty cache of this case on `model`."""
+        artifact = calibrated_artifact(model) if self.artifact else None
+        return compress(model, method=self.method, artifact=artifact, seed=seed, **self.options)
+
+
+CASES = [
+    Case("full", "full", 16.0),
+    Case("rtn-8", "rtn", 8.5, {"bits": 8}),
+    Case("rtn-4", "rtn", 4.5, {"bits": 4}),
+    Case("rtn-2", "rtn", 2.5, {"bits": 2}),
+    Case("kivi-8", "kivi", 9.0, {"bits": 8}),
+    Case("kivi-4", "kivi", 5.0, {"bits": 4}),
+    Case("kivi-2", "kivi", 3.0, {"bits": 2}),
+    Case("kivi-3-short", "kivi", 4.25, {"bits": 3, "residual": 32}),  # 3 bits are 3.25 at 64 channels: 5 codes a word
+    Case("kivi-2-short", "kivi", 3.0, {"bits": 2, "residual": 32}),
+    Case("kivi-2-fine", "kivi", 4.0, {"bits": 2, "group": 16, "residual": 48}),
+    Case("kivi-1-midpoints", "kivi", 2.0, {"bits": 1, "residual": 32, "clip": 0.5}),
+    Case("kivi-2-clipped", "kivi", 3.0, {"bits": 2, "residual": 32}, artifact=True),
+    Case("kivi-2-calibrated", "kivi", 2.5, {"bits": 2, "residual": 32, "statistics": "calibrated"}, artifact=True),
+    Case("kivi-4-calibrated", "kivi", 4.5, {"bits": 4, "statistics": "calibrated"}, artifact=True),
+    Case("rtn-4-clipped", "rtn", 4.5, {"bits": 4}, artifact=True),
+    Case("rtn-4-calibrated", "rtn", 4.0, {"bits": 4, "statistics": "calibrated"}, artifact=True),
+    Case("rtn-1-calibrated", "rtn", 1.0, {"bits": 1, "statistics": "calibrated"}, artifact=True),
+]
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def calibrated_artifact(model: PreTrainedModel) -> Artifact:
+    """Every tensor the methods read, random but plausible for the geometry of `model`; nothing is symmetric or equal."""
+    config = model.config
+    shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    draw = torch.Generator().manual_seed(3)
+    tensors = {}
+    for stream in ("keys", "values"):
+        tensors[f"{stream}.low"] = -1 - 2 * torch.rand(shape, generator=draw)
+        tensors[f"{stream}.high"] = 1 + 2 * torch.rand(shape, generator=draw)
+        for form in ("32x1", "1x32", "1x*", "fixed", "scaled.1x32"):
+            clip = 0.6 + 0.4 * torch.rand(*shape[:2], len(CLIP_BITS), generator=draw)
+            tensors[f"{stream}.clip.{form}"] = clip
+    tensors["values.scale"] = 0.5 + torch.rand(shape, generator=draw)
+    return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

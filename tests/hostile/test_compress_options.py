@@ -1,0 +1,272 @@
+"""Every wrong request to `compress` and to its cache gets one line that names the value and what to do, and stores nothing."""
+
+import pytest
+import torch
+from cases import calibrated_artifact
+from tolerances import LOGITS
+from toy_models import left_padded, random_model
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from calib.runtime import Artifact, ArtifactError, compress
+
+
+@pytest.fixture
+def model():
+    return random_model("llama")
+
+
+def message(error) -> str:
+    """The one line a person sees."""
+    text = str(error.value)
+    assert text and "\n" not in text and len(text) < 400
+    return text
+
+
+WRONG_OPTIONS = [
+    ("kivvi", {}, ["'kivvi'", "did you mean 'kivi'?"]),
+    ("zzz", {}, ["'zzz'", "full, kivi, rtn"]),
+    ("", {}, ["''", "full, kivi, rtn"]),
+    (None, {}, ["None", "full, kivi, rtn"]),
+    (["kivi"], {}, ["['kivi']"]),
+    ("kivi", {"bit": 2}, ["'bit'", "did you mean 'bits'?"]),
+    ("kivi", {"window": 64}, ["'window'", "known: bits, group, residual, statistics, clip"]),
+    ("rtn", {"group": 32}, ["'group'", "known: bits, statistics, clip"]),
+    ("full", {"bits": 4}, ["'bits'", "'full'", "none"]),
+    *(
+        (method, {"bits": bits}, ["bits", "1 ... 8", repr(bits)])
+        for method in ("kivi", "rtn")
+        for bits in (0, 9, -2, 2.5, 2.0, "two", "2", None, True, [2])
+    ),
+    ("kivi", {"group": 24}, ["24", "divide"]),
+    ("kivi", {"group": 64}, ["64 channels", "does not divide 32"]),
+    ("kivi", {"group": 3}, ["3", "divide"]),
+    *(("kivi", {"group": group}, ["group", repr(group)]) for group in (0, -32, 1.5, "32", None, True)),
+    *(("kivi", {"residual": size}, ["residual", repr(size), "'rtn'"]) for size in (0, -1, 1.5, "128", None, True)),
+    ("kivi", {"residual": 40}, ["40", "32", "residual"]),
+    ("kivi", {"residual": 100, "group": 16}, ["100", "16", "residual"]),
+    *(
+        (method, {"clip": clip}, ["clip", "(0, 1]", repr(clip)])
+        for method in ("kivi", "rtn")
+        for clip in (0, 0.0, 2, 1.0001, -0.5, float("nan"), "0.9", True, [0.9])
+    ),
+    *(
+        (method, {"statistics": word}, ["statistics", "prompt, calibrated", repr(word)])
+        for method in ("kivi", "rtn")
+        for word in ("promt", "", None, 3, ["prompt"])
+    ),
+    ("kivi", {"statistics": "calibrated"}, ["'kivi'", "needs an artifact", "Artifact.load"]),
+    ("rtn", {"statistics": "calibrated"}, ["'rtn'", "needs an artifact", "calib fit"]),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "parts"), WRONG_OPTIONS, ids=lambda part: str(part)[:40])
+def test_wrong_methods_and_options(model, method, options, parts):
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"\S") as error:
+        compress(model, method=method, **options)
+    text = message(error)
+    assert all(part in text for part in parts), text
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("artifact", ["tiny.calib.safetensors", {}, 5])
+def test_an_artifact_must_be_loaded(model, artifact):
+    with pytest.raises(ValueError, match=r"artifact must be an Artifact, got .*Artifact\.load") as error:
+        compress(model, method="kivi", artifact=artifact)
+    assert repr(artifact) in message(error)
+
+
+@pytest.mark.parametrize("seed", ["0", 1.5, None, True])
+def test_the_seed_must_be_a_whole_number(model, seed):
+    with pytest.raises(ValueError, match="seed must be a whole number, got") as error:
+        compress(model, method="kivi", seed=seed)
+    message(error)
+
+
+@pytest.mark.parametrize("method", ["kivi", "rtn", "full"])
+@pytest.mark.parametrize(
+    ("family", "field"), [("qwen3", "architecture"), ("llama-64", "head_dim"), ("mistral", "architecture")]
+)
+def test_an_artifact_of_another_model_is_refused(model, method, family, field):
+    artifact = calibrated_artifact(random_model(family))
+    with pytest.raises(ArtifactError, match=rf"^{field} differs: .*calib fit") as error:
+        compress(model, method=method, artifact=artifact)
+    message(error)
+    assert model.config._attn_implementation != "calib_packed"
+
+
+def test_a_relative_with_other_weights_needs_a_word(model):
+    artifact = calibrated_artifact(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
+    with pytest.raises(ArtifactError, match=r"weights differ.*allow_finetuned=True") as error:
+        compress(model, method="kivi", artifact=artifact)
+    message(error)
+    compress(model, method="kivi", artifact=artifact, allow_finetuned=True).release()
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"bits": 5}, ["keys", "'32x1'", "5 bits", "calib fit"]),
+        ({"group": 16, "residual": 32}, ["keys", "'16x1'", "32x1", "calib fit"]),
+    ],
+)
+def test_a_form_the_artifact_does_not_hold(model, options, parts):
+    with pytest.raises(ArtifactError, match="no clip factors") as error:
+        compress(model, method="kivi", artifact=calibrated_artifact(model), **options)
+    assert all(part in message(error) for part in parts)
+    # The remedy that needs no new fit: say the clip.
+    compress(model, method="kivi", artifact=calibrated_artifact(model), clip=1.0, **options).release()
+
+
+@pytest.mark.parametrize(
+    ("method", "missing"), [("kivi", "values.scale"), ("kivi", "keys.low"), ("rtn", "values.high")]
+)
+def test_a_tensor_the_artifact_does_not_hold(model, method, missing):
+    whole = calibrated_artifact(model)
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if name != missing}
+    artifact = Artifact(tensors, whole.fingerprint, whole.provenance, whole.clip_bits)
+    with pytest.raises(ArtifactError, match=f"method '{method}' needs tensor '{missing}'.*calib fit") as error:
+        compress(model, method=method, artifact=artifact, bits=2, statistics="calibrated")
+    assert str(error.value).startswith("method")
+
+
+# --- models that cannot be compressed -----------------------------------------------------------------------------
+
+
+def test_a_model_without_the_attention_interface():
+    model = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="BloomForCausalLM does not use transformers' attention interface") as error:
+        compress(model, method="kivi")
+    message(error)
+
+
+def test_a_model_with_an_encoder():
+    shape = {"d_model": 32, "vocab_size": 16, "max_position_embeddings": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    model = BartForConditionalGeneration(BartConfig(**shape, **heads))
+    with pytest.raises(ValueError, match=r"BartForConditionalGeneration has an encoder.*decoder alone") as error:
+        compress(model, method="kivi")
+    message(error)
+
+
+def test_a_model_without_attention():
+    model = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="MambaForCausalLM has no attention layer") as error:
+        compress(model, method="kivi")
+    message(error)
+
+
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), "meta-llama/Llama-2-7b-hf", None])
+def test_what_is_no_model_of_transformers(thing):
+    with pytest.raises(ValueError, match="model must be a model of transformers, got") as error:
+        compress(thing, method="kivi")
+    message(error)
+
+
+def test_attention_sinks_are_refused_not_ignored():
+    config = GptOssConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        pad_token_id=0,
+    )
+    model = GptOssForCausalLM(config).eval()
+    with compress(model, method="full") as cache, pytest.raises(ValueError, match="uses attention sinks") as error:
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+    message(error)
+
+
+# --- requests at run time -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(model):
+    with compress(model, method="kivi", residual=32) as cache:
+        yield cache
+
+
+def used_rightly(model, cache) -> bool:
+    """A refused request must leave a cache that still works."""
+    inputs = left_padded([20, 40], seed=4)
+    found = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    with compress(model, method="kivi", residual=32) as fresh:
+        expected = model.generate(**inputs, past_key_values=fresh, max_new_tokens=4, do_sample=False)
+    return torch.equal(found, expected)
+
+
+def test_output_attentions(model, cache):
+    with pytest.raises(ValueError, match=r"output_attentions=True.*leave it False") as error:
+        model(**left_padded([9]), past_key_values=cache, output_attentions=True)
+    message(error)
+    assert used_rightly(model, cache)
+
+
+def test_a_4d_mask(model, cache):
+    mask = torch.zeros(1, 1, 9, 9)
+    with pytest.raises(ValueError, match=r"4-D attention mask.*2-D padding mask") as error:
+        model(left_padded([9])["input_ids"], attention_mask=mask, past_key_values=cache)
+    message(error)
+    assert used_rightly(model, cache)
+
+
+def test_dropout_in_training_mode():
+    model = random_model("llama", attention_dropout=0.1)
+    with compress(model, method="kivi", residual=32) as cache:
+        model.train()
+        with pytest.raises(ValueError, match=r"dropout 0\.1.*model\.eval\(\)") as error:
+            model(**left_padded([9]), past_key_values=cache)
+        message(error)
+        model.eval()
+        assert used_rightly(model, cache)
+
+
+def test_another_batch_on_a_used_cache(model, cache):
+    model.generate(**left_padded([9, 9]), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    with pytest.raises(ValueError, match="holds 2 rows and got 1; use a cache for each batch") as error:
+        model(left_padded([30])["input_ids"], past_key_values=cache)
+    message(error)
+    cache.reset()
+    assert used_rightly(model, cache)
+
+
+@pytest.mark.parametrize("count", [-1, -5, 3])
+def test_tokens_cannot_be_taken_back(model, cache, count):
+    model(**left_padded([9]), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"cannot remove {abs(count)} tokens.*without drafts") as error:
+        cache.crop(count)
+    message(error)
+    cache.crop(0)
+    assert cache.get_seq_length() == 9
+    assert not cache.is_croppable
+
+
+def test_drafted_tokens(model, cache):
+    with pytest.raises(ValueError, match="without drafts") as error:
+        model.generate(**left_padded([30]), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=9)
+    message(error)
+
+
+def test_the_wrong_cache_while_attached_is_only_exact(model):
+    inputs = left_padded([30])
+    expected = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+    with compress(model, method="kivi"):
+        found = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+    assert torch.allclose(found, expected, atol=LOGITS)

@@ -1,0 +1,77 @@
+"""The packed words: round trip at every width, and the bytes exactly as kernels/pack/README.md draws them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import unpacked
+
+from calib.kernels.pack.reference import pack, planes, unpack, unpack_columns, words_per_token
+
+WIDTHS = range(1, 9)
+
+
+def random_codes(shape: tuple[int, ...], bits: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    bits=st.integers(1, 8),
+    channels=st.integers(1, 140),
+    lead=st.lists(st.integers(1, 3), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_unpacking_gives_the_codes_back(bits, channels, lead, seed):
+    codes = random_codes((*lead, channels), bits, seed)
+    before = codes.clone()
+    words = pack(codes, bits)
+    assert words.dtype == torch.int16 and words.shape == (*lead, words_per_token(channels, bits))
+    assert torch.equal(unpack(words, bits, channels), codes)
+    columns = unpack_columns(words.unsqueeze(-2).expand(*lead, 3, -1).mT, bits, channels)  # the same token three times
+    assert torch.equal(columns, codes.short().unsqueeze(-1).expand(*lead, channels, 3))
+    assert torch.equal(torch.from_numpy(unpacked(words.numpy(), bits, channels)), codes.long())
+    assert torch.equal(codes, before)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_every_code_at_every_place(bits):
+    for code in range(2**bits):
+        for place in (0, 1, 17, 31):
+            codes = torch.zeros(32, dtype=torch.uint8)
+            codes[place] = code
+            assert torch.equal(unpack(pack(codes, bits), bits, 32), codes)
+
+
+def test_the_layout_written_out_by_hand():
+    # 4 bits, 8 channels: 4 planes of W = 2 channels. Word 0 holds channels 0, 2, 4, 6, the first in the lowest bits.
+    words = pack(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), 4)
+    assert words.tolist() == [0x7531, 0x8642 - 0x10000]  # the sixteenth bit is the sign of an int16
+    # 3 bits, 7 channels: 5 planes, W = ceil(7 / 5) = 2; plane 3 holds channel 6 alone and plane 4 nothing.
+    words = pack(torch.tensor([7, 1, 2, 3, 4, 5, 6]), 3)
+    assert words.tolist() == [7 | 2 << 3 | 4 << 6 | 6 << 9, 1 | 3 << 3 | 5 << 6]
+    # 1 bit, 16 channels: one word, channel c in bit c.
+    assert pack(torch.tensor([1, 0, 1, 1] + [0] * 11 + [1]), 1).tolist() == [0x800D - 0x10000]
+    # 8 bits, 3 channels: 2 planes of W = 2; word 1 has only its low byte.
+    assert pack(torch.tensor([255, 128, 1]), 8).tolist() == [0x01FF, 128]
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("channels", [1, 7, 32, 33, 64, 80, 127, 128])
+def test_unused_fields_are_zero(bits, channels):
+    words = pack(torch.full((channels,), 2**bits - 1), bits).long() & 0xFFFF
+    ones = sum(int(word).bit_count() for word in words.tolist())
+    assert ones == bits * channels
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"), [(1, [2, 4, 8]), (2, [4, 8, 16]), (3, [7, 13, 26]), (4, [8, 16, 32]), (8, [16, 32, 64])]
+)
+def test_words_a_token_as_the_table_says(bits, expected):
+    assert [words_per_token(channels, bits) for channels in (32, 64, 128)] == expected
+
+
+@pytest.mark.parametrize("bits", [0, 9, -1])
+def test_widths_that_do_not_exist_are_refused(bits):
+    with pytest.raises(ValueError, match=f"1 ... 8, got {bits}"):
+        planes(bits)

@@ -1,0 +1,184 @@
+"""Bytes: predicted against every tensor the cache holds, by kind, per value, and nothing that grows beside the cache."""
+
+import gc
+
+import pytest
+import torch
+from cases import CASES, Case
+from layer_walk import Tokens, feed
+from tolerances import MEMORY
+from toy_models import left_padded, random_model
+
+from calib.runtime import compress
+
+
+def held_bytes(holder) -> int:
+    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk."""
+    storages, seen, waiting = {}, set(), [holder]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, torch.nn.Module | type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            waiting.append(thing.grad_fn)
+        elif isinstance(thing, dict):
+            waiting.extend([*thing.keys(), *thing.values()])
+        elif isinstance(thing, list | tuple | set | frozenset):
+            waiting.extend(thing)
+        elif hasattr(thing, "__dict__"):
+            waiting.extend(vars(thing).values())
+    return sum(storages.values())
+
+
+def check(cache) -> None:
+    memory = cache.memory()
+    assert memory.measured_bytes == held_bytes(cache)
+    assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
+    assert sum(memory.by_kind.values()) == memory.predicted_bytes
+    assert memory.host_bytes == 0
+    seen = sum(cache.rows.lengths)
+    model_values = sum(
+        2 * stream.pool.kv_heads * stream.head_dim for layer in cache.compressed for stream in (layer.streams or ())[:1]
+    )
+    if seen:
+        assert memory.bits_per_value == pytest.approx(8 * memory.measured_bytes / (model_values * seen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_measured_is_predicted_at_every_length(case, dtype):
+    model = random_model("llama", dtype)
+    tokens = Tokens.random(model, 420, seed=1)
+    cache = case.open(model)
+    cache.release()
+    check(cache)  # nothing held yet, but for an artifact's tables
+    at = 0
+    for stop in (1, 2, 31, 32, 33, 127, 128, 129, 160, 161, 255, 256, 257, 400):
+        feed(cache, [tokens[at:stop]])
+        at = stop
+        check(cache)
+    for at in range(400, 420):
+        feed(cache, [tokens[at : at + 1]])
+        check(cache)
+
+
+@pytest.mark.parametrize("lengths", [[1], [700], [5, 300], [128, 128, 128], [2, 31, 400, 129], [200] * 5], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_measured_is_predicted_for_every_batch(case, lengths):
+    model = random_model("llama", torch.bfloat16)
+    cache = case.open(model)
+    cache.release()
+    feed(cache, [Tokens.random(model, length, seed=length) for length in lengths])
+    check(cache)
+    feed(cache, [Tokens.random(model, 1, seed=length) for length in lengths])
+    check(cache)
+    cache.batch_repeat_interleave(2)
+    check(cache)
+    cache.batch_select_indices(torch.tensor([0]))
+    check(cache)
+    feed(cache, [Tokens.random(model, 1, seed=3)])
+    check(cache)
+    cache.reset()
+    check(cache)
+
+
+def test_measured_is_predicted_in_a_model_of_both_kinds_of_layers():
+    model = random_model("qwen3-mixed", torch.bfloat16)
+    with compress(model, method="kivi", residual=32) as cache:
+        model.generate(**left_padded([100, 200]), past_key_values=cache, max_new_tokens=5, do_sample=False)
+        memory = cache.memory()
+        assert memory.measured_bytes == held_bytes(cache)
+        assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
+        # The sliding layer keeps 47 tokens of 2 rows, 2 heads and 32 channels exact.
+        assert memory.by_kind["uncompressed"] == 2 * 2 * 2 * 47 * 32 * 2
+
+
+@pytest.mark.parametrize("by_steps", [False, True], ids=["at once", "token by token"])
+def test_2_bit_at_2048_tokens_is_at_most_24_percent_of_16_bit(by_steps):
+    model = random_model("llama-64", torch.bfloat16)
+    with compress(model, method="kivi", bits=2, group=32, residual=128) as cache:
+        tokens = Tokens.random(model, 2048, seed=2)
+        feed(cache, [tokens[: 1800 if by_steps else 2048]])
+        for at in range(1800, 2048) if by_steps else ():
+            feed(cache, [tokens[at : at + 1]])
+        memory = cache.memory()
+    full = 2 * 2 * 2 * 64 * 2048 * 2  # streams, layers, heads, channels, tokens, bytes
+    assert memory.measured_bytes <= 0.24 * full
+    assert memory.bits_per_value == pytest.approx(16 * memory.measured_bytes / full)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_more_token_costs_what_the_method_promises(case):
+    model = random_model("llama-64", torch.bfloat16)
+    cache = case.open(model)
+    cache.release()
+    feed(cache, [Tokens.random(model, 300, seed=4)])
+    assert cache.memory().marginal_bits == pytest.approx(case.marginal_bits)
+    # The promise against storage: two lengths at which pages are full and every window holds the same.
+    sizes, apart = [], 12 * 128  # tokens; 32, 48 and 128, the windows of the table, divide it
+    for length in (apart, 2 * apart):
+        cache.reset()
+        feed(cache, [Tokens.random(model, length, seed=5)])
+        sizes.append(cache.memory().measured_bytes)
+    values = 2 * 2 * 2 * 64 * apart  # streams, layers, heads, channels
+    assert 8 * (sizes[1] - sizes[0]) / values == pytest.approx(case.marginal_bits, rel=MEMORY)
+
+
+def test_a_longer_cache_is_lighter_a_value():
+    model = random_model("llama-64", torch.bfloat16)
+    cache = compress(model, method="kivi", bits=2)
+    cache.release()
+    assert cache.memory().bits_per_value == 0
+    weights = []
+    for _ in range(6):
+        feed(cache, [Tokens.random(model, 128, seed=6)])
+        weights.append(cache.memory().bits_per_value)
+    assert weights == sorted(weights, reverse=True) and weights[-1] < 6 < weights[0]
+
+
+def live_tensors() -> tuple[int, int]:
+    """Number and bytes of the distinct storages of all tensors of this process."""
+    gc.collect()
+    tensors = [
+        thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in tensors}
+    return len(storages), sum(storages.values())
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "with grad"])
+@pytest.mark.parametrize("name", ["full", "kivi", "rtn"])
+def test_nothing_but_the_cache_grows(name, grad):
+    model = random_model("llama")
+    options = {"residual": 32} if name == "kivi" else {}
+    inputs, beside, objects = left_padded([40, 90]), [], []
+    with compress(model, method=name, **options) as cache, torch.set_grad_enabled(grad):
+        model(**inputs, past_key_values=cache)
+        token = inputs["input_ids"][:, -1:]
+        for step in range(300):
+            model(token, past_key_values=cache)
+            if step in (20, 150, 299):
+                tensors, size = live_tensors()
+                beside.append(size - cache.memory().measured_bytes)
+                objects.append(tensors)
+    assert beside[0] == beside[1] == beside[2]
+    assert objects[0] == objects[1] == objects[2]
+
+
+def test_the_report_reads_as_a_line():
+    model = random_model("llama-64", torch.bfloat16)
+    cache = Case("kivi", "kivi", 3.0, {"bits": 2}).open(model)
+    cache.release()
+    feed(cache, [Tokens.random(model, 512, seed=4)])
+    memory = cache.memory()
+    text = str(memory)
+    assert "\n" not in text
+    for part in (
+        f"{memory.measured_bytes:,} bytes measured",
+        f"{memory.predicted_bytes:,} predicted",
+        "3.00 for one more",
+    ):
+        assert part in text

@@ -1,0 +1,186 @@
+"""Pages and the page table: shared pages are copied before a write, and what is stored stays as it was stored."""
+
+import oracle
+import pytest
+import torch
+from cases import CASES
+from layer_walk import Tokens, feed, stored
+from tolerances import FLOAT32, STORED
+from toy_models import random_model
+
+from calib.runtime.pages import PAGE_TOKENS, PagePool, PageTable
+from calib.runtime.stages.contract import Field
+from calib.runtime.window import Window
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+def table_of(*lengths: int) -> PageTable:
+    table = PageTable()
+    table.rows = [[] for _ in lengths]
+    for row, pages in enumerate(lengths):
+        assert table.reserve(row, pages, range(pages)) == []
+    return table
+
+
+def test_every_page_has_one_owner_until_it_is_shared():
+    table = table_of(3, 2)
+    assert len({page for row in table.rows for page in row}) == 5
+    assert max(max(row) for row in table.rows) < table.capacity
+
+
+def test_a_shared_page_is_copied_before_it_is_written():
+    table = table_of(3)
+    original = list(table.rows[0])
+    table.permute([0, 0])
+    assert table.rows == [original, original]
+    copies = table.reserve(0, 3, [2])  # only the page that is written
+    assert copies == [(original[2], table.rows[0][2])]
+    assert table.rows[0][:2] == original[:2] and table.rows[0][2] not in original
+    assert table.rows[1] == original
+    assert table.reserve(1, 3, [2]) == []  # the last holder writes in place
+
+
+def test_pages_that_nobody_holds_are_used_again():
+    table = table_of(4, 4)
+    freed = set(table.rows[1])
+    table.permute([0])
+    capacity = table.capacity
+    table.reserve(0, 4 + len(freed), range(4, 4 + len(freed)))
+    assert freed <= set(table.rows[0]) and table.capacity == capacity
+
+
+def test_the_table_on_a_device_follows_the_rows():
+    table = table_of(2, 1)
+    assert table.numbers(CPU).tolist() == [table.rows[0], [*table.rows[1], 0]]
+    table.reserve(1, 3, [1, 2])
+    assert table.numbers(CPU).tolist() == [[*table.rows[0], 0], table.rows[1]]
+    assert table.numbers(CPU).dtype == torch.int32
+    assert table.predicted_bytes() == table.numbers(CPU).numel() * 4
+    table.permute([1, 1, 0])
+    assert table.numbers(CPU).tolist() == [table.rows[0], table.rows[1], [*table.rows[2], 0]]
+
+
+def test_growth_adds_at_most_a_sixteenth_and_keeps_the_content():
+    table = table_of(0)
+    pool = PagePool({"words": Field(1, 3, torch.int16, "codes")}, 2, CPU)
+    for pages in range(1, 200):
+        table.reserve(0, pages, [pages - 1])
+        pool.grow(table.capacity)
+        pool.tensors["words"][table.rows[0][-1]] = pages
+        assert table.capacity <= pages + max(1, pages // 16)
+    assert [int(pool.tensors["words"][page, 1, 5, 2]) for page in table.rows[0]] == list(range(1, 200))
+
+
+@pytest.mark.parametrize("group", [1, 4, 32])
+@pytest.mark.parametrize(("start", "count"), [(0, 32), (96, 64), (64, 640), (128, 256), (0, 512), (224, 32)])
+def test_runs_land_where_the_table_says(group, start, count):
+    pool = PagePool({"field": Field(group, 2, torch.int16, "codes")}, 3, CPU)
+    pool.grow(9)
+    pages = [4, 2, 7, 0, 8, 1]
+    rows = torch.arange(3 * (count // group) * 2, dtype=torch.int16).view(3, count // group, 2) + 1
+    pool.write_run(pages, start, {"field": rows})
+    for i in range(count // group):
+        page, slot = divmod(start + i * group, PAGE_TOKENS)
+        assert torch.equal(pool.tensors["field"][pages[page], :, slot // group], rows[:, i])
+    assert int((pool.tensors["field"] != 0).sum()) == rows.numel()
+
+
+@pytest.mark.parametrize("pages", [slice(2, 4), torch.tensor([[2, 3]], dtype=torch.int32)], ids=["slice", "numbers"])
+def test_a_tile_is_the_pages_tokens_last(pages):
+    pool = PagePool(
+        {"words": Field(1, 3, torch.int16, "codes"), "parameters": Field(32, 5, torch.half, "parameters")}, 2, CPU
+    )
+    pool.grow(6)
+    for tensor in pool.tensors.values():
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 2000)
+    tile = pool.read(pages)
+    for name, tokens in (("words", 1), ("parameters", 32)):
+        for head in range(2):
+            for i in range(2 * PAGE_TOKENS // tokens):
+                page, slot = divmod(i, PAGE_TOKENS // tokens)
+                assert torch.equal(tile[name][0, head, :, i], pool.tensors[name][2 + page, head, slot])
+
+
+def test_a_window_is_a_ring():
+    window = Window(5, torch.zeros(2, 1, 0, 3))
+    window.resize(5)
+    tokens = torch.arange(2 * 9 * 3, dtype=torch.float32).view(2, 1, 9, 3)
+    window.write([0, 1], 0, tokens[:, :, :5])
+    window.write([1], 5, tokens[1:, :, 5:8])
+    assert torch.equal(window.in_order([0], 0, 5), tokens[:1, :, :5])
+    assert torch.equal(window.in_order([1], 3, 8), tokens[1:, :, 3:8])
+    window.permute(torch.tensor([1, 1, 0]))
+    assert torch.equal(window.in_order([0, 1], 3, 8), tokens[[1, 1], :, 3:8])
+    assert torch.equal(window.in_order([2], 0, 5), tokens[:1, :, :5])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stored_words_never_change(model, case):
+    cache, tokens = case.open(model), Tokens.random(model, 420, seed=7)
+    cache.release()
+    before: dict[str, torch.Tensor] = {}
+    at = 0
+    for stop in [1, 20, 100, 133, *range(134, 300), 400, *range(401, 420)]:
+        feed(cache, [tokens[at:stop]])
+        at = stop
+        now = stored(cache, 0)
+        for name, part in before.items():
+            if "window" not in name:
+                assert torch.equal(now[name][:, : part.shape[1]], part), (name, stop)
+        before = now
+    for name, part in before.items():
+        stream = "keys" if "keys" in name else "values"
+        expected = getattr(tokens, stream)[int(name[0])]
+        if "window" in name and part.shape[1]:
+            assert torch.equal(part, expected[:, at - part.shape[1] : at])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_beams_share_pages_until_they_part(model, case):
+    """Copy on write seen from outside: each row holds what it would hold alone, and full pages are counted once."""
+    cache = case.open(model)
+    cache.release()
+    prompt = Tokens.random(model, 300, seed=8)
+    feed(cache, [prompt])
+    used = {page for row in cache.rows.table.rows for page in row}
+    cache.batch_repeat_interleave(3)
+    assert {page for row in cache.rows.table.rows for page in row} == used
+    fed = [[prompt] for _ in range(3)]
+    for step, order in enumerate([[0, 1, 2], [2, 0, 0], [0, 0, 1], [1, 2, 0]] * 12):
+        cache.reorder_cache(torch.tensor(order))
+        fed = [list(fed[source]) for source in order]
+        new = [Tokens.random(model, 1, seed=100 + 3 * step + row) for row in range(3)]
+        feed(cache, new)
+        for row, token in enumerate(new):
+            fed[row].append(token)
+    full_pages = cache.rows.packed(300) // PAGE_TOKENS
+    first = cache.rows.table.rows
+    assert all(first[0][:full_pages] == row[:full_pages] for row in first)
+    for row, pieces in enumerate(fed):
+        alone = case.open(model)
+        alone.release()
+        for piece in pieces:
+            feed(alone, [piece])
+        expected, found = stored(alone, 0), stored(cache, row)
+        assert all(torch.equal(found[name], part) for name, part in expected.items())
+
+
+def test_decoding_a_page_by_the_codec_and_by_the_oracle_agree(model):
+    for case in CASES:
+        cache = case.open(model)
+        cache.release()
+        feed(cache, [Tokens.random(model, 300, seed=9)])
+        for layer in cache.compressed:
+            for stream in layer.streams:
+                page = cache.rows.table.rows[0][0]
+                block = {name: tensor[page] for name, tensor in stream.pool.tensors.items()}
+                decoded = stream.plan.transform.inverse(stream.plan.codec.decode(block, stream.head_dim))
+                torch.testing.assert_close(
+                    decoded.double(), oracle.decoded_page(stream, page), rtol=FLOAT32, atol=STORED
+                )

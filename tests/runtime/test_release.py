@@ -1,0 +1,108 @@
+"""The model while a cache is attached, and afterwards: exactly as before, however the cache is given up."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from tolerances import LOGITS
+from toy_models import NEW, generate, left_padded, random_model
+from transformers import DynamicCache
+
+from calib.runtime import compress
+
+
+def state_of(model):
+    """Everything about a model that attaching a cache could leave changed."""
+    configs = [part.config for part in model.modules() if hasattr(part, "config")]
+    weights = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.forward.__func__) for m in model.modules()]
+    return [copy.deepcopy(vars(config)) for config in configs], model.config.to_dict(), weights, hooks, model.training
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
+def test_the_model_is_as_before_after_with_release_and_exception(family, implementation):
+    model = random_model(family)
+    model.set_attn_implementation(implementation)
+    before, inputs = state_of(model), left_padded([20])
+    logits = model(**inputs).logits
+
+    with compress(model, method="kivi") as cache:
+        assert model.config._attn_implementation != implementation
+        generate(model, inputs, cache)
+    assert state_of(model) == before
+
+    cache = compress(model, method="kivi")
+    cache.release()
+    cache.release()  # twice does no harm
+    assert state_of(model) == before
+
+    def stop(*_):
+        raise ZeroDivisionError
+
+    hook = model.lm_head.register_forward_hook(stop)  # the forward fails after every layer has stored it
+    with pytest.raises(ZeroDivisionError), compress(model, method="rtn") as cache:
+        generate(model, inputs, cache)
+    hook.remove()
+    assert state_of(model) == before
+    assert torch.equal(model(**inputs).logits, logits)
+
+
+def test_the_model_is_as_before_when_a_cache_is_dropped():
+    model = random_model("llama")
+    before = state_of(model)
+    cache = compress(model, method="kivi")
+    generate(model, left_padded([20]), cache)
+    del cache
+    gc.collect()
+    assert state_of(model) == before
+
+
+def test_the_last_of_several_caches_gives_the_model_back():
+    model = random_model("llama")
+    before = state_of(model)
+    first, second = compress(model, method="kivi"), compress(model, method="full")
+    first.release()
+    assert state_of(model) != before
+    assert generate(model, left_padded([9]), second).sequences.shape == (1, 9 + NEW)
+    second.release()
+    assert state_of(model) == before
+
+
+def test_a_refused_request_leaves_the_model_alone():
+    model = random_model("llama")
+    before = state_of(model)
+    for wrong in ({"method": "kivi", "bits": 9}, {"method": "kivi", "group": 24}, {"method": "nothing"}):
+        with pytest.raises(ValueError, match=r"\S"):
+            compress(model, **wrong)
+        assert state_of(model) == before
+
+
+def test_a_cache_does_not_keep_its_model_alive():
+    model = random_model("llama")
+    cache, reference = compress(model, method="kivi"), weakref.ref(model)
+    generate(model, left_padded([9]), cache)
+    del model
+    gc.collect()
+    assert reference() is None
+    assert cache.memory().measured_bytes > 0
+    cache.release()
+
+
+def test_without_our_cache_an_attached_model_attends_exactly():
+    model, inputs = random_model("mistral-sliding"), left_padded([70, 90])
+    expected = generate(model, inputs, DynamicCache(config=model.config)).sequences
+    with compress(model, method="kivi"):
+        assert torch.equal(generate(model, inputs, DynamicCache(config=model.config)).sequences, expected)
+        logits = model(**inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, model(**inputs, use_cache=False).logits, atol=LOGITS, rtol=0)
+
+
+def test_a_released_cache_fails_loudly_instead_of_answering():
+    model = random_model("llama")
+    cache = compress(model, method="kivi")
+    cache.release()
+    with pytest.raises(Exception, match=r"(?i)Layer|attribute|must be Tensor"):
+        generate(model, left_padded([9]), cache)

@@ -1,0 +1,199 @@
+"""Rows stand alone: a row's stored bits depend on its own tokens, not on its batch, its padding or other rows' sizes."""
+
+import pytest
+import torch
+from cases import CASES
+from layer_walk import Tokens, feed, stored
+from tolerances import ATTENTION
+from toy_models import random_model
+
+from calib.runtime.attend import Logits
+from calib.runtime.layer import CompressedLayer
+
+PROMPT, STEPS = 150, 50
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+def run(cache, rows: list[Tokens], prompts: list[int], columns: int | None = None):
+    """A padded prompt forward and then decode steps; the outputs of row 0, `[layer][heads, n, D]`."""
+    cache.release()
+    outputs = [feed(cache, [tokens[:prompt] for tokens, prompt in zip(rows, prompts, strict=True)], columns)]
+    for step in range(STEPS):
+        outputs.append(feed(cache, [tokens[p + step : p + step + 1] for tokens, p in zip(rows, prompts, strict=True)]))
+    return [torch.cat([layer[number][0] for layer in outputs], 1) for number in range(len(cache.compressed))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_is_stored_alike_alone_in_a_batch_and_under_padding(case, dtype):
+    model = random_model("llama", dtype)
+    mine = Tokens.random(model, PROMPT + STEPS, seed=1)
+    others = [(Tokens.random(model, n + STEPS, seed=n), n) for n in (3, 128, 170)]
+    wild = (Tokens.random(model, 60 + STEPS, seed=5, magnitude=1e6), 60)
+    reference = case.open(model)
+    expected_outputs = run(reference, [mine], [PROMPT])
+    expected = stored(reference, 0)
+    settings = {
+        "in a batch of equals": ([(mine, PROMPT)] * 3, None),
+        "with shorter and longer rows": ([(mine, PROMPT), *others], None),
+        "under more padding": ([(mine, PROMPT)], 400),
+        "beside values beyond float16": ([(mine, PROMPT), wild], None),
+    }
+    for name, (rows, columns) in settings.items():
+        cache = case.open(model)
+        outputs = run(cache, [tokens for tokens, _ in rows], [prompt for _, prompt in rows], columns)
+        found = stored(cache, 0)
+        for field, part in expected.items():
+            assert torch.equal(found[field].float(), part.float()), (name, field)
+        for output, reference_output in zip(outputs, expected_outputs, strict=True):
+            close = ATTENTION[dtype] * reference_output.abs().max().float()
+            assert bool(((output.float() - reference_output.float()).abs() <= 2 * close).all()), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_is_stored_alike_however_its_tokens_arrive(model, case):
+    tokens, length = Tokens.random(model, 300, seed=2), 300
+    contents = []
+    for cuts in ([300], [1, 299], [128, 128, 44], [97, 31, 172], [260] + [1] * 40, [1] * 300):
+        cache, at = case.open(model), 0
+        cache.release()
+        for count in cuts:
+            feed(cache, [tokens[at : at + count]])
+            at += count
+        assert at == length == cache.rows.lengths[0]
+        contents.append(stored(cache, 0))
+    for other in contents[1:]:
+        assert all(torch.equal(other[name], part) for name, part in contents[0].items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_of_any_length_and_chunk_padding(model, case):
+    """Rows that begin in different forwards, chunks that are all padding for a row, and rows of 0 tokens so far."""
+    tokens = [Tokens.random(model, 200, seed=seed) for seed in (3, 4)]
+    cache = case.open(model)
+    cache.release()
+    feed(cache, [tokens[0][:70], tokens[1][:0]])
+    feed(cache, [tokens[0][70:140], tokens[1][:30]])
+    feed(cache, [tokens[0][140:141], tokens[1][30:31]])
+    feed(cache, [tokens[0][141:200], tokens[1][31:90]])
+    assert cache.rows.lengths == [200, 90] and cache.get_seq_length() == 70 + 70 + 1 + 59
+    for row, length in enumerate((200, 90)):
+        alone = case.open(model)
+        alone.release()
+        feed(alone, [tokens[row][:length]])
+        expected, found = stored(alone, 0), stored(cache, row)
+        assert all(torch.equal(found[name], part) for name, part in expected.items())
+
+
+def test_heads_do_not_influence_each_other(model):
+    tokens, changed = (Tokens.random(model, 260, seed=6) for _ in range(2))
+    changed.keys[:, 1] *= 50
+    changed.values[:, 1] += 9
+    for case in CASES:
+        contents = []
+        for fed in (tokens, changed):
+            cache = case.open(model)
+            cache.release()
+            feed(cache, [fed])
+            contents.append(stored(cache, 0))
+        assert all(torch.equal(contents[0][name][0], contents[1][name][0]) for name in contents[0])
+        assert any(not torch.equal(contents[0][name][1], contents[1][name][1]) for name in contents[0])
+
+
+def test_the_inputs_are_not_changed(model):
+    for case in CASES:
+        cache = case.open(model)
+        cache.release()
+        tokens = Tokens.random(model, 200, seed=7)
+        copies = [part.clone() for part in (tokens.queries, tokens.keys, tokens.values)]
+        feed(cache, [tokens[:150]])
+        for at in range(150, 200):
+            feed(cache, [tokens[at : at + 1]])
+        assert all(map(torch.equal, copies, (tokens.queries, tokens.keys, tokens.values)))
+
+
+# --- requests that cannot be met ----------------------------------------------------------------------------------
+
+
+def forward(cache, rows: int, width: int, mask=None, layers=None):
+    for layer in cache.compressed[:layers]:
+        layer.update(torch.randn(rows, 2, width, 32), torch.randn(rows, 2, width, 32))
+        layer.attend(torch.randn(rows, 4, width, 32), mask, Logits(0.2))
+
+
+@pytest.fixture
+def cache(model):
+    cache = CASES[8].open(model)
+    cache.release()
+    return cache
+
+
+def test_a_mask_that_hides_stored_tokens_is_refused(cache):
+    forward(cache, 2, 10)
+    mask = torch.ones(2, 14, dtype=torch.bool)
+    mask[1, 3] = False
+    with pytest.raises(ValueError, match=r"\[10, 9\] earlier tokens and the cache holds \[10, 10\].*whole sequence"):
+        forward(cache, 2, 4, mask)
+    assert cache.rows.lengths == [10, 10]
+    mask[1, 3] = True
+    forward(cache, 2, 4, mask)  # nothing was stored by the refused one
+    assert cache.rows.lengths == [14, 14]
+
+
+def test_another_number_of_rows_is_refused(cache):
+    forward(cache, 2, 10)
+    with pytest.raises(ValueError, match="holds 2 rows and got 3"):
+        forward(cache, 3, 1)
+    forward(cache, 2, 1)
+    assert cache.rows.lengths == [11, 11]
+
+
+@pytest.mark.parametrize("stage", ["before the second layer", "in the first layer", "in the last layer"])
+@pytest.mark.parametrize("reached", ["prompt", "step"])
+def test_an_interrupted_forward_is_noticed_until_reset(cache, stage, reached, monkeypatch):
+    forward(cache, 2, 40)
+    width = 3 if reached == "prompt" else 1
+    if stage == "before the second layer":
+        forward(cache, 2, width, layers=1)
+    else:
+        broken = cache.compressed[0 if stage == "in the first layer" else -1]
+        original = CompressedLayer._store
+
+        def interrupted(layer, *arguments):
+            if layer is broken:
+                raise KeyboardInterrupt
+            return original(layer, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CompressedLayer, "_store", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                forward(cache, 2, width)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"interrupted.*cache\.reset\(\)"):
+            forward(cache, 2, 1)
+    cache.reset()
+    forward(cache, 3, 40)
+    assert cache.rows.lengths == [40, 40, 40] and cache.get_seq_length() == 40
+
+
+def test_a_reset_cache_is_as_new(model):
+    for case in CASES:
+        cache = case.open(model)
+        cache.release()
+        feed(cache, [Tokens.random(model, 140, seed=8), Tokens.random(model, 33, seed=9)])
+        cache.reset()
+        assert cache.get_seq_length() == 0 and cache.rows.lengths == []
+        tokens = Tokens.random(model, 200, seed=10)
+        fresh = case.open(model)
+        fresh.release()
+        for one in (cache, fresh):
+            feed(one, [tokens[:180]])
+            for at in range(180, 200):
+                feed(one, [tokens[at : at + 1]])
+        expected, found = stored(fresh, 0), stored(cache, 0)
+        assert all(torch.equal(found[name], part) for name, part in expected.items())
+        assert cache.memory() == fresh.memory()

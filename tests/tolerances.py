@@ -1,0 +1,37 @@
+"""Every tolerance of the tests, once, with its reason."""
+
+import torch
+
+# Attention over packed rows against the same tokens decoded and attended in float64. Products of a few dozen float32
+# terms, a softmax and a mixture round to about 1e-6 of the largest value; ten times that is never crossed by rounding
+# and always by a wrong key, value or mask.
+FLOAT32_ATTENTION = 1e-5
+
+# The same in a model of 16 bits: the answer itself is rounded to 8 (bfloat16) or 11 (float16) bits, half a unit each.
+ATTENTION = {torch.float32: FLOAT32_ATTENTION, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+# Codes are computed in float32 and compared with float64: (x - z) / s has a relative error of 2^-22 at most and lies
+# below 256 = 2^8, so a value closer than 2^-14 to the border between two levels may fall on either side; times four.
+BORDER = 2**-12
+
+# x^ = q s + z in float32 against float64: a product and a sum, each half a unit of 2^-23 of the largest term.
+FLOAT32 = 2**-22
+
+# Tokens decoded from a cache against the papers' formulas in float64, for values of order 1 to 10.
+STORED = 1e-5
+
+# The share of values that may lie so near the border of two codes that float32 and float64 choose differently.
+ODD_CODES = 2e-4
+
+# Logits of two runs of a whole float32 model that differ only by the order of sums, for logits of order 1 to 10.
+LOGITS = 1e-3
+
+# Logits of two runs through the same quantised cache whose attention rounds differently: the difference can push a value of
+# the next layer over the border between two codes, and one code is a whole step. Seen: 2e-3.
+LOGITS_ONE_CODE = 3e-2
+
+# A transform and its inverse, or a fold, in float32: a handful of roundings, relative to the largest value.
+FLOAT32_FOLD = 1e-5
+
+# Predicted against measured bytes: the issue's own number.
+MEMORY = 0.01
