@@ -1,9 +1,12 @@
 """Decode speed on the CPU: our packed cache, transformers' QuantizedCache (quanto) of the same bits, and DynamicCache.
 
-    python benchmarks/decode_cpu.py [--contexts 2048 4096] [--bits 4 2] [--write]
+    python benchmarks/decode_cpu.py [--model wide] [--contexts 2048 8192] [--bits 4 2] [--write]
+
+Models: the embedded one (2 KV heads of 64, 4 layers: every operation is tiny), and `wide`, random weights with the KV shape
+of an 8B model (8 KV heads of 128; 2 layers). `--write` runs both and keeps the run.
 
 One process, two threads. For each context and bit width every cache is prefilled with the same random tokens, then all
-decode in turn (A/B/C/A/B/C ...), a few steps a turn; the ratio is taken turn by turn and the median is reported with
+decode in turn, a few steps a turn, another one first each time; the ratio is taken turn by turn and the median is reported with
 its quartiles, beside an A/A pair (our cache twice) that shows the noise. QuantizedCache re-quantises everything each
 `residual_length` tokens; a round is as long as that, so that each of its flushes is counted once.
 """
@@ -17,7 +20,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    QuantizedCache,
+)
 from transformers.cache_utils import Cache
 
 from calib.runtime import compress
@@ -40,15 +50,20 @@ def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
-    """Decodes RESIDUAL tokens with each cache in turns of `steps`; seconds a token of each, and ratios by turn."""
+    """Decodes RESIDUAL tokens with each cache in turns of `steps`; median tokens/s of each, and ratios by turn."""
     held = caches(model, bits)
     prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
-    token = {name: model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1) for name, cache in held.items()}
+    token = {
+        name: model(prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1) for name, cache in held.items()
+    }
     for name, cache in held.items():  # warm-up
         token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
     seconds: dict[str, list[float]] = {name: [] for name in held}
-    for _ in range(RESIDUAL // steps):
-        for name, cache in held.items():
+    order = list(held)
+    for turn in range(RESIDUAL // steps):
+        # Another one begins each turn: what runs after a large cache finds the processor's own caches full of it.
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            cache = held[name]
             start = time.perf_counter()
             for _ in range(steps):
                 token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
@@ -57,11 +72,21 @@ def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: 
         f"{other} / kivi": quartiles([b / a for a, b in zip(seconds["kivi"], seconds[other], strict=True)])
         for other in ("quanto", "dynamic", "kivi again")
     }
-    speed = {name: batch / statistics.mean(taken) for name, taken in seconds.items()}
+    speed = {name: batch / statistics.median(taken) for name, taken in seconds.items()}
     for cache in held.values():
         if hasattr(cache, "release"):
             cache.release()
     return {"context": context, "bits": bits, "batch": batch, "tokens_per_second": speed, "time_ratio": ratios}
+
+
+def load(name: str) -> PreTrainedModel:
+    """The embedded model, another folder, or `wide`."""
+    if name != "wide":
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=65536)).eval()
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -71,7 +96,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="artifacts/tiny-llama")
+    parser.add_argument("--model", nargs="+", default=["artifacts/tiny-llama", "wide"])
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--batch", type=int, default=1)
@@ -79,17 +104,21 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} beside the other runs")
     asked = parser.parse_args()
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).eval()
     rows = []
-    for context in asked.contexts:
-        for bits in asked.bits:
-            row = measure(model, context, bits, asked.batch, asked.steps)
-            rows.append(row)
-            speed = ", ".join(f"{name} {value:.1f}" for name, value in row["tokens_per_second"].items())
-            ratio = ", ".join(
-                f"{name} {value[1]:.2f} [{value[0]:.2f}, {value[2]:.2f}]" for name, value in row["time_ratio"].items()
-            )
-            print(f"context {context}, {bits} bit: tokens/s {speed}; time ratios {ratio}", flush=True)
+    for name in asked.model:
+        model = load(name)
+        for context in asked.contexts:
+            for bits in asked.bits:
+                row = {"model": Path(name).name, **measure(model, context, bits, asked.batch, asked.steps)}
+                rows.append(row)
+                speed = ", ".join(f"{cache} {value:.1f}" for cache, value in row["tokens_per_second"].items())
+                ratio = ", ".join(
+                    f"{pair} {value[1]:.2f} [{value[0]:.2f}, {value[2]:.2f}]"
+                    for pair, value in row["time_ratio"].items()
+                )
+                print(
+                    f"{row['model']}, context {context}, {bits} bit: tokens/s {speed}; time ratios {ratio}", flush=True
+                )
     if asked.write:
         versions = {
             "torch": torch.__version__,

@@ -9,12 +9,14 @@ already be encoded (KIVI): those keys are met in their pages, too. Tiles and par
 tokens are attended as they arrived: encoding comes after attention, so a prompt's own attention is exact.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.attend.reference import RunningSoftmax
-from calib.runtime.reading import Logits, Reading
+from calib.runtime.reading import LevelStep, Logits, Pages, Reading
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stream import Stream
 
@@ -22,85 +24,133 @@ from calib.runtime.stream import Stream
 QUERY_ROWS = 1024
 
 
-def attend(
-    keys: Stream,
-    values: Stream,
-    state: Rows,
-    forward: Forward,
-    rows: range,
-    logits: Logits,
-    query: Tensor,
-    new: tuple[Tensor, Tensor],
-) -> Tensor:
-    """Attention for some rows of the batch, none of whose columns is padding.
+@dataclass
+class LayerAttention:
+    """What one layer holds for the rows `rows` of the batch, and how it is read."""
 
-    `query [rows, heads, n, D]`, the new keys and values `[rows, kv_heads, n, D]` -> `[rows, heads, n, D]` in the
-    query's dtype.
-    """
-    length = query.shape[2]
-    plain = logits.softcap is None and (logits.sliding is None or length <= logits.sliding)
-    if plain and length > 1 and not any(forward.before[row] for row in rows):
-        return F.scaled_dot_product_attention(query, *new, is_causal=True, scale=logits.scale, enable_gqa=True)
-    step = max(1, QUERY_ROWS * new[0].shape[1] // query.shape[1])
-    outputs = []
-    for at in range(0, length, step):
-        tile = query[:, :, at : at + step]
-        windows = (keys.window.tokens.shape[2], values.window.tokens.shape[2])
-        reading = Reading.of(state, forward, rows, range(at, at + tile.shape[2]), logits.sliding, windows, query.device)
-        outputs.append(_attend_tile(keys, values, reading, logits, tile, new))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    keys: Stream
+    values: Stream
+    state: Rows
+    forward: Forward
+    rows: range
+    logits: Logits
 
+    def output(self, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """Attention of queries none of whose columns is padding.
 
-def _attend_tile(
-    keys: Stream, values: Stream, reading: Reading, logits: Logits, query: Tensor, new: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The same for the queries of `reading` alone."""
-    # Query rows of a KV head: group-major, then the tokens of the tile.
-    grouped = (query.float() * logits.scale).unflatten(1, (new[0].shape[1], -1)).flatten(2, 3)
-    folded, constant = keys.plan.transform.fold_query(grouped)
-    here = slice(reading.rows.start, reading.rows.stop)
-    softmax = RunningSoftmax()
+        `query [rows, heads, n, D]`, new tokens `[rows, kv_heads, n, D]` -> `[rows, heads, n, D]` in the query's dtype.
+        """
+        length, logits = query.shape[2], self.logits
+        plain = logits.softcap is None and (logits.sliding is None or length <= logits.sliding)
+        if plain and length > 1 and not any(self.forward.before[row] for row in self.rows):
+            return F.scaled_dot_product_attention(
+                query, new_keys, new_values, is_causal=True, scale=logits.scale, enable_gqa=True
+            )
+        step = max(1, QUERY_ROWS * new_keys.shape[1] // query.shape[1])
+        outputs = []
+        for at in range(0, length, step):
+            tile = query[:, :, at : at + step] if length > step else query
+            # Query rows of a KV head: group-major, then the tokens of the tile.
+            grouped = (tile.float() * logits.scale).unflatten(1, (new_keys.shape[1], -1)).flatten(2, 3)
+            queries = range(at, at + tile.shape[2])
+            level = LevelStep.of(
+                self.state, self.forward, self.rows, logits.sliding, self.keys.tile_tokens, query.device
+            )
+            if level is not None:
+                mixed = self._level_step(level, grouped, new_keys, new_values)
+            else:
+                mixed = self._general(queries, grouped, new_keys, new_values)
+            outputs.append(mixed.unflatten(2, (-1, tile.shape[2])).flatten(1, 2).to(query.dtype))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
-    def packed(pages: Tensor | slice) -> Tensor:
-        scores = keys.plan.codec.scores(folded, keys.pool.read(pages))
-        return scores if constant is None else scores + constant
+    def _level_step(self, step: LevelStep, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """A decode step of rows that hold equally much: slices do what index and masks do in general."""
+        scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
+        for pages in step.tiles:
+            softmax.add(self._mix(softmax.weights(self._capped(scored.packed(pages))), pages))
+        exact = scored.exact(torch.cat([self._window(self.keys)[:, :, : step.exact_keys], new_keys], 2))
+        parts = [exact]
+        if step.last is not None:
+            packed = scored.packed(step.last_keys)
+            parts = [packed[..., : step.read], exact[..., : step.exact_keys], packed[..., step.recent], exact[..., -1:]]
+        weights = softmax.last_weights(self._capped(torch.cat(parts, -1) if len(parts) > 1 else exact))
+        exact_values = torch.cat([self._window(self.values)[:, :, : step.slots], new_values], 2)
+        softmax.add(weights[..., step.read :] @ exact_values.float())
+        if step.last is not None:
+            of_tile = F.pad(weights[..., : step.read], (0, step.last_tokens - step.read))
+            softmax.add(self._mix(of_tile, step.last))
+        return softmax.output()
 
-    def mix(weights: Tensor, pages: Tensor | slice) -> Tensor:
-        mixed = values.plan.codec.mix(weights, values.pool.read(pages), values.head_dim)
-        return values.plan.transform.fold_output(mixed, weights.sum(-1, keepdim=True))
-
-    for pages, hidden in reading.tiles[:-1]:
-        softmax.add(mix(softmax.weights(_logits(packed(pages), hidden, logits.softcap)), pages))
-
-    # The last tile, the window and the new tokens are one part: most caches are no longer than that.
-    parts, tile, slots = [], 0, 0
-    recent = None if reading.recent is None else packed(reading.recent)
-    if reading.tiles:
-        tile = reading.last_tile_tokens
-        parts.append(
-            recent[..., :tile] if recent is not None and reading.recent_holds_tile else packed(reading.tiles[-1][0])
+    def _general(self, queries: range, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """Any rows, several queries, sliding windows."""
+        slots = (self.keys.window.tokens.shape[2], self.values.window.tokens.shape[2])
+        reading = Reading.of(
+            self.state,
+            self.forward,
+            self.rows,
+            queries,
+            self.logits.sliding,
+            slots,
+            self.keys.tile_tokens,
+            query.device,
         )
-    if reading.window is not None:
-        slots = reading.window.shape[-1]
-        exact = grouped @ keys.window.tokens[here].float().mT
-        sources = exact if recent is None else torch.cat([exact, recent], -1)
-        parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
-    parts.append(grouped @ new[0][:, :, : reading.queries.stop].float().mT)
-    weights = softmax.weights(_logits(torch.cat(parts, -1), reading.hidden, logits.softcap))
-    of_tile, of_window, of_new = weights.split([tile, slots, reading.queries.stop], -1)
-    softmax.add(of_new @ new[1][:, :, : reading.queries.stop].float())
-    if slots:
-        softmax.add(of_window @ values.window.tokens[here].float())
-    if tile:
-        softmax.add(mix(of_tile, reading.tiles[-1][0]))
-    output: Tensor = softmax.output().unflatten(2, (-1, query.shape[2])).flatten(1, 2).to(query.dtype)
-    return output
+        scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
+        for pages, hidden in reading.tiles[:-1]:
+            softmax.add(self._mix(softmax.weights(_masked(self._capped(scored.packed(pages)), hidden)), pages))
+        # The last tile, the window and the new tokens are one part: most caches are no longer than that.
+        parts = [scored.packed(pages) for pages, _ in reading.tiles[-1:]]
+        tile = sum(part.shape[-1] for part in parts)
+        if reading.window is not None:
+            sources = scored.exact(self._window(self.keys))
+            if reading.recent is not None:
+                sources = torch.cat([sources, scored.packed(reading.recent)], -1)
+            parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
+        window = sum(part.shape[-1] for part in parts) - tile
+        # Later tokens of this forward are hidden, so keys past the last query are left out.
+        parts.append(scored.exact(new_keys[:, :, : queries.stop]))
+        weights = softmax.weights(_masked(self._capped(torch.cat(parts, -1)), reading.hidden))
+        of_tile, of_window, of_new = weights.split([tile, window, queries.stop], -1)
+        softmax.add(of_new @ new_values[:, :, : queries.stop].float())
+        if window:
+            softmax.add(of_window @ self._window(self.values).float())
+        if tile:
+            softmax.add(self._mix(of_tile, reading.tiles[-1][0]))
+        return softmax.output()
+
+    def _window(self, stream: Stream) -> Tensor:
+        if len(self.rows) == stream.window.tokens.shape[0]:
+            return stream.window.tokens
+        return stream.window.tokens[self.rows.start : self.rows.stop]
+
+    def _mix(self, weights: Tensor, pages: Pages) -> Tensor:
+        """Weighted sum of the values in `pages`."""
+        mixed = self.values.plan.codec.mix(weights, self.values.pool.read(pages), self.values.head_dim)
+        return self.values.plan.transform.fold_output(mixed, weights)
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        softcap = self.logits.softcap
+        return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
-def _logits(scores: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
-    """Soft cap, then -inf where `hidden [rows, 1, n or 1, tokens]`; query rows are group-major, so groups share the mask."""
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+class _Scorer:
+    """One tile of query rows `[rows, kv_heads, query rows, D]` against a layer's keys."""
+
+    def __init__(self, keys: Stream, query: Tensor) -> None:
+        self.keys, self.query = keys, query
+        self.folded, self.constant = keys.plan.transform.fold_query(query)
+
+    def packed(self, pages: Pages) -> Tensor:
+        """Scores of the keys in `pages`: `[rows, kv_heads, query rows, tokens]`."""
+        scores = self.keys.plan.codec.scores(self.folded, self.keys.pool.read(pages))
+        return scores if self.constant is None else scores + self.constant
+
+    def exact(self, keys: Tensor) -> Tensor:
+        """Scores of `keys [rows, kv_heads, tokens, D]`."""
+        return self.query @ keys.float().mT
+
+
+def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """-inf where `hidden [rows, 1, n or 1, tokens]`; query rows are group-major, so groups share the mask."""
     if hidden is None:
         return scores
     by_group = scores.unflatten(2, (-1, hidden.shape[2])) if hidden.shape[2] > 1 else scores.unsqueeze(3)

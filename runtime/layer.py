@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from calib.runtime.attend import attend
+from calib.runtime.attend import LayerAttention
 from calib.runtime.pages import PAGE_TOKENS
 from calib.runtime.reading import Logits
 from calib.runtime.rows import Forward, Rows
@@ -72,20 +72,24 @@ class CompressedLayer(CacheLayerMixin):
     ) -> Tensor:
         assert self.streams is not None
         # Rows with padding in this forward go one by one, without it; the others together, as many as fill a tile.
-        step = 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
+        batch, step = query.shape[0], 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
+        if forward.columns is None and batch <= step:
+            return LayerAttention(*self.streams, self.state, forward, range(batch), logits).output(
+                query, new_keys, new_values
+            )
         parts = []
-        for at in range(0, query.shape[0], step):
-            rows = range(at, min(at + step, query.shape[0]))
+        for at in range(0, batch, step):
+            rows = range(at, min(at + step, batch))
             q, k, v = (tensor[rows.start : rows.stop] for tensor in (query, new_keys, new_values))
+            layer = LayerAttention(*self.streams, self.state, forward, rows, logits)
             if forward.columns is None:
-                parts.append(attend(*self.streams, self.state, forward, rows, logits, q, (k, v)))
+                parts.append(layer.output(q, k, v))
                 continue
             columns, output = forward.columns[at].to(query.device), q.new_zeros(*q.shape[:3], v.shape[3])
             if forward.counts[at]:
-                real = (k[:, :, columns], v[:, :, columns])
-                output[:, :, columns] = attend(*self.streams, self.state, forward, rows, logits, q[:, :, columns], real)
+                output[:, :, columns] = layer.output(q[:, :, columns], k[:, :, columns], v[:, :, columns])
             parts.append(output)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
     def _store(self, forward: Forward, new_keys: Tensor, new_values: Tensor) -> None:
         assert self.streams is not None

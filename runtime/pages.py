@@ -7,6 +7,7 @@ whoever writes to a shared page gets a copy of its own first.
 """
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ PAGE_TOKENS = 128
 # A pool that is full grows by a sixteenth: the copy that this costs comes once in T/16 tokens and is paid for by the
 # T/16 attention passes between, and no more than a sixteenth of the pages are ever slack.
 GROWTH = 16
+
+
+# Pages to read: their numbers int32 `[rows, n]`, or a slice for one row whose pages follow each other.
+Pages: TypeAlias = Tensor | slice
 
 
 class PageTable:
@@ -59,7 +64,7 @@ class PageTable:
         """(page number, slot) of a token of a row."""
         return self.rows[row][token // PAGE_TOKENS], token % PAGE_TOKENS
 
-    def select(self, rows: range, start: int, stop: int, device: torch.device) -> "Tensor | slice":
+    def select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
         """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them."""
         if len(rows) == 1:
             held = self.rows[rows.start][start:stop]
@@ -128,15 +133,16 @@ class PagePool:
             for source, target in pairs:
                 tensor[target] = tensor[source]
 
-    def read(self, pages: "Tensor | slice") -> Block:
+    def read(self, pages: Pages) -> Block:
         """Pages by number -> tile of fields `[rows, kv_heads, width, n * PAGE_TOKENS / tokens_per_row]`, still packed.
 
         `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy.
         """
         tile = {}
         for name, tensor in self.tensors.items():
-            block = tensor[pages][None] if isinstance(pages, slice) else tensor[pages]
-            tile[name] = block.permute(0, 2, 4, 1, 3).flatten(-2)
+            block = tensor[pages]
+            order, rows = ((1, 3, 0, 2), 1) if isinstance(pages, slice) else ((0, 2, 4, 1, 3), pages.shape[0])
+            tile[name] = block.permute(order).reshape(rows, self.kv_heads, tensor.shape[3], -1)
         return tile
 
     def write_run(self, pages: list[int], start: int, block: Block) -> None:

@@ -1,13 +1,18 @@
-"""What the queries of one forward read, worked out once and used by every layer: page tiles, window slots, masks."""
+"""What the queries of one forward read, worked out once and used by every layer: page tiles, window slots, masks.
+
+`LevelStep` serves the decode step of rows that hold equally much, in numbers of the host alone; `Reading` everything
+else (ragged rows, several queries, sliding windows) with an index and masks.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.rows import Forward, Rows
-from calib.runtime.stream import TILE_TOKENS
+
+__all__ = ["LevelStep", "Logits", "Pages", "Reading"]
 
 
 @dataclass(frozen=True)
@@ -20,26 +25,81 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Everything but the tokens themselves, for the query columns `queries` of the rows `rows`.
+class LevelStep:
+    """One query column for rows of the same length L, without a sliding window.
 
     Attributes:
-        tiles: (pages, hidden) of the tokens whose key and value are packed, at most TILE_TOKENS over all rows each;
-            `hidden` bool `[rows, 1, query rows or 1, tokens]` or None. The last one has `last_tile_tokens` tokens and
-            its mask is part of `hidden` below.
-        recent: pages of keys already packed whose values may still be exact, or None; they reach back over the whole
-            last tile where they can (`recent_holds_tile`), so that its keys are unpacked once.
+        tiles: pages of the tokens whose key and value are packed, all but the last tile.
+        last, last_keys: pages of the last tile, for values and, reaching on over the keys packed ahead, for keys; None
+            where nothing is packed. `last` holds `last_tokens` tokens of which the first `read` are read.
+        exact_keys: leading slots of the key window in use.
+        recent: the keys packed ahead of their values, among the tokens of `last_keys`.
+        slots: leading slots of the value window in use: its first `exact_keys` belong to exact keys, the others, in
+            order, to `recent`, because both rings have the same size.
+    """
+
+    tiles: list[Pages]
+    last: Pages | None
+    last_keys: Pages
+    last_tokens: int
+    read: int
+    exact_keys: int
+    recent: slice
+    slots: int
+
+    @staticmethod
+    def of(
+        state: Rows, forward: Forward, rows: range, sliding: int | None, tile: int, device: torch.device
+    ) -> "LevelStep | None":
+        """The step of a forward, made by the first layer that asks; None where the rows are not level."""
+        if forward.width > 1 or sliding is not None or state.keys.window() != state.values.window():
+            return None
+        key = ("level", rows, tile, device)
+        if key not in forward.readings:
+            lengths = {forward.before[row] for row in rows}
+            forward.readings[key] = (
+                LevelStep._made(state, lengths.pop(), rows, tile, device) if len(lengths) == 1 else None
+            )
+        step: LevelStep | None = forward.readings[key]
+        return step
+
+    @staticmethod
+    def _made(state: Rows, length: int, rows: range, tile: int, device: torch.device) -> "LevelStep":
+        attended, packed = state.packed(length), state.keys.packed(length)
+        spans = tile_spans(0, attended, len(rows), tile)
+        tiles = [state.table.select(rows, span.start, span.stop, device) for span in spans]
+        slots, exact_keys = state.values.slots(length), state.keys.slots(length)
+        if packed == 0:
+            return LevelStep([], None, slice(0), 0, 0, exact_keys, slice(0), slots)
+        first = spans[-1].start if spans else 0
+        stop = max(-(-packed // PAGE_TOKENS), spans[-1].stop if spans else 0)
+        return LevelStep(
+            tiles[:-1],
+            tiles[-1] if tiles else state.table.select(rows, 0, 1, device),
+            state.table.select(rows, first, stop, device),
+            len(spans[-1]) * PAGE_TOKENS if spans else PAGE_TOKENS,
+            attended - first * PAGE_TOKENS,
+            exact_keys,
+            slice(attended - first * PAGE_TOKENS, packed - first * PAGE_TOKENS),
+            slots,
+        )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Everything but the tokens themselves, for some query columns of some rows.
+
+    Attributes:
+        tiles: (pages, hidden) of the tokens whose key and value are packed, at most `tile` over all rows each;
+            `hidden` bool `[rows, 1, query rows or 1, tokens]` or None. The last one's mask is part of `hidden` below.
+        recent: pages of keys already packed whose values are still exact, or None.
         window: int64 `[rows, 1, 1, slots]`: where the key of each slot of the value window is found among the key
             window's slots followed by the `recent` pages' tokens; None without a window.
         hidden: mask of the last tile, the window and the new tokens together, or None where all are seen.
     """
 
-    rows: range
-    queries: range
-    tiles: list[tuple[Tensor | slice, Tensor | None]]
-    last_tile_tokens: int
-    recent: Tensor | slice | None
-    recent_holds_tile: bool
+    tiles: list[tuple[Pages, Tensor | None]]
+    recent: Pages | None
     window: Tensor | None
     hidden: Tensor | None
 
@@ -51,14 +111,24 @@ class Reading:
         queries: range,
         sliding: int | None,
         windows: tuple[int, int],
+        tile: int,
         device: torch.device,
     ) -> "Reading":
-        """The reading of a forward; made by the first layer that asks. `windows`: slots of the key and value windows."""
-        key = (rows, queries, sliding, windows, device)
+        """The reading of a forward; made by the first layer that asks.
+
+        `windows`: slots of the key and value windows; `tile`: tokens of a tile.
+        """
+        key = (rows, queries, sliding, windows, tile, device)
         if key not in forward.readings:
-            forward.readings[key] = _Planner(state, forward, rows, queries, sliding, windows, device).reading()
+            forward.readings[key] = _Planner(state, forward, rows, queries, sliding, windows, tile, device).reading()
         reading: Reading = forward.readings[key]
         return reading
+
+
+def tile_spans(start: int, stop: int, rows: int, tile: int) -> list[range]:
+    """Ranges of page positions that cover the tokens [start, stop) of `rows` rows, at most `tile` tokens each."""
+    last, step = -(-stop // PAGE_TOKENS), max(1, tile // (rows * PAGE_TOKENS))
+    return [range(at, min(at + step, last)) for at in range(start // PAGE_TOKENS, last, step)]
 
 
 class _Planner:
@@ -70,48 +140,29 @@ class _Planner:
         queries: range,
         sliding: int | None,
         windows: tuple[int, int],
+        tile: int,
         device: torch.device,
     ) -> None:
-        self.state, self.rows, self.queries, self.sliding, self.windows, self.device = (
-            state,
-            rows,
-            queries,
-            sliding,
-            windows,
-            device,
-        )
+        self.state, self.forward, self.rows, self.queries = state, forward, rows, queries
+        self.sliding, self.windows, self.tile, self.device = sliding, windows, tile, device
         self.before = [forward.before[row] for row in rows]
         self.attended = [state.packed(length) for length in self.before]
         self.packed = [state.keys.packed(length) for length in self.before]
-        self.held = self._upload(forward, "before", self.before)
-        self.limit = self._upload(forward, "attended", self.attended)
-        self.forward = forward
+        self.held = self._upload("before", self.before)
+        self.limit = self._upload("attended", self.attended)
 
     def reading(self) -> Reading:
-        stop = -(-max(self.attended) // PAGE_TOKENS)
-        step = max(1, TILE_TOKENS // (len(self.rows) * PAGE_TOKENS))
-        spans = [range(at, min(at + step, stop)) for at in range(self._first_visible() // PAGE_TOKENS, stop, step)]
+        first = 0 if self.sliding is None else max(0, min(self.before) + self.queries.start - self.sliding + 1)
+        spans = tile_spans(first, max(self.attended), len(self.rows), self.tile)
         tiles = [
             (self.state.table.select(self.rows, span.start, span.stop, self.device), self._tile_hidden(span))
             for span in spans
         ]
-        holds_tile = len(spans) > 0 and spans[-1].start <= min(self.attended) // PAGE_TOKENS
-        window, absent, recent = self._window(spans[-1].start if holds_tile else None)
-        masks: list[tuple[Tensor | None, int]] = [
-            (mask, len(span) * PAGE_TOKENS) for (_, mask), span in zip(tiles[-1:], spans[-1:], strict=True)
-        ]
+        window, absent, recent = self._window()
+        masks = [(mask, len(span) * PAGE_TOKENS) for (_, mask), span in zip(tiles[-1:], spans[-1:], strict=True)]
         masks += [(absent, self.windows[1])] if window is not None else []
         masks.append((self._new_hidden(), self.queries.stop))
-        return Reading(
-            self.rows,
-            self.queries,
-            tiles,
-            sum(len(span) for span in spans[-1:]) * PAGE_TOKENS,
-            recent,
-            holds_tile and recent is not None,
-            window,
-            self._joined(masks),
-        )
+        return Reading(tiles, recent, window, self._joined(masks))
 
     def _tile_hidden(self, span: range) -> Tensor | None:
         """Tokens of a span of pages that a row does not read from pages, or that its queries do not see."""
@@ -125,53 +176,39 @@ class _Planner:
         if len(self.queries) == 1 and self.sliding is None:
             return None
         places = self.held + torch.arange(self.queries.stop, device=self.device)
-        queries = self._query_places()
-        return self._unseen(places, places[:, None, None, :] > queries)
+        return self._unseen(places, places[:, None, None, :] > self._query_places())
 
-    def _window(self, tile_start: int | None) -> tuple[Tensor | None, Tensor | None, Tensor | slice | None]:
+    def _window(self) -> tuple[Tensor | None, Tensor | None, Pages | None]:
         """Index of the value window's keys, the mask of its slots, and the pages of keys packed ahead of their values."""
         slots, size = self.windows[1], self.state.values.window()
-        if slots == 0 or self.attended == self.before:  # these rows hold nothing exact, whatever others do
+        if slots == 0 or self.attended == self.before:
             return None, None, None
         # The newest token that falls on each slot, and whether the row holds it there.
-        age = (self.held - 1 - torch.arange(slots, device=self.device)) % size
-        tokens = self.held - 1 - age
+        tokens = self.held - 1 - (self.held - 1 - torch.arange(slots, device=self.device)) % size
         absent = (tokens < self.limit) | (tokens < 0)
         places = tokens % max(1, self.state.keys.window())
-        recent: Tensor | slice | None = None
+        recent: Pages | None = None
         if self.packed != self.attended:
-            first = [count // PAGE_TOKENS if tile_start is None else tile_start for count in self.attended]
+            first = [count // PAGE_TOKENS for count in self.attended]
             reach = max(-(-stop // PAGE_TOKENS) - start for stop, start in zip(self.packed, first, strict=True))
-            if len(self.rows) == 1:
-                recent = self.state.table.select(self.rows, first[0], first[0] + reach, self.device)
-            else:
-                held = [
-                    self.state.table.rows[row][start : start + reach]
-                    for row, start in zip(self.rows, first, strict=True)
-                ]
-                flat = [page for pages in held for page in (pages + [0] * reach)[:reach]]
-                recent = self._upload(self.forward, "recent", flat).view(len(self.rows), reach)
-            start = self._upload(self.forward, "recent first", first) * PAGE_TOKENS
-            encoded = tokens < self._upload(self.forward, "packed", self.packed)
-            places = torch.where(encoded, self.windows[0] + tokens - start, places)
+            held = [self.state.table.rows[row][at : at + reach] for row, at in zip(self.rows, first, strict=True)]
+            flat = [page for pages in held for page in (pages + [0] * reach)[:reach]]
+            recent = self._upload("recent", flat).view(len(self.rows), reach)
+            encoded = tokens < self._upload("packed", self.packed)
+            places = torch.where(encoded, self.windows[0] + tokens - self._upload("first", first) * PAGE_TOKENS, places)
         index = torch.where(absent, torch.zeros_like(places), places)[:, None, None]
-        filled = all(
-            min(length, size) == slots and start <= length - slots
-            for length, start in zip(self.before, self.attended, strict=True)
-        )
-        return index, None if filled and self.sliding is None else self._unseen(tokens, absent[:, None, None]), recent
+        return index, self._unseen(tokens, absent[:, None, None]), recent
 
     def _unseen(self, places: Tensor, hidden: Tensor) -> Tensor:
         """`hidden`, and beyond it what the sliding window hides of the tokens at `places [rows or 1, tokens]`."""
-        return (
-            hidden
-            if self.sliding is None
-            else hidden | (places[:, None, None, :] <= self._query_places() - self.sliding)
-        )
+        if self.sliding is None:
+            return hidden
+        return hidden | (places[:, None, None, :] <= self._query_places() - self.sliding)
 
     def _query_places(self) -> Tensor:
         """The token number of each query row: `[rows, 1, tokens of the tile, 1]`."""
-        return (self.held + torch.arange(self.queries.start, self.queries.stop, device=self.device))[:, None, :, None]
+        columns = torch.arange(self.queries.start, self.queries.stop, device=self.device)
+        return (self.held + columns)[:, None, :, None]
 
     def _joined(self, masks: list[tuple[Tensor | None, int]]) -> Tensor | None:
         if all(mask is None for mask, _ in masks):
@@ -181,9 +218,5 @@ class _Planner:
         full = [(nothing if mask is None else mask).expand(len(self.rows), 1, length, width) for mask, width in masks]
         return torch.cat(full, -1)
 
-    def _first_visible(self) -> int:
-        """The earliest token that any query sees."""
-        return 0 if self.sliding is None else max(0, min(self.before) + self.queries.start - self.sliding + 1)
-
-    def _upload(self, forward: Forward, name: str, numbers: list[int]) -> Tensor:
-        return forward.tensor(f"{name} {self.rows}", numbers, self.device)[:, None]
+    def _upload(self, name: str, numbers: list[int]) -> Tensor:
+        return self.forward.tensor(f"{name} {self.rows}", numbers, self.device)[:, None]

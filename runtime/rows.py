@@ -131,7 +131,7 @@ class Rows:
     def _reserve(self, forward: Forward) -> None:
         written, pages = [], []
         for before, after in zip(forward.before, forward.after, strict=True):
-            spans = [(s.packed(before), s.packed(after)) for s in (self.keys, self.values)]
+            spans = [(s.encoded(before), s.encoded(after)) for s in (self.keys, self.values)]
             writes = {
                 page
                 for start, stop in spans

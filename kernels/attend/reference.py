@@ -52,7 +52,7 @@ class RunningSoftmax:
     """Softmax attention accumulated part by part; the merge of all tiles and the exact window.
 
     `top` and `mass` are `[..., rows, 1]`, `mixed` `[..., rows, D]`, float32: mixed / mass is the output so far and
-    top + log(mass) the log-sum-exp.
+    top + log(mass) the log-sum-exp. `mass` None: the weights were already normalised.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,16 @@ class RunningSoftmax:
         self.top, self.mass = top, mass
         return weights
 
+    def last_weights(self, scores: Tensor) -> Tensor:
+        """`weights` of the last part, which has no masked row; the only part of a short cache is plain softmax."""
+        return self.weights(scores) if self.top is not None else scores.softmax(-1)
+
     def add(self, mixed: Tensor) -> None:
         """Adds the part's weighted values `[..., rows, D]`."""
         self.mixed = mixed if self.mixed is None else self.mixed + mixed
 
     def output(self) -> Tensor:
         """Attention output `[..., rows, D]`; 0 for a row that met no token at all (padding)."""
-        if self.mixed is None or self.mass is None:
+        if self.mixed is None:
             raise ValueError("nothing was attended")
-        return self.mixed / self.mass.clamp_min(torch.finfo(torch.float32).tiny)
+        return self.mixed if self.mass is None else self.mixed / self.mass.clamp_min(torch.finfo(torch.float32).tiny)

@@ -83,8 +83,8 @@ class Transform(Protocol):
         """(q', constant): q.x = q'.y + constant; `constant` is `[..., kv_heads, rows, 1]` or None."""
         ...
 
-    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
-        """sum_t p_t x_t from `mixed` = sum_t p_t y_t and `mass` = sum_t p_t `[..., kv_heads, rows, 1]`."""
+    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
+        """sum_t p_t x_t from `mixed` = sum_t p_t y_t and the `weights` p `[..., kv_heads, rows, tokens]`."""
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -93,10 +93,14 @@ class Transform(Protocol):
 
 
 class Schedule(Protocol):
-    """How much of a row is encoded after each forward, and how many exact tokens that can leave."""
+    """How much of a row is read in packed form after each forward, and how many exact tokens that can leave."""
 
     def packed(self, length: int) -> int:
-        """Tokens encoded once a row holds `length`; never decreasing, at most `length`."""
+        """Tokens read from pages once a row holds `length`, the others being exact; never decreasing, at most `length`."""
+        ...
+
+    def encoded(self, length: int) -> int:
+        """Tokens whose codes are in pages by then, at least `packed`: encoding many at once costs little more than one."""
         ...
 
     def window(self) -> int:

@@ -17,6 +17,10 @@ class Blocks:
         """`length` rounded down to whole blocks."""
         return length - length % self.tokens
 
+    def encoded(self, length: int) -> int:
+        """The same: a block is encoded when it is complete."""
+        return self.packed(length)
+
     def window(self) -> int:
         """One block."""
         return self.tokens

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+AHEAD = 32  # tokens encoded at once
+
 
 @dataclass(frozen=True)
 class Residual:
@@ -16,6 +18,14 @@ class Residual:
     def packed(self, length: int) -> int:
         """All but the last `tokens`."""
         return max(0, length - self.tokens)
+
+    def encoded(self, length: int) -> int:
+        """`packed`, up to the next multiple of AHEAD: a token's codes are written while it is still read exactly.
+
+        They take no room of their own (pages hold many more tokens), and a decode step rarely has to encode at all.
+        """
+        packed = self.packed(length)
+        return packed if self.tokens < AHEAD else min(length, -(-packed // AHEAD) * AHEAD)
 
     def window(self) -> int:
         """`tokens`."""

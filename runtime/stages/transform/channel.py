@@ -35,9 +35,9 @@ class ChannelRange:
         """q.x = (q half).y + q.center."""
         return query * self.half, (query * self.center).sum(-1, keepdim=True)
 
-    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
         """sum p x = half * sum p y + center * sum p."""
-        return mixed * self.half + self.center * mass
+        return mixed * self.half + self.center * weights.sum(-1, keepdim=True)
 
     def tensors(self) -> list[Tensor]:
         """Centre and half range."""
@@ -65,7 +65,7 @@ class ChannelScale:
         """q.x = (q scale).y."""
         return query * self.scale, None
 
-    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
         """sum p x = scale * sum p y."""
         return mixed * self.scale
 
