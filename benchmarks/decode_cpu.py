@@ -6,7 +6,7 @@ Models: the embedded one (2 KV heads of 64, 4 layers: every operation is tiny), 
 of an 8B model (8 KV heads of 128; 2 layers). `--write` runs both and keeps the run.
 
 One process, two threads. For each context and bit width every cache is prefilled with the same random tokens, then all
-decode in turn, a few steps a turn, another one first each time; the ratio is taken turn by turn and the median is reported with
+decode in turn, a few steps a turn, in another order each turn; the ratio is taken turn by turn and the median is reported with
 its quartiles, beside an A/A pair (our cache twice) that shows the noise. QuantizedCache re-quantises everything each
 `residual_length` tokens; a round is as long as that, so that each of its flushes is counted once.
 """
@@ -14,6 +14,7 @@ its quartiles, beside an A/A pair (our cache twice) that shows the noise. Quanti
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from pathlib import Path
@@ -59,10 +60,10 @@ def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: 
     for name, cache in held.items():  # warm-up
         token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
     seconds: dict[str, list[float]] = {name: [] for name in held}
-    order = list(held)
-    for turn in range(RESIDUAL // steps):
-        # Another one begins each turn: what runs after a large cache finds the processor's own caches full of it.
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+    shuffled = random.Random(0)
+    for _ in range(RESIDUAL // steps):
+        # In another order each turn: what runs after a large cache finds the processor's own caches full of it.
+        for name in shuffled.sample(list(held), len(held)):
             cache = held[name]
             start = time.perf_counter()
             for _ in range(steps):

@@ -101,7 +101,7 @@ class CompressedLayer(CacheLayerMixin):
                 continue
             slots = stream.plan.schedule.slots
             stream.window.resize(max(map(slots, forward.before + forward.after)))
-            for rows in forward.alike():
+            for rows in forward.alike:
                 tokens = (
                     new[rows] if forward.columns is None else new[rows][:, :, forward.columns[rows[0]].to(new.device)]
                 )

@@ -8,6 +8,7 @@ a forward of several tokens, never in a decode step.
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ class Forward:
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     readings: dict[Hashable, Any] = field(default_factory=dict)  # of reading.py, which stands on this file
 
-    @property
+    @cached_property
     def after(self) -> list[int]:
         """Tokens each row holds once the forward is stored."""
         return [held + new for held, new in zip(self.before, self.counts, strict=True)]
 
+    @cached_property
     def alike(self) -> list[list[int]]:
         """Rows that can be stored together: those without padding that held equally much; a padded row alone."""
         if self.columns is not None:

@@ -72,7 +72,7 @@ class Stream:
             slots = forward.tensor("slots", [slot for _, slot in places], new.device)
             self.pool.write_tokens(pages, slots, self._encode(new))
             return
-        for rows in forward.alike():
+        for rows in forward.alike:
             self._write_pages(rows, forward.before[rows[0]], forward.after[rows[0]], table, new)
         self.window.resize(max(map(schedule.slots, forward.after)))
         staying = [row for row, after in enumerate(forward.after) if schedule.packed(after) < after]

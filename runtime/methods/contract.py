@@ -25,21 +25,18 @@ class LayerPlan:
     values: StreamPlan
 
     def __post_init__(self) -> None:
+        reach = 4 * max(self.keys.schedule.window(), self.values.schedule.window()) + 2
         for role, stream in (("keys", self.keys), ("values", self.values)):
             group = stream.codec.token_group()
-            first = next(
-                n for n in range(1, 4 * PAGE_TOKENS + 1) if stream.schedule.packed(n + stream.schedule.window())
-            )
             if PAGE_TOKENS % group:
                 raise ValueError(
                     f"{role}: a group of {group} tokens does not divide a page of {PAGE_TOKENS}; use 1, 2, 4 ... {PAGE_TOKENS}"
                 )
-            if stream.schedule.packed(first + stream.schedule.window()) % group:
+            if any(stream.schedule.encoded(n) % group for n in range(reach)):
                 raise ValueError(
                     f"{role}: blocks of {stream.schedule.window()} tokens are no whole number of groups of {group} tokens; "
                     f"use a residual that {group} divides"
                 )
-        reach = 4 * max(self.keys.schedule.window(), self.values.schedule.window()) + 2
         if any(self.values.schedule.packed(n) > self.keys.schedule.packed(n) for n in range(reach)):
             raise ValueError(
                 "values would be encoded before the keys of the same tokens; encode keys at least as early"
