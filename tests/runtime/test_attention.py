@@ -96,6 +96,7 @@ SCHEDULES = [
     (Residual(0), Blocks(32)),
     (Residual(5), Residual(40)),
     (Residual(7), Residual(7)),
+    (Residual(64), Residual(64)),
     (Blocks(32), Blocks(32)),
     (Blocks(16), Blocks(48)),
     (Blocks(16), Residual(48)),
