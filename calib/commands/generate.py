@@ -47,9 +47,11 @@ def run(argv: Sequence[str]) -> int:
         known = {option.name for option in fields(method_class(name))}
         options |= read_options(rest, known, name)
         build(name, options)
-    text = read_prompt(asked)
     if asked.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {asked.max_new_tokens}")
+    if asked.artifact and not Path(asked.artifact).is_file():
+        raise UsageError(f"{asked.artifact} is no file, expected an artifact; `calib fit` writes one")
+    text = read_prompt(asked)
     return generate(asked, name, options, text)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from calib.arguments import Parser
+from calib.errors import UsageError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -16,7 +17,10 @@ def run(argv: Sequence[str]) -> int:
     from calib.runtime.methods import METHODS, method_class
 
     if asked.name:
-        chosen = method_class(asked.name)
+        try:
+            chosen = method_class(asked.name)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         print(f"{asked.name}: {inspect.getdoc(chosen)}")
         return 0
     width = max(map(len, METHODS))

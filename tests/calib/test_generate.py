@@ -1,0 +1,87 @@
+"""`calib generate` and `calib methods`: what they print, and one line with status 2 for a wrong request."""
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import yaml
+from toy_language_model import save_toy
+
+from calib import cli
+from calib.runtime.methods import METHODS, build
+
+PROMPT = ["--prompt", "the quick brown fox jumps over the lazy dog " * 4, "--max-new-tokens", "5"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_toy(tmp_path_factory.mktemp("model")))
+
+
+def test_both_continuations_and_both_memories_are_shown(model, capsys):
+    assert cli.main(["generate", "--model", model, *PROMPT, "--method", "kivi", "--bits", "8", "--residual=32"]) == 0
+    shown = capsys.readouterr().out
+    full, ours = (line for line in shown.splitlines() if line.endswith(" bytes"))
+    assert full.startswith("full cache: ") and ours.startswith("kivi bits=8 residual=32: ")
+    full_bytes, our_bytes = (int(line.split(": ")[1].split()[0].replace(",", "")) for line in (full, ours))
+    # 3 layers, 2 streams, 2 heads of 32 float32 channels; the prompt and all new tokens but the last are in the cache.
+    assert full_bytes % (3 * 2 * 2 * 32 * 4) == 0
+    assert our_bytes < full_bytes
+    assert "for one more token" in shown
+
+
+def test_the_full_method_agrees_with_the_full_cache(model, capsys):
+    assert cli.main(["generate", "--model", model, *PROMPT, "--method", "full", "--sample", "--seed", "3"]) == 0
+    assert "the first 5 of 5 tokens agree" in capsys.readouterr().out
+
+
+def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
+    assert cli.main(["generate", "--model", model, "--method", "rtn", "--max-new-tokens", "1"]) == 0
+    assert "40 lines to remember and a question whose answer is " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--bit", "3"], "unknown option '--bit' (method 'kivi' has bits, clip, group, residual, statistics)"),
+        (["--bits"], "option '--bits' needs a value"),
+        (["--bits", "9"], "bits must be a whole number 1 ... 8, got 9"),
+        (["--group", "24"], "24"),
+        (["--method", "kiwi"], "did you mean 'kivi'?"),
+        (["--method", "nope.yaml"], "no configuration file 'nope.yaml'"),
+        (["--statistics", "calibrated"], "needs an artifact"),
+        (["--artifact", "nope"], "nope is no file"),
+        (["--prompt-file", "nope"], "cannot read the prompt file 'nope'"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--max-new-tokens", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_wrong_requests(model, words, text, capsys):
+    assert cli.main(["generate", "--model", model, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("calib: error: ") and text in error and error.count("\n") == 1
+
+
+def test_every_shipped_method_file_is_a_method():
+    files = sorted(Path(str(resources.files("calib") / "configs" / "methods")).glob("*.yaml"))
+    contents = [yaml.safe_load(file.read_text()) for file in files]
+    assert {content["method"] for content in contents} == set(METHODS)
+    for content in contents:
+        build(content.pop("method"), content)
+
+
+def test_a_method_file_is_found_in_the_package(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["generate", "--model", model, *PROMPT, "--method", "methods/rtn.yaml"]) == 0
+    assert "rtn bits=4 statistics=prompt: " in capsys.readouterr().out
+
+
+def test_methods_lists_every_method_with_its_options(capsys):
+    assert cli.main(["methods"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in METHODS) and "residual=128" in shown
+    assert cli.main(["methods", "kivi"]) == 0
+    assert "2. Keys:" in capsys.readouterr().out
+    assert cli.main(["methods", "kiwi"]) == 2
+    assert "did you mean 'kivi'?" in capsys.readouterr().err
