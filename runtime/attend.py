@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.attend.reference import RunningSoftmax
-from calib.runtime.reading import LevelStep, Logits, Pages, Reading
+from calib.runtime.reading import Asked, LevelStep, Logits, Pages, Reading
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stream import Stream
 
@@ -52,14 +52,16 @@ class LayerAttention:
             tile = query[:, :, at : at + step] if length > step else query
             # Query rows of a KV head: group-major, then the tokens of the tile.
             grouped = (tile.float() * logits.scale).unflatten(1, (new_keys.shape[1], -1)).flatten(2, 3)
+            windows = (self.keys.window.tokens.shape[2], self.values.window.tokens.shape[2])
             queries = range(at, at + tile.shape[2])
-            level = LevelStep.of(
-                self.state, self.forward, self.rows, logits.sliding, self.keys.tile_tokens, query.device
-            )
+            asked = Asked(self.rows, queries, logits.sliding, windows, self.keys.tile_tokens, query.device)
+            level = LevelStep.of(self.state, self.forward, asked)
             if level is not None:
                 mixed = self._level_step(level, grouped, new_keys, new_values)
             else:
-                mixed = self._general(queries, grouped, new_keys, new_values)
+                mixed = self._general(
+                    Reading.of(self.state, self.forward, asked), queries.stop, grouped, new_keys, new_values
+                )
             outputs.append(mixed.unflatten(2, (-1, tile.shape[2])).flatten(1, 2).to(query.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -81,19 +83,8 @@ class LayerAttention:
             softmax.add(self._mix(of_tile, step.last))
         return softmax.output()
 
-    def _general(self, queries: range, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-        """Any rows, several queries, sliding windows."""
-        slots = (self.keys.window.tokens.shape[2], self.values.window.tokens.shape[2])
-        reading = Reading.of(
-            self.state,
-            self.forward,
-            self.rows,
-            queries,
-            self.logits.sliding,
-            slots,
-            self.keys.tile_tokens,
-            query.device,
-        )
+    def _general(self, reading: Reading, stop: int, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """Any rows, several queries, sliding windows; of the new tokens the first `stop` are read."""
         scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
         for pages, hidden in reading.tiles[:-1]:
             softmax.add(self._mix(softmax.weights(_masked(self._capped(scored.packed(pages)), hidden)), pages))
@@ -107,10 +98,10 @@ class LayerAttention:
             parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
         window = sum(part.shape[-1] for part in parts) - tile
         # Later tokens of this forward are hidden, so keys past the last query are left out.
-        parts.append(scored.exact(new_keys[:, :, : queries.stop]))
+        parts.append(scored.exact(new_keys[:, :, :stop]))
         weights = softmax.weights(_masked(self._capped(torch.cat(parts, -1)), reading.hidden))
-        of_tile, of_window, of_new = weights.split([tile, window, queries.stop], -1)
-        softmax.add(of_new @ new_values[:, :, : queries.stop].float())
+        of_tile, of_window, of_new = weights.split([tile, window, stop], -1)
+        softmax.add(of_new @ new_values[:, :, :stop].float())
         if window:
             softmax.add(of_window @ self._window(self.values).float())
         if tile:

@@ -5,6 +5,7 @@ else (ragged rows, several queries, sliding windows) with an index and masks.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.rows import Forward, Rows
 
-__all__ = ["LevelStep", "Logits", "Pages", "Reading"]
+__all__ = ["Asked", "LevelStep", "Logits", "Pages", "Reading"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,20 @@ class Logits:
     scale: float
     softcap: float | None = None
     sliding: int | None = None
+
+
+class Asked(NamedTuple):
+    """Who reads: query columns `queries` of rows `rows`, under a sliding window or none, in tiles of `tile` tokens.
+
+    `windows` are the allocated slots of the key and value windows.
+    """
+
+    rows: range
+    queries: range
+    sliding: int | None
+    windows: tuple[int, int]
+    tile: int
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -48,25 +63,22 @@ class LevelStep:
     slots: int
 
     @staticmethod
-    def of(
-        state: Rows, forward: Forward, rows: range, sliding: int | None, tile: int, device: torch.device
-    ) -> "LevelStep | None":
+    def of(state: Rows, forward: Forward, asked: Asked) -> "LevelStep | None":
         """The step of a forward, made by the first layer that asks; None where the rows are not level."""
-        if forward.width > 1 or sliding is not None or state.keys.window() != state.values.window():
+        if forward.width > 1 or asked.sliding is not None or state.keys.window() != state.values.window():
             return None
-        key = ("level", rows, tile, device)
+        key = (LevelStep, asked)
         if key not in forward.readings:
-            lengths = {forward.before[row] for row in rows}
-            forward.readings[key] = (
-                LevelStep._made(state, lengths.pop(), rows, tile, device) if len(lengths) == 1 else None
-            )
+            lengths = {forward.before[row] for row in asked.rows}
+            forward.readings[key] = LevelStep._made(state, lengths.pop(), asked) if len(lengths) == 1 else None
         step: LevelStep | None = forward.readings[key]
         return step
 
     @staticmethod
-    def _made(state: Rows, length: int, rows: range, tile: int, device: torch.device) -> "LevelStep":
+    def _made(state: Rows, length: int, asked: Asked) -> "LevelStep":
+        rows, device = asked.rows, asked.device
         attended, packed = state.packed(length), state.keys.packed(length)
-        spans = tile_spans(0, attended, len(rows), tile)
+        spans = tile_spans(0, attended, len(rows), asked.tile)
         tiles = [state.table.select(rows, span.start, span.stop, device) for span in spans]
         slots, exact_keys = state.values.slots(length), state.keys.slots(length)
         if packed == 0:
@@ -104,23 +116,11 @@ class Reading:
     hidden: Tensor | None
 
     @staticmethod
-    def of(
-        state: Rows,
-        forward: Forward,
-        rows: range,
-        queries: range,
-        sliding: int | None,
-        windows: tuple[int, int],
-        tile: int,
-        device: torch.device,
-    ) -> "Reading":
-        """The reading of a forward; made by the first layer that asks.
-
-        `windows`: slots of the key and value windows; `tile`: tokens of a tile.
-        """
-        key = (rows, queries, sliding, windows, tile, device)
+    def of(state: Rows, forward: Forward, asked: Asked) -> "Reading":
+        """The reading of a forward; made by the first layer that asks."""
+        key = (Reading, asked)
         if key not in forward.readings:
-            forward.readings[key] = _Planner(state, forward, rows, queries, sliding, windows, tile, device).reading()
+            forward.readings[key] = _Planner(state, forward, asked).reading()
         reading: Reading = forward.readings[key]
         return reading
 
@@ -132,20 +132,10 @@ def tile_spans(start: int, stop: int, rows: int, tile: int) -> list[range]:
 
 
 class _Planner:
-    def __init__(
-        self,
-        state: Rows,
-        forward: Forward,
-        rows: range,
-        queries: range,
-        sliding: int | None,
-        windows: tuple[int, int],
-        tile: int,
-        device: torch.device,
-    ) -> None:
-        self.state, self.forward, self.rows, self.queries = state, forward, rows, queries
-        self.sliding, self.windows, self.tile, self.device = sliding, windows, tile, device
-        self.before = [forward.before[row] for row in rows]
+    def __init__(self, state: Rows, forward: Forward, asked: Asked) -> None:
+        self.state, self.forward = state, forward
+        self.rows, self.queries, self.sliding, self.windows, self.tile, self.device = asked
+        self.before = [forward.before[row] for row in asked.rows]
         self.attended = [state.packed(length) for length in self.before]
         self.packed = [state.keys.packed(length) for length in self.before]
         self.held = self._upload("before", self.before)

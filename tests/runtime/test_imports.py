@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-ABOVE = {"lightning", "datasets", "wandb", "onnx", "onnxruntime", "matplotlib", "jsonargparse", "rich"}
+ABOVE = {"lightning", "datasets", "wandb", "onnx", "onnxruntime", "matplotlib", "jsonargparse"}
 
 
 def modules_after(statements: str) -> list[str]:
