@@ -1,0 +1,24 @@
+"""The tokenizer and the text of the testbed's tests, made once a file."""
+
+import pytest
+from toy_pretraining import PROSE
+
+from calib.testbed.generators import keyed_random
+from calib.testbed.tokenizer import train_tokenizer
+from calib.testbed.words import WORDS
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Large enough that every word of the documents is one token."""
+    return train_tokenizer(PROSE * 20, vocabulary=2048, documents=300)
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory):
+    """A file of made-up text with some variety."""
+    rng = keyed_random("prose")
+    lines = (" ".join(rng.choice(WORDS) for _ in range(9)) + ".\n" for _ in range(300))
+    file = tmp_path_factory.mktemp("text") / "prose.txt"
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
