@@ -59,9 +59,7 @@ class LayerAttention:
             if level is not None:
                 mixed = self._level_step(level, grouped, new_keys, new_values)
             else:
-                mixed = self._general(
-                    Reading.of(self.state, self.forward, asked), queries.stop, grouped, new_keys, new_values
-                )
+                mixed = self._general(Reading.of(self.state, self.forward, asked), grouped, new_keys, new_values)
             outputs.append(mixed.unflatten(2, (-1, tile.shape[2])).flatten(1, 2).to(query.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -83,8 +81,9 @@ class LayerAttention:
             softmax.add(self._mix(of_tile, step.last))
         return softmax.output()
 
-    def _general(self, reading: Reading, stop: int, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-        """Any rows, several queries, sliding windows; of the new tokens the first `stop` are read."""
+    def _general(self, reading: Reading, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """Any rows, several queries, sliding windows."""
+        new_keys, new_values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
         for pages, hidden in reading.tiles[:-1]:
             softmax.add(self._mix(softmax.weights(_masked(self._capped(scored.packed(pages)), hidden)), pages))
@@ -97,11 +96,10 @@ class LayerAttention:
                 sources = torch.cat([sources, scored.packed(reading.recent)], -1)
             parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
         window = sum(part.shape[-1] for part in parts) - tile
-        # Later tokens of this forward are hidden, so keys past the last query are left out.
-        parts.append(scored.exact(new_keys[:, :, :stop]))
+        parts.append(scored.exact(new_keys))
         weights = softmax.weights(_masked(self._capped(torch.cat(parts, -1)), reading.hidden))
-        of_tile, of_window, of_new = weights.split([tile, window, stop], -1)
-        softmax.add(of_new @ new_values[:, :, :stop].float())
+        of_tile, of_window, of_new = weights.split([tile, window, new_keys.shape[2]], -1)
+        softmax.add(of_new @ new_values.float())
         if window:
             softmax.add(of_window @ self._window(self.values).float())
         if tile:

@@ -1,13 +1,15 @@
 """The cache that `model.generate(past_key_values=...)` fills: transformers' contract over compressed layers."""
 
+import copy
 import weakref
-from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from calib.runtime.attachment import Attachment
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import Memory, measure
 from calib.runtime.pages import PAGE_TOKENS
@@ -23,16 +25,31 @@ class CompressedCache(Cache):
     """
 
     def __init__(
-        self, layers: list[CacheLayerMixin], rows: Rows, method: str, seed: int, release: Callable[[], None]
+        self, layers: list[CacheLayerMixin], rows: Rows, method: str, seed: int, attachment: Attachment | None
     ) -> None:
         super().__init__(layers=layers)
         self.rows, self.method, self.seed = rows, method, seed
-        # Also when the cache is dropped without a word: a model must not be left with our attention.
-        self._release = weakref.finalize(self, release)
+        self._hold(attachment)
+
+    def _hold(self, attachment: Attachment | None) -> None:
+        self._attachment = attachment
+        if attachment is not None:
+            # Also when the cache is dropped without a word: a model must not be left with our attention.
+            weakref.finalize(self, attachment.release)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
+        """A cache of its own with the same content, attached to the same model as long as it is not released."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        own = {name: value for name, value in vars(self).items() if name != "_attachment"}
+        copied.__dict__.update(copy.deepcopy(own, memo))
+        copied._hold(self._attachment and self._attachment.again())
+        return copied
 
     def release(self) -> None:
         """Detaches the cache from its model, which is then exactly as before; what was stored can still be measured."""
-        self._release()
+        if self._attachment is not None:
+            self._attachment.release()
 
     def __enter__(self) -> "CompressedCache":
         return self
@@ -47,17 +64,44 @@ class CompressedCache(Cache):
         """The layers that this cache compresses."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
-    @property
-    def is_croppable(self) -> bool:
-        """False: an encoded token cannot be taken back, so speculative decoding is refused by transformers."""
-        return False
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Only crop(0), which removes nothing."""
-        if tokens_to_remove:
+        """Confirms the last forward without its newest `-tokens_to_remove` columns (0: all of it).
+
+        Only while past recording is on can anything be removed; transformers turns it on for prompt lookup and
+        assisted decoding. Raises ValueError for more columns than the last forward had, or for a positive number.
+        """
+        removed, drafts = -tokens_to_remove, self.rows.unconfirmed
+        if removed < 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; say {removed}")
+        if removed > drafts:
             raise ValueError(
-                f"cannot remove {abs(tokens_to_remove)} tokens: encoded tokens cannot be taken back; decode without drafts"
+                f"cannot remove {removed} tokens, at most the {drafts} of the last forward that are not stored yet; "
+                "call cache.activate_past_recording() before a forward whose tokens may be taken back"
             )
+        self.rows.confirm(removed)
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.seen -= removed
+            else:
+                layer.crop(tokens_to_remove)
+
+    def to(self, device: torch.device | str | int) -> "CompressedCache":
+        """Moves everything stored to `device`, in place; the model's next forward must run there. Returns itself."""
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"a cache moves to a device, such as 'cpu' or 'cuda:1', got {device!r}") from error
+        self.rows.confirm()
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.to(target)
+            elif layer.is_initialized:
+                for name in ("keys", "values", "_sliding_window_tensor"):
+                    if isinstance(getattr(layer, name, None), Tensor):
+                        setattr(layer, name, getattr(layer, name).to(target))
+                layer.device = target
+        self.rows.table.leave_devices()
+        return self
 
     def reset(self) -> None:
         """Forgets every token; the cache can be used again, for any batch."""
@@ -74,10 +118,10 @@ class CompressedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`, in that order."""
-        self.rows.permute(indices.tolist())
+        kept = self.rows.permute(indices.tolist())
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
-                layer.permute(indices)
+                layer.permute(indices, kept)
             else:
                 layer.batch_select_indices(indices)
 
@@ -96,7 +140,7 @@ class CompressedCache(Cache):
                     marginal += pool.kv_heads * field.bytes_per_token()
                 slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
                 size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * layer.dtype.itemsize
-                kinds["window"] += allocated(slots, stream.plan.schedule.window()) * size
+                kinds["window"] += (allocated(slots, stream.plan.schedule.window()) + self.rows.unconfirmed) * size
                 values += pool.kv_heads * stream.head_dim
         kinds["tables"] += self.rows.table.predicted_bytes()
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
@@ -105,7 +149,7 @@ class CompressedCache(Cache):
             for layer in others
             if getattr(layer, "keys", None) is not None
         )
-        measured, seen = measure(self.layers), values * sum(self.rows.lengths)
+        measured, seen = measure(self.layers), values * sum(self.rows.seen)
         return Memory(
             predicted_bytes=sum(kinds.values()),
             measured_bytes=measured,

@@ -1,23 +1,16 @@
 """`compress(model, method=...)`: builds the cache of a method for a model and attaches our attention to the model."""
 
-import weakref
 from typing import Any
 
-from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from calib.runtime import attention
 from calib.runtime.artifact import Artifact
+from calib.runtime.attachment import Attachment
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods import Geometry, build
 from calib.runtime.rows import Rows
-
-# Caches attached to a model at this moment, and what its configs said before the first of them.
-_attached: "weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[Any, str | None]]]]" = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def compress(
@@ -65,16 +58,11 @@ def compress(
     config = model.config.get_text_config(decoder=True)
     layers: list[CacheLayerMixin] = list(DynamicCache(config=config).layers)
     wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    if not wrapped:  # every layer slides: compress them all, the window is then a matter of masks
+    if not wrapped:  # every layer slides: compress them all, and give back the pages that the window has left behind
         wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
     if not wrapped:
         raise ValueError(f"{type(model).__name__} has no attention layer with a plain key-value cache to compress")
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    geometry = Geometry(
-        config.num_hidden_layers,
-        heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
+    geometry = Geometry.of(config)
     plans = {i: built.plan(i, geometry, artifact) for i in wrapped}
     for plan in plans.values():
         for stream in (plan.keys, plan.values):
@@ -82,30 +70,8 @@ def compress(
                 geometry.head_dim, model.dtype, False
             )  # refuses what does not divide, before anything runs
     first = plans[wrapped[0]]
-    rows = Rows(first.keys.schedule, first.values.schedule, len(wrapped))
+    windows = [layers[i].sliding_window for i in wrapped if isinstance(layers[i], DynamicSlidingWindowLayer)]
+    rows = Rows(first.keys.schedule, first.values.schedule, len(wrapped), max(windows, default=None))
     for i, plan in plans.items():
         layers[i] = CompressedLayer(plan.keys, plan.values, rows)
-    _attach(model)
-    reference = weakref.ref(model)
-    return CompressedCache(layers, rows, method, seed, lambda: _detach(reference()))
-
-
-def _attach(model: PreTrainedModel) -> None:
-    count, saved = _attached.get(model, (0, []))
-    if not count:
-        attention.register()
-        configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
-        saved = [(config, config._attn_implementation_internal) for config in configs.values()]
-        model.set_attn_implementation(attention.NAME)
-    _attached[model] = (count + 1, saved)
-
-
-def _detach(model: PreTrainedModel | None) -> None:
-    if model is None or model not in _attached:
-        return
-    count, saved = _attached.pop(model)
-    if count > 1:
-        _attached[model] = (count - 1, saved)
-        return
-    for config, implementation in saved:
-        config._attn_implementation_internal = implementation
+    return CompressedCache(layers, rows, method, seed, Attachment(model))

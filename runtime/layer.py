@@ -2,8 +2,8 @@
 
 `update` receives keys and values but no query, and whatever it returns reaches the attention function untouched; so it
 keeps the new tokens and returns the layer itself. The registered attention function hands the query back to `attend`,
-which attends (packed pages, window, new tokens) and then stores the new tokens. If the layer reaches any other
-attention function, that one fails at once: a layer is not a tensor.
+which attends (packed pages, window, new tokens) and then stores the new tokens, or holds them as drafts while past
+recording is on. If the layer reaches any other attention function, that one fails at once: a layer is not a tensor.
 """
 
 from typing import Any
@@ -15,12 +15,15 @@ from transformers.cache_utils import CacheLayerMixin
 from calib.runtime.attend import LayerAttention
 from calib.runtime.pages import PAGE_TOKENS
 from calib.runtime.reading import Logits
-from calib.runtime.rows import Forward, Rows
+from calib.runtime.rows import Draft, Forward, Rows
 from calib.runtime.stream import TILE_TOKENS, Stream, StreamPlan
 
 
 class CompressedLayer(CacheLayerMixin):
     """Keys and values of one attention layer, `[rows, kv_heads, tokens, head_dim]` in, packed pages and a window inside."""
+
+    # For transformers: `crop` takes drafts back without a trace.
+    is_croppable = True
 
     def __init__(self, keys: StreamPlan, values: StreamPlan, rows: Rows) -> None:
         super().__init__()
@@ -57,15 +60,34 @@ class CompressedLayer(CacheLayerMixin):
         """
         assert self._arrived is not None and self.streams is not None, "attention without update"
         (new_keys, new_values), self._arrived = self._arrived, None
+        self._check_window(logits.sliding)
         forward = self.state.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
-        for stream in self.streams:  # before attention: the table already names the pages this forward will fill
-            stream.prepare(forward, self.state.table)
-        output = self._attended(forward, query, new_keys, new_values, logits)
-        self._store(forward, new_keys, new_values)
-        forward.stored()
+        if forward.recorded:
+            output = self._attended(forward, query, new_keys, new_values, logits)
+            forward.hold(Draft(self._take_in, new_keys.detach().clone(), new_values.detach().clone()))
+        else:
+            self._prepare(forward)  # before attention: the table already names the pages this forward will fill
+            output = self._attended(forward, query, new_keys, new_values, logits)
+            self._store(forward, new_keys, new_values)
         self.seen += query.shape[2]
         return output
+
+    def _check_window(self, asked: int | None) -> None:
+        kept = self.state.sliding
+        if kept is not None and (asked is None or asked > kept):
+            raise ValueError(
+                f"this layer attends {'to everything' if asked is None else f'{asked} tokens back'}, and the cache keeps "
+                f"the {kept} tokens of the configuration's sliding_window; set that to the largest window of any layer"
+            )
+
+    def _take_in(self, forward: Forward, new_keys: Tensor, new_values: Tensor) -> None:
+        self._prepare(forward)
+        self._store(forward, new_keys, new_values)
+
+    def _prepare(self, forward: Forward) -> None:
+        for stream in self.streams or ():
+            stream.prepare(forward, self.state.table)
 
     def _attended(
         self, forward: Forward, query: Tensor, new_keys: Tensor, new_values: Tensor, logits: Logits
@@ -105,8 +127,9 @@ class CompressedLayer(CacheLayerMixin):
                 tokens = (
                     new[rows] if forward.columns is None else new[rows][:, :, forward.columns[rows[0]].to(new.device)]
                 )
-                stream.store_run(rows, forward.before[rows[0]], forward.after[rows[0]], table, tokens)
+                stream.store_run(rows, forward, table, tokens)
             stream.window.resize(max(map(slots, forward.after)))
+        forward.stored()
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included: what transformers counts positions and masks by."""
@@ -124,8 +147,34 @@ class CompressedLayer(CacheLayerMixin):
         """Forgets everything."""
         self._clear()
 
-    def permute(self, sources: Tensor) -> None:
-        """Row i becomes a copy of row `sources[i]` (int64 `[rows]`): windows are copied, pages shared by the table."""
+    @property
+    def record_past(self) -> bool:
+        """Whether the tokens of a forward wait for `crop`, as transformers calls it; all layers share the answer."""
+        return self.state.recording
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        self.state.recording = recording
+
+    def activate_past_recording(self) -> None:
+        """From now on the last forward's tokens stay exact and can be taken back, until `crop` or the next forward."""
+        self.record_past = True
+
+    def to(self, device: torch.device) -> None:
+        """Moves what is stored, and the tables of the stages."""
+        if self.streams is None:
+            return
+        for stream in self.streams:
+            stream.to(device)
+        self.plans, self.device = (self.streams[0].plan, self.streams[1].plan), device
+
+    def permute(self, sources: Tensor, kept: list[int] | None) -> None:
+        """Row i becomes a copy of row `sources[i]` (int64 `[rows]`): windows are copied, pages shared by the table.
+
+        `kept` are the pages that stay, where the table numbered them anew.
+        """
         for stream in self.streams or ():
             stream.window.permute(sources.to(stream.window.tokens.device))
             stream.window.resize(max(map(stream.plan.schedule.slots, self.state.lengths), default=0))
+            if kept is not None:
+                stream.pool.keep(kept)

@@ -3,7 +3,8 @@
 A page is `PAGE_TOKENS` token slots of one layer, for all its KV heads: token t of a row lies in the row's page
 t // PAGE_TOKENS, slot t % PAGE_TOKENS, in the fields of both streams. All layers of a cache encode in step, so one
 `PageTable` (row -> page numbers) serves every layer's `PagePool` (page number -> tensors). Rows may share a page (beams);
-whoever writes to a shared page gets a copy of its own first.
+whoever writes to a shared page gets a copy of its own first. Where every layer slides, pages that the window has left
+behind are given back.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,9 @@ PAGE_TOKENS = 128
 GROWTH = 16
 
 
+# In a row's list, a page that was given back or never needed, behind a sliding window.
+NOWHERE = -1
+
 # Pages to read: their numbers int32 `[rows, n]`, or a slice for one row whose pages follow each other.
 Pages: TypeAlias = Tensor | slice
 
@@ -34,11 +38,13 @@ class PageTable:
         self._holders: list[int] = []
         self._free: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
+        self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
 
-    def reserve(self, row: int, pages: int, writes: Iterable[int]) -> list[tuple[int, int]]:
-        """Gives `row` `pages` pages and makes those it `writes` (positions in the row) its own.
+    def reserve(self, row: int, pages: int, writes: Iterable[int], first: int = 0) -> list[tuple[int, int]]:
+        """Gives `row` pages up to position `pages` and makes those it `writes` (positions in the row) its own.
 
-        Returns the (from, to) page numbers whose content must be copied before the row writes.
+        Positions before `first` that it does not have yet stay empty. Returns the (from, to) page numbers whose content
+        must be copied before the row writes.
         """
         held, copies = self.rows[row], []
         for position in writes:
@@ -48,8 +54,18 @@ class PageTable:
                 copies.append((held[position], own))
                 held[position] = own
         while len(held) < pages:
-            held.append(self._take())
+            held.append(self._take() if len(held) >= first else NOWHERE)
         return copies
+
+    def release(self, row: int, first: int) -> None:
+        """Gives back the pages of `row` before position `first`, which nobody reads any more."""
+        held = self.rows[row]
+        position = min(first, len(held)) - 1
+        while position >= 0 and held[position] != NOWHERE:
+            self._let_go(held[position])
+            held[position] = NOWHERE
+            self._changed()
+            position -= 1
 
     def prepare(self, needed: int) -> None:
         """Grows the capacity so that `needed` pages can be taken."""
@@ -64,30 +80,37 @@ class PageTable:
         """(page number, slot) of a token of a row."""
         return self.rows[row][token // PAGE_TOKENS], token % PAGE_TOKENS
 
+    def pages(self, row: int, start: int, count: int) -> list[int]:
+        """`count` page numbers of `row` from position `start` on, 0 where it holds none: what is there is masked."""
+        held = [max(page, 0) for page in self.rows[row][start : start + count]]
+        return held + [0] * (count - len(held))
+
     def select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
         """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them."""
-        if len(rows) == 1:
-            held = self.rows[rows.start][start:stop]
-            if held == list(range(held[0], held[0] + stop - start)):
-                return slice(held[0], held[0] + stop - start)
-        return self.numbers(device)[rows.start : rows.stop, start:stop]
+        key = (rows, start, stop, device)
+        if key not in self._selected:
+            self._selected[key] = self._select(*key)
+        return self._selected[key]
 
-    def permute(self, sources: list[int]) -> None:
-        """Row i becomes a copy of row `sources[i]`: pages are shared, none is moved (beams, repeats, selections)."""
+    def permute(self, sources: list[int]) -> list[int] | None:
+        """Row i becomes a copy of row `sources[i]`: pages are shared, none is moved (beams, repeats, selections).
+
+        Where this frees more pages than stay in use, the pages that stay are numbered anew: then returns their old
+        numbers in the new order, for `PagePool.keep`.
+        """
         old, self.rows = self.rows, [list(self.rows[source]) for source in sources]
-        for page in (page for row in self.rows for page in row):
+        for page in (page for row in self.rows for page in row if page != NOWHERE):
             self._holders[page] += 1
-        for page in (page for row in old for page in row):
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                self._free.append(page)
-        self._tensors.clear()
+        for page in (page for row in old for page in row if page != NOWHERE):
+            self._let_go(page)
+        self._changed()
+        return self._compact() if 2 * len(self._free) > self.capacity else None
 
     def numbers(self, device: torch.device) -> Tensor:
-        """int32 `[rows, most pages of a row]`, padded with 0; rebuilt only when a row was given a page."""
+        """int32 `[rows, most pages of a row]`, 0 where a row holds none; rebuilt only when a row's pages changed."""
         if device not in self._tensors:
             longest = max(map(len, self.rows), default=0)
-            padded = [row + [0] * (longest - len(row)) for row in self.rows]
+            padded = [self.pages(row, 0, longest) for row in range(len(self.rows))]
             self._tensors[device] = upload(padded, torch.int32, device).view(len(self.rows), longest)
         return self._tensors[device]
 
@@ -95,12 +118,40 @@ class PageTable:
         """Bytes of the table's copies on devices: 4 a page number."""
         return 4 * len(self._tensors) * len(self.rows) * max(map(len, self.rows), default=0)
 
+    def leave_devices(self) -> None:
+        """Drops the copies on devices; the next forward makes them where it runs."""
+        self._changed()
+
+    def _select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
+        if len(rows) == 1:
+            held = self.pages(rows.start, start, stop - start)
+            if held == list(range(held[0], held[0] + stop - start)):
+                return slice(held[0], held[0] + stop - start)
+        return self.numbers(device)[rows.start : rows.stop, start:stop]
+
+    def _compact(self) -> list[int]:
+        kept = list(dict.fromkeys(page for row in self.rows for page in row if page != NOWHERE))
+        number = {NOWHERE: NOWHERE} | {old: new for new, old in enumerate(kept)}
+        self.rows = [[number[page] for page in row] for row in self.rows]
+        self._holders = [self._holders[page] for page in kept]
+        self._free, self.capacity = [], len(kept)
+        return kept
+
     def _take(self) -> int:
         self.prepare(1)
         page = self._free.pop()
         self._holders[page] = 1
-        self._tensors.clear()
+        self._changed()
         return page
+
+    def _let_go(self, page: int) -> None:
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free.append(page)
+
+    def _changed(self) -> None:
+        self._tensors.clear()
+        self._selected.clear()
 
 
 class PagePool:
@@ -126,6 +177,12 @@ class PagePool:
             new[: self.capacity] = old
             self.tensors[name] = new
         self.capacity = capacity
+
+    def keep(self, pages: list[int]) -> None:
+        """Keeps these pages alone, in this order."""
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = tensor[upload(pages, torch.int64, tensor.device)]
+        self.capacity = len(pages)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole pages, (from, to) each."""

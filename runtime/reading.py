@@ -107,12 +107,14 @@ class Reading:
         recent: pages of keys already packed whose values are still exact, or None.
         window: int64 `[rows, 1, 1, slots]`: where the key of each slot of the value window is found among the key
             window's slots followed by the `recent` pages' tokens; None without a window.
-        hidden: mask of the last tile, the window and the new tokens together, or None where all are seen.
+        new: the new tokens that are read: none after the last query, none before the first one's sliding window.
+        hidden: mask of the last tile, the window and those new tokens together, or None where all are seen.
     """
 
     tiles: list[tuple[Pages, Tensor | None]]
     recent: Pages | None
     window: Tensor | None
+    new: slice
     hidden: Tensor | None
 
     @staticmethod
@@ -138,12 +140,15 @@ class _Planner:
         self.before = [forward.before[row] for row in asked.rows]
         self.attended = [state.packed(length) for length in self.before]
         self.packed = [state.keys.packed(length) for length in self.before]
+        # The oldest token that the first of these queries sees; pages before it may be gone.
+        back = None if asked.sliding is None else asked.queries.start - asked.sliding + 1
+        self.seen = [0 if back is None else max(0, length + back) for length in self.before]
         self.held = self._upload("before", self.before)
         self.limit = self._upload("attended", self.attended)
 
     def reading(self) -> Reading:
-        first = 0 if self.sliding is None else max(0, min(self.before) + self.queries.start - self.sliding + 1)
-        spans = tile_spans(first, max(self.attended), len(self.rows), self.tile)
+        read = [(seen, stop) for seen, stop in zip(self.seen, self.attended, strict=True) if seen < stop] or [(0, 0)]
+        spans = tile_spans(min(seen for seen, _ in read), max(stop for _, stop in read), len(self.rows), self.tile)
         tiles = [
             (self.state.table.select(self.rows, span.start, span.stop, self.device), self._tile_hidden(span))
             for span in spans
@@ -151,8 +156,9 @@ class _Planner:
         window, absent, recent = self._window()
         masks = [(mask, len(span) * PAGE_TOKENS) for (_, mask), span in zip(tiles[-1:], spans[-1:], strict=True)]
         masks += [(absent, self.windows[1])] if window is not None else []
-        masks.append((self._new_hidden(), self.queries.stop))
-        return Reading(tiles, recent, window, self._joined(masks))
+        first = 0 if self.sliding is None else max(0, self.queries.start - self.sliding + 1)
+        masks.append((self._new_hidden(first), self.queries.stop - first))
+        return Reading(tiles, recent, window, slice(first, self.queries.stop), self._joined(masks))
 
     def _tile_hidden(self, span: range) -> Tensor | None:
         """Tokens of a span of pages that a row does not read from pages, or that its queries do not see."""
@@ -161,11 +167,11 @@ class _Planner:
         places = torch.arange(span.start * PAGE_TOKENS, span.stop * PAGE_TOKENS, device=self.device)[None]
         return self._unseen(places, (places >= self.limit)[:, None, None])
 
-    def _new_hidden(self) -> Tensor | None:
-        """Causality among the new tokens; those after the last query of this reading are not read at all."""
+    def _new_hidden(self, first: int) -> Tensor | None:
+        """Causality among the new tokens from the `first` to the last query's."""
         if len(self.queries) == 1 and self.sliding is None:
             return None
-        places = self.held + torch.arange(self.queries.stop, device=self.device)
+        places = self.held + torch.arange(first, self.queries.stop, device=self.device)
         return self._unseen(places, places[:, None, None, :] > self._query_places())
 
     def _window(self) -> tuple[Tensor | None, Tensor | None, Pages | None]:
@@ -176,13 +182,15 @@ class _Planner:
         # The newest token that falls on each slot, and whether the row holds it there.
         tokens = self.held - 1 - (self.held - 1 - torch.arange(slots, device=self.device)) % size
         absent = (tokens < self.limit) | (tokens < 0)
+        if self.sliding is not None:
+            absent |= tokens < self._upload("seen", self.seen)
         places = tokens % max(1, self.state.keys.window())
         recent: Pages | None = None
-        if self.packed != self.attended:
+        if any(stop > max(place) for stop, *place in zip(self.packed, self.attended, self.seen, strict=True)):
             first = [count // PAGE_TOKENS for count in self.attended]
             reach = max(-(-stop // PAGE_TOKENS) - start for stop, start in zip(self.packed, first, strict=True))
-            held = [self.state.table.rows[row][at : at + reach] for row, at in zip(self.rows, first, strict=True)]
-            flat = [page for pages in held for page in (pages + [0] * reach)[:reach]]
+            table = self.state.table
+            flat = [page for row, at in zip(self.rows, first, strict=True) for page in table.pages(row, at, reach)]
             recent = self._upload("recent", flat).view(len(self.rows), reach)
             encoded = tokens < self._upload("packed", self.packed)
             places = torch.where(encoded, self.windows[0] + tokens - self._upload("first", first) * PAGE_TOKENS, places)
@@ -209,4 +217,4 @@ class _Planner:
         return torch.cat(full, -1)
 
     def _upload(self, name: str, numbers: list[int]) -> Tensor:
-        return self.forward.tensor(f"{name} {self.rows}", numbers, self.device)[:, None]
+        return self.forward.tensor(f"{name} {self.rows} {self.queries}", numbers, self.device)[:, None]

@@ -4,12 +4,15 @@ Padding is never stored: a row's tokens are the real ones alone, counted from 0.
 tokens, so the lengths, the page table and the index tensors of a forward are worked out once, by the first layer that
 the forward reaches, and used by all. Lengths live on the host; they are read from the device (the padding mask) only in
 a forward of several tokens, never in a decode step.
+
+While past recording is on (prompt lookup, assisted decoding), a forward may hold drafts: its tokens stay as they came,
+in no window and no page, until `confirm` says how many of them are kept, and are then stored as if only those had come.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +20,24 @@ from torch import Tensor
 from calib.runtime.pages import PAGE_TOKENS, PageTable, upload
 from calib.runtime.stages.contract import Schedule
 
+INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
+
+
+class Draft(NamedTuple):
+    """What one layer was given in a forward that is not confirmed: `[rows, kv_heads, width, head_dim]` each."""
+
+    store: "Callable[[Forward, Tensor, Tensor], None]"
+    keys: Tensor
+    values: Tensor
+
 
 @dataclass
 class Forward:
     """What one forward adds: `before` tokens held and `counts` real tokens arriving, for each row.
 
     `columns[r]` are the real tokens' places among the forward's `width` columns, None where all are real. `pending`
-    layers have yet to store it. `copies` are the shared pages that must be duplicated before anything is written.
+    layers have yet to store it. `oldest[r]` is where the pages begin that a later forward can still read. `copies` are
+    the shared pages that must be duplicated before anything is written. `drafts` are its tokens while unconfirmed.
     """
 
     before: list[int]
@@ -31,7 +45,10 @@ class Forward:
     columns: list[Tensor] | None
     width: int
     pending: int
+    recorded: bool = False
+    oldest: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     readings: dict[Hashable, Any] = field(default_factory=dict)  # of reading.py, which stands on this file
 
@@ -50,13 +67,24 @@ class Forward:
             groups.setdefault(held, []).append(row)
         return list(groups.values())
 
+    def without(self, removed: int) -> "Forward":
+        """The same forward as if its last `removed` columns had never come."""
+        width = self.width - removed
+        if self.columns is None:
+            return Forward(self.before, [width] * len(self.before), None, width, self.pending)
+        columns = [real[real < width] for real in self.columns]
+        return Forward(self.before, [len(real) for real in columns], columns, width, self.pending)
+
+    def hold(self, draft: Draft) -> None:
+        """A layer has attended but keeps its tokens as drafts."""
+        self.drafts.append(draft)
+        self._layer_done()
+
     def stored(self) -> None:
         """A layer has stored the forward; after the last one nothing of it is kept on the device."""
-        self.pending -= 1
+        self._layer_done()
         if not self.pending:
             self.columns = None
-            self.tensors.clear()
-            self.readings.clear()
 
     def tensor(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
         """`numbers` on the device as int64 `[n]`; uploaded once for all layers under this `name`."""
@@ -64,21 +92,28 @@ class Forward:
             self.tensors[name, device] = upload(numbers, torch.int64, device)
         return self.tensors[name, device]
 
+    def _layer_done(self) -> None:
+        self.pending -= 1
+        if not self.pending:
+            self.tensors.clear()
+            self.readings.clear()
+
 
 class Rows:
     """Lengths and pages of all rows, advanced once a forward."""
 
-    def __init__(self, keys: Schedule, values: Schedule, layers: int) -> None:
-        """The schedules of both streams and the number of layers that share these rows."""
-        self.keys, self.values, self.layers = keys, values, layers
+    def __init__(self, keys: Schedule, values: Schedule, layers: int, sliding: int | None = None) -> None:
+        """The schedules of both streams, the number of layers that share these rows, and their sliding window."""
+        self.keys, self.values, self.layers, self.sliding = keys, values, layers, sliding
         self.clear()
 
     def clear(self) -> None:
-        """Forgets every row."""
+        """Forgets every row, and that past recording was asked for."""
         self.lengths: list[int] = []
         self.table = PageTable()
         self.steps = 0
         self.forward: Forward | None = None
+        self.recording = False
 
     def begin(self, step: int, batch: int, width: int, mask: Tensor | None) -> Forward:
         """The forward number `step`, as the layer that asks counts them; starts it where this layer is the first.
@@ -87,30 +122,58 @@ class Rows:
         """
         if step == self.steps and self.forward is not None:
             return self.forward
-        if step != self.steps + 1 or (self.forward is not None and self.forward.pending):
-            raise RuntimeError(
-                "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
-            )
+        if step != self.steps + 1:
+            raise RuntimeError(INTERRUPTED)
+        self.confirm()
         if not self.lengths:
             self.lengths = [0] * batch
             self.table.rows = [[] for _ in range(batch)]
         if len(self.lengths) != batch:
             raise ValueError(f"the cache holds {len(self.lengths)} rows and got {batch}; use a cache for each batch")
         counts, columns = self._real_columns(width, mask)
-        forward = Forward(list(self.lengths), counts, columns, width, self.layers)
-        self._reserve(forward)
-        self.lengths, self.steps, self.forward = forward.after, step, forward
+        forward = Forward(list(self.lengths), counts, columns, width, self.layers, self.recording)
+        if not self.recording:
+            self._take_in(forward)
+        self.steps, self.forward = step, forward
         return forward
+
+    @property
+    def unconfirmed(self) -> int:
+        """Columns of the last forward that are still drafts."""
+        return self.forward.width if self.forward is not None and self.forward.drafts else 0
+
+    @property
+    def seen(self) -> list[int]:
+        """Tokens of each row, drafts included."""
+        return self.forward.after if self.forward is not None and self.forward.drafts else self.lengths
+
+    def confirm(self, removed: int = 0) -> None:
+        """Stores the drafts of the last forward, if there are any, without its last `removed` columns."""
+        forward = self.forward
+        if forward is None:
+            return
+        if forward.pending:
+            raise RuntimeError(INTERRUPTED)
+        drafts, forward.drafts = forward.drafts, []
+        if not drafts or removed == forward.width:
+            return
+        self.forward = kept = forward.without(removed)
+        kept.pending = len(drafts)
+        self._take_in(kept)
+        for draft in drafts:
+            draft.store(kept, draft.keys[:, :, : kept.width], draft.values[:, :, : kept.width])
 
     def packed(self, length: int) -> int:
         """Tokens of which key and value are both encoded: what attention reads from pages alone."""
         return min(self.keys.packed(length), self.values.packed(length))
 
-    def permute(self, sources: list[int]) -> None:
-        """Row i becomes a copy of row `sources[i]`."""
-        if self.lengths:
-            self.lengths = [self.lengths[source] for source in sources]
-            self.table.permute(sources)
+    def permute(self, sources: list[int]) -> list[int] | None:
+        """Row i becomes a copy of row `sources[i]`. Returns what `PageTable.permute` does."""
+        self.confirm()
+        if not self.lengths:
+            return None
+        self.lengths = [self.lengths[source] for source in sources]
+        return self.table.permute(sources)
 
     def _real_columns(self, width: int, mask: Tensor | None) -> tuple[list[int], list[Tensor] | None]:
         batch = len(self.lengths)
@@ -130,18 +193,28 @@ class Rows:
             return counts, None
         return counts, [row.nonzero()[:, 0].to(mask.device) for row in new]
 
-    def _reserve(self, forward: Forward) -> None:
-        written, pages = [], []
-        for before, after in zip(forward.before, forward.after, strict=True):
+    def _take_in(self, forward: Forward) -> None:
+        """Advances the lengths, and gives every row the pages that the forward will write."""
+        table, pages, writes = self.table, [], []
+        first = [self._oldest(after) // PAGE_TOKENS for after in forward.after]
+        forward.oldest = [page * PAGE_TOKENS for page in first]
+        for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True)):
+            table.release(row, self._oldest(before) // PAGE_TOKENS)
             spans = [(s.encoded(before), s.encoded(after)) for s in (self.keys, self.values)]
-            writes = {
+            pages.append(max(-(-stop // PAGE_TOKENS) for _, stop in spans))
+            touched = {
                 page
                 for start, stop in spans
-                for page in range(start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
+                for page in range(max(start // PAGE_TOKENS, first[row]), -(-stop // PAGE_TOKENS))
                 if stop > start
             }
-            pages.append(max(-(-stop // PAGE_TOKENS) for _, stop in spans))
-            written.append(sorted(writes))
-        self.table.prepare(sum(max(0, n - len(held)) for n, held in zip(pages, self.table.rows, strict=True)))
-        for row, (count, positions) in enumerate(zip(pages, written, strict=True)):
-            forward.copies += self.table.reserve(row, count, positions)
+            writes.append(sorted(touched))
+        held = map(len, table.rows)
+        table.prepare(sum(max(0, n - max(h, f)) for n, h, f in zip(pages, held, first, strict=True)))
+        for row, (count, positions) in enumerate(zip(pages, writes, strict=True)):
+            forward.copies += table.reserve(row, count, positions, first[row])
+        self.lengths = forward.after
+
+    def _oldest(self, length: int) -> int:
+        """The oldest token that a query behind `length` tokens can see; its own row always keeps its newest."""
+        return 0 if self.sliding is None else max(0, length - max(self.sliding - 1, 1))

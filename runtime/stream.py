@@ -63,6 +63,12 @@ class Stream:
         self.pool.grow(table.capacity)
         self.pool.copy(forward.copies)
 
+    def to(self, device: torch.device) -> None:
+        """Moves everything to `device`."""
+        self.plan = self.plan.to(device)
+        self.window.tokens = self.window.tokens.to(device)
+        self.pool.tensors = {name: tensor.to(device) for name, tensor in self.pool.tensors.items()}
+
     def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> None:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are."""
         schedule = self.plan.schedule
@@ -73,7 +79,7 @@ class Stream:
             self.pool.write_tokens(pages, slots, self._encode(new))
             return
         for rows in forward.alike:
-            self._write_pages(rows, forward.before[rows[0]], forward.after[rows[0]], table, new)
+            self._write_pages(rows, forward, table, new)
         self.window.resize(max(map(schedule.slots, forward.after)))
         staying = [row for row, after in enumerate(forward.after) if schedule.packed(after) < after]
         newest = [forward.before[row] % self.window.size for row in staying]
@@ -84,23 +90,26 @@ class Stream:
             slots = forward.tensor(f"{self.role} newest", newest, new.device)
             self.window.tokens[at, :, slots] = new[at, :, 0]
 
-    def store_run(self, rows: list[int], before: int, after: int, table: PageTable, new: Tensor) -> None:
-        """Stores `new [len(rows), kv_heads, after - before, head_dim]` for rows that all held `before` tokens."""
-        self._write_pages(rows, before, after, table, new, own=True)
+    def store_run(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor) -> None:
+        """Stores what `rows`, alike, were given: `new [len(rows), kv_heads, their tokens, head_dim]`."""
+        before, after = forward.before[rows[0]], forward.after[rows[0]]
+        self._write_pages(rows, forward, table, new, own=True)
         first = max(before, self.plan.schedule.packed(after))
         if first < after:
             self.window.write(rows, first, new[:, :, first - before :])
 
-    def _write_pages(
-        self, rows: list[int], before: int, after: int, table: PageTable, new: Tensor, own: bool = False
-    ) -> None:
+    def _write_pages(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor, own: bool = False) -> None:
         """Encodes what the schedule asks for. `new` holds the tokens of all rows of the batch, or of `rows` if `own`."""
-        start, stop = self.plan.schedule.encoded(before), self.plan.schedule.encoded(after)
-        if start == stop:
+        before, after = forward.before[rows[0]], forward.after[rows[0]]
+        start = max(self.plan.schedule.encoded(before), forward.oldest[rows[0]])
+        stop = self.plan.schedule.encoded(after)
+        if start >= stop:
             return
         tokens = new if own or len(rows) == new.shape[0] else new[rows]
         if start < before:
             tokens = torch.cat([self.window.in_order(rows, start, before), tokens], 2)
+        else:
+            tokens = tokens[:, :, start - before :]
         # Pieces end where token groups end, because every block of a schedule is a whole number of groups.
         group = self.plan.codec.token_group()
         piece = max(group, TILE_TOKENS // len(rows) // group * group)

@@ -1,5 +1,6 @@
 """Drives the layers of a cache without a model: the same keys, values and queries, however they are batched and padded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,13 @@ class Tokens:
         return self.keys.shape[2]
 
 
-def feed(cache: CompressedCache, rows: list[Tokens], columns: int | None = None) -> list[list[Tensor]]:
-    """One forward: row i adds `rows[i]`, left-padded to `columns` with rubbish. Returns outputs `[layer][row]` `[heads, n, D]`."""
+def feed(
+    cache: CompressedCache, rows: list[Tokens], columns: int | None = None, devices: Sequence[str] = ("cpu", "cpu")
+) -> list[list[Tensor]]:
+    """One forward: row i adds `rows[i]`, left-padded to `columns` with rubbish, layer l on `devices[l]`.
+
+    Returns outputs `[layer][row]` `[heads, n, D]`.
+    """
     columns = columns or max(map(len, rows))
     held = cache.rows.lengths or [0] * len(rows)
     seen = cache.get_seq_length()
@@ -48,7 +54,7 @@ def feed(cache: CompressedCache, rows: list[Tokens], columns: int | None = None)
     outputs = []
     for number, layer in enumerate(cache.compressed):
         query, key, value = (
-            torch.stack([_padded(getattr(tokens, part)[number], columns) for tokens in rows])
+            torch.stack([_padded(getattr(tokens, part)[number], columns) for tokens in rows]).to(devices[number])
             for part in ("queries", "keys", "values")
         )
         layer.update(key, value)
@@ -63,10 +69,12 @@ def _padded(part: Tensor, columns: int) -> Tensor:
     return torch.cat([rubbish, part], 1)
 
 
-def stored(cache: CompressedCache, row: int) -> dict[str, Tensor]:
+def stored(cache: CompressedCache, row: int, layers: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Everything stored of one row in logical order: each field's packed rows `[kv_heads, rows, width]`, and the windows."""
     length, bits = cache.rows.lengths[row], {}
     for number, layer in enumerate(cache.compressed):
+        if layers is not None and number not in layers:
+            continue
         for stream in layer.streams:
             packed = stream.plan.schedule.packed(length)
             for name, tensor in stream.pool.tensors.items():

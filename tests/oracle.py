@@ -1,4 +1,4 @@
-"""What the cache should hold and answer, worked out another way: float64, one token at a time, no code of the kernels.
+"""What the cache should hold and answer, worked out another way: float64, from the formulas, no code of the kernels.
 
 Written from the formulas (docs of `kernels/pack` and `kernels/quantise`), so that a mistake there is not repeated here.
 """
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pages import NOWHERE, PAGE_TOKENS
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stream import Stream
+
+# Stands for tokens that a sliding window left behind: who attends to it is found out at once.
+GARBAGE = 1e3
 
 
 def parameters(x: np.ndarray, bits: int, clip: float) -> tuple[float, float]:
@@ -48,37 +51,41 @@ def scale_and_zero(block: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]
 
 def unpacked(words: np.ndarray, bits: int, channels: int) -> np.ndarray:
     """Codes `[..., channels]` of int16 `words [..., W]`: channel c is field c // W of word c % W."""
-    width = words.shape[-1]
-    assert width == math.ceil(channels / (16 // bits))
-    unsigned = words.astype(np.int64) & 0xFFFF
-    codes = [(unsigned[..., c % width] >> (bits * (c // width))) & (2**bits - 1) for c in range(channels)]
-    return np.stack(codes, -1)
+    width, fields = words.shape[-1], 16 // bits
+    assert width == math.ceil(channels / fields)
+    unsigned = words.view(np.uint16)
+    codes = [(unsigned >> np.uint16(bits * field)) & np.uint16(2**bits - 1) for field in range(fields)]
+    return np.concatenate(codes, -1)[..., :channels].astype(np.int64)
 
 
-def decoded_page(stream: Stream, page: int) -> Tensor:
-    """One page of a stream as tokens: float64 `[kv_heads, PAGE_TOKENS, head_dim]`, the transform undone."""
+def decoded_page(stream: Stream, page: int | list[int]) -> Tensor:
+    """One page of a stream as tokens: float64 `[kv_heads, PAGE_TOKENS, head_dim]`, the transform undone; a list stacks."""
     codec = stream.plan.codec
     if isinstance(codec, Exact):
         return stream.plan.transform.inverse(stream.pool.tensors["exact"][page].double())
     codes = unpacked(stream.pool.tensors["words"][page].numpy(), codec.bits, stream.head_dim).astype(np.float64)
     if codec.group is None:
-        clip = torch.as_tensor(codec.clip, dtype=torch.float64).expand(codes.shape[0], 1, 1).numpy()
+        clip = torch.as_tensor(codec.clip, dtype=torch.float64).expand(codes.shape[-3], 1, 1).numpy()
         tokens = codes * (2 * clip / (2**codec.bits - 1)) - clip
     else:
         scale, zero = scale_and_zero({"parameters": stream.pool.tensors["parameters"][page]})
-        tokens = codes * spread(scale, *codes.shape[1:]) + spread(zero, *codes.shape[1:])
+        tokens = codes * spread(scale, *codes.shape[-2:]) + spread(zero, *codes.shape[-2:])
     return stream.plan.transform.inverse(torch.from_numpy(tokens))
 
 
 def held_tokens(layer: CompressedLayer, stream: Stream, row: int) -> Tensor:
-    """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`."""
+    """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`; GARBAGE where it let go."""
     length, schedule = layer.state.lengths[row], stream.plan.schedule
-    packed = schedule.packed(length)
-    pages = [decoded_page(stream, page) for page in layer.state.table.rows[row][: -(-packed // PAGE_TOKENS)]]
-    tokens = [page[:, slot] for page in pages for slot in range(PAGE_TOKENS)][:packed]
-    ring = stream.window.tokens[row].double()
-    tokens += [ring[:, token % schedule.window()] for token in range(packed, length)]
-    return torch.stack(tokens, 1) if tokens else ring[:, :0]
+    packed, ring = schedule.packed(length), stream.window.tokens[row].double()
+    exact = ring[:, [token % schedule.window() for token in range(packed, length)]]
+    if not packed:
+        return exact
+    numbers = layer.state.table.rows[row][: -(-packed // PAGE_TOKENS)]
+    held = [place for place, page in enumerate(numbers) if page != NOWHERE]
+    pages = torch.full((len(numbers), ring.shape[0], PAGE_TOKENS, ring.shape[2]), GARBAGE, dtype=torch.float64)
+    if held:
+        pages[held] = decoded_page(stream, [numbers[place] for place in held])
+    return torch.cat([pages.transpose(0, 1).flatten(1, 2)[:, :packed], exact], 1)
 
 
 def contents(cache: CompressedCache) -> list[list[tuple[Tensor, Tensor]]]:

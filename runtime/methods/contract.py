@@ -1,7 +1,7 @@
 """What a method is: a frozen dataclass of options that turns one layer's geometry into the stages of its two streams."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.pages import PAGE_TOKENS
@@ -15,6 +15,13 @@ class Geometry:
     layers: int
     kv_heads: int
     head_dim: int
+
+    @staticmethod
+    def of(config: Any) -> "Geometry":
+        """The shape of a decoder's configuration as transformers writes it."""
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return Geometry(config.num_hidden_layers, heads, head_dim)
 
 
 @dataclass(frozen=True)

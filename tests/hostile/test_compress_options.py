@@ -247,20 +247,33 @@ def test_another_batch_on_a_used_cache(model, cache):
     assert used_rightly(model, cache)
 
 
-@pytest.mark.parametrize("count", [-1, -5, 3])
-def test_tokens_cannot_be_taken_back(model, cache, count):
+def test_stored_tokens_cannot_be_taken_back(model, cache):
     model(**left_padded([9]), past_key_values=cache)
-    with pytest.raises(ValueError, match=f"cannot remove {abs(count)} tokens.*without drafts") as error:
-        cache.crop(count)
+    with pytest.raises(ValueError, match=r"cannot remove 5 tokens, at most the 0 .*activate_past_recording") as error:
+        cache.crop(-5)
+    message(error)
+    with pytest.raises(ValueError, match=r"minus the number of tokens to remove, got 3; say -3") as error:
+        cache.crop(3)
     message(error)
     cache.crop(0)
     assert cache.get_seq_length() == 9
-    assert not cache.is_croppable
 
 
-def test_drafted_tokens(model, cache):
-    with pytest.raises(ValueError, match="without drafts") as error:
-        model.generate(**left_padded([30]), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=9)
+def test_only_the_last_forward_can_be_taken_back(model, cache):
+    cache.activate_past_recording()
+    model(**left_padded([9]), past_key_values=cache)
+    model(left_padded([4])["input_ids"], past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot remove 5 tokens, at most the 4 of the last forward") as error:
+        cache.crop(-5)
+    message(error)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 9 and cache.rows.lengths == [9]
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", torch.float16, None])
+def test_a_cache_moves_to_devices_only(cache, wrong):
+    with pytest.raises(ValueError, match="a cache moves to a device, such as 'cpu' or 'cuda:1', got") as error:
+        cache.to(wrong)
     message(error)
 
 

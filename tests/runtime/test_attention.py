@@ -141,4 +141,4 @@ def composed(keys, values, stages: str) -> CompressedCache:
     }[stages]
     plan = LayerPlan(StreamPlan(transform, key_codec, keys), StreamPlan(transform, value_codec, values))
     rows = Rows(keys, values, 2)
-    return CompressedCache([CompressedLayer(plan.keys, plan.values, rows) for _ in range(2)], rows, "composed", 0, bool)
+    return CompressedCache([CompressedLayer(plan.keys, plan.values, rows) for _ in range(2)], rows, "composed", 0, None)

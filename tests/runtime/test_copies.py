@@ -1,0 +1,189 @@
+"""Caches as objects: deep copies, moves between devices, two at once, and memory that beams and selections give back."""
+
+import copy
+
+import pytest
+import torch
+from cases import BY_NAME, CASES
+from layer_walk import Tokens, feed, stored
+from tolerances import MEMORY
+from toy_models import NEW, generate, left_padded, random_model
+
+from calib.runtime.memory import tensors
+from calib.runtime.pages import PAGE_TOKENS
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+def same(found, expected, rows: int) -> bool:
+    """Whether two caches store the same bits."""
+    pairs = [(stored(found, row), stored(expected, row)) for row in range(rows)]
+    return all(torch.equal(mine[name], part) for mine, other in pairs for name, part in other.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_deep_copy_goes_its_own_way(model, case):
+    inputs = left_padded([150, 40])
+    with case.open(model) as cache:
+        first = generate(model, inputs, cache, max_new_tokens=6).sequences
+        branch, untouched = copy.deepcopy(cache), copy.deepcopy(cache)
+        mine, other = ({id(t) for t in tensors(one.layers)} for one in (cache, branch))
+        assert mine and not mine & other
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+        turn = {"input_ids": first, "attention_mask": mask}
+        continued = generate(model, turn, branch, max_new_tokens=9).sequences
+        assert same(cache, untouched, 2)
+        assert torch.equal(generate(model, turn, cache, max_new_tokens=9).sequences, continued)
+        assert same(cache, branch, 2) and cache.memory() == branch.memory()
+    branch.release()
+    untouched.release()
+
+
+def test_a_deep_copy_holds_the_model_until_it_is_released_too(model):
+    before = model.config._attn_implementation
+    cache = BY_NAME["kivi-2-short"].open(model)
+    branch = copy.deepcopy(cache)
+    cache.release()
+    assert model.config._attn_implementation != before
+    assert generate(model, left_padded([9]), branch).sequences.shape == (1, 9 + NEW)
+    branch.release()
+    assert model.config._attn_implementation == before
+    copy.deepcopy(branch)  # of a released cache: released as well
+    assert model.config._attn_implementation == before
+
+
+def test_drafts_are_copied_with_the_cache(model):
+    cache, tokens = BY_NAME["kivi-2-short"].open(model), Tokens.random(model, 90, seed=1)
+    cache.release()
+    cache.activate_past_recording()
+    feed(cache, [tokens])
+    branch = copy.deepcopy(cache)
+    cache.crop(-40)
+    assert cache.rows.lengths == [50] and branch.rows.lengths == [0] and branch.rows.unconfirmed == 90
+    branch.crop(-30)
+    assert cache.rows.lengths == [50] and branch.rows.lengths == [60]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_everything_moves(model, case):
+    cache, tokens = case.open(model), [Tokens.random(model, n, seed=n) for n in (200, 60)]
+    cache.release()
+    feed(cache, [row[:-1] for row in tokens])
+    assert cache.to("cpu") is cache
+    feed(cache, [row[-1:] for row in tokens])
+    size = cache.memory()
+    cache.to("meta")  # a device that every machine has
+    assert {t.device.type for t in tensors(cache)} == {"meta"}
+    assert cache.memory().by_kind == size.by_kind | {"tables": cache.memory().by_kind["tables"]}
+
+
+def test_layers_that_are_not_compressed_move_along():
+    model = random_model("qwen3-mixed")
+    with BY_NAME["kivi-2-short"].open(model) as cache:
+        generate(model, left_padded([100]), cache)
+        cache.to(torch.device("meta"))
+        assert {t.device.type for t in tensors(cache)} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moving between devices needs a CUDA device")
+@pytest.mark.parametrize("name", ["full", "kivi-2-short", "kivi-2-calibrated", "rtn-4"])
+def test_a_cache_follows_its_model_to_another_device(name):
+    model, inputs = random_model("llama"), left_padded([150, 40])
+    with BY_NAME[name].open(model) as cache:
+        first = generate(model, inputs, cache, max_new_tokens=6).sequences
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+        expected = generate(model, {"input_ids": first, "attention_mask": mask}, copy.deepcopy(cache)).sequences
+        cache.to("cuda")
+        model.to("cuda")
+        turn = {"input_ids": first.cuda(), "attention_mask": mask.cuda()}
+        found = generate(model, turn, cache).sequences
+    assert (found.cpu() == expected).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
+    """The first layer on the CPU, the second on the meta device, which refuses to meet tensors of another device."""
+    tokens = [Tokens.random(model, n, seed=n) for n in (330, 290)]
+    for codec in {type(stream.codec) for layer in case.open(model).compressed for stream in layer.plans}:
+        monkeypatch.setattr(codec, "wide", lambda codec, x: False)  # reads values, which the meta device has not
+    split, whole = case.open(model), case.open(model)
+    split.release()
+    whole.release()
+    for start, stop in ((0, 200), (200, 201), (201, 250), (250, 251), (251, 252)):
+        part = [row[start:stop] for row in tokens]
+        feed(whole, part)
+        feed(split, part, devices=["cpu", "meta"])
+    assert {t.device.type for t in tensors(split.compressed[1].streams)} == {"meta"}
+    for row in range(2):
+        found, expected = stored(split, row, layers=[0]), stored(whole, row, layers=[0])
+        assert all(torch.equal(found[name], part) for name, part in expected.items())
+
+
+@pytest.mark.parametrize("order", ["interleaved", "nested"])
+def test_two_live_caches_of_one_model(model, order):
+    """One is used while the other is in the middle of a text; each says what it says alone."""
+    inputs, alone = left_padded([140, 70]), {}
+    for name in ("kivi-2-short", "rtn-4"):
+        with BY_NAME[name].open(model) as cache:
+            alone[name] = generate(model, inputs, cache).sequences
+    assert not torch.equal(alone["kivi-2-short"], alone["rtn-4"])
+    with BY_NAME["kivi-2-short"].open(model) as outer:
+        start = generate(model, inputs, outer, max_new_tokens=5).sequences
+        if order == "nested":
+            with BY_NAME["rtn-4"].open(model) as inner:
+                assert torch.equal(generate(model, inputs, inner).sequences, alone["rtn-4"])
+        else:
+            inner = BY_NAME["rtn-4"].open(model)
+            part = generate(model, inputs, inner, max_new_tokens=5).sequences
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 5, dtype=torch.long)], 1)
+        rest = generate(model, {"input_ids": start, "attention_mask": mask}, outer, max_new_tokens=NEW - 5)
+        assert torch.equal(rest.sequences, alone["kivi-2-short"])
+        if order == "interleaved":
+            rest = generate(model, {"input_ids": part, "attention_mask": mask}, inner, max_new_tokens=NEW - 5)
+            assert torch.equal(rest.sequences, alone["rtn-4"])
+            inner.release()
+
+
+# --- memory that is given back ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_four_beams_hold_the_pages_of_a_prompt_once(model, case):
+    """`generate` runs the prompt four times over; after the first choice of beams its pages are held once."""
+    prompt, steps = 1000, 12
+    with case.open(model) as single, case.open(model) as cache:
+        model.generate(**left_padded([prompt]), past_key_values=single, max_new_tokens=steps, do_sample=False)
+        model.generate(
+            **left_padded([prompt]), past_key_values=cache, max_new_tokens=steps, num_beams=4, do_sample=False
+        )
+        table = cache.rows.table
+        whole = cache.rows.packed(prompt) // PAGE_TOKENS
+        assert whole >= 6 and len(table.rows) == 4
+        assert all(row[:whole] == table.rows[0][:whole] for row in table.rows)
+        # Beside the shared pages each beam may have two of its own, where its text has parted, and a little slack.
+        assert table.capacity <= whole + 4 * 2 + 4
+        memory, one = cache.memory(), single.memory()
+    page = (one.by_kind["codes"] + one.by_kind["parameters"] + one.by_kind["exact"]) / single.rows.table.capacity
+    pages = memory.measured_bytes - memory.by_kind["window"] - memory.by_kind["tables"]
+    assert pages <= page * (whole + 4 * 2 + 4) * (1 + MEMORY)
+    assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
+
+
+def test_rows_that_leave_take_their_pages_along(model):
+    cache = BY_NAME["kivi-2-short"].open(model)
+    cache.release()
+    tokens = [Tokens.random(model, 600, seed=row) for row in range(6)]
+    feed(cache, [row[:-1] for row in tokens])
+    before = cache.memory().measured_bytes
+    cache.batch_select_indices(torch.tensor([4]))
+    assert cache.memory().measured_bytes < before / 5
+    feed(cache, [tokens[4][-1:]])
+    alone = BY_NAME["kivi-2-short"].open(model)
+    alone.release()
+    feed(alone, [tokens[4][:-1]])
+    feed(alone, [tokens[4][-1:]])
+    expected, found = stored(alone, 0), stored(cache, 0)
+    assert all(torch.equal(found[name], part) for name, part in expected.items())

@@ -1,0 +1,130 @@
+"""Models whose layers all slide: pages that the window has left behind are given back, and nobody misses them."""
+
+import oracle
+import pytest
+import torch
+from cases import BY_NAME, CASES
+from layer_walk import Tokens
+from tolerances import ATTENTION, MEMORY
+from toy_models import generate, left_padded, random_model
+from transformers import DynamicCache
+
+from calib.runtime import compress
+from calib.runtime.pages import NOWHERE, PAGE_TOKENS
+from calib.runtime.reading import Logits
+
+WINDOW = 300  # tokens; four pages at most
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("mistral-sliding", sliding_window=WINDOW)
+
+
+def walk(cache, rows: list[Tokens]) -> list[list[torch.Tensor]]:
+    """One forward without padding under the sliding window: outputs `[layer][row]`."""
+    outputs = []
+    for number, layer in enumerate(cache.compressed):
+        query, keys, values = (
+            torch.stack([getattr(t, n)[number] for t in rows]) for n in ("queries", "keys", "values")
+        )
+        layer.update(keys, values)
+        outputs.append(list(layer.attend(query, None, Logits(32**-0.5, sliding=WINDOW))))
+    return outputs
+
+
+def held_pages(cache) -> list[int]:
+    """Pages that each row holds."""
+    return [sum(page != NOWHERE for page in row) for row in cache.rows.table.rows]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_over_what_is_left_is_that_over_everything(model, case):
+    """Steps and chunks; the oracle keeps every token, as stored when it was stored, by a cache that never lets go."""
+    tokens = [Tokens.random(model, 900, seed=seed) for seed in (1, 2)]
+    cache, everything = case.open(model), case.open(model)
+    everything.rows.sliding = None
+    cache.release()
+    everything.release()
+    at = 0
+    for stop in (250, 300, 301, 302, 400, 513, *range(514, 520), 700, *range(701, 706), 712, 890):
+        fed = [row[at:stop] for row in tokens]
+        before = oracle.contents(everything)
+        outputs = walk(cache, fed)
+        walk(everything, fed)
+        for layer, contents in enumerate(before or [[(row.keys[0][:, :0],) * 2 for row in fed]] * 2):
+            for row, new in enumerate(fed):
+                keys, values = (
+                    torch.cat([old.double(), added[layer].double()], 1)
+                    for old, added in zip(contents[row], (new.keys, new.values), strict=True)
+                )
+                expected = oracle.attention(new.queries[layer], keys, values, 32**-0.5, sliding=WINDOW)
+                worst = (outputs[layer][row].double() - expected).abs().max() / expected.abs().max()
+                assert worst < ATTENTION[torch.float32], (stop, layer, row)
+        at = stop
+    now, then = oracle.contents(cache), oracle.contents(everything)
+    for layer in range(2):
+        for row in range(2):
+            for mine, other in zip(now[layer][row], then[layer][row], strict=True):
+                assert torch.equal(mine[:, -WINDOW + 1 :], other[:, -WINDOW + 1 :])
+    assert max(held_pages(cache)) < min(held_pages(everything))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_memory_stops_growing(model, case):
+    cache, weights = case.open(model), []
+    cache.release()
+    for step in range(90):
+        walk(cache, [Tokens.random(model, 32, seed=step)])
+        memory = cache.memory()
+        assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
+        weights.append(memory.measured_bytes - memory.by_kind["tables"])
+    assert max(held_pages(cache)) <= -(-(WINDOW + 2 * 32) // PAGE_TOKENS) + 1
+    assert max(weights[45:]) == max(weights[22:45])
+    # A window of 300 tokens at this length of 2,880: four or five pages instead of 23.
+    assert cache.rows.table.capacity <= 5
+
+
+def test_a_long_prompt_is_not_stored_beyond_the_window(model):
+    for name in ("full", "rtn-4", "kivi-4", "kivi-2-fine", "kivi-2-calibrated"):
+        cache = BY_NAME[name].open(model)
+        cache.release()
+        walk(cache, [Tokens.random(model, 3000, seed=3)])
+        assert cache.rows.table.capacity <= 4 and max(held_pages(cache)) <= 4
+
+
+@pytest.mark.parametrize("name", ["kivi-2-short", "rtn-4", "kivi-4"])
+def test_ragged_batches_and_beams(model, name):
+    inputs = left_padded([700, 90, 320])
+    with BY_NAME[name].open(model) as cache:
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False, num_beams=3)
+        assert cache.rows.table.capacity <= 3 * 3 * 5
+    alone = []
+    for row, length in enumerate((700, 90, 320)):
+        with BY_NAME[name].open(model) as cache:
+            ids = inputs["input_ids"][row : row + 1, -length:]
+            alone.append(model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)[0, -40:])
+    with BY_NAME[name].open(model) as cache:
+        together = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False)[:, -40:]
+    assert sum(int((mine == other).sum()) for mine, other in zip(together, alone, strict=True)) >= 60
+
+
+def test_full_beyond_the_window_is_the_dynamic_cache(model):
+    inputs = left_padded([700, 90, 320])
+    expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=150)
+    with compress(model, method="full") as cache:
+        found = generate(model, inputs, cache, max_new_tokens=150)
+        assert held_pages(cache) == [3, 2, 3]  # tokens 549 ... 848, 0 ... 238 and 169 ... 468
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_a_layer_that_looks_further_back_is_refused(model):
+    cache = compress(model, method="rtn")
+    cache.release()
+    layer, tokens = cache.compressed[0], Tokens.random(model, 9, seed=4)
+    layer.update(tokens.keys[:1], tokens.values[:1])
+    with pytest.raises(ValueError, match="attends to everything, and the cache keeps the 300 tokens"):
+        layer.attend(tokens.queries[:1], None, Logits(0.2))
+    with pytest.raises(ValueError, match="attends 301 tokens back"):
+        layer.update(tokens.keys[:1], tokens.values[:1])
+        layer.attend(tokens.queries[:1], None, Logits(0.2, sliding=301))
