@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+TRANSFORMERS_TESTS := tests/runtime tests/contract tests/hostile/test_compress_options.py
 
-.PHONY: fit test test-all lint tables bench clean
+.PHONY: fit test test-all test-oldest contract lint tables bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -14,6 +15,12 @@ test: .venv/dev.stamp  ## everything that fits into ten minutes on two cores
 
 test-all: .venv/dev.stamp  ## the long matrices as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-oldest: .venv-oldest/stamp  ## what depends on transformers, with the oldest release that is supported
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow" -n 2 $(TRANSFORMERS_TESTS)
+
+contract: .venv/dev.stamp  ## every cell of methods x modes x architectures; writes docs/results/contract.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/contract --contract-report docs/results/contract.md
 
 lint: .venv/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -27,7 +34,7 @@ bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache
 	$(BIN)/python benchmarks/decode_cpu.py --write
 
 clean:
-	rm -rf .venv build dist runs *.egg-info
+	rm -rf .venv .venv-oldest build dist runs *.egg-info
 
 .venv/python.stamp:
 	$(PYTHON) -m venv .venv
@@ -40,3 +47,9 @@ clean:
 .venv/dev.stamp: .venv/python.stamp pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	touch $@ .venv/fit.stamp
+
+.venv-oldest/stamp: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
+		--editable . pytest pytest-xdist hypothesis numpy
+	touch $@

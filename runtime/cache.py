@@ -157,4 +157,6 @@ class CompressedCache(Cache):
             by_kind=kinds,
             bits_per_value=8 * measured / seen if seen else 0.0,
             marginal_bits=8 * marginal / values if values else 0.0,
+            compressed_layers=len(self.compressed),
+            layers=len(self.layers),
         )

@@ -12,6 +12,9 @@ from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods import Geometry, build
 from calib.runtime.rows import Rows
 
+# What a configuration says when a decoder attends to another sequence as well.
+CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
+
 
 def compress(
     model: PreTrainedModel,
@@ -48,14 +51,15 @@ def compress(
         raise ValueError(
             f"{type(model).__name__} does not use transformers' attention interface, so its cache cannot be compressed"
         )
-    if model.config.is_encoder_decoder:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or any(getattr(config, name, None) for name in CROSS_ATTENTION):
         raise ValueError(
-            f"{type(model).__name__} has an encoder; only a model that is a decoder alone can be compressed"
+            f"{type(model).__name__} attends to another sequence (an encoder, cross-attention); only the cache of a decoder "
+            "that attends to itself alone can be compressed"
         )
     if artifact is not None:
         artifact.check(model, allow_finetuned=allow_finetuned)
     built = build(method, options)
-    config = model.config.get_text_config(decoder=True)
     layers: list[CacheLayerMixin] = list(DynamicCache(config=config).layers)
     wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if not wrapped:  # every layer slides: compress them all, and give back the pages that the window has left behind

@@ -23,6 +23,8 @@ class Memory:
         by_kind: predicted bytes of codes, parameters, exact pages, window, tables, layers left uncompressed.
         bits_per_value: measured bits for each key or value element of the tokens seen; 0 for an empty cache.
         marginal_bits: bits for each key or value element of one more token, pages and parameters.
+        compressed_layers: attention layers that are compressed; the others slide and stay as the model made them.
+        layers: attention layers in all.
     """
 
     predicted_bytes: int
@@ -31,13 +33,19 @@ class Memory:
     by_kind: dict[str, int]
     bits_per_value: float
     marginal_bits: float
+    compressed_layers: int
+    layers: int
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind.items() if size)
         return (
             f"{self.measured_bytes:,} bytes measured ({self.predicted_bytes:,} predicted), {self.bits_per_value:.2f} bits "
             f"per value ({self.bits_per_value / 0.16:.1f} % of 16), {self.marginal_bits:.2f} for one more token [{kinds}]"
+            f"{'' if self.compressed_layers == self.layers else self._share()}"
         )
+
+    def _share(self) -> str:
+        return f"; {self.compressed_layers} of {self.layers} layers are compressed, the others slide"
 
 
 def measure(holder: Any) -> int:

@@ -11,6 +11,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     MambaConfig,
@@ -156,9 +158,29 @@ def test_a_model_with_an_encoder():
     shape = {"d_model": 32, "vocab_size": 16, "max_position_embeddings": 16, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     model = BartForConditionalGeneration(BartConfig(**shape, **heads))
-    with pytest.raises(ValueError, match=r"BartForConditionalGeneration has an encoder.*decoder alone") as error:
+    with pytest.raises(ValueError, match=r"BartForConditionalGeneration attends to another sequence.*itself alone") as error:
         compress(model, method="kivi")
     message(error)
+
+
+def test_a_decoder_with_cross_attention():
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=9, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel attends to another sequence.*itself alone") as error:
+        compress(GPT2LMHeadModel(GPT2Config(**config.to_diff_dict() | {"add_cross_attention": True})), method="rtn")
+    message(error)
+    compress(GPT2LMHeadModel(config), method="rtn").release()
+
+
+@pytest.mark.parametrize("implementation", ["static", "quantized", "offloaded", "dynamic", "paged"])
+def test_a_cache_implementation_beside_ours(model, cache, implementation):
+    """transformers refuses it itself; what matters is that nothing runs without our cache, and that ours stays usable."""
+    with pytest.raises(ValueError, match="cache_implementation|continuous batching") as error:
+        model.generate(
+            **left_padded([9]), past_key_values=cache, cache_implementation=implementation, max_new_tokens=3
+        )
+    message(error)
+    assert cache.get_seq_length() == 0
+    assert used_rightly(model, cache)
 
 
 def test_a_model_without_attention():

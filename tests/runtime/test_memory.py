@@ -1,11 +1,10 @@
 """Bytes: predicted against every tensor the cache holds, by kind, per value, and nothing that grows beside the cache."""
 
-import gc
-
 import pytest
 import torch
 from cases import CASES, Case
 from layer_walk import Tokens, feed
+from live_tensors import live_tensors
 from tolerances import MEMORY
 from toy_models import left_padded, random_model
 
@@ -94,6 +93,8 @@ def test_measured_is_predicted_in_a_model_of_both_kinds_of_layers():
         assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
         # The sliding layer keeps 47 tokens of 2 rows, 2 heads and 32 channels exact.
         assert memory.by_kind["uncompressed"] == 2 * 2 * 2 * 47 * 32 * 2
+        assert (memory.compressed_layers, memory.layers) == (1, 2)
+        assert str(memory).endswith("; 1 of 2 layers are compressed, the others slide")
 
 
 @pytest.mark.parametrize("by_steps", [False, True], ids=["at once", "token by token"])
@@ -137,16 +138,6 @@ def test_a_longer_cache_is_lighter_a_value():
         feed(cache, [Tokens.random(model, 128, seed=6)])
         weights.append(cache.memory().bits_per_value)
     assert weights == sorted(weights, reverse=True) and weights[-1] < 6 < weights[0]
-
-
-def live_tensors() -> tuple[int, int]:
-    """Number and bytes of the distinct storages of all tensors of this process."""
-    gc.collect()
-    tensors = [
-        thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
-    ]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in tensors}
-    return len(storages), sum(storages.values())
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "with grad"])

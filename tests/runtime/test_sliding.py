@@ -125,6 +125,6 @@ def test_a_layer_that_looks_further_back_is_refused(model):
     layer.update(tokens.keys[:1], tokens.values[:1])
     with pytest.raises(ValueError, match="attends to everything, and the cache keeps the 300 tokens"):
         layer.attend(tokens.queries[:1], None, Logits(0.2))
+    layer.update(tokens.keys[:1], tokens.values[:1])
     with pytest.raises(ValueError, match="attends 301 tokens back"):
-        layer.update(tokens.keys[:1], tokens.values[:1])
         layer.attend(tokens.queries[:1], None, Logits(0.2, sliding=301))

@@ -131,8 +131,8 @@ class UniformQuant:
 
     def _fixed(self, like: Tensor) -> Tensor:
         """Parameters of the calibrated range [-clip, clip], one group a head: float32 `[kv_heads or 1, 1, 2]`."""
-        clip = self.clip if isinstance(self.clip, Tensor) else torch.full((1, 1, 1), self.clip)
-        clip = clip.to(like.device, torch.float32)
+        # A tensor lies where the tokens do (StreamPlan.to): moving it here would make the host wait in every step.
+        clip = self.clip if isinstance(self.clip, Tensor) else torch.full((1, 1, 1), self.clip, device=like.device)
         return torch.cat([clip * (2 / (2**self.bits - 1)), -clip], -1)
 
     def _sizes(self, tokens: int, channels: int) -> tuple[int, int]:

@@ -1,0 +1,74 @@
+"""Notices what would make the host wait for the device, on a machine where nothing waits; and counts operations."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Functions of a tensor whose answer is a Python value, or a tensor whose shape depends on values.
+WAITING = {
+    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero",
+    "repeat_interleave",
+}  # fmt: skip
+# What those become below the surface, whoever called them.
+WAITING_OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+
+
+class HostWaits(TorchFunctionMode):
+    """Collects the names of waiting functions called inside `with`; a copy to the CPU counts unless it starts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.uploads: set[int] = set()  # tensors that were made from numbers of the host
+        self.operations = Operations()
+
+    def __enter__(self) -> "HostWaits":
+        self.operations.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.operations.__exit__(*error)
+        for name in WAITING_OPERATIONS & set(self.operations.counts):
+            self.found[f"aten::{name}"] += self.operations.counts[name]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in WAITING:
+            self.found[name] += 1
+        if name == "to" and any(isinstance(part, torch.device | str) for part in (*args[1:], *kwargs.values())):
+            self.found["to(device)"] += id(args[0]) not in self.uploads
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.found[f"{name}[mask]"] += sum(isinstance(i, Tensor) and i.dtype == torch.bool for i in index)
+        result = func(*args, **kwargs)
+        if name == "tensor":
+            self.uploads.add(id(result))
+        return result
+
+    @property
+    def names(self) -> set[str]:
+        """What would have waited."""
+        return {name for name, count in self.found.items() if count}
+
+
+class Operations(TorchDispatchMode):
+    """Counts every operation inside `with`, and the elements of the largest tensor that one of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.counts[func.name().split("::")[-1].split(".")[0]] += 1
+        given = {part.untyped_storage().data_ptr() for part in args if isinstance(part, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, result.numel())
+        return result
