@@ -155,7 +155,7 @@ class Rows:
         if forward.pending:
             raise RuntimeError(INTERRUPTED)
         drafts, forward.drafts = forward.drafts, []
-        if not drafts or removed == forward.width:
+        if not drafts:
             return
         self.forward = kept = forward.without(removed)
         kept.pending = len(drafts)

@@ -187,3 +187,23 @@ def test_rows_that_leave_take_their_pages_along(model):
     feed(alone, [tokens[4][-1:]])
     expected, found = stored(alone, 0), stored(cache, 0)
     assert all(torch.equal(found[name], part) for name, part in expected.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_that_share_pages_numbered_anew_part_all_the_same(model, case):
+    cache, tokens = case.open(model), [Tokens.random(model, 333, seed=row) for row in range(4)]
+    cache.release()
+    feed(cache, [row[:300] for row in tokens])
+    capacity = cache.rows.table.capacity
+    cache.reorder_cache(torch.tensor([2, 2, 2, 2]))
+    assert cache.rows.table.capacity < capacity / 2 or not capacity
+    for at in range(300, 333):
+        feed(cache, [row[at : at + 1] for row in tokens])
+    for row in range(4):
+        alone = case.open(model)
+        alone.release()
+        feed(alone, [tokens[2][:300]])
+        for at in range(300, 333):
+            feed(alone, [tokens[row][at : at + 1]])
+        expected, found = stored(alone, 0), stored(cache, row)
+        assert all(torch.equal(found[name], part) for name, part in expected.items())

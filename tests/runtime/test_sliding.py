@@ -47,7 +47,8 @@ def test_attention_over_what_is_left_is_that_over_everything(model, case):
     cache.release()
     everything.release()
     at = 0
-    for stop in (250, 300, 301, 302, 400, 513, *range(514, 520), 700, *range(701, 706), 712, 890):
+    # Single steps where the oldest visible token is the last of a page (426 and 554 tokens held), and beyond.
+    for stop in (250, 300, 301, 302, 400, *range(424, 430), 513, *range(550, 558), 700, *range(701, 706), 712, 890):
         fed = [row[at:stop] for row in tokens]
         before = oracle.contents(everything)
         outputs = walk(cache, fed)
@@ -85,12 +86,16 @@ def test_memory_stops_growing(model, case):
     assert cache.rows.table.capacity <= 5
 
 
-def test_a_long_prompt_is_not_stored_beyond_the_window(model):
-    for name in ("full", "rtn-4", "kivi-4", "kivi-2-fine", "kivi-2-calibrated"):
-        cache = BY_NAME[name].open(model)
-        cache.release()
-        walk(cache, [Tokens.random(model, 3000, seed=3)])
-        assert cache.rows.table.capacity <= 4 and max(held_pages(cache)) <= 4
+@pytest.mark.parametrize("name", ["full", "rtn-4", "kivi-4", "kivi-2-fine", "kivi-2-calibrated"])
+def test_a_long_prompt_is_not_stored_beyond_the_window(model, name):
+    cache, everything, tokens = BY_NAME[name].open(model), BY_NAME[name].open(model), Tokens.random(model, 3000, seed=3)
+    everything.rows.sliding = None
+    for one in (cache, everything):
+        one.release()
+        walk(one, [tokens])
+    assert cache.rows.table.capacity <= 4 and max(held_pages(cache)) <= 4
+    for mine, other in zip(oracle.contents(cache), oracle.contents(everything), strict=True):
+        assert all(torch.equal(m[:, 1 - WINDOW :], o[:, 1 - WINDOW :]) for m, o in zip(mine[0], other[0], strict=True))
 
 
 @pytest.mark.parametrize("name", ["kivi-2-short", "rtn-4", "kivi-4"])
@@ -107,6 +112,20 @@ def test_ragged_batches_and_beams(model, name):
     with BY_NAME[name].open(model) as cache:
         together = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, do_sample=False)[:, -40:]
     assert sum(int((mine == other).sum()) for mine, other in zip(together, alone, strict=True)) >= 60
+
+
+def test_beams_under_a_window_shorter_than_the_exact_one():
+    """48 tokens are seen and 128 are exact: whole pages are empty while rows still share others."""
+    model, inputs = random_model("mistral-sliding"), left_padded([300, 190])
+    answers = []
+    for name in ("full", "kivi-8"):
+        with BY_NAME[name].open(model) as cache:
+            answers.append(
+                model.generate(**inputs, past_key_values=cache, max_new_tokens=60, do_sample=False, num_beams=4)
+            )
+            assert cache.rows.table.capacity <= 2 * 4 * 2
+    # The last 48 tokens are always exact, so nothing is lost at all.
+    assert torch.equal(*answers)
 
 
 def test_full_beyond_the_window_is_the_dynamic_cache(model):
