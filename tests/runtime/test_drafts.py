@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from calib.runtime import compress
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.reading import Logits
 
 # Drafts of a forward and how many of them are rejected, from a prompt that already holds some: all, some and none kept.
 STEPS = [(5, 3), (1, 0), (4, 4), (6, 0), (33, 1), (1, 0), (130, 100), (2, 1)]
@@ -103,6 +104,19 @@ def test_drafts_lie_in_no_page_and_no_window_and_are_weighed(model):
     assert memory.measured_bytes == memory.predicted_bytes == memory.by_kind["window"] == 2 * 2 * 2 * 300 * 32 * 4
     cache.crop(-300)
     assert cache.memory().measured_bytes == 0 == cache.get_seq_length()
+
+
+def test_drafts_do_not_keep_a_fused_projection_alive(model):
+    cache, fused = BY_NAME["kivi-2-short"].open(model), torch.randn(1, 2, 40, 3 * 32)
+    cache.release()
+    cache.activate_past_recording()
+    for layer in cache.compressed:
+        layer.update(fused[..., 32:64], fused[..., 64:])
+        layer.attend(torch.randn(1, 4, 40, 32), None, Logits(0.2))
+    assert cache.memory().measured_bytes == cache.memory().predicted_bytes == 2 * 2 * 2 * 40 * 32 * 4
+    fused.zero_()  # the model's own memory is the model's again
+    cache.crop(0)
+    assert all(float(stream.window.tokens.abs().min()) > 0 for stream in cache.compressed[0].streams[1:])
 
 
 def test_rows_are_confirmed_before_they_are_reordered(model):

@@ -8,7 +8,7 @@ from layer_walk import Tokens, feed, stored
 from tolerances import FLOAT32, STORED
 from toy_models import random_model
 
-from calib.runtime.pages import PAGE_TOKENS, PagePool, PageTable
+from calib.runtime.pages import NOWHERE, PAGE_TOKENS, PagePool, PageTable
 from calib.runtime.stages.contract import Field
 from calib.runtime.window import Window
 
@@ -53,6 +53,21 @@ def test_pages_that_nobody_holds_are_used_again():
     capacity = table.capacity
     table.reserve(0, 4 + len(freed), range(4, 4 + len(freed)))
     assert freed <= set(table.rows[0]) and table.capacity == capacity
+
+
+def test_pages_that_are_given_back_are_used_again_and_read_as_page_0():
+    table = table_of(4, 2)
+    gone = table.rows[0][:3]
+    table.release(0, 3)
+    assert table.rows[0][:3] == [NOWHERE] * 3 and table.pages(0, 0, 6) == [0, 0, 0, table.rows[0][3], 0, 0]
+    assert table.numbers(CPU).min() >= 0
+    assert isinstance(table.select(range(1), 2, 4, CPU), torch.Tensor)  # never a slice that begins at no page
+    capacity = table.capacity
+    table.reserve(1, 5, range(2, 5))
+    assert set(table.rows[1][2:]) == set(gone) and table.capacity == capacity
+    table.release(0, 3)  # again: nothing more is given back
+    table.reserve(1, 8, range(5, 8), first=6)
+    assert table.rows[1][5] == NOWHERE and table.capacity > capacity
 
 
 def test_the_table_on_a_device_follows_the_rows():

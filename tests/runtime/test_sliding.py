@@ -71,6 +71,23 @@ def test_attention_over_what_is_left_is_that_over_everything(model, case):
     assert max(held_pages(cache)) < min(held_pages(everything))
 
 
+@pytest.mark.parametrize("held", [0, 200])
+@pytest.mark.parametrize("name", ["full", "kivi-2-short"])
+def test_a_chunk_longer_than_a_block_of_queries(model, name, held):
+    cache, tokens = BY_NAME[name].open(model), Tokens.random(model, 1300, seed=5)
+    cache.release()
+    if held:
+        walk(cache, [tokens[:held]])
+    before = oracle.contents(cache) or [[(tokens.keys[0][:, :0],) * 2]] * 2
+    outputs = walk(cache, [tokens[held:]])
+    for layer, contents in enumerate(before):
+        new = (tokens.keys[layer][:, held:], tokens.values[layer][:, held:])
+        keys, values = (torch.cat([o.double(), n.double()], 1) for o, n in zip(contents[0], new, strict=True))
+        expected = oracle.attention(tokens.queries[layer][:, held:], keys, values, 32**-0.5, sliding=WINDOW)
+        worst = (outputs[layer][0].double() - expected).abs().max() / expected.abs().max()
+        assert worst < ATTENTION[torch.float32]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_memory_stops_growing(model, case):
     cache, weights = case.open(model), []
