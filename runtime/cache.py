@@ -64,6 +64,14 @@ class CompressedCache(Cache):
         """The layers that this cache compresses."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Hands new tokens to their layer; a layer that slides beside the compressed ones keeps its window alone."""
+        states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        _let_go(self.layers[layer_idx])
+        return states
+
     def crop(self, tokens_to_remove: int) -> None:
         """Confirms the last forward without its newest `-tokens_to_remove` columns (0: all of it).
 
@@ -84,6 +92,7 @@ class CompressedCache(Cache):
                 layer.seen -= removed
             else:
                 layer.crop(tokens_to_remove)
+                _let_go(layer)
 
     def to(self, device: torch.device | str | int) -> "CompressedCache":
         """Moves everything stored to `device`, in place; the model's next forward must run there. Returns itself."""
@@ -160,3 +169,12 @@ class CompressedCache(Cache):
             compressed_layers=len(self.compressed),
             layers=len(self.layers),
         )
+
+
+def _let_go(layer: CacheLayerMixin) -> None:
+    """Copies what an uncompressed layer keeps out of a larger tensor, such as a whole prompt, which can then be freed."""
+    for name in ("keys", "values") if not isinstance(layer, CompressedLayer) and layer.is_initialized else ():
+        kept = getattr(layer, name)
+        # In a decode step transformers cuts off one token: not worth a copy.
+        if kept.untyped_storage().nbytes() > 1.02 * kept.numel() * kept.element_size():
+            setattr(layer, name, kept.clone())

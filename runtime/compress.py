@@ -57,6 +57,11 @@ def compress(
             f"{type(model).__name__} attends to another sequence (an encoder, cross-attention); only the cache of a decoder "
             "that attends to itself alone can be compressed"
         )
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{type(model).__name__} has latent attention (kv_lora_rank={config.kv_lora_rank}): it rebuilds keys and values "
+            "itself, which a cache of packed rows cannot serve; run this model with the cache of transformers"
+        )
     if artifact is not None:
         artifact.check(model, allow_finetuned=allow_finetuned)
     built = build(method, options)

@@ -4,7 +4,7 @@ A new method is a row here. `marginal_bits` is what one more token costs a value
 written down by hand and not computed, because it is what the method's documentation promises.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -13,19 +13,21 @@ from transformers import PreTrainedModel
 
 from calib.runtime import Artifact, compress
 from calib.runtime.cache import CompressedCache
+from calib.runtime.methods import Geometry
 
 CLIP_BITS = (1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A method with its options, and whether it reads an artifact."""
+    """A method with its options, whether it reads an artifact, and whether it is a column of the contract's matrix."""
 
     name: str
     method: str
     marginal_bits: float
     options: dict[str, Any] = field(default_factory=dict)
     artifact: bool = False
+    contract: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -37,22 +39,30 @@ class Case:
 
 
 CASES = [
-    Case("full", "full", 16.0),
+    Case("full", "full", 16.0, contract=True),
     Case("rtn-8", "rtn", 8.5, {"bits": 8}),
-    Case("rtn-4", "rtn", 4.5, {"bits": 4}),
+    Case("rtn-4", "rtn", 4.5, {"bits": 4}, contract=True),
     Case("rtn-2", "rtn", 2.5, {"bits": 2}),
     Case("kivi-8", "kivi", 9.0, {"bits": 8}),
     Case("kivi-4", "kivi", 5.0, {"bits": 4}),
     Case("kivi-2", "kivi", 3.0, {"bits": 2}),
-    Case("kivi-3-short", "kivi", 4.25, {"bits": 3, "residual": 32}),  # 3 bits are 3.25 at 64 channels: 5 codes a word
-    Case("kivi-2-short", "kivi", 3.0, {"bits": 2, "residual": 32}),
+    # 3 bits are 3.25 at 64 channels: 5 codes a word.
+    Case("kivi-3-short", "kivi", 4.25, {"bits": 3, "residual": 32}, contract=True),
+    Case("kivi-2-short", "kivi", 3.0, {"bits": 2, "residual": 32}, contract=True),
     Case("kivi-2-fine", "kivi", 4.0, {"bits": 2, "group": 16, "residual": 48}),
     Case("kivi-1-midpoints", "kivi", 2.0, {"bits": 1, "residual": 32, "clip": 0.5}),
-    Case("kivi-2-clipped", "kivi", 3.0, {"bits": 2, "residual": 32}, artifact=True),
-    Case("kivi-2-calibrated", "kivi", 2.5, {"bits": 2, "residual": 32, "statistics": "calibrated"}, artifact=True),
+    Case("kivi-2-clipped", "kivi", 3.0, {"bits": 2, "residual": 32}, artifact=True, contract=True),
+    Case(
+        "kivi-2-calibrated",
+        "kivi",
+        2.5,
+        {"bits": 2, "residual": 32, "statistics": "calibrated"},
+        artifact=True,
+        contract=True,
+    ),
     Case("kivi-4-calibrated", "kivi", 4.5, {"bits": 4, "statistics": "calibrated"}, artifact=True),
     Case("rtn-4-clipped", "rtn", 4.5, {"bits": 4}, artifact=True),
-    Case("rtn-4-calibrated", "rtn", 4.0, {"bits": 4, "statistics": "calibrated"}, artifact=True),
+    Case("rtn-4-calibrated", "rtn", 4.0, {"bits": 4, "statistics": "calibrated"}, artifact=True, contract=True),
     Case("rtn-1-calibrated", "rtn", 1.0, {"bits": 1, "statistics": "calibrated"}, artifact=True),
 ]
 
@@ -61,8 +71,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 def calibrated_artifact(model: PreTrainedModel) -> Artifact:
     """Every tensor the methods read, random but plausible for the geometry of `model`; nothing is symmetric or equal."""
-    config = model.config
-    shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    shape = astuple(Geometry.of(model.config))
     draw = torch.Generator().manual_seed(3)
     tensors = {}
     for stream in ("keys", "values"):

@@ -35,3 +35,11 @@ FLOAT32_FOLD = 1e-5
 
 # Predicted against measured bytes: the issue's own number.
 MEMORY = 0.01
+
+# Logits of one forward of a two-layer model against the same forward in float64, both from the same stored tokens, relative
+# to the largest logit. About 30 results are rounded one after another (norms, projections, rotation, residuals); as a
+# random walk, and with the worst of a few hundred logits 4 times the usual one, that is some 32 units of rounding. Of 16
+# bits a unit is 2^-9 (bfloat16) or 2^-11 (float16, with what is lost of its small values). In float32 it is 2^-24, times 8
+# because each of the 64 or more terms of a sum is rounded as well, times 4 because the score of a packed key is the
+# difference s (q.codes) - (-z) sum(q) of two products a few times its size.
+FORWARD = {torch.float32: 2**-14, torch.bfloat16: 2**-4, torch.float16: 2**-6}

@@ -17,6 +17,8 @@ from transformers import (
     GptOssForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
 )
 
 from calib.runtime import Artifact, ArtifactError, compress
@@ -171,10 +173,26 @@ def test_a_decoder_with_cross_attention():
     compress(GPT2LMHeadModel(config), method="rtn").release()
 
 
+def test_latent_attention():
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 9, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 8}
+    model = MiniCPM3ForCausalLM(MiniCPM3Config(**shape, **heads))
+    with pytest.raises(ValueError, match=r"MiniCPM3ForCausalLM has latent attention \(kv_lora_rank=8\)") as error:
+        compress(model, method="rtn")
+    message(error)
+
+
+def test_a_model_that_takes_the_layer_for_a_tensor(model, cache):
+    cache.release()
+    with pytest.raises(AttributeError, match=r"no tensor and has no '\w+'.*is the cache released") as error:
+        model(**left_padded([9]), past_key_values=cache)
+    message(error)
+
+
 @pytest.mark.parametrize("implementation", ["static", "quantized", "offloaded", "dynamic", "paged"])
 def test_a_cache_implementation_beside_ours(model, cache, implementation):
     """transformers refuses it itself; what matters is that nothing runs without our cache, and that ours stays usable."""
-    with pytest.raises(ValueError, match="cache_implementation|continuous batching") as error:
+    with pytest.raises(ValueError, match=r"cache_implementation|continuous batching") as error:
         model.generate(
             **left_padded([9]), past_key_values=cache, cache_implementation=implementation, max_new_tokens=3
         )

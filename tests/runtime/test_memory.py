@@ -85,16 +85,27 @@ def test_measured_is_predicted_for_every_batch(case, lengths):
 
 
 def test_measured_is_predicted_in_a_model_of_both_kinds_of_layers():
-    model = random_model("qwen3-mixed", torch.bfloat16)
+    model, text = random_model("qwen3-mixed", torch.bfloat16), left_padded([60])["input_ids"].repeat(1, 4)
+    # The sliding layer keeps 47 tokens of each row, 2 heads and 32 channels exact; of a step it may hold 48.
+    window = 2 * 2 * 47 * 32 * 2
     with compress(model, method="kivi", residual=32) as cache:
+
+        def check_share(rows: int) -> None:
+            memory = cache.memory()
+            assert memory.measured_bytes == held_bytes(cache)
+            assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
+            assert memory.by_kind["uncompressed"] == rows * window
+            assert (memory.compressed_layers, memory.layers) == (1, 2)
+            assert str(memory).endswith("; 1 of 2 layers are compressed, the others slide")
+
+        model(**left_padded([100, 200]), past_key_values=cache)
+        check_share(2)  # after a prompt as well, whose other tokens are gone
+        cache.reset()
         model.generate(**left_padded([100, 200]), past_key_values=cache, max_new_tokens=5, do_sample=False)
-        memory = cache.memory()
-        assert memory.measured_bytes == held_bytes(cache)
-        assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
-        # The sliding layer keeps 47 tokens of 2 rows, 2 heads and 32 channels exact.
-        assert memory.by_kind["uncompressed"] == 2 * 2 * 2 * 47 * 32 * 2
-        assert (memory.compressed_layers, memory.layers) == (1, 2)
-        assert str(memory).endswith("; 1 of 2 layers are compressed, the others slide")
+        check_share(2)
+        cache.reset()
+        model.generate(text, past_key_values=cache, max_new_tokens=9, do_sample=False, prompt_lookup_num_tokens=5)
+        check_share(1)
 
 
 @pytest.mark.parametrize("by_steps", [False, True], ids=["at once", "token by token"])

@@ -1,0 +1,199 @@
+"""The table of modes: every way `generate()` and plain forwards can use a cache, each as one function of a bench.
+
+A mode opens its caches at the bench, generates, checks what only it can know, and returns what a caller would get:
+named tensors, token sequences or floats. It never asks what kind of cache it was given.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from toy_models import VOCABULARY, left_padded
+from transformers import Cache, PreTrainedModel
+from transformers.generation import BaseStreamer
+
+NEW = 16  # tokens that a mode generates; more than half a window, so that blocks close while decoding
+# Longer than the widest sliding window, on both sides of a page's border, no two rows alike.
+ONE, TWO, THREE = [600], [645, 530], [575, 641, 502]
+
+Inputs = dict[str, Tensor]
+Outcome = dict[str, Tensor]
+
+
+@dataclass
+class Bench:
+    """A model, its draft model, and where caches come from. `calls` are the columns of each of the model's forwards."""
+
+    model: PreTrainedModel
+    draft: PreTrainedModel
+    open_cache: Callable[[], Cache]
+    calls: list[int]
+
+    def generate(self, inputs: Inputs, cache: Cache | None = None, **options: Any) -> Any:
+        """`model.generate` through `cache` or a new one: greedy, NEW tokens; `options` override."""
+        settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
+        # `is None`: an empty cache is false.
+        return self.model.generate(**inputs, past_key_values=self.open_cache() if cache is None else cache, **settings)
+
+
+def greedy_one(bench: Bench) -> Outcome:
+    return {"tokens": bench.generate(left_padded(ONE)).sequences}
+
+
+def greedy_ragged(bench: Bench) -> Outcome:
+    return {"tokens": bench.generate(left_padded(THREE)).sequences}
+
+
+def early_end(bench: Bench) -> Outcome:
+    """Rows end at different steps: the end token is the one that a first run showed farthest apart."""
+    inputs = left_padded(THREE)
+
+    def ends(tokens: Tensor, end: int) -> list[int]:
+        found = [row.tolist().index(end) if end in row else NEW for row in tokens[:, max(THREE) :]]
+        return [min(found), max(found)]
+
+    first = bench.generate(inputs).sequences
+    shown = sorted(set(first[:, max(THREE) :].flatten().tolist()))
+    end = min(shown, key=lambda token: ends(first, token)[0] - ends(first, token)[1])
+    tokens = bench.generate(inputs, eos_token_id=end, pad_token_id=0).sequences
+    early, late = ends(tokens, end)
+    assert early < late, "no row ended before another"
+    return {"tokens": tokens}
+
+
+def sampling(bench: Bench) -> Outcome:
+    return {"tokens": bench.generate(left_padded(THREE), do_sample=True, temperature=0.9, top_k=0).sequences}
+
+
+def several_samples(bench: Bench) -> Outcome:
+    tokens = bench.generate(left_padded(TWO), do_sample=True, top_k=0, num_return_sequences=3).sequences
+    assert len({tuple(row) for row in tokens.tolist()}) == 6, "samples of one prompt differ"
+    return {"tokens": tokens}
+
+
+def beams(bench: Bench) -> Outcome:
+    found = bench.generate(left_padded(TWO), num_beams=4, num_return_sequences=2, output_scores=True)
+    return {"tokens": found.sequences, "scores": found.sequences_scores}
+
+
+def beam_sampling(bench: Bench) -> Outcome:
+    options = {"num_beams": 4, "do_sample": True, "top_k": 0, "temperature": 0.7}
+    return {"tokens": bench.generate(left_padded(TWO), **options).sequences}
+
+
+def chunked_prefill(bench: Bench) -> Outcome:
+    return {"tokens": bench.generate(left_padded(THREE), prefill_chunk_size=200).sequences}
+
+
+def chunked_by_hand(bench: Bench) -> Outcome:
+    """Forwards of uneven chunks, the first of them all padding for one row; then `generate` for the rest."""
+    inputs, cache = left_padded([600, 510]), bench.open_cache()
+    logits = []
+    for start, stop in ((0, 64), (64, 65), (65, 320), (320, 599)):
+        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits.append(
+                bench.model(
+                    input_ids=inputs["input_ids"][:, start:stop],
+                    attention_mask=inputs["attention_mask"][:, :stop],
+                    position_ids=positions[:, start:stop],
+                    past_key_values=cache,
+                ).logits
+            )
+    return {"tokens": bench.generate(inputs, cache).sequences, "logits": logits[-1]}
+
+
+def turns(bench: Bench) -> Outcome:
+    """Three turns on one cache; the second and the third are ragged, so their padding lies inside the rows."""
+    inputs, cache = left_padded(TWO), bench.open_cache()
+    tokens, mask = bench.generate(inputs, cache, max_new_tokens=7).sequences, inputs["attention_mask"]
+    for turn, lengths in enumerate(([9, 40], [33, 1])):
+        said = left_padded(lengths, seed=turn)
+        tokens = torch.cat([tokens, said["input_ids"]], 1)
+        mask = torch.cat([mask, mask.new_ones(2, 7), said["attention_mask"]], 1)
+        tokens = bench.generate({"input_ids": tokens, "attention_mask": mask}, cache, max_new_tokens=7).sequences
+    return {"tokens": tokens}
+
+
+def prompt_lookup(bench: Bench) -> Outcome:
+    """Drafts from the prompt: it repeats itself, so that drafts are found from the first forward on."""
+    text = left_padded([max(ONE) // 4])["input_ids"].repeat(1, 4)
+    inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    return drafted(bench, bench.generate(inputs, prompt_lookup_num_tokens=5, max_new_tokens=2 * NEW).sequences)
+
+
+def assisted(bench: Bench) -> Outcome:
+    return drafted(
+        bench, bench.generate(left_padded(ONE), assistant_model=bench.draft, max_new_tokens=2 * NEW).sequences
+    )
+
+
+def assisted_sampling(bench: Bench) -> Outcome:
+    options = {"assistant_model": bench.draft, "do_sample": True, "top_k": 0, "max_new_tokens": 2 * NEW}
+    return drafted(bench, bench.generate(left_padded(ONE), **options).sequences)
+
+
+def drafted(bench: Bench, tokens: Tensor) -> Outcome:
+    """The outcome of a mode with drafts; `drafts` are those accepted and those tried."""
+    # A forward has one column that is no draft, and ends in one token that was none.
+    tried, accepted = sum(bench.calls) - max(ONE) + 1 - len(bench.calls), 2 * NEW - len(bench.calls)
+    assert tried > 0, "no draft was tried"
+    return {"tokens": tokens, "drafts": torch.tensor([accepted, tried])}
+
+
+class Heard(BaseStreamer):
+    """Keeps what a streamer is given."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value.reshape(-1))
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def streamer(bench: Bench) -> Outcome:
+    heard = Heard()
+    tokens = bench.generate(left_padded(ONE), streamer=heard).sequences
+    assert heard.ended and len(heard.parts) == NEW + 1
+    assert torch.equal(torch.cat(heard.parts), tokens[0]), "the streamer heard other tokens"
+    return {"tokens": tokens}
+
+
+def outputs(bench: Bench) -> Outcome:
+    """Everything a caller can ask to see of each step but attention weights, which are refused."""
+    found = bench.generate(left_padded(TWO), output_scores=True, output_logits=True, output_hidden_states=True)
+    assert len(found.scores) == len(found.logits) == len(found.hidden_states) == NEW
+    assert found.logits[0].shape == (2, VOCABULARY) and len(found.hidden_states[0]) == 3
+    # Of the prompt's columns the newest alone: the others may be padding.
+    last = [torch.stack([state[:, -1] for state in step]) for step in found.hidden_states]
+    return {
+        "tokens": found.sequences,
+        "scores": torch.stack(found.scores),
+        "logits": torch.stack(found.logits),
+        "hidden states": torch.stack(last),
+    }
+
+
+MODES: dict[str, Callable[[Bench], Outcome]] = {
+    "greedy one row": greedy_one,
+    "greedy ragged": greedy_ragged,
+    "rows end early": early_end,
+    "sampling": sampling,
+    "several samples": several_samples,
+    "beams": beams,
+    "beam sampling": beam_sampling,
+    "chunked prefill": chunked_prefill,
+    "chunks by hand": chunked_by_hand,
+    "turns": turns,
+    "prompt lookup": prompt_lookup,
+    "assisted": assisted,
+    "assisted sampling": assisted_sampling,
+    "streamer": streamer,
+    "outputs": outputs,
+}

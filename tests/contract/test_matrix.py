@@ -1,0 +1,30 @@
+"""The contract: methods x modes x architectures, each cell against its oracle (docs/results/contract.md)."""
+
+from dataclasses import asdict
+
+import pytest
+from contract.cell import Cell, run
+from contract.matrix import CELLS, METHODS, sample
+from contract.modes import MODES
+
+SAMPLE = set(sample())
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=() if cell in SAMPLE else pytest.mark.slow, id=str(cell)) for cell in CELLS]
+)
+def test_the_cell_keeps_the_contract(cell, record_property):
+    record_property("cell", {**asdict(cell), "dtype": str(cell.dtype).removeprefix("torch.")})
+    record_property("result", asdict(run(cell)))
+
+
+def test_every_method_mode_architecture_and_dtype_is_in_the_sample():
+    for entry in ("method", "mode", "architecture", "dtype"):
+        assert {getattr(cell, entry) for cell in SAMPLE} == {getattr(cell, entry) for cell in CELLS}
+    assert {cell.mode for cell in CELLS} == set(MODES) and len(METHODS) > 1
+
+
+@pytest.mark.parametrize("mode", ["prompt lookup", "assisted", "assisted sampling"])
+def test_some_drafts_are_accepted_and_some_are_not(mode):
+    drafts = [run(Cell("full", mode, name)).drafts for name in ("llama", "mistral")]
+    assert all(0 < accepted < tried for tried, accepted in drafts), drafts
