@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-TRANSFORMERS_TESTS := tests/runtime tests/contract tests/hostile/test_compress_options.py
 
 .PHONY: fit test test-all test-oldest contract lint tables bench clean
 
@@ -16,8 +15,8 @@ test: .venv/dev.stamp  ## everything that fits into ten minutes on two cores
 test-all: .venv/dev.stamp  ## the long matrices as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-oldest: .venv-oldest/stamp  ## what depends on transformers, with the oldest release that is supported
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow" -n 2 $(TRANSFORMERS_TESTS)
+test-oldest: .venv-oldest/stamp  ## the same tests with the oldest releases that are supported
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow" -n 2
 
 contract: .venv/dev.stamp  ## every cell of methods x modes x architectures; writes docs/results/contract.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/contract --contract-report docs/results/contract.md
@@ -51,5 +50,5 @@ clean:
 .venv-oldest/stamp: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
-		--editable . pytest pytest-xdist hypothesis numpy
+		--editable '.[fit]' build hypothesis pytest pytest-xdist setuptools
 	touch $@

@@ -7,6 +7,7 @@ machine leaves with the metrics: console capture, program arguments, requirement
 
 import csv
 import hashlib
+import inspect
 import os
 import shutil
 import warnings
@@ -39,6 +40,15 @@ def run_logger(folder: Path, name: str) -> "OfflineFirstWandbLogger | TableCSVLo
         return TableCSVLogger(folder, name="csv")
 
 
+def logged_in() -> bool:
+    """Whether W&B has credentials; asks nobody. Newer releases answer by `login(prompt=False)`, older ones by `api`."""
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return wandb.api.api_key is not None
+
+
 class OfflineFirstWandbLogger(WandbLogger):
     """WandbLogger that asks for no key, sends nothing unless the user has logged in, and cannot end a run.
 
@@ -50,10 +60,10 @@ class OfflineFirstWandbLogger(WandbLogger):
     def __init__(self, folder: Path, name: str) -> None:
         import wandb
 
-        logged_in = os.environ.get("WANDB_MODE", "online") == "online" and wandb.login(prompt=False, verify=False)
+        online = os.environ.get("WANDB_MODE", "online") == "online" and logged_in()
         folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
-            mode="online" if logged_in else "offline",
+            mode="online" if online else "offline",
             console="off",
             disable_git=True,
             disable_code=True,
@@ -64,7 +74,7 @@ class OfflineFirstWandbLogger(WandbLogger):
             x_save_requirements=False,
         )
         super().__init__(name=name, save_dir=folder, project=PROJECT, settings=settings)
-        self._wandb_init.pop("anonymous")  # W&B warns about it even when it is None
+        self._wandb_init.pop("anonymous", None)  # W&B warns about it even when it is None
         self._failed = False
 
     def _try(self, action: Callable[[], Any]) -> None:

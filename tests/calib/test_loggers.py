@@ -125,6 +125,6 @@ def test_a_logger_that_breaks_warns_once_and_is_silent(tmp_path, monkeypatch):
 
 
 def test_wandb_that_does_not_start_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr("wandb.login", lambda **_: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr("calib.loggers.logged_in", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.warns(UserWarning, match="W&B did not start"):
         assert isinstance(run_logger(tmp_path, "name"), TableCSVLogger)
