@@ -197,9 +197,12 @@ class PagePool:
         """
         tile = {}
         for name, tensor in self.tensors.items():
-            block = tensor[pages]
-            order, rows = ((1, 3, 0, 2), 1) if isinstance(pages, slice) else ((0, 2, 4, 1, 3), pages.shape[0])
-            tile[name] = block.permute(order).reshape(rows, self.kv_heads, tensor.shape[3], -1)
+            block = tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[pages]  # [rows, n, heads, slots, w]
+            if self.fields[name].kind == "exact":
+                # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
+                tile[name] = block.transpose(1, 2).flatten(2, 3).mT
+            else:
+                tile[name] = block.permute(0, 2, 4, 1, 3).flatten(3)
         return tile
 
     def write_run(self, pages: list[int], start: int, block: Block) -> None:
