@@ -197,7 +197,9 @@ class PagePool:
         """
         tile = {}
         for name, tensor in self.tensors.items():
-            block = tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[pages]  # [rows, n, heads, slots, w]
+            block = (
+                tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[pages]
+            )  # [rows, n, heads, slots, w]
             if self.fields[name].kind == "exact":
                 # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
                 tile[name] = block.transpose(1, 2).flatten(2, 3).mT

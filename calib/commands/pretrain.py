@@ -1,8 +1,13 @@
-"""`calib pretrain`: trains the small language model from a YAML configuration and exports it."""
+"""`calib pretrain`: trains the small language model from a YAML configuration and exports its best checkpoint.
+
+A checkpoint follows each validation: `last.ckpt`, and the one of the highest `val/score` so far, which is what the
+export holds. `--init_from FOLDER` begins with an exported model's weights and tokenizer and a fresh optimizer.
+"""
 
 import warnings
 from pathlib import Path
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -11,6 +16,8 @@ from calib.lightning_cli import CalibCLI
 from calib.testbed.export import check_output, export
 from calib.testbed.language_model import LanguageModel
 from calib.testbed.pretraining_data import PretrainingData
+from calib.testbed.scores import CASES
+from calib.testbed.training_record import earlier_runs, run_entry
 
 RUN_FOLDER = "runs/tiny_lm"
 
@@ -26,11 +33,21 @@ class PretrainCLI(CalibCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_argument("--output", type=Path, default=Path("artifacts/tiny-llama"), help="folder of the export")
+        parser.add_argument("--score_cases", type=int, default=CASES, help="cases behind each figure of the card")
         parser.add_argument(
-            "--score_cases", type=int, default=200, help="retrieval cases behind each figure of the card"
+            "--init_from",
+            type=Path | None,
+            default=None,
+            help="exported model whose weights and tokenizer to begin with",
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.every_n_train_steps": 250, "checkpoint.save_last": True})
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": "val/score",
+                "checkpoint.mode": "max",
+                "checkpoint.filename": "best-{step}",
+            }
+        )
         parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=checkpoint_folder)
 
 
@@ -49,14 +66,34 @@ def run(argv: list[str]) -> int:
             f"data.vocabulary={cli.datamodule.vocabulary} and model.vocabulary={cli.model.hparams.vocabulary} differ"
         )
     check_output(config.output)  # before the hour, not after it
+    if config.init_from:
+        cli.model.start_from(config.init_from)
+        cli.datamodule.use_tokenizer(config.init_from)
     # Lightning asks for a loader with a state of its own; ours goes on from the trainer's step, which is exact.
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
     checkpoint = resume_file(config.ckpt_path, trainer.default_root_dir)
+    # After the best one's callback, whose state it saves. Not `save_last`: that follows the best one only.
+    folder = checkpoint_folder(trainer.default_root_dir)
+    trainer.callbacks.append(ModelCheckpoint(folder, filename="last", enable_version_counter=False))
     trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint, weights_only=True)
     if trainer.global_step < trainer.max_steps:
         raise RunError(f"stopped at step {trainer.global_step} of {trainer.max_steps}; --ckpt_path last goes on")
-    print(export(cli.model, cli.datamodule, config.output, trainer.max_steps, config.score_cases))
+    chosen = take_best(cli.model, trainer.checkpoint_callback) or trainer.max_steps
+    configs = [Path(str(file)).name for file in config.config or []]
+    steps, precision = trainer.max_steps, trainer.precision
+    entry = run_entry(cli.model, cli.datamodule, configs, steps, chosen, precision, config.init_from)
+    runs = [*earlier_runs(config.init_from), entry]
+    print(export(cli.model, cli.datamodule, config.output, runs, config.score_cases))
     return 0
+
+
+def take_best(model: LanguageModel, checkpoints: ModelCheckpoint) -> int | None:
+    """Loads the weights of the best validation and returns their step; None for a run that never validated."""
+    if not checkpoints.best_model_path:
+        return None
+    best = torch.load(checkpoints.best_model_path, map_location="cpu", weights_only=True)
+    model.load_state_dict(best["state_dict"])
+    return int(best["global_step"])
 
 
 def resume_file(wanted: str | None, root: str) -> str | None:

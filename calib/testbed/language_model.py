@@ -5,17 +5,32 @@ Grouped-query attention, RoPE and tied embeddings as in the large Llamas, small 
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from calib.testbed.curriculum import IGNORED
-from calib.testbed.pretraining_data import VALIDATION_LINES
+from calib.errors import UsageError
 from calib.testbed.scores import exact_answers
+from calib.testbed.token_rows import IGNORED
+
+SKILLS = ("retrieval_20_lines", "retrieval_60_lines", "needle")  # of the validation loaders after the first
+
+SHAPE = {  # an option of the model and its name in a Llama's config
+    "vocabulary": "vocab_size",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "mlp": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_parameters",
+    "positions": "max_position_embeddings",
+}
 
 
 class LanguageModel(LightningModule):
@@ -61,6 +76,7 @@ class LanguageModel(LightningModule):
                 f"heads={heads}, kv_heads={kv_heads}: the query heads must divide evenly among the KV heads"
             )
         self.save_hyperparameters()
+        self.training_seconds = 0.0  # of this run so far, validation left out
         self.model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=vocabulary,
@@ -80,6 +96,20 @@ class LanguageModel(LightningModule):
             )
         )
 
+    def start_from(self, folder: Path) -> None:
+        """Takes the weights of an exported model; raises UsageError where its shape is not this one's, or is no model."""
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"init_from: {folder} is no model folder (no config.json); name an exported model")
+        found, own = AutoConfig.from_pretrained(folder, local_files_only=True), self.model.config
+        for option, field in SHAPE.items():
+            if getattr(found, field, None) != getattr(own, field):
+                raise UsageError(
+                    f"init_from: {folder} has {option}={getattr(found, field, None)}, this run asks for "
+                    f"{getattr(own, field)}: continue with the shape of the weights"
+                )
+        weights = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self.model.load_state_dict(weights.state_dict())
+
     def masked_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Mean cross entropy (nats) of the labelled tokens given those before; both [rows, tokens] int64.
 
@@ -94,6 +124,12 @@ class LanguageModel(LightningModule):
     def on_train_start(self) -> None:
         self.clock = time.monotonic()
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["training_seconds"] = self.training_seconds
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.training_seconds = checkpoint.get("training_seconds", 0.0)
+
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         loss = self.masked_loss(batch["input_ids"], batch["labels"])
         now = time.monotonic()
@@ -101,6 +137,7 @@ class LanguageModel(LightningModule):
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/tokens_per_second", rows * tokens / (now - self.clock), prog_bar=True)
         self.log("train/row_length", float(tokens))
+        self.training_seconds += now - self.clock
         self.clock = now
         return loss
 
@@ -113,13 +150,19 @@ class LanguageModel(LightningModule):
             return
         logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
         share = exact_answers(logits, batch["labels"]).float().mean()
-        name = f"val/retrieval_{VALIDATION_LINES[dataloader_idx - 1]}_lines"
+        name = f"val/{SKILLS[dataloader_idx - 1]}"
         self.log(name, share, batch_size=rows, add_dataloader_idx=False, prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:
-        loss = self.trainer.callback_metrics.get("val/loss")
-        if loss is not None:
-            self.log("val/perplexity", loss.exp(), prog_bar=True)
+        """Perplexity, and the score that the best checkpoint is chosen by.
+
+        score = the skills' mean share of exact answers - loss / 10: a hundredth of the answers weighs as much as a
+        tenth of a nat, so language may not be given up for memory, nor memory for language.
+        """
+        metrics = self.trainer.callback_metrics
+        skill = torch.stack([metrics[f"val/{name}"] for name in SKILLS]).mean()
+        self.log("val/perplexity", metrics["val/loss"].exp(), prog_bar=True)
+        self.log("val/score", skill - metrics["val/loss"] / 10, prog_bar=True)
         self.clock = time.monotonic()  # validation is no part of the training speed
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -7,18 +7,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerFast
 
 from calib.errors import UsageError
+from calib.testbed.cases import Batch, needle_batch, retrieval_batch, row_batches
 from calib.testbed.corpus import TextSource, text_hash
-from calib.testbed.curriculum import Curriculum, Phase
-from calib.testbed.scores import retrieval_batch, token_windows
+from calib.testbed.curriculum import Curriculum
+from calib.testbed.phase import Phase
+from calib.testbed.running_text import RunningText
+from calib.testbed.scores import token_windows
 from calib.testbed.tokenizer import encode_text, load_tokenizer, train_tokenizer
 
 TRAINING_RECORD = "tokenizer_training.json"
-VALIDATION_LINES = (5, 10, 20)
+VALIDATION_LINES = (20, 60)
+NEEDLE_TOKENS = 960  # of running text around a needle: the longest rows of the curriculum hold it
 
 
 class PretrainingData(LightningDataModule):
@@ -33,7 +36,7 @@ class PretrainingData(LightningDataModule):
         vocabulary: number of tokens.
         seed: of the tokenizer's documents, of every training step and of the validation cases.
         validation_windows: windows of 512 tokens of the validation text, spread evenly over it.
-        validation_cases: retrieval cases for each number of lines (5, 10, 20).
+        validation_cases: retrieval cases for each number of lines (20, 60), and needles in 960 tokens of text.
     """
 
     def __init__(
@@ -51,16 +54,22 @@ class PretrainingData(LightningDataModule):
         self.train_source, self.validation_source, self.phases = train, validation, phases
         self.tokenizer_folder, self.vocabulary, self.seed = Path(tokenizer), vocabulary, seed
         self.validation_windows, self.validation_cases = validation_windows, validation_cases
+        self.given_tokenizer: Path | None = None
         self.tokenizer: PreTrainedTokenizerFast | None = None
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the text, trains or loads the tokenizer, and turns the text into token ids."""
         if self.tokenizer is not None:
             return
-        text = self.train_source.read()
-        self.tokenizer = self.own_tokenizer(text)
-        self.train_tokens = encode_text(self.tokenizer, text)
-        self.validation_tokens = encode_text(self.tokenizer, self.validation_source.read())
+        self.train_text, self.validation_text = self.train_source.read(), self.validation_source.read()
+        given = self.given_tokenizer
+        self.tokenizer = load_tokenizer(given) if given else self.own_tokenizer(self.train_text)
+        self.train_tokens = encode_text(self.tokenizer, self.train_text)
+        self.validation_tokens = encode_text(self.tokenizer, self.validation_text)
+
+    def use_tokenizer(self, folder: Path) -> None:
+        """Takes the tokenizer of an exported model instead of one of this text's own: what that model's ids mean."""
+        self.given_tokenizer = folder
 
     def own_tokenizer(self, text: str) -> PreTrainedTokenizerFast:
         """The tokenizer of this text, seed and vocabulary, from its folder if it is there."""
@@ -80,16 +89,18 @@ class PretrainingData(LightningDataModule):
         file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")  # last: its presence says "complete"
         return load_tokenizer(self.tokenizer_folder)
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_dataloader(self) -> DataLoader[Batch]:
         """All steps of the run, entered at the trainer's: a resumed run goes on with the batch it would have had."""
         assert self.trainer is not None
         assert self.tokenizer is not None
-        curriculum = Curriculum(self.phases, self.trainer.max_steps, self.tokenizer, self.train_tokens, self.seed)
-        steps = StepRange(self.trainer.global_step, self.trainer.max_steps)
-        return DataLoader(Steps(curriculum), batch_size=None, sampler=steps)
+        hides = any(phase.needle for phase in self.phases)
+        running = RunningText(self.tokenizer, self.train_text) if hides else None
+        steps = self.trainer.max_steps
+        curriculum = Curriculum(self.phases, steps, self.tokenizer, self.train_tokens, self.seed, running)
+        return DataLoader(Steps(curriculum), batch_size=None, sampler=StepRange(self.trainer.global_step, steps))
 
-    def val_dataloader(self) -> list[DataLoader[dict[str, Tensor]]]:
-        """Text windows, then retrieval cases by number of lines; the same at every validation, never trained on."""
+    def val_dataloader(self) -> list[DataLoader[Batch]]:
+        """Text windows, retrieval cases by number of lines, needles; the same at every validation, never trained on."""
         assert self.tokenizer is not None
         windows = token_windows(self.validation_tokens, 512, self.tokenizer.bos_token_id)
         chosen = np.linspace(0, len(windows) - 1, min(self.validation_windows, len(windows))).round().astype(int)
@@ -97,17 +108,20 @@ class PretrainingData(LightningDataModule):
         loaders = [DataLoader([{"input_ids": rows, "labels": rows} for rows in text], batch_size=None)]
         for lines in VALIDATION_LINES:
             batch = retrieval_batch(self.tokenizer, self.seed + 1, self.validation_cases, lines)
-            loaders.append(DataLoader([batch], batch_size=None))
+            loaders.append(DataLoader(row_batches(batch), batch_size=None))
+        running = RunningText(self.tokenizer, self.validation_text)
+        batch = needle_batch(self.tokenizer, self.seed + 1, self.validation_cases, running, NEEDLE_TOKENS)
+        loaders.append(DataLoader(row_batches(batch), batch_size=None))
         return loaders
 
 
-class Steps(Dataset[dict[str, Tensor]]):
+class Steps(Dataset[Batch]):
     """Item i is the batch of step i."""
 
     def __init__(self, curriculum: Curriculum) -> None:
         self.curriculum = curriculum
 
-    def __getitem__(self, step: int) -> dict[str, Tensor]:
+    def __getitem__(self, step: int) -> Batch:
         return self.curriculum.batch(step)
 
     def __len__(self) -> int:

@@ -1,12 +1,15 @@
-"""What the embedded model can do: exact answers on fresh retrieval cases, and perplexity of held-out text.
+"""What the embedded model can do: exact answers on fresh cases, and perplexity of held-out text beside a trigram's.
 
-python -m calib.testbed.scores artifacts/tiny-llama --text FILE     prints both as JSON
+    python -m calib.testbed.scores artifacts/tiny-llama --text VALIDATION --trigram TRAIN     prints all of it as JSON
+
+Shares are given with their 95 % interval (Wilson). Needles are hidden in sentences of the validation text.
 """
 
 import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,28 +17,26 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from calib.testbed.cases import Batch, multi_query_batch, needle_batch, retrieval_batch, row_batches
 from calib.testbed.corpus import TextSource
-from calib.testbed.curriculum import IGNORED, document_rows
-from calib.testbed.generators import Piece, Style, retrieval_cases
+from calib.testbed.proportion import Proportion
+from calib.testbed.running_text import RunningText
+from calib.testbed.token_rows import IGNORED
 from calib.testbed.tokenizer import encode_text, load_tokenizer
+from calib.testbed.trigram import KneserNey
 
-
-def retrieval_batch(
-    tokenizer: PreTrainedTokenizerFast, seed: int, count: int, lines: int, digits: int = 4, style: Style = "line"
-) -> dict[str, Tensor]:
-    """`input_ids`, `labels` [count, tokens] int64 of fresh cases of the eval split; labels on the answer's digits."""
-    cases = retrieval_cases(seed, count, lines, digits, style)
-    documents = [[Piece(case.prompt, False), Piece(case.answer, True)] for case in cases]
-    longest = max(len(tokenizer(case.prompt + case.answer).input_ids) for case in cases)
-    ids, labels = zip(*document_rows(tokenizer, documents, longest), strict=True)
-    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+SEED = 20  # of the published cases; the checkpoint is chosen on others
+CASES = 500
+LINES = (5, 10, 20, 40, 60)
+NEEDLE_TOKENS = (512, 960)  # of running text; the question and the answer come to it
+DEPTHS = 5
 
 
 def exact_answers(logits: Tensor, labels: Tensor) -> Tensor:
     """[rows] bool: whether every labelled token is the most likely one given the true tokens before it.
 
-    For an answer at the end of its row this is exactly "greedy decoding gives the answer": the first wrong digit
-    makes both false. logits [rows, tokens, vocabulary], labels [rows, tokens] int64 with -100 elsewhere.
+    For one answer in a row this is exactly "greedy decoding gives the answer": the first wrong digit makes both false.
+    logits [rows, tokens, vocabulary], labels [rows, tokens] int64 with -100 elsewhere.
     """
     wanted = labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == wanted) | (wanted == IGNORED)).all(dim=1)
@@ -51,16 +52,10 @@ def token_windows(tokens: np.ndarray, length: int, bos: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def retrieval_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, count: int, lines: int, style: Style = "line"
-) -> float:
-    """Share of `count` fresh cases of `lines` lines whose four digits are all right."""
-    batch = retrieval_batch(tokenizer, seed, count, lines, style=style)
-    right = [
-        exact_answers(model(input_ids=ids).logits, labels)
-        for ids, labels in zip(batch["input_ids"].split(20), batch["labels"].split(20), strict=True)
-    ]
-    return torch.cat(right).double().mean().item()
+def right_answers(model: PreTrainedModel, cases: Batch) -> list[bool]:
+    """For each row whether all its answers are right."""
+    rows = [exact_answers(model(input_ids=part["input_ids"]).logits, part["labels"]) for part in row_batches(cases)]
+    return torch.cat(rows).tolist()
 
 
 @torch.no_grad()
@@ -78,29 +73,79 @@ def perplexity(
     return {"perplexity": math.exp(nats), "bits_per_character": nats / math.log(2) * len(tokens) / len(text)}
 
 
+def trigram_perplexity(tokenizer: PreTrainedTokenizerFast, train: str, text: str) -> float:
+    """Perplexity per token of a Kneser-Ney trigram of `train` on `text`, with the model's tokenizer."""
+    return KneserNey(encode_text(tokenizer, train), len(tokenizer)).perplexity(encode_text(tokenizer, text))
+
+
+def retrieval_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, cases: int
+) -> dict[str, Proportion]:
+    """Keyed lines: one query by number of lines, numbers as keys, and four queries of one list, all to be right."""
+    batches = {f"retrieval_{n}_lines": retrieval_batch(tokenizer, seed, cases, n) for n in LINES}
+    batches["retrieval_20_lines_number_keys"] = retrieval_batch(tokenizer, seed, cases, 20, keys="numbers")
+    batches["multi_query_20_lines_4_queries"] = multi_query_batch(tokenizer, seed, cases, 20, 4)
+    return {name: proportion(right_answers(model, batch)) for name, batch in batches.items()}
+
+
+def needle_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, seed: int, cases: int
+) -> dict[str, Proportion]:
+    """Needles in running text of two lengths, altogether and by fifths of the depth."""
+    running, scores = RunningText(tokenizer, text), {}
+    for tokens in NEEDLE_TOKENS:
+        right = right_answers(model, needle_batch(tokenizer, seed, cases, running, tokens))
+        scores[f"needle_{tokens}_tokens"] = proportion(right)
+        edges = [round(cases * part / DEPTHS) for part in range(DEPTHS + 1)]
+        for part in range(DEPTHS if cases >= DEPTHS else 0):
+            name = f"needle_{tokens}_tokens_depth_{100 * part // DEPTHS}_{100 * (part + 1) // DEPTHS}"
+            scores[name] = proportion(right[edges[part] : edges[part + 1]])
+    return scores
+
+
+def proportion(right: list[bool]) -> Proportion:
+    """How many of them."""
+    return Proportion(sum(right), len(right))
+
+
 def scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str | None, seed: int = 20, cases: int = 200
-) -> dict[str, float]:
-    """Retrieval at 5 to 60 lines and, with `text`, its perplexity; every figure under a name that says what it is."""
-    figures = {
-        f"retrieval_{n}_lines": retrieval_accuracy(model, tokenizer, seed, cases, n) for n in (5, 10, 20, 40, 60)
-    }
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    text: str | None,
+    train: str | None = None,
+    seed: int = SEED,
+    cases: int = CASES,
+) -> dict[str, Any]:
+    """Every figure under a name that says what it is; `text` adds needles and perplexity, `train` the trigram's."""
+    figures: dict[str, Any] = dict(retrieval_scores(model, tokenizer, seed, cases))
     if text is not None:
+        figures |= needle_scores(model, tokenizer, text, seed, cases)
         figures |= perplexity(model, tokenizer, text)
-    return figures
+        if train is not None:
+            figures["trigram_perplexity"] = trigram_perplexity(tokenizer, train, text)
+    return {name: value.as_dict() if isinstance(value, Proportion) else value for name, value in figures.items()}
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """An exported folder's model in float32 and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return model, load_tokenizer(folder)
 
 
 def main() -> None:
     """Measures an exported folder in float32 and prints JSON."""
     parser = argparse.ArgumentParser(prog="python -m calib.testbed.scores", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path, help="an exported folder")
-    parser.add_argument("--text", type=Path, help="text file for perplexity")
-    parser.add_argument("--cases", type=int, default=200, help="retrieval cases for each number of lines")
-    parser.add_argument("--seed", type=int, default=20, help="of the retrieval cases")
+    parser.add_argument("--text", type=Path, nargs="+", help="held-out text files for needles and perplexity")
+    parser.add_argument("--trigram", type=Path, nargs="+", help="training text files for the trigram's perplexity")
+    parser.add_argument("--cases", type=int, default=CASES, help=f"cases behind each share (default {CASES})")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the cases (default {SEED})")
     arguments = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, local_files_only=True).eval()
-    text = TextSource(text=[arguments.text]).read() if arguments.text else None
-    print(json.dumps(scores(model, load_tokenizer(arguments.model), text, arguments.seed, arguments.cases), indent=2))
+    if arguments.trigram and not arguments.text:
+        parser.error("--trigram needs --text: the text both perplexities are taken on")
+    model, tokenizer = load(arguments.model)
+    text, train = (TextSource(text=files).read() if files else None for files in (arguments.text, arguments.trigram))
+    print(json.dumps(scores(model, tokenizer, text, train, arguments.seed, arguments.cases), indent=2))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,17 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
-from toy_pretraining import PROSE, curriculum
+from toy_pretraining import PROSE, curriculum, pretrain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calib.cli import main
-from calib.testbed.curriculum import IGNORED
+from calib.testbed.cases import retrieval_batch
 from calib.testbed.language_model import LanguageModel, schedule
-from calib.testbed.scores import exact_answers, perplexity, retrieval_batch, token_windows
+from calib.testbed.scores import exact_answers, perplexity, token_windows
+from calib.testbed.token_rows import IGNORED
 
 # --- model
 
@@ -81,70 +79,6 @@ def test_uneven_heads_are_refused():
 # --- the command
 
 
-def pretrain(folder: Path, prose: Path, *more: str) -> int:
-    """A toy run of six steps with a checkpoint after every second."""
-    phases = "[{share: 0.5, rows: 2, length: 80, text: 0, copying: 0.5}, {share: 0.5, rows: 2, length: 96}]"
-    toy = {
-        "model": {"vocabulary": 600, "layers": 1, "hidden": 32, "mlp": 48, "heads": 2, "kv_heads": 1, "head_dim": 16},
-        "data.vocabulary": 600,
-        "data.phases": phases,
-        "data.train.text": f"[{prose}]",
-        "data.validation.text": f"[{prose}]",
-        "data.validation_windows": 2,
-        "data.validation_cases": 2,
-        "data.tokenizer": folder / "tokenizer",
-        "checkpoint": {"every_n_train_steps": 2},
-        "output": folder / "model",
-        "score_cases": 2,
-        "trainer.max_steps": 6,
-        "trainer.precision": "32-true",
-        "trainer.val_check_interval": 3,
-        "trainer.log_every_n_steps": 1,
-        "trainer.default_root_dir": folder / "run",
-        "trainer.enable_progress_bar": "false",
-        "trainer.enable_model_summary": "false",
-    }
-    words = []
-    for key, value in toy.items():
-        for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
-            words += [f"--{key}.{name}" if name else f"--{key}", str(part)]
-    return main(["pretrain", "--config", "configs/tiny_lm.yaml", *words, *more])
-
-
-@pytest.fixture
-def losses(monkeypatch):
-    """Every step's loss as the run computed it, and a switch that makes a step fail like a killed process."""
-    record, fail_at, step_of = [], [], LanguageModel.training_step
-
-    def observed(self, batch, batch_index):
-        if self.global_step in fail_at:
-            raise RuntimeError("the power went")
-        loss = step_of(self, batch, batch_index)
-        record.append((self.global_step, loss.item()))
-        return loss
-
-    monkeypatch.setattr(LanguageModel, "training_step", observed)
-    return SimpleNamespace(record=record, fail_at=fail_at)
-
-
-def test_an_interrupted_run_resumes_exactly(prose, tmp_path, losses, capsys):
-    assert pretrain(tmp_path / "straight", prose, "--trainer.logger", "false") == 0
-    straight = dict(losses.record)
-    assert list(straight) == list(range(6))
-    assert len(set(straight.values())) == 6
-
-    losses.record.clear()
-    losses.fail_at.append(5)
-    assert pretrain(tmp_path / "broken", prose, "--trainer.logger", "false") == 1
-    assert not (tmp_path / "broken/model").exists()
-    losses.fail_at.clear()
-    assert pretrain(tmp_path / "broken", prose, "--trainer.logger", "false", "--ckpt_path", "last") == 0
-    assert [step for step, _ in losses.record] == [0, 1, 2, 3, 4, 4, 5]  # the checkpoint is after four steps
-    assert all(loss == straight[step] for step, loss in losses.record)
-    files = [tmp_path / run / "model/model.safetensors" for run in ("straight", "broken")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
 def test_the_export_is_a_model_that_transformers_loads(prose, tmp_path):
     folder = tmp_path / "model"
     assert pretrain(tmp_path, prose, "--trainer.logger", "false") == 0
@@ -155,6 +89,7 @@ def test_the_export_is_a_model_that_transformers_loads(prose, tmp_path):
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
+        "training.json",
     }
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -165,7 +100,8 @@ def test_the_export_is_a_model_that_transformers_loads(prose, tmp_path):
     assert tokenizer.decode(out[0]).startswith("<s>line rain: 48")
     card = (folder / "README.md").read_text()
     assert "6 steps" in card
-    assert re.search(r"20 lines \(2 fresh cases\) \| [01]\.\d{3} \|", card)
+    assert re.search(r"\| retrieval 20 lines \| [01]\.\d{3} \| 0\.\d{3} to [01]\.\d{3} \| 2 \|", card)
+    assert "| trigram perplexity |" in card
     assert "calib pretrain --config configs/tiny_lm.yaml \\\n        --data.train.text '[prose.txt]'" in card
     for file in folder.glob("*.json"):
         assert str(tmp_path) not in json.dumps(json.loads(file.read_text()))

@@ -12,8 +12,11 @@ from transformers import AutoTokenizer
 
 from calib.errors import RunError, UsageError
 from calib.testbed.corpus import TextSource, natural_spacing
-from calib.testbed.curriculum import IGNORED, Curriculum, Phase, document_rows
-from calib.testbed.generators import copying, keyed_lines, keyed_random, retrieval_cases, split_of
+from calib.testbed.curriculum import Curriculum
+from calib.testbed.generators import copying, keyed_lines, keyed_random, retrieval_cases
+from calib.testbed.phase import Phase
+from calib.testbed.splits import split_of
+from calib.testbed.token_rows import IGNORED, document_rows
 from calib.testbed.tokenizer import train_tokenizer
 from calib.testbed.words import WORDS
 
@@ -32,7 +35,7 @@ def test_documents_depend_on_the_key_alone():
 def test_the_generator_is_the_same_in_every_version():
     """Written down once: a change here changes every fitted and trained thing that is made from seeds."""
     case = retrieval_cases(0, 1, 2, digits=2)[0]
-    assert (case.prompt, case.answer) == ("line glass: 12\nline brick: 42\n?\nline glass: ", "12")
+    assert (case.prompt, case.answer) == ("line floor: 21\nline tea: 46\n?\nline tea: ", "46")
 
 
 @settings(deadline=None, max_examples=40)
