@@ -2,6 +2,6 @@
 
 documents     generators (keyed lines, multi-query, needles, copying), words, splits, running_text
 training      phase, curriculum, token_rows, corpus, tokenizer, pretraining_data, language_model
-measuring     cases, scores, proportion, trigram; key_profile, key_words, key_page
+measuring     cases, scores, proportion, trigram
 shipping      export, training_record, model_card
 """

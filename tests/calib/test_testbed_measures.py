@@ -9,10 +9,11 @@ import pytest
 import torch
 from toy_pretraining import PROSE
 
-from calib.testbed import key_page, model_card
+from calib.key_profile import page as key_page
+from calib.key_profile.profile import attention_shares, profile, spread
+from calib.key_profile.words import sink_words
+from calib.testbed import model_card
 from calib.testbed import scores as score_module
-from calib.testbed.key_profile import attention_shares, profile, spread
-from calib.testbed.key_words import sink_words
 from calib.testbed.language_model import LanguageModel
 from calib.testbed.proportion import Proportion
 from calib.testbed.scores import scores
@@ -159,7 +160,7 @@ def test_the_page_is_written_by_one_command(tmp_path, monkeypatch):
     text = tmp_path / "some.txt"
     text.write_text("The river ran past the old mill by the town. Nobody could say how old it was.\n" * 300)
     page = tmp_path / "results/page.md"
-    words = ["key_page", "artifacts/tiny-llama", "--text", str(text), "--output", str(page)]
+    words = ["page", "artifacts/tiny-llama", "--text", str(text), "--output", str(page)]
     monkeypatch.setattr("sys.argv", words)
     key_page.main()
     written = page.read_text()

@@ -1,6 +1,6 @@
 """What a profile of keys and attention says in words: each sentence is chosen by its numbers and claims no more."""
 
-from calib.testbed.key_profile import LEAST_SEEN, LayerProfile
+from calib.key_profile.profile import LEAST_SEEN, LayerProfile
 
 FURTHER = 1.5  # times the values' largest channel, before keys are said to have outlier channels of their own
 MANY_MEDIANS = 10.0

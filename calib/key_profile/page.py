@@ -1,6 +1,6 @@
 """Writes the page about a model's keys and attention: what it can and cannot stand for.
 
-    python -m calib.testbed.key_page artifacts/tiny-llama --text FILE [--compare DIR ...] --output docs/results/tiny_llama.md
+    python -m calib.key_profile.page artifacts/tiny-llama --text FILE [--compare DIR ...] --output docs/results/tiny_llama.md
 
 Sequences of 512 tokens of the text, and keyed lines of the eval split in the style of the retrieval cases, each behind
 the tokenizer's first token. `--compare` sets other local models beside it, each measured with its own tokenizer.
@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from calib.capture.language_model import load
 from calib.errors import UsageError
+from calib.key_profile.profile import LEAST_SEEN, LayerProfile, profile
+from calib.key_profile.words import mass_words, outlier_words, rank_words, sink_words
 from calib.testbed.corpus import TextSource
 from calib.testbed.generators import keyed_lines, keyed_random
-from calib.testbed.key_profile import LEAST_SEEN, LayerProfile, profile
-from calib.testbed.key_words import mass_words, outlier_words, rank_words, sink_words
 
 LENGTH = 512
 SEQUENCES = 8
@@ -99,7 +99,7 @@ def page(folders: list[Path], text: str, label: str, command: str) -> str:
         f"{SEQUENCES} sequences of {LENGTH} tokens of {label} and as many of keyed lines (`line word: 1234`), float32. "
         f"A channel's magnitude is its mean |x|; attention is taken over the queries that see at least {LEAST_SEEN} tokens; "
         "effective rank is exp of the entropy of the singular values of the centred keys (Roy and Vetterli 2007), mean "
-        "over KV heads. Definitions: `calib/testbed/key_profile.py`. The sentences under a table speak of this model on "
+        "over KV heads. Definitions: `calib/key_profile/profile.py`. The sentences under a table speak of this model on "
         "this text and are chosen by its numbers; they say nothing about larger models.\n",
     ]
     for folder in folders:
@@ -118,7 +118,7 @@ def page(folders: list[Path], text: str, label: str, command: str) -> str:
 def main() -> None:
     """Measures and writes the page."""
     parser = argparse.ArgumentParser(
-        prog="python -m calib.testbed.key_page", description=(__doc__ or "").split("\n")[0]
+        prog="python -m calib.key_profile.page", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("model", type=Path, help="a model's folder")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="held-out text files")
@@ -127,7 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     source, models = TextSource(text=arguments.text), [arguments.model, *arguments.compare]
     command = (
-        f"python -m calib.testbed.key_page artifacts/{arguments.model.name} --text {source.label.replace(',', '')}"
+        f"python -m calib.key_profile.page artifacts/{arguments.model.name} --text {source.label.replace(',', '')}"
     )
     if arguments.compare:
         command += f" --compare {' '.join(folder.name for folder in arguments.compare)}"
