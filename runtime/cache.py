@@ -78,9 +78,9 @@ class CompressedCache(Cache):
         Only while past recording is on can anything be removed; transformers turns it on for prompt lookup and
         assisted decoding. Raises ValueError for more columns than the last forward had, or for a positive number.
         """
-        removed, drafts = -tokens_to_remove, self.rows.unconfirmed
+        removed, drafts = -int(tokens_to_remove), self.rows.unconfirmed  # older releases count in a tensor
         if removed < 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; say {removed}")
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {-removed}; say {removed}")
         if removed > drafts:
             raise ValueError(
                 f"cannot remove {removed} tokens, at most the {drafts} of the last forward that are not stored yet; "
@@ -91,7 +91,7 @@ class CompressedCache(Cache):
             if isinstance(layer, CompressedLayer):
                 layer.seen -= removed
             else:
-                layer.crop(tokens_to_remove)
+                layer.crop(-removed)
                 _let_go(layer)
 
     def to(self, device: torch.device | str | int) -> "CompressedCache":
@@ -114,6 +114,11 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forgets every token; the cache can be used again, for any batch."""
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer):
+                # Dropped first: older releases would only overwrite them with zeros and go on behind those.
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         super().reset()
         self.rows.clear()
 

@@ -1,0 +1,16 @@
+"""What some supported releases of transformers cannot do by themselves; asked of the release, not of its number."""
+
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+
+def drafts_may_slide() -> bool:
+    """Whether a draft model may have sliding layers: whether these show no more than their window while they record."""
+    layer = DynamicSlidingWindowLayer(sliding_window=4)
+    layer.activate_past_recording()
+    for _ in range(8):
+        keys, _ = layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    return keys.shape[2] == 4
+
+
+NO_SLIDING_DRAFTS = "this release of transformers cannot draft with a model whose layers slide, whatever the cache"
