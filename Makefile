@@ -26,7 +26,7 @@ lint: .venv/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-tables: .venv/dev.stamp  ## what calibration is worth; TEXT=FILE measures on that text and writes the README's table
+tables: .venv/dev.stamp fit  ## what calibration is worth; TEXT=FILE measures on that text and writes the README's table
 	$(BIN)/python benchmarks/clip_table.py $(if $(TEXT),--text $(TEXT) --natural-spacing --write)
 
 bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache
