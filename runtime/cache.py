@@ -90,7 +90,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.seen -= removed
-            else:
+            elif self.rows.recording and layer.is_initialized:  # else transformers' layers refuse even crop(0)
                 layer.crop(-removed)
                 _let_go(layer)
 

@@ -6,7 +6,7 @@ which attends (packed pages, window, new tokens) and then stores the new tokens,
 recording is on. If the layer reaches any other attention function, that one fails at once: a layer is not a tensor.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -131,12 +131,14 @@ class CompressedLayer(CacheLayerMixin):
             stream.window.resize(max(map(slots, forward.after)))
         forward.stored()
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached for what a layer does not have: a model that treats what `update` returned as a tensor.
-        raise AttributeError(
-            f"a compressed layer is no tensor and has no {name!r}: this model, or an attention function that is not ours, "
-            "works on keys and values behind the cache's back; is the cache released, or the model unsupported?"
-        )
+    if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached for what a layer does not have: a model that treats what `update` returned as a tensor.
+            raise AttributeError(
+                f"a compressed layer is no tensor and has no {name!r}: this model, or an attention function that is not ours, "
+                "works on keys and values behind the cache's back; is the cache released, or the model unsupported?"
+            )
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included: what transformers counts positions and masks by."""

@@ -39,6 +39,7 @@ class PageTable:
         self._free: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
         self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
+        self._released: dict[int, int] = {}  # positions of a row that `release` is done with
 
     def reserve(self, row: int, pages: int, writes: Iterable[int], first: int = 0) -> list[tuple[int, int]]:
         """Gives `row` pages up to position `pages` and makes those it `writes` (positions in the row) its own.
@@ -60,12 +61,14 @@ class PageTable:
     def release(self, row: int, first: int) -> None:
         """Gives back the pages of `row` before position `first`, which nobody reads any more."""
         held = self.rows[row]
-        position = min(first, len(held)) - 1
-        while position >= 0 and held[position] != NOWHERE:
-            self._let_go(held[position])
-            held[position] = NOWHERE
-            self._changed()
-            position -= 1
+        stop = min(first, len(held))
+        # From where the last release ended: a row may hold pages before some that it never needed.
+        for position in range(self._released.get(row, 0), stop):
+            if held[position] != NOWHERE:
+                self._let_go(held[position])
+                held[position] = NOWHERE
+                self._changed()
+        self._released[row] = max(stop, self._released.get(row, 0))
 
     def prepare(self, needed: int) -> None:
         """Grows the capacity so that `needed` pages can be taken."""
@@ -99,6 +102,7 @@ class PageTable:
         numbers in the new order, for `PagePool.keep`.
         """
         old, self.rows = self.rows, [list(self.rows[source]) for source in sources]
+        self._released = {row: self._released.get(source, 0) for row, source in enumerate(sources)}
         for page in (page for row in self.rows for page in row if page != NOWHERE):
             self._holders[page] += 1
         for page in (page for row in old for page in row if page != NOWHERE):

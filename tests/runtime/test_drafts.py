@@ -233,6 +233,15 @@ def test_full_with_drafts_gives_the_tokens_of_the_dynamic_cache(family, way):
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **options), expected)
 
 
+def test_crop_of_nothing_is_always_allowed():
+    model = random_model("qwen3-mixed")
+    with compress(model, method="rtn") as cache:
+        cache.crop(0)
+        model(**left_padded([100]), past_key_values=cache)  # beyond the sliding layer's window
+        cache.crop(0)
+        assert cache.get_seq_length() == cache.get_seq_length(1) == 100
+
+
 def test_plain_generation_goes_on_after_drafts(model):
     """Recording stays on when assisted decoding ends; a later turn must not notice."""
     inputs = {"input_ids": left_padded([40])["input_ids"].repeat(1, 4)}

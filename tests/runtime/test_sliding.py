@@ -71,6 +71,19 @@ def test_attention_over_what_is_left_is_that_over_everything(model, case):
     assert max(held_pages(cache)) < min(held_pages(everything))
 
 
+def test_pages_before_a_long_chunk_are_given_back_after_it(model):
+    """The chunk never needs pages 1 to 5, so that empty positions lie between the old page and the new ones."""
+    cache = BY_NAME["rtn-4"].open(model)
+    cache.release()
+    for step in range(4):
+        walk(cache, [Tokens.random(model, 100, seed=step)])
+        walk(cache, [Tokens.random(model, 1000, seed=step)])
+        walk(cache, [Tokens.random(model, 1, seed=step)])
+        length = 1101 * (step + 1)  # the last query, at length - 1, saw WINDOW tokens back, itself included
+        assert held_pages(cache) == [-(-length // PAGE_TOKENS) - (length - WINDOW) // PAGE_TOKENS]
+        assert cache.rows.table.capacity <= 7
+
+
 @pytest.mark.parametrize("held", [0, 200])
 @pytest.mark.parametrize("name", ["full", "kivi-2-short"])
 def test_a_chunk_longer_than_a_block_of_queries(model, name, held):
