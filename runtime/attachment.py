@@ -1,12 +1,14 @@
 """A cache's hold on its model: while one lasts, the model's attention is ours; after the last it is exactly as before."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from calib.runtime import attention
+from calib.runtime.rows import Rows
 
 # Holds on each model at this moment, and what its configs said before the first of them.
 _held: "weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[Any, str | None]]]]" = weakref.WeakKeyDictionary()
@@ -15,8 +17,12 @@ _held: "weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[Any, str | No
 class Attachment:
     """One hold, from its making to `release`. It does not keep the model alive."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, told: Rows | None = None) -> None:
+        """`told` rows hear the token ids of every forward, where the model is given any."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
+        self._hook = None
+        if told is not None:
+            self._hook = model.get_input_embeddings().register_forward_pre_hook(partial(_tell, weakref.ref(told)))
         count, saved = _held.get(model, (0, []))
         if not count:
             attention.register()
@@ -28,6 +34,8 @@ class Attachment:
     def release(self) -> None:
         """Ends the hold; harmless when repeated, or when the model is gone."""
         model, self._model = self._current(), None
+        if self._hook is not None:
+            self._hook.remove()
         if model is None or model not in _held:
             return
         count, saved = _held.pop(model)
@@ -37,10 +45,16 @@ class Attachment:
         for config, implementation in saved:
             config._attn_implementation_internal = implementation
 
-    def again(self) -> "Attachment | None":
-        """A hold of its own on the same model; None where this one has ended."""
+    def again(self, rows: Rows) -> "Attachment | None":
+        """A hold of its own on the same model, for a copy of the cache with `rows`; None where this one has ended."""
         model = self._current()
-        return None if model is None else Attachment(model)
+        return None if model is None else Attachment(model, rows if self._hook is not None else None)
 
     def _current(self) -> PreTrainedModel | None:
         return None if self._model is None else self._model()
+
+
+def _tell(told: "weakref.ref[Rows]", embedding: nn.Module, given: tuple[Any, ...]) -> None:
+    rows = told()
+    if rows is not None and given:
+        rows.ids = given[0]

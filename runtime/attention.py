@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.reading import Logits
+from calib.runtime.logits import Logits
 
 # No "flash", "sdpa" or "/" in the name: transformers reads meaning into them.
 NAME = "calib_packed"

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -11,10 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from calib.runtime.attachment import Attachment
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.memory import Memory, measure
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.memory import KINDS, Memory, measure
 from calib.runtime.rows import Rows
-from calib.runtime.window import allocated
 
 
 class CompressedCache(Cache):
@@ -43,7 +42,7 @@ class CompressedCache(Cache):
         memo[id(self)] = copied
         own = {name: value for name, value in vars(self).items() if name != "_attachment"}
         copied.__dict__.update(copy.deepcopy(own, memo))
-        copied._hold(self._attachment and self._attachment.again())
+        copied._hold(self._attachment and self._attachment.again(copied.rows))
         return copied
 
     def release(self) -> None:
@@ -109,7 +108,8 @@ class CompressedCache(Cache):
                     if isinstance(getattr(layer, name, None), Tensor):
                         setattr(layer, name, getattr(layer, name).to(target))
                 layer.device = target
-        self.rows.table.leave_devices()
+        for table in self.rows.tables:
+            table.leave_devices()
         return self
 
     def reset(self) -> None:
@@ -141,22 +141,17 @@ class CompressedCache(Cache):
 
     def memory(self) -> Memory:
         """What the cache weighs now; `predicted_bytes` comes from shapes, `measured_bytes` from the tensors' storage."""
-        kinds = dict.fromkeys(("codes", "parameters", "exact", "window", "tables", "uncompressed"), 0)
+        kinds = Counter(dict.fromkeys(KINDS, 0))
         values = marginal = 0.0
         for layer in self.compressed:
-            tables = [table for plan in layer.plans for table in plan.tables()]
-            kinds["tables"] += sum(table.numel() * table.element_size() for table in tables)
-            for stream in layer.streams or ():
-                pool = stream.pool
-                for field in pool.fields.values():
-                    page_tokens = self.rows.table.capacity * PAGE_TOKENS * pool.kv_heads
-                    kinds[field.kind] += round(page_tokens * field.bytes_per_token())
-                    marginal += pool.kv_heads * field.bytes_per_token()
-                slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
-                size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * layer.dtype.itemsize
-                kinds["window"] += (allocated(slots, stream.plan.schedule.window()) + self.rows.unconfirmed) * size
-                values += pool.kv_heads * stream.head_dim
-        kinds["tables"] += self.rows.table.predicted_bytes()
+            kinds["tables"] += sum(table.numel() * table.element_size() for table in layer.plan.tables())
+            if layer.store is not None:
+                weight = layer.store.footprint()
+                kinds.update(weight.kinds)
+                marginal, values = marginal + weight.marginal, values + weight.values
+        kinds["tables"] += sum(table.predicted_bytes() for table in self.rows.tables)
+        rotation = self.compressed[0].place.rotation  # shared by all layers
+        kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
         kinds["uncompressed"] = sum(
             2 * layer.keys.numel() * layer.keys.element_size()
@@ -168,7 +163,7 @@ class CompressedCache(Cache):
             predicted_bytes=sum(kinds.values()),
             measured_bytes=measured,
             host_bytes=0,
-            by_kind=kinds,
+            by_kind=dict(kinds),
             bits_per_value=8 * measured / seen if seen else 0.0,
             marginal_bits=8 * marginal / values if values else 0.0,
             compressed_layers=len(self.compressed),

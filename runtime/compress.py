@@ -10,7 +10,8 @@ from calib.runtime.attachment import Attachment
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods import Geometry, build
-from calib.runtime.rows import Rows
+from calib.runtime.rotation import Rotation
+from calib.runtime.store import Place
 
 # What a configuration says when a decoder attends to another sequence as well.
 CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
@@ -74,13 +75,11 @@ def compress(
     geometry = Geometry.of(config)
     plans = {i: built.plan(i, geometry, artifact) for i in wrapped}
     for plan in plans.values():
-        for stream in (plan.keys, plan.values):
-            stream.codec.fields(
-                geometry.head_dim, model.dtype, False
-            )  # refuses what does not divide, before anything runs
-    first = plans[wrapped[0]]
+        plan.check(geometry.head_dim, model.dtype)  # before anything runs
     windows = [layers[i].sliding_window for i in wrapped if isinstance(layers[i], DynamicSlidingWindowLayer)]
-    rows = Rows(first.keys.schedule, first.values.schedule, len(wrapped), max(windows, default=None))
-    for i, plan in plans.items():
-        layers[i] = CompressedLayer(plan.keys, plan.values, rows)
-    return CompressedCache(layers, rows, method, seed, Attachment(model))
+    rows = plans[wrapped[0]].rows(len(wrapped), max(windows, default=None))
+    rotation = Rotation.of(model) if any(plan.relocates for plan in plans.values()) else None
+    for number, (i, plan) in enumerate(plans.items()):
+        layers[i] = CompressedLayer(plan, rows, Place(number, seed, rotation))
+    asks_ids = any(plan.asks_ids for plan in plans.values())
+    return CompressedCache(layers, rows, method, seed, Attachment(model, rows if asks_ids else None))

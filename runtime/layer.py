@@ -6,17 +6,17 @@ which attends (packed pages, window, new tokens) and then stores the new tokens,
 recording is on. If the layer reaches any other attention function, that one fails at once: a layer is not a tensor.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from calib.runtime.attend import LayerAttention
-from calib.runtime.pages import PAGE_TOKENS
-from calib.runtime.reading import Logits
+from calib.runtime.logits import Logits
+from calib.runtime.pages import PAGE_TOKENS, TILE_TOKENS
 from calib.runtime.rows import Draft, Forward, Rows
-from calib.runtime.stream import TILE_TOKENS, Stream, StreamPlan
+from calib.runtime.store import Given, Place, Plan, Store
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -25,14 +25,14 @@ class CompressedLayer(CacheLayerMixin):
     # For transformers: `crop` takes drafts back without a trace.
     is_croppable = True
 
-    def __init__(self, keys: StreamPlan, values: StreamPlan, rows: Rows) -> None:
+    def __init__(self, plan: Plan, rows: Rows, place: Place) -> None:
         super().__init__()
-        # Copies: a plan's tables may be views of an artifact's tensors for all layers, and would keep those alive.
-        self.plans, self.state = (keys.to(torch.device("cpu")), values.to(torch.device("cpu"))), rows
+        # A copy: a plan's tables may be views of an artifact's tensors for all layers, and would keep those alive.
+        self.plan, self.state, self.place = plan.to(torch.device("cpu")), rows, place
         self._clear()
 
     def _clear(self) -> None:
-        self.streams: tuple[Stream, Stream] | None = None
+        self.store: Store | None = None
         self.is_initialized = False
         self.seen = 0
         self.steps = 0
@@ -41,8 +41,8 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Fixes dtype, device, shapes and parameter width from the first tokens."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.streams = (Stream("keys", self.plans[0], key_states), Stream("values", self.plans[1], value_states))
-        self.plans = (self.streams[0].plan, self.streams[1].plan)  # on the device now, and only there
+        self.store = self.plan.open(key_states, value_states, self.state, self.place)
+        self.plan = self.store.plan  # on the device now, and only there
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -58,18 +58,18 @@ class CompressedLayer(CacheLayerMixin):
 
         `mask` is the 2-D padding mask or None. Padded queries get zeros. Returns `[rows, heads, n, D]`.
         """
-        assert self._arrived is not None and self.streams is not None, "attention without update"
-        (new_keys, new_values), self._arrived = self._arrived, None
+        assert self._arrived is not None and self.store is not None, "attention without update"
+        given, self._arrived = Given(query, *self._arrived), None
         self._check_window(logits.sliding)
         forward = self.state.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
         if forward.recorded:
-            output = self._attended(forward, query, new_keys, new_values, logits)
-            forward.hold(Draft(self._take_in, new_keys.detach().clone(), new_values.detach().clone()))
+            output = self._attended(forward, given, logits, observe=False)
+            forward.hold(Draft(partial(self._take_in, logits), self._draft(given)))
         else:
-            self._prepare(forward)  # before attention: the table already names the pages this forward will fill
-            output = self._attended(forward, query, new_keys, new_values, logits)
-            self._store(forward, new_keys, new_values)
+            self.store.prepare(forward)  # before attention: the table already names the pages this forward will fill
+            output = self._attended(forward, given, logits, observe=True)
+            self._store(forward, given)
         self.seen += query.shape[2]
         return output
 
@@ -81,54 +81,44 @@ class CompressedLayer(CacheLayerMixin):
                 f"the {kept} tokens of the configuration's sliding_window; set that to the largest window of any layer"
             )
 
-    def _take_in(self, forward: Forward, new_keys: Tensor, new_values: Tensor) -> None:
-        self._prepare(forward)
-        self._store(forward, new_keys, new_values)
+    def _draft(self, given: Given) -> tuple[Tensor, ...]:
+        """Copies of what storing will need: the query only where it decides where tokens go."""
+        assert self.store is not None
+        query = given.query if self.store.observes else given.query[:, :0]
+        return tuple(part.detach().clone() for part in (query, given.keys, given.values))
 
-    def _prepare(self, forward: Forward) -> None:
-        for stream in self.streams or ():
-            stream.prepare(forward, self.state.table)
+    def _take_in(self, logits: Logits, forward: Forward, *draft: Tensor) -> None:
+        assert self.store is not None
+        given = Given(*draft)
+        self.store.prepare(forward)
+        if self.store.observes:  # attended again, now that it is known which drafts were kept
+            self._attended(forward, given, logits, observe=True)
+        self._store(forward, given)
 
-    def _attended(
-        self, forward: Forward, query: Tensor, new_keys: Tensor, new_values: Tensor, logits: Logits
-    ) -> Tensor:
-        assert self.streams is not None
+    def _attended(self, forward: Forward, given: Given, logits: Logits, observe: bool) -> Tensor:
+        assert self.store is not None
         # Rows with padding in this forward go one by one, without it; the others together, as many as fill a tile.
-        batch, step = query.shape[0], 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
+        batch, step = given.query.shape[0], 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
         if forward.columns is None and batch <= step:
-            return LayerAttention(*self.streams, self.state, forward, range(batch), logits).output(
-                query, new_keys, new_values
-            )
-        parts = []
+            return self.store.attend(forward, range(batch), logits, given, observe)
+        outputs = []
         for at in range(0, batch, step):
             rows = range(at, min(at + step, batch))
-            q, k, v = (tensor[rows.start : rows.stop] for tensor in (query, new_keys, new_values))
-            layer = LayerAttention(*self.streams, self.state, forward, rows, logits)
+            part = given.of_rows(rows)
             if forward.columns is None:
-                parts.append(layer.output(q, k, v))
+                outputs.append(self.store.attend(forward, rows, logits, part, observe))
                 continue
-            columns, output = forward.columns[at].to(query.device), q.new_zeros(*q.shape[:3], v.shape[3])
+            columns = forward.columns[at].to(given.query.device)
+            output = part.query.new_zeros(*part.query.shape[:3], part.values.shape[3])
             if forward.counts[at]:
-                output[:, :, columns] = layer.output(q[:, :, columns], k[:, :, columns], v[:, :, columns])
-            parts.append(output)
-        return torch.cat(parts)
+                output[:, :, columns] = self.store.attend(forward, rows, logits, part.of_columns(columns), observe)
+            outputs.append(output)
+        return torch.cat(outputs)
 
-    def _store(self, forward: Forward, new_keys: Tensor, new_values: Tensor) -> None:
-        assert self.streams is not None
-        table = self.state.table
+    def _store(self, forward: Forward, given: Given) -> None:
+        assert self.store is not None
         # Detached: outside torch.no_grad() a stored token would keep the graph of every forward alive.
-        for stream, new in zip(self.streams, (new_keys.detach(), new_values.detach()), strict=True):
-            if forward.width == 1 and forward.columns is None:
-                stream.store_step(forward, table, new)
-                continue
-            slots = stream.plan.schedule.slots
-            stream.window.resize(max(map(slots, forward.before + forward.after)))
-            for rows in forward.alike:
-                tokens = (
-                    new[rows] if forward.columns is None else new[rows][:, :, forward.columns[rows[0]].to(new.device)]
-                )
-                stream.store_run(rows, forward, table, tokens)
-            stream.window.resize(max(map(slots, forward.after)))
+        self.store.store(forward, given.keys.detach(), given.values.detach())
         forward.stored()
 
     if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes
@@ -171,19 +161,12 @@ class CompressedLayer(CacheLayerMixin):
 
     def to(self, device: torch.device) -> None:
         """Moves what is stored, and the tables of the stages."""
-        if self.streams is None:
+        if self.store is None:
             return
-        for stream in self.streams:
-            stream.to(device)
-        self.plans, self.device = (self.streams[0].plan, self.streams[1].plan), device
+        self.store.to(device)
+        self.plan, self.device = self.store.plan, device
 
-    def permute(self, sources: Tensor, kept: list[int] | None) -> None:
-        """Row i becomes a copy of row `sources[i]` (int64 `[rows]`): windows are copied, pages shared by the table.
-
-        `kept` are the pages that stay, where the table numbered them anew.
-        """
-        for stream in self.streams or ():
-            stream.window.permute(sources.to(stream.window.tokens.device))
-            stream.window.resize(max(map(stream.plan.schedule.slots, self.state.lengths), default=0))
-            if kept is not None:
-                stream.pool.keep(kept)
+    def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
+        """Row i becomes a copy of row `sources[i]` (int64 `[rows]`); `kept` as `Rows.permute` returned it."""
+        if self.store is not None:
+            self.store.permute(sources, kept)

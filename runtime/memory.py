@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The lines of the report: packed codes, their parameters, exact pages, the exact window, positions of tokens in tiers,
+# saliency, tables of the artifact and of pages, layers left uncompressed.
+KINDS = ("codes", "parameters", "exact", "window", "positions", "saliency", "tables", "uncompressed")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -20,7 +24,7 @@ class Memory:
         predicted_bytes: from shapes alone.
         measured_bytes: storage of every tensor on the device (on the CPU, of every tensor that is not host placement).
         host_bytes: storage of tensors placed in host memory on purpose.
-        by_kind: predicted bytes of codes, parameters, exact pages, window, tables, layers left uncompressed.
+        by_kind: predicted bytes of each of `KINDS`.
         bits_per_value: measured bits for each key or value element of the tokens seen; 0 for an empty cache.
         marginal_bits: bits for each key or value element of one more token, pages and parameters.
         compressed_layers: attention layers that are compressed; the others slide and stay as the model made them.

@@ -17,6 +17,11 @@ from calib.runtime.stages.contract import Block, Field
 
 PAGE_TOKENS = 128
 
+# The most tokens that are ever in float32 at once while a long prompt is encoded or pages are attended, and the most
+# elements of a stream: a tile that stays in the processor's own cache is read several times for the price of once.
+TILE_TOKENS = 4096
+TILE_ELEMENTS = 2**20
+
 # A pool that is full grows by a sixteenth: the copy that this costs comes once in T/16 tokens and is paid for by the
 # T/16 attention passes between, and no more than a sixteenth of the pages are ever slack.
 GROWTH = 16
@@ -27,6 +32,11 @@ NOWHERE = -1
 
 # Pages to read: their numbers int32 `[rows, n]`, or a slice for one row whose pages follow each other.
 Pages: TypeAlias = Tensor | slice
+
+
+def tile_tokens(kv_heads: int, head_dim: int) -> int:
+    """Tokens of all rows together in one tile of a layer."""
+    return max(PAGE_TOKENS, min(TILE_TOKENS, TILE_ELEMENTS // (kv_heads * head_dim)))
 
 
 class PageTable:
@@ -164,6 +174,7 @@ class PagePool:
     def __init__(self, fields: dict[str, Field], kv_heads: int, device: torch.device) -> None:
         self.fields = fields
         self.kv_heads = kv_heads
+        self.device = device
         self.capacity = 0
         self.tensors = {
             name: torch.zeros(
@@ -194,17 +205,21 @@ class PagePool:
             for source, target in pairs:
                 tensor[target] = tensor[source]
 
-    def read(self, pages: Pages) -> Block:
+    def read(self, pages: Pages, part: str = "") -> Block:
         """Pages by number -> tile of fields `[rows, kv_heads, width, n * PAGE_TOKENS / tokens_per_row]`, still packed.
 
-        `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy.
+        `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy. Of a
+        pool that holds several parts ("keys.words") only the fields of `part` ("keys.") are read, under their own names.
         """
         tile = {}
-        for name, tensor in self.tensors.items():
+        for full_name, tensor in self.tensors.items():
+            if not full_name.startswith(part):
+                continue
+            name = full_name.removeprefix(part)
             block = (
                 tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[pages]
             )  # [rows, n, heads, slots, w]
-            if self.fields[name].kind == "exact":
+            if self.fields[full_name].kind == "exact":
                 # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
                 tile[name] = block.transpose(1, 2).flatten(2, 3).mT
             else:
@@ -234,9 +249,22 @@ class PagePool:
                 done += count
 
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
-        """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`."""
+        """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`.
+
+        Slots that differ by head, and their pages, are int64 `[n, kv_heads]`.
+        """
         for name, tensor in self.tensors.items():
-            tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)
+            if slots.ndim == 2:
+                tensor[pages, self._heads(tensor), slots] = block[name][:, :, 0].to(tensor.dtype)
+            else:
+                tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)
+
+    def read_tokens(self, pages: Tensor, slots: Tensor) -> Block:
+        """One token for each of n rows and each head: page number and slot int64 `[n, kv_heads]` -> `[n, kv_heads, 1, width]`."""
+        return {name: tensor[pages, self._heads(tensor), slots][:, :, None] for name, tensor in self.tensors.items()}
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        return torch.arange(self.kv_heads, device=tensor.device)
 
 
 def upload(numbers: list[int] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ While past recording is on (prompt lookup, assisted decoding), a forward may hol
 in no window and no page, until `confirm` says how many of them are kept, and are then stored as if only those had come.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,18 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS, PageTable, upload
-from calib.runtime.stages.contract import Schedule
+from calib.runtime.pages import PageTable, upload
 
 INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
 
 
 class Draft(NamedTuple):
-    """What one layer was given in a forward that is not confirmed: `[rows, kv_heads, width, head_dim]` each."""
+    """What one layer was given in a forward that is not confirmed, `[rows, heads, width, head_dim]` each, for `store`."""
 
-    store: "Callable[[Forward, Tensor, Tensor], None]"
-    keys: Tensor
-    values: Tensor
+    store: "Callable[..., None]"
+    parts: tuple[Tensor, ...]
 
 
 @dataclass
@@ -37,7 +36,8 @@ class Forward:
 
     `columns[r]` are the real tokens' places among the forward's `width` columns, None where all are real. `pending`
     layers have yet to store it. `oldest[r]` is where the pages begin that a later forward can still read. `copies` are
-    the shared pages that must be duplicated before anything is written. `drafts` are its tokens while unconfirmed.
+    the shared pages of each table that must be duplicated before anything is written. `drafts` are its tokens while
+    unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them.
     """
 
     before: list[int]
@@ -47,10 +47,11 @@ class Forward:
     pending: int
     recorded: bool = False
     oldest: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-    readings: dict[Hashable, Any] = field(default_factory=dict)  # of reading.py, which stands on this file
+    readings: dict[Hashable, Any] = field(default_factory=dict)  # what its layers read, worked out by the first
+    ids: Tensor | None = None
 
     @cached_property
     def after(self) -> list[int]:
@@ -67,13 +68,20 @@ class Forward:
             groups.setdefault(held, []).append(row)
         return list(groups.values())
 
+    def real(self, new: Tensor, rows: list[int]) -> Tensor:
+        """The real tokens of `rows`, alike, among `new [all rows, heads, width, D]`."""
+        tokens = new if len(rows) == new.shape[0] and self.columns is None else new[rows]
+        return tokens if self.columns is None else tokens[:, :, self.columns[rows[0]].to(new.device)]
+
     def without(self, removed: int) -> "Forward":
         """The same forward as if its last `removed` columns had never come."""
         width = self.width - removed
-        if self.columns is None:
-            return Forward(self.before, [width] * len(self.before), None, width, self.pending)
-        columns = [real[real < width] for real in self.columns]
-        return Forward(self.before, [len(real) for real in columns], columns, width, self.pending)
+        counts, columns = [width] * len(self.before), None
+        if self.columns is not None:
+            columns = [real[real < width] for real in self.columns]
+            counts = list(map(len, columns))
+        ids = None if self.ids is None else self.ids[:, :width]
+        return Forward(self.before, counts, columns, width, self.pending, ids=ids)
 
     def hold(self, draft: Draft) -> None:
         """A layer has attended but keeps its tokens as drafts."""
@@ -99,21 +107,26 @@ class Forward:
             self.readings.clear()
 
 
-class Rows:
+class Rows(ABC):
     """Lengths and pages of all rows, advanced once a forward."""
 
-    def __init__(self, keys: Schedule, values: Schedule, layers: int, sliding: int | None = None) -> None:
-        """The schedules of both streams, the number of layers that share these rows, and their sliding window."""
-        self.keys, self.values, self.layers, self.sliding = keys, values, layers, sliding
+    def __init__(self, layers: int, sliding: int | None = None, tables: int = 1) -> None:
+        """The number of layers that share these rows, their sliding window, and how many tables of pages they fill."""
+        self.layers, self.sliding, self._tables = layers, sliding, tables
         self.clear()
 
     def clear(self) -> None:
         """Forgets every row, and that past recording was asked for."""
         self.lengths: list[int] = []
-        self.table = PageTable()
+        self.tables = [PageTable() for _ in range(self._tables)]
         self.steps = 0
         self.forward: Forward | None = None
         self.recording = False
+        self.ids: Tensor | None = None
+
+    @abstractmethod
+    def reserve(self, forward: Forward) -> None:
+        """Gives every row the pages that the forward will write, and notes in it which shared ones are duplicated."""
 
     def begin(self, step: int, batch: int, width: int, mask: Tensor | None) -> Forward:
         """The forward number `step`, as the layer that asks counts them; starts it where this layer is the first.
@@ -127,11 +140,12 @@ class Rows:
         self.confirm()
         if not self.lengths:
             self.lengths = [0] * batch
-            self.table.rows = [[] for _ in range(batch)]
+            for table in self.tables:
+                table.rows = [[] for _ in range(batch)]
         if len(self.lengths) != batch:
             raise ValueError(f"the cache holds {len(self.lengths)} rows and got {batch}; use a cache for each batch")
         counts, columns = self._real_columns(width, mask)
-        forward = Forward(list(self.lengths), counts, columns, width, self.layers, self.recording)
+        forward = Forward(list(self.lengths), counts, columns, width, self.layers, self.recording, ids=self.ids)
         if not self.recording:
             self._take_in(forward)
         self.steps, self.forward = step, forward
@@ -161,19 +175,15 @@ class Rows:
         kept.pending = len(drafts)
         self._take_in(kept)
         for draft in drafts:
-            draft.store(kept, draft.keys[:, :, : kept.width], draft.values[:, :, : kept.width])
+            draft.store(kept, *(part[:, :, : kept.width] for part in draft.parts))
 
-    def packed(self, length: int) -> int:
-        """Tokens of which key and value are both encoded: what attention reads from pages alone."""
-        return min(self.keys.packed(length), self.values.packed(length))
-
-    def permute(self, sources: list[int]) -> list[int] | None:
-        """Row i becomes a copy of row `sources[i]`. Returns what `PageTable.permute` does."""
+    def permute(self, sources: list[int]) -> list[list[int] | None]:
+        """Row i becomes a copy of row `sources[i]`. Returns for each table what `PageTable.permute` does."""
         self.confirm()
         if not self.lengths:
-            return None
+            return [None] * len(self.tables)
         self.lengths = [self.lengths[source] for source in sources]
-        return self.table.permute(sources)
+        return [table.permute(sources) for table in self.tables]
 
     def _real_columns(self, width: int, mask: Tensor | None) -> tuple[list[int], list[Tensor] | None]:
         batch = len(self.lengths)
@@ -194,27 +204,6 @@ class Rows:
         return counts, [row.nonzero()[:, 0].to(mask.device) for row in new]
 
     def _take_in(self, forward: Forward) -> None:
-        """Advances the lengths, and gives every row the pages that the forward will write."""
-        table, pages, writes = self.table, [], []
-        first = [self._oldest(after) // PAGE_TOKENS for after in forward.after]
-        forward.oldest = [page * PAGE_TOKENS for page in first]
-        for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True)):
-            table.release(row, self._oldest(before) // PAGE_TOKENS)
-            spans = [(s.encoded(before), s.encoded(after)) for s in (self.keys, self.values)]
-            pages.append(max(-(-stop // PAGE_TOKENS) for _, stop in spans))
-            touched = {
-                page
-                for start, stop in spans
-                for page in range(max(start // PAGE_TOKENS, first[row]), -(-stop // PAGE_TOKENS))
-                if stop > start
-            }
-            writes.append(sorted(touched))
-        held = map(len, table.rows)
-        table.prepare(sum(max(0, n - max(h, f)) for n, h, f in zip(pages, held, first, strict=True)))
-        for row, (count, positions) in enumerate(zip(pages, writes, strict=True)):
-            forward.copies += table.reserve(row, count, positions, first[row])
+        """Advances the lengths once the pages are there."""
+        self.reserve(forward)
         self.lengths = forward.after
-
-    def _oldest(self, length: int) -> int:
-        """The oldest token that a query behind `length` tokens can see; its own row always keeps its newest."""
-        return 0 if self.sliding is None else max(0, length - max(self.sliding - 1, 1))

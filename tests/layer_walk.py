@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.runtime.attend import Logits
 from calib.runtime.cache import CompressedCache
+from calib.runtime.logits import Logits
 
 
 @dataclass
@@ -75,7 +75,7 @@ def stored(cache: CompressedCache, row: int, layers: Sequence[int] | None = None
     for number, layer in enumerate(cache.compressed):
         if layers is not None and number not in layers:
             continue
-        for stream in layer.streams:
+        for stream in layer.store.streams:
             packed = stream.plan.schedule.packed(length)
             for name, tensor in stream.pool.tensors.items():
                 pages = tensor[torch.tensor(cache.rows.table.rows[row], dtype=torch.int64)]

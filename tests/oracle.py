@@ -12,9 +12,9 @@ from torch import Tensor
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
 from calib.runtime.stages.codec import Exact
-from calib.runtime.stream import Stream
 
 # Stands for tokens that a sliding window left behind: who attends to it is found out at once.
 GARBAGE = 1e3
@@ -91,9 +91,12 @@ def held_tokens(layer: CompressedLayer, stream: Stream, row: int) -> Tensor:
 def contents(cache: CompressedCache) -> list[list[tuple[Tensor, Tensor]]]:
     """Keys and values of each compressed layer and row, as `held_tokens`."""
     return [
-        [tuple(held_tokens(layer, stream, row) for stream in layer.streams) for row in range(len(cache.rows.lengths))]
+        [
+            tuple(held_tokens(layer, stream, row) for stream in layer.store.streams)
+            for row in range(len(cache.rows.lengths))
+        ]
         for layer in cache.compressed
-        if layer.streams is not None
+        if layer.store is not None
     ]
 
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from calib.errors import RunError
 from calib.runtime.attention import exact_attention
-from calib.runtime.reading import Logits
+from calib.runtime.logits import Logits
 
 NAME = "calib_capture"  # transformers treats names with "flash", "sdpa" or "/" in them specially
 

@@ -4,14 +4,28 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
-from calib.runtime.methods.contract import Geometry, LayerPlan, Method
+from calib.runtime.methods.contract import Geometry, Method
 from calib.runtime.methods.full import Full
+from calib.runtime.methods.h2o import H2O
 from calib.runtime.methods.kivi import Kivi
+from calib.runtime.methods.mikv import MiKV
+from calib.runtime.methods.oracle import Oracle
 from calib.runtime.methods.rtn import Rtn
+from calib.runtime.methods.streaming_llm import StreamingLLM
+from calib.runtime.methods.zipcache import ZipCache
 
-METHODS: dict[str, type[Any]] = {"full": Full, "kivi": Kivi, "rtn": Rtn}
+METHODS: dict[str, type[Any]] = {
+    "full": Full,
+    "h2o": H2O,
+    "kivi": Kivi,
+    "mikv": MiKV,
+    "oracle": Oracle,
+    "rtn": Rtn,
+    "streaming_llm": StreamingLLM,
+    "zipcache": ZipCache,
+}
 
-__all__ = ["METHODS", "Geometry", "LayerPlan", "Method", "build", "method_class"]
+__all__ = ["METHODS", "Geometry", "Method", "build", "method_class"]
 
 
 def method_class(name: str) -> type[Any]:

@@ -1,11 +1,11 @@
-"""What a method is: a frozen dataclass of options that turns one layer's geometry into the stages of its two streams."""
+"""What a method is: a frozen dataclass of options that turns one layer's geometry into the stages of that layer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from calib.runtime.artifact import Artifact
-from calib.runtime.pages import PAGE_TOKENS
-from calib.runtime.stream import StreamPlan
+from calib.runtime.store import Plan
 
 
 @dataclass(frozen=True)
@@ -24,35 +24,40 @@ class Geometry:
         return Geometry(config.num_hidden_layers, heads, head_dim)
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """The stages of one layer's keys and values; refuses what the storage cannot hold."""
-
-    keys: StreamPlan
-    values: StreamPlan
-
-    def __post_init__(self) -> None:
-        reach = 4 * max(self.keys.schedule.window(), self.values.schedule.window()) + 2
-        for role, stream in (("keys", self.keys), ("values", self.values)):
-            group = stream.codec.token_group()
-            if PAGE_TOKENS % group:
-                raise ValueError(
-                    f"{role}: a group of {group} tokens does not divide a page of {PAGE_TOKENS}; use 1, 2, 4 ... {PAGE_TOKENS}"
-                )
-            if any(stream.schedule.encoded(n) % group for n in range(reach)):
-                raise ValueError(
-                    f"{role}: blocks of {stream.schedule.window()} tokens are no whole number of groups of {group} tokens; "
-                    f"use a residual that {group} divides"
-                )
-        if any(self.values.schedule.packed(n) > self.keys.schedule.packed(n) for n in range(reach)):
-            raise ValueError(
-                "values would be encoded before the keys of the same tokens; encode keys at least as early"
-            )
-
-
 class Method(Protocol):
     """One paper, one file. Fields are the options with their defaults; the docstring numbers the steps."""
 
-    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
         """The stages of attention layer `layer`; raises ValueError for options that do not fit this model or artifact."""
         ...
+
+
+def check_choice(name: str, word: Any, known: Iterable[str]) -> None:
+    """Refuses a word that is not `known`."""
+    if word not in list(known):
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}")
+
+
+def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False) -> None:
+    """Refuses what is no width of a code: 1 ... 8, and 16 or 0 where a tier may be exact or evicted."""
+    more = [*([16] if exact else []), *([0] if evicted else [])]
+    if type(bits) is not int or not (1 <= bits <= 8 or bits in more):
+        raise ValueError(f"{name}: bits must be a whole number {', '.join(['1 ... 8', *map(str, more)])}, got {bits!r}")
+
+
+def check_share(name: str, share: Any) -> None:
+    """Refuses what is no share in (0, 1]."""
+    if type(share) not in (float, int) or not 0 < share <= 1:
+        raise ValueError(f"{name} must be a number in (0, 1], got {share!r}")
+
+
+def check_amount(name: str, amount: Any) -> None:
+    """Refuses what is neither a number of tokens nor a share in [0, 1]."""
+    if not (type(amount) is int and amount >= 0) and not (type(amount) is float and 0 <= amount <= 1):
+        raise ValueError(f"{name} must be tokens (a whole number from 0) or a share (0.0 ... 1.0), got {amount!r}")
+
+
+def check_clip(clip: Any) -> None:
+    """Refuses what is no clip factor."""
+    if type(clip) not in (float, int) or not 0 < clip <= 1:
+        raise ValueError(f"clip must be a number in (0, 1], got {clip!r}")

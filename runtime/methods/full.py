@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from calib.runtime.artifact import Artifact
-from calib.runtime.methods.contract import Geometry, LayerPlan
+from calib.runtime.methods.contract import Geometry
+from calib.runtime.ordered.store import LayerPlan
+from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.schedule import Residual
 from calib.runtime.stages.transform import Identity
-from calib.runtime.stream import StreamPlan
 
 
 @dataclass(frozen=True)

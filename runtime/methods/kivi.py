@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics, channel_range, channel_scale, check_statistics, clip_factor
-from calib.runtime.methods.contract import Geometry, LayerPlan
+from calib.runtime.methods.contract import Geometry
+from calib.runtime.ordered.store import LayerPlan
+from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import UniformQuant
 from calib.runtime.stages.schedule import Blocks, Residual
 from calib.runtime.stages.transform import Identity
-from calib.runtime.stream import StreamPlan
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@
 
 A **transform** is an invertible map of a stream (keys or values) that attention can undo on its own side: on the query
 for keys, on the output for values. A **codec** turns a block of tokens into small tensors and back, and can meet a query
-or attention weights without decoding. A **schedule** says how many of a row's tokens are encoded. Stages are frozen
-dataclasses; what they hold is either a plain option (readable from YAML) or a tensor of the artifact, bound for a layer.
+or attention weights without decoding. A **schedule** says how many of a row's tokens are encoded, in order. A **saliency**
+scores tokens by the attention they get, and a **tiering** says how many of a row's tokens lie in each of several tiers.
+Stages are frozen dataclasses; what they hold is either a plain option (readable from YAML) or a tensor of the artifact,
+bound for a layer.
 
 Tensors of a stream have the shape `[batch, kv_heads, tokens, head_dim]`. A **block** is what a page holds: every field
 of a codec has the shape `[..., kv_heads, tokens / tokens_per_row, width]`. A **tile** is a block as attention reads it,
@@ -109,4 +111,29 @@ class Schedule(Protocol):
 
     def slots(self, length: int) -> int:
         """Leading slots of the ring in use (token t lies in slot t % window) once a row holds `length`."""
+        ...
+
+
+class Saliency(Protocol):
+    """Attention mass -> scores. The mass of a token is the sum of its column over the query rows that were looked at."""
+
+    def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
+        """`mass [..., kv_heads, tokens]` and how many of the rows have `seen [tokens]` each -> scores like `mass`."""
+        ...
+
+
+class Tiering(Protocol):
+    """How many tokens lie where. Depends on a row's length and the length of its prompt alone, so that all layers and
+    heads agree, and nobody has to ask the device."""
+
+    def held(self, length: int, prompt: int) -> list[int]:
+        """Tokens of each tier, best first, once a row holds `length`."""
+        ...
+
+    def rewritten(self, tier: int) -> bool:
+        """Whether slots of the tier are used again for other tokens."""
+        ...
+
+    def exact(self, length: int, prompt: int) -> int:
+        """Tokens in the exact window then: the newest, in no tier yet."""
         ...

@@ -14,7 +14,7 @@ from calib.capture.attention import NAME
 from calib.capture.capture import attention_modules, stream
 from calib.errors import RunError
 from calib.runtime.attention import exact_attention
-from calib.runtime.reading import Logits
+from calib.runtime.logits import Logits
 
 TOKENS = 40
 

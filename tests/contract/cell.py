@@ -169,6 +169,7 @@ def share_of_16_bits(cache: CompressedCache) -> float:
     for layer in cache.layers:
         sliding = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else cache.rows.sliding
         most = float("inf") if sliding is None else sliding - 1
-        stored = layer.streams[0].window.tokens if hasattr(layer, "streams") else layer.keys
-        values += sum(2 * stored.shape[1] * stored.shape[3] * min(length, most) for length in cache.rows.lengths)
+        held = getattr(layer, "store", None)
+        per_token = held.footprint().values if held else 2 * layer.keys.shape[1] * layer.keys.shape[3]
+        values += sum(per_token * min(length, most) for length in cache.rows.lengths)
     return cache.memory().measured_bytes / (2 * values)

@@ -32,7 +32,7 @@ class Mirror:
         """Refuses a cache that holds anything else; `mask [rows, columns]` is the padding mask of its last forward."""
         lengths, sliding = self.cache.rows.lengths, self.cache.rows.sliding
         for number, (layer, given) in enumerate(zip(self.cache.compressed, self.exact.layers, strict=True)):
-            for stream, tokens in zip(layer.streams, (given.keys, given.values), strict=True):
+            for stream, tokens in zip(layer.store.streams, (given.keys, given.values), strict=True):
                 real = torch.ones(tokens.shape[0], tokens.shape[2]) if mask is None else mask[:, : tokens.shape[2]]
                 assert real.sum(1).tolist() == lengths, f"rows of {lengths} tokens, given {real.sum(1).tolist()}"
                 for row, length in enumerate(lengths):

@@ -78,8 +78,8 @@ class Shadow:
             past.record_past = False
             return past
         past = DynamicLayer()
-        if layer.streams is not None and real.shape[1]:
-            past.keys, past.values = (laid_out(layer, stream, real) for stream in layer.streams)
+        if layer.store is not None and real.shape[1]:
+            past.keys, past.values = (laid_out(layer, stream, real) for stream in layer.store.streams)
             past.dtype, past.device, past.is_initialized = past.keys.dtype, past.keys.device, True
         return past
 

@@ -8,16 +8,17 @@ from layer_walk import Tokens, feed
 from tolerances import ATTENTION
 from toy_models import random_model
 
-from calib.runtime.attend import QUERY_ROWS
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.methods import LayerPlan
-from calib.runtime.pages import PAGE_TOKENS
-from calib.runtime.rows import Rows
+from calib.runtime.ordered.attend import QUERY_ROWS
+from calib.runtime.ordered.rows import OrderedRows
+from calib.runtime.ordered.store import LayerPlan
+from calib.runtime.ordered.stream import StreamPlan
+from calib.runtime.pages import PAGE_TOKENS, TILE_TOKENS
 from calib.runtime.stages.codec import Exact, UniformQuant
 from calib.runtime.stages.schedule import Blocks, Residual
 from calib.runtime.stages.transform import ChannelRange, ChannelScale, Identity
-from calib.runtime.stream import TILE_TOKENS, StreamPlan
+from calib.runtime.store import Place
 
 
 @pytest.fixture(scope="module")
@@ -140,5 +141,5 @@ def composed(keys, values, stages: str) -> CompressedCache:
         "exact": (SCALE, Exact(), Exact()),
     }[stages]
     plan = LayerPlan(StreamPlan(transform, key_codec, keys), StreamPlan(transform, value_codec, values))
-    rows = Rows(keys, values, 2)
-    return CompressedCache([CompressedLayer(plan.keys, plan.values, rows) for _ in range(2)], rows, "composed", 0, None)
+    rows = OrderedRows(keys, values, 2)
+    return CompressedCache([CompressedLayer(plan, rows, Place()) for _ in range(2)], rows, "composed", 0, None)

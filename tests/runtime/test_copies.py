@@ -107,7 +107,9 @@ def test_a_cache_follows_its_model_to_another_device(name):
 def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
     """The first layer on the CPU, the second on the meta device, which refuses to meet tensors of another device."""
     tokens = [Tokens.random(model, n, seed=n) for n in (330, 290)]
-    for codec in {type(stream.codec) for layer in case.open(model).compressed for stream in layer.plans}:
+    for codec in {
+        type(stream.codec) for layer in case.open(model).compressed for stream in (layer.plan.keys, layer.plan.values)
+    }:
         monkeypatch.setattr(codec, "wide", lambda codec, x: False)  # reads values, which the meta device has not
     split, whole = case.open(model), case.open(model)
     split.release()
@@ -116,7 +118,7 @@ def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
         part = [row[start:stop] for row in tokens]
         feed(whole, part)
         feed(split, part, devices=["cpu", "meta"])
-    assert {t.device.type for t in tensors(split.compressed[1].streams)} == {"meta"}
+    assert {t.device.type for t in tensors(split.compressed[1].store.streams)} == {"meta"}
     for row in range(2):
         found, expected = stored(split, row, layers=[0]), stored(whole, row, layers=[0])
         assert all(torch.equal(found[name], part) for name, part in expected.items())

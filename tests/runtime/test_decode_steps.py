@@ -10,7 +10,7 @@ from tolerances import MEMORY
 from toy_models import left_padded, random_model
 
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.stream import TILE_TOKENS
+from calib.runtime.pages import TILE_TOKENS
 
 STEPS = 2000
 PERIOD = 384  # steps after which every schedule of the table, and the pages, are where they were
@@ -76,7 +76,7 @@ def test_a_step_makes_no_tensor_larger_than_a_tile(case):
     tokens = Tokens.random(model, length + 1, seed=1)
     for at in range(0, length, 1000):
         feed(cache, [tokens[at : min(at + 1000, length)]])
-    for stream in cache.compressed[0].streams:  # the growth of a pool is no part of attention; see test_pages
+    for stream in cache.compressed[0].store.streams:  # the growth of a pool is no part of attention; see test_pages
         stream.pool.grow(cache.rows.table.capacity)
     with Operations() as operations:
         feed(cache, [tokens[length:]])

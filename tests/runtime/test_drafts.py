@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from calib.runtime import compress
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.reading import Logits
+from calib.runtime.logits import Logits
 
 # Drafts of a forward and how many of them are rejected, from a prompt that already holds some: all, some and none kept.
 STEPS = [(5, 3), (1, 0), (4, 4), (6, 0), (33, 1), (1, 0), (130, 100), (2, 1)]
@@ -100,7 +100,7 @@ def test_drafts_lie_in_no_page_and_no_window_and_are_weighed(model):
     cache.activate_past_recording()
     feed(cache, [Tokens.random(model, 300, seed=6)])
     assert cache.rows.lengths == [0] and cache.rows.table.rows == [[]]
-    assert all(stream.pool.capacity == 0 for layer in cache.compressed for stream in layer.streams)
+    assert all(stream.pool.capacity == 0 for layer in cache.compressed for stream in layer.store.streams)
     memory = cache.memory()
     assert memory.measured_bytes == memory.predicted_bytes == memory.by_kind["window"] == 2 * 2 * 2 * 300 * 32 * 4
     cache.crop(-300)
@@ -117,7 +117,7 @@ def test_drafts_do_not_keep_a_fused_projection_alive(model):
     assert cache.memory().measured_bytes == cache.memory().predicted_bytes == 2 * 2 * 2 * 40 * 32 * 4
     fused.zero_()  # the model's own memory is the model's again
     cache.crop(0)
-    assert all(float(stream.window.tokens.abs().min()) > 0 for stream in cache.compressed[0].streams[1:])
+    assert all(float(stream.window.tokens.abs().min()) > 0 for stream in cache.compressed[0].store.streams[1:])
 
 
 def test_rows_are_confirmed_before_they_are_reordered(model):

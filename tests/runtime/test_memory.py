@@ -39,9 +39,7 @@ def check(cache) -> None:
     assert sum(memory.by_kind.values()) == memory.predicted_bytes
     assert memory.host_bytes == 0
     seen = sum(cache.rows.lengths)
-    model_values = sum(
-        2 * stream.pool.kv_heads * stream.head_dim for layer in cache.compressed for stream in (layer.streams or ())[:1]
-    )
+    model_values = sum(layer.store.footprint().values for layer in cache.compressed if layer.store is not None)
     if seen:
         assert memory.bits_per_value == pytest.approx(8 * memory.measured_bytes / (model_values * seen))
 

@@ -9,11 +9,12 @@ from layer_walk import Tokens, feed
 from tolerances import ODD_CODES, STORED
 from toy_models import random_model
 
-from calib.runtime.methods import METHODS, Geometry, LayerPlan, build
+from calib.runtime.methods import METHODS, Geometry, build
+from calib.runtime.ordered.store import LayerPlan
+from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Exact, UniformQuant
 from calib.runtime.stages.schedule import Blocks, Residual
 from calib.runtime.stages.transform import ChannelRange, ChannelScale, Identity
-from calib.runtime.stream import StreamPlan
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=32)
 

@@ -192,7 +192,7 @@ def test_decoding_a_page_by_the_codec_and_by_the_oracle_agree(model):
         cache.release()
         feed(cache, [Tokens.random(model, 300, seed=9)])
         for layer in cache.compressed:
-            for stream in layer.streams:
+            for stream in layer.store.streams:
                 page = cache.rows.table.rows[0][0]
                 block = {name: tensor[page] for name, tensor in stream.pool.tensors.items()}
                 decoded = stream.plan.transform.inverse(stream.plan.codec.decode(block, stream.head_dim))

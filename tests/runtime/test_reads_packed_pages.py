@@ -28,7 +28,7 @@ def test_one_overwritten_word_changes_the_output(model, case, stream):
     for spoil in (False, True):
         with case.open(model) as cache, torch.no_grad():
             model(**inputs, past_key_values=cache)
-            pool = cache.compressed[1].streams[stream == "values"].pool
+            pool = cache.compressed[1].store.streams[stream == "values"].pool
             words = pool.tensors["exact" if case.name == "full" else "words"]
             page = cache.rows.table.rows[0][0]
             before = words[page, 1, 17, 1].clone()
@@ -46,7 +46,7 @@ def test_what_lies_beyond_the_rows_is_not_read(model, case):
             model(**inputs, past_key_values=cache)
             if spoil:
                 for layer in cache.compressed:
-                    for stream in layer.streams:
+                    for stream in layer.store.streams:
                         packed = stream.plan.schedule.packed(200)
                         if packed % 128 == 0:
                             continue  # no page is partly filled

@@ -7,8 +7,8 @@ from layer_walk import Tokens, feed, stored
 from tolerances import ATTENTION
 from toy_models import random_model
 
-from calib.runtime.attend import Logits
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.logits import Logits
 
 PROMPT, STEPS = 150, 50
 

@@ -10,8 +10,8 @@ from toy_models import generate, left_padded, random_model
 from transformers import DynamicCache
 
 from calib.runtime import compress
+from calib.runtime.logits import Logits
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
-from calib.runtime.reading import Logits
 
 WINDOW = 300  # tokens; four pages at most
 

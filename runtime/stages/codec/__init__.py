@@ -2,5 +2,6 @@
 
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.uniform import UniformQuant
+from calib.runtime.stages.contract import Codec
 
-__all__ = ["Exact", "UniformQuant"]
+__all__ = ["Codec", "Exact", "UniformQuant"]

@@ -1,6 +1,17 @@
 """Invertible maps of a stream that attention undoes on its own side."""
 
+from calib.runtime.stages.transform.balancer import Balancer
 from calib.runtime.stages.transform.channel import ChannelRange, ChannelScale
 from calib.runtime.stages.transform.identity import Identity
+from calib.runtime.stages.transform.measured import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
 
-__all__ = ["ChannelRange", "ChannelScale", "Identity"]
+__all__ = [
+    "Balancer",
+    "ChannelRange",
+    "ChannelScale",
+    "Identity",
+    "Measured",
+    "MeasuredBalancer",
+    "MeasuredRange",
+    "MeasuredScale",
+]

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+NARROW = 2.0**-24  # the least number of float16
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelRange:
     """y = (x - center) / half: a calibrated range [center - half, center + half] becomes [-1, 1].
 
-    `center`, `half`: float32 `[kv_heads, 1, head_dim]`, `half` > 0 (a channel that never moved gets 1: it decodes to
-    its centre plus what little it moves).
+    `center`, `half`: `[..., kv_heads, 1, head_dim]`, `half` > 0; a channel that never moved gets `NARROW`, so that it
+    decodes to its centre.
     """
 
     center: Tensor
@@ -21,7 +22,7 @@ class ChannelRange:
     def between(cls, low: Tensor, high: Tensor) -> "ChannelRange":
         """From the calibrated extremes `low`, `high`: float32 `[kv_heads, head_dim]`."""
         half = (high - low) / 2
-        return cls(((high + low) / 2)[:, None], torch.where(half > 0, half, torch.ones_like(half))[:, None])
+        return cls(((high + low) / 2)[:, None], half.clamp(min=NARROW)[:, None])
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""

@@ -1,22 +1,15 @@
 """One stream of one layer, keys or values: its stages, its pages and its window, and how tokens move between them."""
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS, PagePool, PageTable
+from calib.runtime.pages import TILE_TOKENS, PagePool, PageTable, tile_tokens
 from calib.runtime.rows import Forward
 from calib.runtime.stages.contract import Block, Codec, Schedule, Transform
+from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.window import Window
-
-Stage = TypeVar("Stage", Transform, Codec)
-
-# The most tokens that are ever in float32 at once while a long prompt is encoded or pages are attended, and the most
-# elements of a stream: a tile that stays in the processor's own cache is read several times for the price of once.
-TILE_TOKENS = 4096
-TILE_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -29,21 +22,11 @@ class StreamPlan:
 
     def tables(self) -> list[Tensor]:
         """Tensors of the artifact that the stages hold, shared by all rows."""
-        return [
-            value
-            for stage in (self.transform, self.codec)
-            for value in vars(stage).values()
-            if isinstance(value, Tensor)
-        ]
+        return own_tensors(self.transform) + own_tensors(self.codec)
 
     def to(self, device: torch.device) -> "StreamPlan":
         """The same stages with their tables on `device`, in storage of their own."""
-        return replace(self, transform=_moved(self.transform, device), codec=_moved(self.codec, device))
-
-
-def _moved(stage: Stage, device: torch.device) -> Stage:
-    own = {name: value for name, value in vars(stage).items() if isinstance(value, Tensor)}
-    return replace(stage, **{name: value.to(device, copy=True) for name, value in own.items()})  # type: ignore[type-var]
+        return replace(self, transform=moved(self.transform, device), codec=moved(self.codec, device))
 
 
 class Stream:
@@ -53,7 +36,7 @@ class Stream:
         """`like [rows, kv_heads, tokens, head_dim]`: the first tokens, which fix shapes, dtype and parameter width."""
         self.role, self.plan = role, plan.to(like.device)
         self.head_dim = like.shape[3]
-        self.tile_tokens = max(PAGE_TOKENS, min(TILE_TOKENS, TILE_ELEMENTS // (like.shape[1] * like.shape[3])))
+        self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
         self.wide = plan.codec.wide(self.plan.transform.forward(like)) if like.shape[2] else False
         self.window = Window(plan.schedule.window(), like)
         self.pool = PagePool(plan.codec.fields(self.head_dim, like.dtype, self.wide), like.shape[1], like.device)
@@ -61,7 +44,7 @@ class Stream:
     def prepare(self, forward: Forward, table: PageTable) -> None:
         """Room for what the forward adds; pages that were shared and will be written are duplicated."""
         self.pool.grow(table.capacity)
-        self.pool.copy(forward.copies)
+        self.pool.copy(forward.copies[0])
 
     def to(self, device: torch.device) -> None:
         """Moves everything to `device`."""

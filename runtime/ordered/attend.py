@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.attend.reference import RunningSoftmax
-from calib.runtime.reading import Asked, LevelStep, Logits, Pages, Reading
-from calib.runtime.rows import Forward, Rows
-from calib.runtime.stream import Stream
+from calib.runtime.logits import Logits
+from calib.runtime.ordered.reading import Asked, LevelStep, Reading
+from calib.runtime.ordered.rows import OrderedRows
+from calib.runtime.ordered.stream import Stream
+from calib.runtime.pages import Pages
+from calib.runtime.rows import Forward
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
 QUERY_ROWS = 1024
@@ -30,7 +33,7 @@ class LayerAttention:
 
     keys: Stream
     values: Stream
-    state: Rows
+    state: OrderedRows
     forward: Forward
     rows: range
     logits: Logits
@@ -67,13 +70,13 @@ class LayerAttention:
         """A decode step of rows that hold equally much: slices do what index and masks do in general."""
         scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
         for pages in step.tiles:
-            softmax.add(self._mix(softmax.weights(self._capped(scored.packed(pages))), pages))
+            softmax.add(self._mix(softmax.weights(self.logits.capped(scored.packed(pages))), pages))
         exact = scored.exact(torch.cat([self._window(self.keys)[:, :, : step.exact_keys], new_keys], 2))
         parts = [exact]
         if step.last is not None:
             packed = scored.packed(step.last_keys)
             parts = [packed[..., : step.read], exact[..., : step.exact_keys], packed[..., step.recent], exact[..., -1:]]
-        weights = softmax.last_weights(self._capped(torch.cat(parts, -1) if len(parts) > 1 else exact))
+        weights = softmax.last_weights(self.logits.capped(torch.cat(parts, -1) if len(parts) > 1 else exact))
         exact_values = torch.cat([self._window(self.values)[:, :, : step.slots], new_values], 2)
         softmax.add(weights[..., step.read :] @ exact_values.float())
         if step.last is not None:
@@ -86,7 +89,7 @@ class LayerAttention:
         new_keys, new_values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
         for pages, hidden in reading.tiles[:-1]:
-            softmax.add(self._mix(softmax.weights(_masked(self._capped(scored.packed(pages)), hidden)), pages))
+            softmax.add(self._mix(softmax.weights(_masked(self.logits.capped(scored.packed(pages)), hidden)), pages))
         # The last tile, the window and the new tokens are one part: most caches are no longer than that.
         parts = [scored.packed(pages) for pages, _ in reading.tiles[-1:]]
         tile = sum(part.shape[-1] for part in parts)
@@ -97,7 +100,7 @@ class LayerAttention:
             parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
         window = sum(part.shape[-1] for part in parts) - tile
         parts.append(scored.exact(new_keys))
-        weights = softmax.weights(_masked(self._capped(torch.cat(parts, -1)), reading.hidden))
+        weights = softmax.weights(_masked(self.logits.capped(torch.cat(parts, -1)), reading.hidden))
         of_tile, of_window, of_new = weights.split([tile, window, new_keys.shape[2]], -1)
         softmax.add(of_new @ new_values.float())
         if window:
@@ -115,10 +118,6 @@ class LayerAttention:
         """Weighted sum of the values in `pages`."""
         mixed = self.values.plan.codec.mix(weights, self.values.pool.read(pages), self.values.head_dim)
         return self.values.plan.transform.fold_output(mixed, weights)
-
-    def _capped(self, scores: Tensor) -> Tensor:
-        softcap = self.logits.softcap
-        return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 class _Scorer:

@@ -10,19 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.pages import PAGE_TOKENS, Pages
-from calib.runtime.rows import Forward, Rows
-
-__all__ = ["Asked", "LevelStep", "Logits", "Pages", "Reading"]
-
-
-@dataclass(frozen=True)
-class Logits:
-    """How a model turns q.k into logits: `scale`, then a soft cap, and a sliding window of that many tokens."""
-
-    scale: float
-    softcap: float | None = None
-    sliding: int | None = None
+from calib.runtime.rows import Forward
 
 
 class Asked(NamedTuple):
@@ -63,7 +53,7 @@ class LevelStep:
     slots: int
 
     @staticmethod
-    def of(state: Rows, forward: Forward, asked: Asked) -> "LevelStep | None":
+    def of(state: OrderedRows, forward: Forward, asked: Asked) -> "LevelStep | None":
         """The step of a forward, made by the first layer that asks; None where the rows are not level."""
         if forward.width > 1 or asked.sliding is not None or state.keys.window() != state.values.window():
             return None
@@ -75,7 +65,7 @@ class LevelStep:
         return step
 
     @staticmethod
-    def _made(state: Rows, length: int, asked: Asked) -> "LevelStep":
+    def _made(state: OrderedRows, length: int, asked: Asked) -> "LevelStep":
         rows, device = asked.rows, asked.device
         attended, packed = state.packed(length), state.keys.packed(length)
         spans = tile_spans(0, attended, len(rows), asked.tile)
@@ -118,7 +108,7 @@ class Reading:
     hidden: Tensor | None
 
     @staticmethod
-    def of(state: Rows, forward: Forward, asked: Asked) -> "Reading":
+    def of(state: OrderedRows, forward: Forward, asked: Asked) -> "Reading":
         """The reading of a forward; made by the first layer that asks."""
         key = (Reading, asked)
         if key not in forward.readings:
@@ -134,7 +124,7 @@ def tile_spans(start: int, stop: int, rows: int, tile: int) -> list[range]:
 
 
 class _Planner:
-    def __init__(self, state: Rows, forward: Forward, asked: Asked) -> None:
+    def __init__(self, state: OrderedRows, forward: Forward, asked: Asked) -> None:
         self.state, self.forward = state, forward
         self.rows, self.queries, self.sliding, self.windows, self.tile, self.device = asked
         self.before = [forward.before[row] for row in asked.rows]

@@ -1,0 +1,51 @@
+"""How much attention each token gets from some query rows, without forming the attention matrix (ZipCache, eq. 9).
+
+The rows come in tiles whose logits against all keys are in memory at once, so the extra memory is O(T). A row at place p
+sees the keys 0 ... p; rows are expected in rising order of place, because a tile reads no key behind its last row.
+"""
+
+import torch
+from torch import Tensor
+
+# Logits in memory at once: a tile that stays in the processor's cache is read several times for the price of once.
+TILE_ELEMENTS = 2**20
+
+
+def attention_mass(
+    query: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sliding: int | None = None,
+) -> Tensor:
+    """Column sums of the causal softmax: sum_k A[k, i] over the given rows k and the query heads of a KV head.
+
+    Args:
+        query: `[rows, heads, n, D]`, the probe rows alone.
+        keys: `[rows, kv_heads, T, D]`.
+        places: int64 `[n]` on the host, rising: the place of each probe row among the keys.
+        scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own place are seen.
+
+    Returns:
+        float32 `[rows, kv_heads, T]`.
+    """
+    (rows, kv_heads, total, _), group = keys.shape, query.shape[1] // keys.shape[1]
+    mass = torch.zeros(rows, kv_heads, total, dtype=torch.float32, device=keys.device)
+    transposed = keys.float().mT
+    columns = torch.arange(total, device=keys.device)
+    step = max(1, TILE_ELEMENTS // (rows * kv_heads * group * max(total, 1)))
+    for at in range(0, query.shape[2], step):
+        own = places[at : at + step]
+        stop = int(own[-1]) + 1
+        tile = (query[:, :, at : at + step].float() * scale).unflatten(1, (kv_heads, group)).flatten(2, 3)
+        logits = tile @ transposed[..., :stop]
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        own = own.to(keys.device)[:, None]
+        hidden = columns[:stop] > own
+        if sliding is not None:
+            hidden |= columns[:stop] <= own - sliding
+        logits.unflatten(2, (group, -1)).masked_fill_(hidden, -torch.inf)
+        mass[..., :stop] += logits.softmax(-1).sum(-2)
+    return mass

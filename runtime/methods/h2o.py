@@ -1,0 +1,44 @@
+"""H2O (Zhang et al., 2023, arXiv:2306.14048): keep heavy hitters and recent tokens, evict the rest."""
+
+from dataclasses import dataclass
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.contract import Geometry, check_amount
+from calib.runtime.stages.codec import Exact
+from calib.runtime.stages.saliency import Accumulated
+from calib.runtime.stages.tiering import HeavyRecent
+from calib.runtime.stages.transform import Identity
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier import TierPlan, TierStages
+
+
+@dataclass(frozen=True)
+class H2O:
+    """Eviction by accumulated attention, after every forward, for each KV head.
+
+    1. Attention over a prompt is exact; every query row adds to the accumulated attention of the tokens.
+    2. Kept: the `recent` newest tokens and, of the others, the `heavy` ones with the most attention, both exact.
+    3. The budget is fixed by the prompt; what falls out of it is gone.
+
+    Args:
+        heavy: tokens (a whole number), or a share of the prompt (a number in [0, 1]).
+        recent: the same; at least one token.
+    """
+
+    heavy: float | int = 0.2
+    recent: float | int = 0.2
+
+    def __post_init__(self) -> None:
+        check_amount("heavy", self.heavy)
+        check_amount("recent", self.recent)
+        if self.recent == 0:
+            raise ValueError(f"recent must be at least one token, got {self.recent!r}; a token is heavy only later")
+        if type(self.heavy) is type(self.recent) is float and self.heavy + self.recent > 1:
+            raise ValueError(
+                f"heavy and recent must not exceed the prompt together, got {self.heavy} + {self.recent}; use less than 1 in all"
+            )
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
+        """One exact tier; what is below it is evicted."""
+        stages = TierStages(Identity(), Exact())
+        return TieredPlan((TierPlan(stages, stages),), HeavyRecent(self.heavy, self.recent), Accumulated())

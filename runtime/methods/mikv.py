@@ -1,0 +1,88 @@
+"""MiKV (Yang et al., 2024, arXiv:2402.18096): tokens that eviction would lose are retained at few bits."""
+
+from dataclasses import dataclass
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.calibration import Statistics, check_statistics
+from calib.runtime.methods.contract import Geometry, check_bits, check_clip, check_share
+from calib.runtime.stages.codec import Codec, Exact, UniformQuant
+from calib.runtime.stages.contract import Transform
+from calib.runtime.stages.saliency import Accumulated
+from calib.runtime.stages.tiering import HeavyRecent
+from calib.runtime.stages.transform import Balancer, Identity, Measured, MeasuredBalancer
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier import TierPlan, TierStages
+
+
+@dataclass(frozen=True)
+class MiKV:
+    """H2O's important tokens at `important` bits, all others at `retained` bits.
+
+    1. Attention over a prompt is exact, and every query row adds to the accumulated attention of the tokens.
+    2. The budget is ceil(ratio x prompt), half of it the heaviest tokens, half the newest, fixed from then on.
+    3. A new token is important; the one that falls out of the budget is demoted: decoded, encoded at `retained` bits.
+    4. Both streams are quantised for each token in groups of half a head; keys times the balancer
+       b = sqrt(max |q| / max |k|) of their channel, the query divided by it (eq. 2-4). It is measured on the prompt and
+       frozen, or the artifact's with `statistics="calibrated"`. Exact important keys meet the plain query.
+
+    Args:
+        ratio: important share of the prompt, in (0, 1].
+        important: bits of the important tier: 16 (exact), 8, 4, 2.
+        retained: bits of the others: 4, 3, 2 (1 ... 8 work).
+        balancer: whether keys are balanced.
+        group: channels that share a scale and a zero point; None is half a head.
+        budget: important tokens, in place of `ratio`.
+        recent: how many of the budget are the newest ones; None is half, rounded up.
+        statistics: "prompt", or "calibrated" (needs `keys.balancer`).
+        clip: factor on measured ranges, in (0, 1].
+    """
+
+    ratio: float = 0.2
+    important: int = 16
+    retained: int = 2
+    balancer: bool = True
+    group: int | None = None
+    budget: int | None = None
+    recent: int | None = None
+    statistics: Statistics = "prompt"
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_share("ratio", self.ratio)
+        check_bits("important", self.important, exact=True)
+        check_bits("retained", self.retained)
+        check_clip(self.clip)
+        if self.retained > self.important:
+            raise ValueError(
+                f"retained={self.retained} bits must not be more than important={self.important}; demotion loses precision"
+            )
+        for name in ("group", "budget", "recent"):
+            size = getattr(self, name)
+            if size is not None and (type(size) is not int or size < 1):
+                raise ValueError(f"{name} must be a whole number, at least 1, or None, got {size!r}")
+        if self.budget is not None and self.recent is not None and self.recent > self.budget:
+            raise ValueError(
+                f"a budget of {self.budget} tokens is below its window of {self.recent} recent ones; raise budget or lower recent"
+            )
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
+        """Both tiers of one layer."""
+        check_statistics(self.statistics, artifact, "mikv")
+        group = self.group or max(1, geometry.head_dim // 2)
+        transform: Transform | Measured = Identity()
+        if self.balancer and self.statistics == "calibrated" and artifact is not None:
+            transform = Balancer(artifact.tensor("keys.balancer", wanted_by="mikv")[layer][:, None])
+        elif self.balancer:
+            transform = MeasuredBalancer()
+        tiers = []
+        for bits in (self.important, self.retained):
+            codec: Codec = Exact() if bits == 16 else UniformQuant(bits, (1, group), self.clip)
+            keys = TierStages(Identity() if bits == 16 else transform, codec)
+            tiers.append(TierPlan(keys, TierStages(Identity(), codec)))
+        return TieredPlan(tuple(tiers), self._tiering(), Accumulated())
+
+    def _tiering(self) -> HeavyRecent:
+        if self.budget is None:
+            return HeavyRecent(ratio=self.ratio, recent=self.recent)
+        recent = self.recent or self.budget - self.budget // 2
+        return HeavyRecent(heavy=self.budget - recent, recent=recent)

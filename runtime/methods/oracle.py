@@ -1,0 +1,34 @@
+"""Oracle eviction (MiKV, arXiv:2402.18096, section 2.3): what the best possible eviction would keep. For evaluation only."""
+
+from dataclasses import dataclass
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.contract import Geometry, check_share
+from calib.runtime.stages.codec import Exact
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.stages.transform import Identity
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier import TierPlan, TierStages
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The full cache, of which each query attends to its heaviest tokens alone: it saves no memory.
+
+    1. Attention over a prompt is exact.
+    2. In every later forward each query head keeps the `ratio` of the tokens it sees that get the most attention, and the
+       probabilities of those are normalised again.
+
+    Args:
+        ratio: share of the tokens that a query keeps, at least one, in (0, 1].
+    """
+
+    ratio: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_share("ratio", self.ratio)
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
+        """One exact tier that holds everything."""
+        stages = TierStages(Identity(), Exact())
+        return TieredPlan((TierPlan(stages, stages),), Shares((1.0,), 1), kept=self.ratio)

@@ -1,0 +1,40 @@
+"""StreamingLLM (Xiao et al., 2023, arXiv:2309.17453): the first tokens are attention sinks; keep them and a window."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.contract import Geometry, check_choice
+from calib.runtime.stages.codec import Exact
+from calib.runtime.stages.tiering import Sinks
+from calib.runtime.stages.transform import Identity
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier import TierPlan, TierStages
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """The first `sinks` tokens and the last `window`, exact; everything between is evicted after each forward.
+
+    With `positions="cache"` a token's position is its place in the cache, as published: distances inside the window are
+    what they were, so that only the sinks move. They are met with a query turned back by the number of evicted tokens.
+
+    Args:
+        sinks: tokens kept from the beginning.
+        window: newest tokens kept.
+        positions: "cache", or "original" for models whose RoPE cannot be turned.
+    """
+
+    sinks: int = 4
+    window: int = 1020
+    positions: Literal["cache", "original"] = "cache"
+
+    def __post_init__(self) -> None:
+        check_choice("positions", self.positions, ("cache", "original"))
+        Sinks(self.sinks, self.window)
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
+        """A tier of sinks and the window's."""
+        stages = TierStages(Identity(), Exact())
+        sinks = TierPlan(stages, stages, relocated=self.positions == "cache")
+        return TieredPlan((sinks, TierPlan(stages, stages)), Sinks(self.sinks, self.window))

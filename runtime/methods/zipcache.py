@@ -1,0 +1,106 @@
+"""ZipCache (He et al., 2024, arXiv:2405.14256): salient tokens at more bits, saliency from normalised attention of probe rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.calibration import Statistics, channel_range, channel_scale, check_statistics
+from calib.runtime.methods.contract import Geometry, check_bits, check_choice, check_clip
+from calib.runtime.stages.codec import Codec, Exact, UniformQuant
+from calib.runtime.stages.contract import Saliency
+from calib.runtime.stages.saliency import Accumulated, Normalised, Probes
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.stages.transform import Identity, MeasuredRange, MeasuredScale
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier import TierPlan, TierStages
+
+SALIENCY: dict[str, Saliency] = {"normalised": Normalised(), "accumulated": Accumulated()}
+
+
+@dataclass(frozen=True)
+class ZipCache:
+    """Mixed precision by saliency, chosen once for the prompt and once for every 100 tokens after it.
+
+    1. Attention over a prompt is exact; only probe rows are scored besides (eq. 9): 10 % of them, half the newest, half
+       drawn from the rest.
+    2. Saliency of a token: its mean probability over the probe rows that see it (eq. 8), for each KV head.
+    3. The `ratio` most salient tokens of the prompt are encoded at 4 bits, the rest at 2, keys and values alike.
+    4. Keys: one range a channel over a tier's own tokens of the prompt (channelwise). Values: divided by the channel's
+       sqrt(max |v|) over all of them (eq. 6), then one scale and zero point a token. Both are frozen then; the artifact's
+       with `statistics="calibrated"`.
+    5. New tokens stay exact; every `recompress` tokens the newest block is scored by its own probe steps (Algorithm 3) and
+       encoded likewise. What is encoded is never touched again. A prompt shorter than a block waits for the first block.
+
+    Args:
+        tiers: (bits, share) of each tier, best first; 16 bits are exact, 0 bits (last only) are evicted. Shares sum to 1.
+        ratio: share of the first of two tiers, in place of the shares in `tiers`.
+        recompress: tokens of a block.
+        probes: "random+recent", "random", "recent", "all" or "special" (tokens of `special_ids`).
+        probe_share: share of rows that are probes.
+        special_ids: token ids, for `probes="special"` alone.
+        saliency: "normalised" (eq. 8), or "accumulated" (eq. 7, what H2O and MiKV use) to compare with.
+        value_scale: channel scales of values over all tokens ("shared"), or over each tier's own (Algorithm 2, "tier").
+        statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
+        clip: factor on measured ranges, in (0, 1].
+    """
+
+    tiers: Sequence[tuple[int, float]] = ((4, 0.6), (2, 0.4))
+    ratio: float | None = None
+    recompress: int = 100
+    probes: str = "random+recent"
+    probe_share: float = 0.1
+    special_ids: Sequence[int] = ()
+    saliency: str = "normalised"
+    value_scale: str = "shared"
+    statistics: Statistics = "prompt"
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("saliency", self.saliency, SALIENCY)
+        check_choice("value_scale", self.value_scale, ("shared", "tier"))
+        check_clip(self.clip)
+        self._bits_and_shares()
+        self._tiering()
+        Probes(self.probes, self.probe_share, tuple(self.special_ids))
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
+        """Tiers of one layer."""
+        check_statistics(self.statistics, artifact, "zipcache")
+        bits, shares = self._bits_and_shares()
+        stored = tuple(self._tier(width, layer, artifact) for width in bits if width)
+        if len(shares) == 1:  # nothing to choose
+            return TieredPlan(stored, self._tiering())
+        probes = Probes(self.probes, self.probe_share, tuple(self.special_ids))
+        return TieredPlan(stored, self._tiering(), SALIENCY[self.saliency], probes)
+
+    def _bits_and_shares(self) -> tuple[list[int], list[float]]:
+        pairs = list(self.tiers) if isinstance(self.tiers, Sequence) else []
+        if not pairs or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
+            raise ValueError(f"tiers must be pairs (bits, share), best first, got {self.tiers!r}")
+        bits, shares = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        for width in bits:
+            check_bits("tiers", width, exact=True, evicted=width is bits[-1] and len(bits) > 1)
+        if any(one <= other for one, other in pairwise(bits)):
+            raise ValueError(f"tiers must lose bits from one to the next, got {bits}; put the most precise first")
+        if self.ratio is not None:
+            if type(self.ratio) not in (float, int) or not 0 <= self.ratio <= 1:
+                raise ValueError(f"ratio must be a number from 0 to 1, got {self.ratio!r}")
+            if len(pairs) != 2:
+                raise ValueError(f"ratio={self.ratio} divides two tiers, got {len(pairs)}; write the shares into tiers")
+            shares = [self.ratio, 1 - self.ratio]
+        return bits, shares
+
+    def _tiering(self) -> Shares:
+        return Shares(tuple(self._bits_and_shares()[1]), self.recompress)
+
+    def _tier(self, bits: int, layer: int, artifact: Artifact | None) -> TierPlan:
+        if bits == 16:
+            return TierPlan(TierStages(Identity(), Exact()), TierStages(Identity(), Exact()))
+        keys: Codec = UniformQuant(bits, None, self.clip)
+        values: Codec = UniformQuant(bits, (1, None), self.clip)
+        if self.statistics == "calibrated" and artifact is not None:
+            ranges = channel_range(artifact, "keys", layer, "zipcache")
+            return TierPlan(TierStages(ranges, keys), TierStages(channel_scale(artifact, layer, "zipcache"), values))
+        scale = MeasuredScale("chunk" if self.value_scale == "shared" else "tier")
+        return TierPlan(TierStages(MeasuredRange(), keys), TierStages(scale, values))

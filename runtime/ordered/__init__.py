@@ -1,0 +1,1 @@
+"""Storage in order: a token lies where it stands in its row."""

@@ -1,0 +1,129 @@
+"""A store whose tokens keep their order: two streams with a schedule each, pages shared by one table."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.runtime.logits import Logits
+from calib.runtime.ordered.attend import LayerAttention
+from calib.runtime.ordered.rows import OrderedRows
+from calib.runtime.ordered.stream import Stream, StreamPlan
+from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.rows import Forward
+from calib.runtime.store import Footprint, Given, Place
+from calib.runtime.window import allocated
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The stages of one layer's keys and values; refuses what the storage cannot hold."""
+
+    keys: StreamPlan
+    values: StreamPlan
+    relocates = False
+    asks_ids = False
+
+    def __post_init__(self) -> None:
+        reach = 4 * max(self.keys.schedule.window(), self.values.schedule.window()) + 2
+        for role, stream in (("keys", self.keys), ("values", self.values)):
+            group = stream.codec.token_group()
+            if PAGE_TOKENS % group:
+                raise ValueError(
+                    f"{role}: a group of {group} tokens does not divide a page of {PAGE_TOKENS}; use 1, 2, 4 ... {PAGE_TOKENS}"
+                )
+            if any(stream.schedule.encoded(n) % group for n in range(reach)):
+                raise ValueError(
+                    f"{role}: blocks of {stream.schedule.window()} tokens are no whole number of groups of {group} tokens; "
+                    f"use a residual that {group} divides"
+                )
+        if any(self.values.schedule.packed(n) > self.keys.schedule.packed(n) for n in range(reach)):
+            raise ValueError(
+                "values would be encoded before the keys of the same tokens; encode keys at least as early"
+            )
+
+    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Raises ValueError for groups that do not divide the head."""
+        for stream in (self.keys, self.values):
+            stream.codec.fields(head_dim, dtype, False)
+
+    def rows(self, layers: int, sliding: int | None) -> OrderedRows:
+        """Both schedules over one table."""
+        return OrderedRows(self.keys.schedule, self.values.schedule, layers, sliding)
+
+    def open(self, keys: Tensor, values: Tensor, rows: OrderedRows, place: Place) -> "OrderedStore":
+        """Both streams, empty."""
+        return OrderedStore((Stream("keys", self.keys, keys), Stream("values", self.values, values)), rows)
+
+    def tables(self) -> list[Tensor]:
+        """Those of both streams."""
+        return self.keys.tables() + self.values.tables()
+
+    def to(self, device: torch.device) -> "LayerPlan":
+        """Both streams' stages on `device`."""
+        return LayerPlan(self.keys.to(device), self.values.to(device))
+
+
+class OrderedStore:
+    """Keys and values of one layer, each a `Stream`."""
+
+    observes = False
+
+    def __init__(self, streams: tuple[Stream, Stream], rows: OrderedRows) -> None:
+        self.streams, self.rows = streams, rows
+
+    @property
+    def plan(self) -> LayerPlan:
+        """The stages, where the streams are."""
+        return LayerPlan(*(stream.plan for stream in self.streams))
+
+    def prepare(self, forward: Forward) -> None:
+        """Pages for both streams."""
+        for stream in self.streams:
+            stream.prepare(forward, self.rows.table)
+
+    def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
+        """See `LayerAttention`; nothing here depends on what was attended."""
+        return LayerAttention(*self.streams, self.rows, forward, rows, logits).output(*given)
+
+    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Into windows and pages, as the schedules say."""
+        table = self.rows.table
+        for stream, new in zip(self.streams, (keys, values), strict=True):
+            if forward.width == 1 and forward.columns is None:
+                stream.store_step(forward, table, new)
+                continue
+            slots = stream.plan.schedule.slots
+            stream.window.resize(max(map(slots, forward.before + forward.after)))
+            for rows in forward.alike:
+                stream.store_run(rows, forward, table, forward.real(new, rows))
+            stream.window.resize(max(map(slots, forward.after)))
+
+    def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
+        """Windows are copied, pages shared by the table."""
+        for stream in self.streams:
+            stream.window.permute(sources.to(stream.window.tokens.device))
+            stream.window.resize(max(map(stream.plan.schedule.slots, self.rows.lengths), default=0))
+            if kept[0] is not None:
+                stream.pool.keep(kept[0])
+
+    def to(self, device: torch.device) -> None:
+        """Both streams."""
+        for stream in self.streams:
+            stream.to(device)
+
+    def footprint(self) -> Footprint:
+        """Pages, windows and drafts of both streams."""
+        weight = Footprint()
+        for stream in self.streams:
+            pool, itemsize = stream.pool, stream.window.tokens.element_size()
+            for field in pool.fields.values():
+                page_tokens = self.rows.table.capacity * PAGE_TOKENS * pool.kv_heads
+                weight.kinds[field.kind] += round(page_tokens * field.bytes_per_token())
+                weight.marginal += pool.kv_heads * field.bytes_per_token()
+            slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
+            size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * itemsize
+            held = allocated(slots, stream.plan.schedule.window()) + self.rows.unconfirmed
+            weight.kinds["window"] += held * size
+            weight.values += pool.kv_heads * stream.head_dim
+        return weight

@@ -1,0 +1,6 @@
+"""How important a token is, from the attention it gets."""
+
+from calib.runtime.stages.saliency.mass import Accumulated, Normalised
+from calib.runtime.stages.saliency.probes import STRATEGIES, Probes
+
+__all__ = ["STRATEGIES", "Accumulated", "Normalised", "Probes"]

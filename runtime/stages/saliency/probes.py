@@ -1,0 +1,71 @@
+"""Which query rows are probes: a sample of rows tells which tokens are salient (ZipCache, arXiv:2405.14256, section 4.3)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.runtime.draws import WHOLE, Draws
+
+STRATEGIES = ("random+recent", "random", "recent", "all", "special")
+
+
+def share_of(share: float, count: int) -> int:
+    """`share` of `count` things: rounded down, at least 1 of any positive share."""
+    return min(count, max(1, math.floor(share * count + 1e-9))) if share > 0 else 0
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Probe rows of a prompt and of a block of decoded tokens.
+
+    A prompt's rows: the newest, some drawn without replacement, half of each (random+recent), all of them, or the tokens
+    whose id is in `special_ids`. In a block the same shares hold, with a draw for each row (Algorithm 3: index > 95 or
+    5 % of 100); its last row always is a probe, for without it the last token would have no score; `special` does as
+    random+recent there.
+    """
+
+    strategy: str = "random+recent"
+    share: float = 0.1
+    special_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"probes must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
+        if type(self.share) not in (float, int) or not 0 < self.share <= 1:
+            raise ValueError(f"probe_share must be a number in (0, 1], got {self.share!r}")
+        ids = self.special_ids
+        if not isinstance(ids, tuple | list) or any(type(one) is not int or one < 0 for one in ids):
+            raise ValueError(f"special_ids must be a list of token ids, whole numbers from 0, got {ids!r}")
+        if (self.strategy == "special") != bool(ids):
+            raise ValueError(
+                f"probes={self.strategy!r} with special_ids={list(ids)!r}: give the ids with probes='special', and only there"
+            )
+
+    def of_prompt(self, length: int, draws: Draws, ids: Tensor | None) -> Tensor:
+        """Probe rows among the `length` rows of a prompt whose token ids are `ids [length]`: int64, rising, on the host."""
+        places = torch.arange(length)
+        if self.strategy == "all":
+            return places
+        if self.strategy == "special":
+            assert ids is not None, "special probes without token ids"
+            return places[torch.isin(ids.cpu(), torch.tensor(self.special_ids))]
+        halved = self.share / 2 if self.strategy == "random+recent" else self.share
+        recent = 0 if self.strategy == "random" else share_of(halved, length)
+        drawn = 0 if self.strategy == "recent" else share_of(halved, length)
+        rest = length - recent
+        chosen = draws.at(places[:rest]).argsort(stable=True)[:drawn]
+        return torch.cat([chosen.sort().values, places[rest:]])
+
+    def of_block(self, start: int, size: int, draws: Draws) -> Tensor:
+        """Which of the `size` rows from position `start` on are probes: bool `[size]` on the host."""
+        index = torch.arange(1, size + 1)
+        if self.strategy == "all":
+            return torch.ones(size, dtype=torch.bool)
+        halved = self.share if self.strategy in ("random", "recent") else self.share / 2
+        recent = 1 if self.strategy == "random" else share_of(halved, size)
+        chosen = index > size - recent
+        if self.strategy != "recent":
+            chosen |= draws.at(index + start - 1) < halved * WHOLE
+        return chosen

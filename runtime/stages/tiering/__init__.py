@@ -1,0 +1,7 @@
+"""Which tier a token goes to: shares of a chunk, a budget of heavy and recent tokens, or sinks and a window."""
+
+from calib.runtime.stages.tiering.heavy_recent import HeavyRecent
+from calib.runtime.stages.tiering.shares import Shares
+from calib.runtime.stages.tiering.sinks import Sinks
+
+__all__ = ["HeavyRecent", "Shares", "Sinks"]

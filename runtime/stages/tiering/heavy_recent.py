@@ -1,0 +1,48 @@
+"""A budget of important tokens, some for their attention and some for their age: H2O (arXiv:2306.14048), MiKV."""
+
+import math
+from dataclasses import dataclass
+
+from calib.runtime.stages.saliency.probes import share_of
+
+
+@dataclass(frozen=True)
+class HeavyRecent:
+    """The newest tokens and the heaviest of the others are important; who falls out of the budget moves to the next tier.
+
+    Args:
+        heavy, recent: tokens, or a share (float) of the prompt's length; the budget is their sum.
+        ratio: instead of both, a budget of ceil(ratio x prompt), half of it heavy.
+
+    The budget is fixed by the prompt: `sizes(prompt)`.
+    """
+
+    heavy: float | int | None = None
+    recent: float | int | None = None
+    ratio: float | None = None
+
+    def sizes(self, prompt: int) -> tuple[int, int]:
+        """(heavy, recent) tokens of a row with that prompt; at least one recent."""
+        if self.ratio is not None:
+            budget = max(1, math.ceil(self.ratio * prompt - 1e-9))
+            recent = budget - budget // 2 if self.recent is None else _tokens(self.recent, prompt)
+            return max(0, budget - recent), min(budget, recent)
+        assert self.heavy is not None and self.recent is not None
+        return _tokens(self.heavy, prompt), max(1, _tokens(self.recent, prompt))
+
+    def held(self, length: int, prompt: int) -> list[int]:
+        """Tokens in the important tier and below once a row holds `length`."""
+        important = min(length, sum(self.sizes(prompt)))
+        return [important, length - important]
+
+    def rewritten(self, tier: int) -> bool:
+        """Slots of the important tier are used again."""
+        return tier == 0
+
+    def exact(self, length: int, prompt: int) -> int:
+        """None: every token goes to a tier."""
+        return 0
+
+
+def _tokens(amount: float | int, prompt: int) -> int:
+    return amount if type(amount) is int else share_of(amount, prompt)

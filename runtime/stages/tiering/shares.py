@@ -1,0 +1,70 @@
+"""Shares of a chunk by saliency: ZipCache's tiers (arXiv:2405.14256, Algorithms 2 and 3)."""
+
+import math
+from dataclasses import dataclass
+
+from calib.runtime.stages.saliency.probes import share_of
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A chunk's most salient tokens go to the first tier, and so on; the last tier takes the rest.
+
+    The first chunk is the prompt; every later one is a block of `block` tokens, exact until it is complete. A prompt
+    shorter than a block waits for the first block: the ranges measured on a chunk hold for all that follow.
+    """
+
+    shares: tuple[float, ...]
+    block: int
+
+    def __post_init__(self) -> None:
+        if any(type(share) not in (float, int) or not 0 <= share <= 1 for share in self.shares):
+            raise ValueError(f"shares of tiers must be numbers from 0 to 1, got {list(self.shares)}")
+        if abs(math.fsum(self.shares) - 1) > 1e-6:
+            raise ValueError(
+                f"shares of tiers must add up to 1, got {list(self.shares)} = {math.fsum(self.shares):.6g}; "
+                "give the last tier what the others leave"
+            )
+        if type(self.block) is not int or self.block < 1:
+            raise ValueError(f"recompress must be a whole number of tokens, at least 1, got {self.block!r}")
+
+    def counts(self, tokens: int) -> list[int]:
+        """How many of a chunk's `tokens` go to each tier."""
+        counts, left = [], tokens
+        for share in self.shares[:-1]:
+            counts.append(min(left, share_of(share, tokens)))
+            left -= counts[-1]
+        return [*counts, left]
+
+    def first(self, prompt: int) -> int:
+        """Tokens of the first chunk."""
+        return max(prompt, self.block)
+
+    def encoded(self, length: int, prompt: int) -> int:
+        """Tokens of the complete chunks once a row holds `length`."""
+        first = self.first(prompt)
+        return 0 if length < first else length - (length - first) % self.block
+
+    def chunk_of(self, position: int, prompt: int) -> range:
+        """The positions of the chunk that a position belongs to."""
+        first = self.first(prompt)
+        if position < first:
+            return range(first)
+        start = position - (position - first) % self.block
+        return range(start, start + self.block)
+
+    def held(self, length: int, prompt: int) -> list[int]:
+        """Tokens in each tier once a row holds `length`."""
+        encoded, first = self.encoded(length, prompt), self.first(prompt)
+        if not encoded:
+            return [0] * len(self.shares)
+        blocks = (encoded - first) // self.block
+        return [one + blocks * more for one, more in zip(self.counts(first), self.counts(self.block), strict=True)]
+
+    def rewritten(self, tier: int) -> bool:
+        """Never: tiers grow at their end."""
+        return False
+
+    def exact(self, length: int, prompt: int) -> int:
+        """Tokens in the exact window."""
+        return length - self.encoded(length, prompt)

@@ -1,0 +1,32 @@
+"""MiKV's balancer (arXiv:2402.18096, eq. 2-4): outlier channels of keys and queries meet half-way."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Balancer:
+    """y = x * balance, and the query is divided by it once a step. `balance`: `[..., kv_heads, 1, head_dim]`, > 0."""
+
+    balance: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""
+        return x.float() * self.balance
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """Undoes `forward`."""
+        return y / self.balance
+
+    def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q.x = (q / balance).y."""
+        return query / self.balance, None
+
+    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
+        """sum p x = sum p y / balance."""
+        return mixed / self.balance
+
+    def tensors(self) -> list[Tensor]:
+        """The balancer."""
+        return [self.balance]

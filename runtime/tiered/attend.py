@@ -1,0 +1,197 @@
+"""Attention over several tiers, the exact window and the tokens just arrived: one running softmax over all of them.
+
+Every tier is met in packed form, its transform folded into the query and the output. Order does not matter: keys carry
+their positions (they are stored after RoPE), so a mask is needed only for empty slots, for the new tokens among
+themselves and under a sliding window.
+
+What saliency needs comes out of the same pass: the probabilities of chosen parts (an important tier's slots, the window,
+the new tokens), summed over the query rows of a KV head. `Seen` holds those sums, O(T).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from calib.kernels.attend.reference import RunningSoftmax
+from calib.runtime.logits import Logits
+from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.rotation import Rotation
+from calib.runtime.rows import Forward
+from calib.runtime.stages.saliency.probes import share_of
+from calib.runtime.tiered.reading import Asked, TieredReading
+from calib.runtime.tiered.rows import TieredRows
+from calib.runtime.tiered.tier import Tier
+from calib.runtime.window import Window
+
+# Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
+QUERY_ROWS = 1024
+
+
+@dataclass
+class Seen:
+    """Attention mass by KV head, float32: on slots of the watched tier or the window `held [rows, kv_heads, slots]`, and
+    on the new tokens `new [rows, kv_heads, n]`."""
+
+    held: Tensor
+    new: Tensor
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is looked at: the slots of the first tier, or of the window; with `weights [rows, n, window + n]`, or all rows alike."""
+
+    tier: bool
+    weights: Tensor | None = None
+
+
+@dataclass
+class _Part:
+    """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted."""
+
+    scores: Tensor
+    mix: Callable[[Tensor], Tensor]
+    watched: bool
+
+
+@dataclass
+class TieredAttention:
+    """What one layer holds for the rows `rows` of the batch, and how it is read."""
+
+    tiers: list[Tier]
+    windows: tuple[Window, Window] | None
+    state: TieredRows
+    forward: Forward
+    rows: range
+    logits: Logits
+    rotation: Rotation | None = None
+    kept: float | None = None
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether these rows hold nothing yet and plain causal attention does."""
+        logits, width = self.logits, self.forward.counts[self.rows.start]
+        plain = logits.softcap is None and (logits.sliding is None or width <= logits.sliding)
+        return plain and width > 1 and not any(self.forward.before[row] for row in self.rows)
+
+    def prompt(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Exact causal attention of rows that hold nothing yet."""
+        return F.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=self.logits.scale, enable_gqa=True
+        )
+
+    def output(
+        self, query: Tensor, new_keys: Tensor, new_values: Tensor, watch: Watch | None = None
+    ) -> tuple[Tensor, Seen | None]:
+        """Attention of queries none of whose columns is padding.
+
+        `query [rows, heads, n, D]`, new tokens `[rows, kv_heads, n, D]` -> `[rows, heads, n, D]` in the query's dtype, and
+        what was seen of what `watch` asks for.
+        """
+        length, kv_heads = query.shape[2], new_keys.shape[1]
+        step = max(1, QUERY_ROWS * kv_heads // query.shape[1])
+        outputs, seen = [], None if watch is None else self._nothing_seen(watch, new_keys)
+        for at in range(0, length, step):
+            tile = query[:, :, at : at + step] if length > step else query
+            queries = range(at, at + tile.shape[2])
+            asked = Asked(self.rows, queries, self.logits.sliding, self.tiers[0].tile_tokens, query.device)
+            reading = TieredReading.of(self.state, self.forward, asked)
+            # Query rows of a KV head: group-major, then the tokens of the tile.
+            grouped = (tile.float() * self.logits.scale).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+            softmax, watched = RunningSoftmax(), []
+            parts = self._parts(reading, grouped, new_keys, new_values, watch)
+            for part in parts if self.kept is None else self._heaviest(list(parts), queries):
+                weights = softmax.weights(part.scores)
+                softmax.add(part.mix(weights))
+                if part.watched:
+                    watched.append(part.scores)
+            if watch is not None and seen is not None:
+                self._look(watch, seen, watched, softmax, reading, queries)
+            outputs.append(softmax.output().unflatten(2, (-1, len(queries))).flatten(1, 2).to(query.dtype))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), seen
+
+    def _parts(
+        self, reading: TieredReading, query: Tensor, new_keys: Tensor, new_values: Tensor, watch: Watch | None
+    ) -> Iterator[_Part]:
+        for number, (tier, tiles) in enumerate(zip(self.tiers, reading.tiers, strict=True)):
+            if not tiles:
+                continue
+            scores = tier.scorer(self.rows, self._relocated(query) if tier.relocated else query)
+            for pages, hidden in tiles:
+                if reading.back is not None:
+                    gone = tier.places(pages)[:, :, None] <= reading.back
+                    hidden = gone if hidden is None else gone | hidden
+                yield _Part(
+                    _masked(self.logits.capped(scores(pages)), hidden),
+                    lambda weights, tier=tier, pages=pages: tier.mix(self.rows, weights, pages),  # type: ignore[misc]
+                    watch is not None and watch.tier and number == 0,
+                )
+        keys, values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
+        if self.windows is not None and reading.window:
+            held = (window.tokens[self.rows.start : self.rows.stop, :, : reading.window] for window in self.windows)
+            keys, values = (torch.cat(pair, 2) for pair in zip(held, (keys, values), strict=True))
+        exact = _masked(self.logits.capped(query @ keys.float().mT), reading.hidden)
+        yield _Part(exact, lambda weights: weights @ values.float(), watch is not None)
+
+    def _look(
+        self,
+        watch: Watch,
+        seen: Seen,
+        watched: list[Tensor],
+        softmax: RunningSoftmax,
+        reading: TieredReading,
+        queries: range,
+    ) -> None:
+        """Adds a tile's probabilities: its logits are still there, and the log-sum-exp of its rows is known now."""
+        assert softmax.top is not None and softmax.mass is not None
+        total = softmax.top + softmax.mass.log()
+        parts = [(scores - total).exp_() for scores in watched]
+        if watch.weights is not None:
+            window, new = watch.weights[..., : reading.window], watch.weights[..., reading.window :][..., reading.new]
+            weights = torch.cat([window, new], -1)[:, None, None, queries.start : queries.stop]
+            parts = [(part.unflatten(2, (-1, len(queries))) * weights).flatten(2, 3) for part in parts]
+        sums = torch.cat([part.sum(2) for part in parts], -1)
+        fresh = reading.new.stop - reading.new.start
+        seen.held += sums[..., : sums.shape[-1] - fresh]
+        seen.new[..., reading.new] += sums[..., sums.shape[-1] - fresh :]
+
+    def _nothing_seen(self, watch: Watch, new_keys: Tensor) -> Seen:
+        before = self.forward.before
+        if watch.tier:
+            slots = max(-(-self.state.held(row, before[row])[0] // PAGE_TOKENS) * PAGE_TOKENS for row in self.rows)
+        else:
+            slots = max(self.state.exact(row, before[row]) for row in self.rows)
+        held = torch.zeros(*new_keys.shape[:2], slots, device=new_keys.device)
+        return Seen(held, torch.zeros(new_keys.shape[:3], device=new_keys.device))
+
+    def _relocated(self, query: Tensor) -> Tensor:
+        """The query where it stands inside the cache: as many positions back as its row has dropped tokens."""
+        assert self.rotation is not None
+        key = ("relocated", self.rows)
+        if key not in self.forward.readings:
+            before = [self.forward.before[row] for row in self.rows]
+            dropped = [sum(self.state.held(row, n)) - n for row, n in zip(self.rows, before, strict=True)]
+            self.forward.readings[key] = self.rotation.turns(dropped, query.device)
+        return Rotation.turned(query, *self.forward.readings[key])
+
+    def _heaviest(self, parts: list[_Part], queries: range) -> list[_Part]:
+        """Oracle eviction: each query row keeps the logits of its heaviest tokens alone, earlier ones where they tie."""
+        assert self.kept is not None
+        scores = torch.cat([part.scores for part in parts], -1)
+        counts = [
+            [share_of(self.kept, self.forward.before[row] + column + 1) for column in queries] for row in self.rows
+        ]
+        most = torch.tensor(counts, device=scores.device).repeat(1, scores.shape[2] // len(queries))[:, None, :, None]
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        found = scores.masked_fill(rank >= most, -torch.inf).split([part.scores.shape[-1] for part in parts], -1)
+        return [_Part(own, part.mix, part.watched) for own, part in zip(found, parts, strict=True)]
+
+
+def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """-inf where `hidden [rows, 1 or kv_heads, n or 1, tokens]`; query rows are group-major, so groups share the mask."""
+    if hidden is None:
+        return scores
+    by_group = scores.unflatten(2, (-1, hidden.shape[2])) if hidden.shape[2] > 1 else scores.unsqueeze(3)
+    return by_group.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(2, 3)

@@ -1,0 +1,226 @@
+"""Tokens stay exact until their chunk is complete; then its salient tokens go to the first tier, and so on (ZipCache).
+
+A chunk is the prompt, or a block of later tokens. Its tokens' mass comes from probe rows within it; nothing that is
+encoded is ever touched again.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.runtime.draws import Draws
+from calib.runtime.pages import upload
+from calib.runtime.rows import Forward
+from calib.runtime.stages.saliency import Probes
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.store import Footprint, Place
+from calib.runtime.tiered.attend import Watch
+from calib.runtime.tiered.rows import TieredRows
+from calib.runtime.tiered.store import TieredStore
+from calib.runtime.window import Window, allocated
+
+
+class ChunkStore(TieredStore):
+    """The window holds the incomplete chunk, slot i its i-th token; `mass [rows, kv_heads, block]` what probes saw of it."""
+
+    def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
+        super().__init__(plan, keys, values, rows, place)
+        self.tiering: Shares = plan.tiering
+        self.windows = (Window(self.tiering.block, keys), Window(self.tiering.block, values))
+        slots = self.tiering.block if self.observes else 0
+        self.mass = torch.zeros(keys.shape[0], self.heads, slots, device=keys.device)
+
+    def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
+        """As the strategy says for a prompt; a prompt shorter than a block is the beginning of one."""
+        if length >= self.tiering.block:
+            return probes_of_prompt(self.plan.probes, length, self.draws, ids)
+        return self._block(0)[:length].nonzero()[:, 0]
+
+    def watch(self, forward: Forward, rows: range, device: torch.device) -> Watch | None:
+        """Probe rows, and of each the tokens of its own chunk."""
+        spans = [(forward.before[row], forward.after[row], self.rows.prompt(row)) for row in rows]
+        probes = [self._probes(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
+        if not any(bool(rows_of.any()) for rows_of in probes):
+            return None
+        if forward.width == 1 and all(bool(rows_of.all()) for rows_of in probes):
+            return Watch(tier=False)
+        width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
+        weights = torch.zeros(len(rows), len(probes[0]), width + len(probes[0]))
+        for i, ((before, after, prompt), chosen) in enumerate(zip(spans, probes, strict=True)):
+            exact = self.tiering.exact(before, prompt)
+            chunk = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
+            same = chunk[exact:, None] == chunk
+            weights[i, :, :exact] = chosen[:, None] & same[:, :exact]
+            weights[i, :, width:] = chosen[:, None] & same[:, exact:]
+        return Watch(tier=False, weights=weights.to(device))
+
+    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Complete chunks into tiers, the rest into the window."""
+        exact = [self.tiering.exact(n, self.rows.prompt(row)) for row, n in enumerate(forward.before)]
+        left = [self.tiering.exact(n, self.rows.prompt(row)) for row, n in enumerate(forward.after)]
+        step = forward.width == 1 and forward.columns is None
+        self._resize(max(exact + left))
+        complete = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if not step or other <= one]
+        for rows in self.rows.alike(forward):
+            rows = [row for row in rows if row in complete]
+            if rows:
+                self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
+        if step and len(complete) < len(exact):
+            self._append([row for row in range(len(exact)) if row not in complete], exact, forward, keys, values)
+        self._resize(max(left))
+        self.seen.clear()
+        self.queries.clear()
+
+    def _append(self, rows: list[int], exact: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """One token each for `rows` whose chunk goes on."""
+        assert self.windows is not None
+        slots = [exact[row] for row in rows]
+        level = len(rows) == len(exact) and len(set(slots)) == 1
+        at = slots[0] if level else None
+        index = forward.tensor("rows that go on", rows, keys.device)
+        place = forward.tensor("their slots", slots, keys.device)
+        for window, new in zip(self.windows, (keys, values), strict=True):
+            if at is not None:
+                window.tokens[:, :, at] = new[:, :, 0]
+            else:
+                window.tokens[index, :, place] = new[index, :, 0]
+        if not self.seen:
+            return
+        held, fresh = self.seen_by(list(range(len(exact))), 1)
+        if at is not None:
+            self.mass[:, :, : held.shape[2]] += held
+            self.mass[:, :, at] = fresh[:, :, 0]
+        else:
+            self.mass[index, :, : held.shape[2]] += held[index]
+            self.mass[index, :, place] += fresh[index, :, 0]
+
+    def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Tokens of rows that are alike, `[len(rows), kv_heads, n, D]`."""
+        assert self.windows is not None
+        before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.rows.prompt(rows[0])
+        start, stop = self.tiering.encoded(before, prompt), self.tiering.encoded(after, prompt)
+        exact = before - start
+        held, fresh = self.seen_by(rows, after - before) if self.observes else (self.mass[rows][:, :, :0], None)
+        if exact:
+            windows = (window.in_order(rows, 0, exact) for window in self.windows)
+            keys, values = (torch.cat(pair, 2) for pair in zip(windows, (keys, values), strict=True))
+        mass = None
+        if fresh is not None:
+            earlier = self.mass[rows][:, :, :exact]
+            earlier[:, :, : held.shape[2]] += held[:, :, :exact]
+            mass = torch.cat([earlier, fresh], 2)
+        while start < stop:
+            chunk = self.tiering.chunk_of(start, prompt)
+            part = slice(0, len(chunk))
+            self._encode(
+                rows, forward, chunk, keys[:, :, part], values[:, :, part], None if mass is None else mass[:, :, part]
+            )
+            keys, values = keys[:, :, len(chunk) :], values[:, :, len(chunk) :]
+            mass = None if mass is None else mass[:, :, len(chunk) :]
+            start = chunk.stop
+        if keys.shape[2]:
+            for window, new in zip(self.windows, (keys, values), strict=True):
+                window.write(rows, 0, new)
+        if mass is not None:
+            at = torch.tensor(rows, device=mass.device)
+            self.mass[at] = torch.nn.functional.pad(mass, (0, self.mass.shape[2] - mass.shape[2]))
+
+    def _encode(
+        self, rows: list[int], forward: Forward, chunk: range, keys: Tensor, values: Tensor, mass: Tensor | None
+    ) -> None:
+        places = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(len(rows), self.heads, -1)
+        order = None
+        if mass is not None and self.saliency is not None:
+            seen = upload(self._seen_rows(forward, rows[0], chunk), torch.int64, keys.device)
+            order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
+        first = chunk.start == 0
+        if first:
+            self.measure(rows, "keys", keys, None)
+            self.measure(rows, "values", values, None)
+        slots, at = self.rows.held(rows[0], chunk.start), 0
+        for number, count in enumerate(self.tiering.counts(len(chunk))[: len(self.tiers)]):
+            own = (keys, values, places)
+            if order is not None:
+                chosen = order[..., at : at + count].sort(-1).values
+                index = chosen[..., None]
+                own = (
+                    keys.gather(2, index.expand(-1, -1, -1, keys.shape[3])),
+                    values.gather(2, index.expand(-1, -1, -1, values.shape[3])),
+                    places.gather(2, chosen),
+                )
+            at += count
+            if first:  # a tier that is empty now and gains tokens later takes the numbers of the whole chunk
+                self.measure(rows, "keys", own[0] if count else keys, number)
+                self.measure(rows, "values", own[1] if count else values, number)
+            if count:
+                self.tiers[number].write(rows, self.rows.tables[number], slots[number], *own)
+
+    def _seen_rows(self, forward: Forward, row: int, chunk: range) -> list[int]:
+        """How many probe rows see each token of a chunk: those at its position and behind."""
+        prompt, ids = self.rows.prompt(row), self._ids(forward, row)
+        chosen = self._probes(chunk.start, chunk.stop, prompt, ids)
+        counts: list[int] = chosen.long().flip(0).cumsum(0).flip(0).tolist()
+        return counts
+
+    def _probes(self, start: int, stop: int, prompt: int, ids: Tensor | None) -> Tensor:
+        """Which of the rows at positions [start, stop) are probes: bool on the host."""
+        if start == 0 and stop == prompt >= self.tiering.block:
+            chosen = torch.zeros(prompt, dtype=torch.bool)
+            chosen[probes_of_prompt(self.plan.probes, prompt, self.draws, ids)] = True
+            return chosen
+        parts = []
+        while start < stop:
+            chunk = self.tiering.chunk_of(start, prompt)
+            parts.append(self._block(chunk.start)[start - chunk.start : stop - chunk.start])
+            start = chunk.stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _block(self, start: int) -> Tensor:
+        return probes_of_block(self.plan.probes, start, self.tiering.block, self.draws)
+
+    def _ids(self, forward: Forward, row: int) -> Tensor | None:
+        return None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
+
+    def _resize(self, slots: int) -> None:
+        for window in self.windows or ():
+            window.resize(slots)
+
+    def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
+        """Also the mass."""
+        super().permute(sources, kept)
+        self.mass = self.mass[sources.to(self.mass.device)]
+        self._resize(max((self.rows.exact(row, n) for row, n in enumerate(self.rows.lengths)), default=0))
+
+    def to(self, device: torch.device) -> None:
+        """Also the mass."""
+        super().to(device)
+        self.mass = self.mass.to(device)
+
+    def footprint(self) -> Footprint:
+        """Also the window and the mass."""
+        weight = super().footprint()
+        rows = len(self.rows.lengths)
+        slots = max((self.rows.exact(row, n) for row, n in enumerate(self.rows.lengths)), default=0)
+        size = rows * self.heads * sum(self.widths) * self.itemsize
+        weight.kinds["window"] += allocated(slots, self.tiering.block) * size
+        weight.kinds["saliency"] += rows * self.heads * (self.tiering.block if self.observes else 0) * 4
+        return weight
+
+    def growth(self) -> list[float]:
+        """A block's shares."""
+        return [count / self.tiering.block for count in self.tiering.counts(self.tiering.block)]
+
+
+@lru_cache(maxsize=4096)
+def probes_of_block(probes: Probes, start: int, size: int, draws: Draws) -> Tensor:
+    """`Probes.of_block`, remembered: a decode step asks for one row of it."""
+    return probes.of_block(start, size, draws)
+
+
+def probes_of_prompt(probes: Probes, length: int, draws: Draws, ids: Tensor | None) -> Tensor:
+    """`Probes.of_prompt`; refuses special tokens where nobody gave their ids."""
+    if probes.strategy == "special" and ids is None:
+        raise ValueError("probes='special' needs token ids: call the model with input_ids, not with inputs_embeds")
+    return probes.of_prompt(length, draws, ids)

@@ -1,0 +1,200 @@
+"""A store whose tokens lie in tiers: what all tierings share. Which token goes where is said by `chunks`, `budget`, `sinks`."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.kernels.probe_saliency.reference import attention_mass
+from calib.runtime.draws import Draws
+from calib.runtime.logits import Logits
+from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.rows import Forward
+from calib.runtime.stages.codec.uniform import HALF_MAX
+from calib.runtime.stages.contract import Saliency
+from calib.runtime.store import Footprint, Given, Place
+from calib.runtime.tiered.attend import Seen, TieredAttention, Watch
+from calib.runtime.tiered.rows import TieredRows
+from calib.runtime.tiered.tier import RowTransform, Tier
+from calib.runtime.window import Window
+
+
+class TieredStore(ABC):
+    """Tiers of one layer, and what a forward has shown of its tokens until it is stored.
+
+    `plan` is a `TieredPlan`.
+    """
+
+    windows: tuple[Window, Window] | None = None
+
+    def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
+        """`keys`, `values [rows, kv_heads, n, head_dim]`: the first ones, which fix shapes and dtypes."""
+        self.plan, self.rows, self.place = plan, rows, place
+        self.draws = Draws(place.seed, place.layer)
+        self.saliency: Saliency | None = plan.saliency
+        self.heads, self.widths, self.itemsize = keys.shape[1], (keys.shape[3], values.shape[3]), keys.element_size()
+        self.transforms: dict[Any, RowTransform] = {}
+        for role, like in (("keys", keys), ("values", values)):
+            largest = like.abs().max() if like.shape[2] and like.dtype != torch.float16 else torch.zeros(())
+            dtype = torch.float32 if bool(largest > HALF_MAX) else torch.float16
+            for number, tier in enumerate(plan.tiers):
+                stage = dict(tier.streams())[role].transform
+                # What is measured over a whole chunk is measured once for all tiers.
+                shared = getattr(stage, "over", "tier") == "chunk"
+                self.transforms.setdefault((role, stage if shared else number), RowTransform(stage, like, dtype))
+        positions = rows.sliding is not None or self.needs_positions
+        self.tiers = [
+            Tier(tier, {role: self._transform(role, number) for role in ("keys", "values")}, keys, values, positions)
+            for number, tier in enumerate(plan.tiers)
+        ]
+        self.query_values = 0
+        self.seen: dict[range, Seen] = {}
+        self.queries: dict[range, Tensor] = {}
+
+    needs_positions = False
+
+    @property
+    def observes(self) -> bool:
+        """Whether saliency decides; where not, storing needs neither queries nor probabilities."""
+        return self.saliency is not None
+
+    @abstractmethod
+    def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
+        """The query rows of a prompt that are looked at: int64 on the host, rising."""
+
+    @abstractmethod
+    def watch(self, forward: Forward, rows: range, device: torch.device) -> Watch | None:
+        """What is looked at in a forward of rows that hold tokens already."""
+
+    @abstractmethod
+    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Takes a forward's tokens in; what was seen of it is in `self.seen`."""
+
+    def _transform(self, role: str, number: int) -> RowTransform:
+        stage = dict(self.plan.tiers[number].streams())[role].transform
+        return self.transforms[role, stage if getattr(stage, "over", "tier") == "chunk" else number]
+
+    def prepare(self, forward: Forward) -> None:
+        """Pages of every tier."""
+        for tier, table, copies in zip(self.tiers, self.rows.tables, forward.copies, strict=True):
+            tier.pool.grow(table.capacity)
+            tier.pool.copy(copies)
+
+    def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
+        """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
+        attention = TieredAttention(
+            self.tiers, self.windows, self.rows, forward, rows, logits, self.place.rotation, self.plan.kept
+        )
+        observe = observe and self.observes
+        self.query_values = given.query.shape[1] * given.query.shape[3]
+        if observe:
+            self.queries[rows] = given.query.detach()
+        if attention.is_prompt:
+            if observe:
+                self.seen[rows] = self._seen_of_prompt(forward, rows, logits, given.query, given.keys)
+            return attention.prompt(*given)
+        watch = self.watch(forward, rows, given.query.device) if observe else None
+        output, seen = attention.output(*given, watch=watch)
+        if seen is not None:
+            self.seen[rows] = seen
+        return output
+
+    def _seen_of_prompt(self, forward: Forward, rows: range, logits: Logits, query: Tensor, keys: Tensor) -> Seen:
+        mass = torch.zeros(keys.shape[:3], device=keys.device)
+        for i, row in enumerate(rows):
+            ids = None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
+            probes = self.prompt_probes(row, keys.shape[2], ids)
+            if len(probes) == 0:
+                continue
+            asked = query[i : i + 1] if len(probes) == keys.shape[2] else query[i : i + 1, :, probes.to(query.device)]
+            mass[i : i + 1] = attention_mass(
+                asked, keys[i : i + 1], probes, logits.scale, logits.softcap, logits.sliding
+            )
+        return Seen(mass[:, :, :0], mass)
+
+    def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
+        """Mass on held slots `[len(rows), kv_heads, slots]` and on the `count` new tokens, of `rows` alike; 0 if unseen."""
+        for span, seen in self.seen.items():
+            if len(span) == seen.new.shape[0] == len(rows) and rows[0] == span.start and rows[-1] == span.stop - 1:
+                return seen.held, seen.new
+        slots = max((seen.held.shape[2] for seen in self.seen.values()), default=0)
+        device = self.tiers[0].pool.device
+        held, new = (torch.zeros(len(rows), self.heads, size, device=device) for size in (slots, count))
+        for span, seen in self.seen.items():
+            inside = [(i, row - span.start) for i, row in enumerate(rows) if row in span]
+            if inside:
+                to, of = map(list, zip(*inside, strict=True))
+                held[to, :, : seen.held.shape[2]] = seen.held[of]
+                new[to] = seen.new[of]
+        return held, new
+
+    def measure(self, rows: list[int], role: str, tokens: Tensor, tier: int | None) -> None:
+        """Fits what is measured of a stream to `tokens [len(rows), kv_heads, n, D]`: of one tier, or of a whole chunk."""
+        for (own, key), transform in self.transforms.items():
+            if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
+                transform.measure(rows, tokens, self._queries_of(rows, tokens))
+
+    def _queries_of(self, rows: list[int], tokens: Tensor) -> Tensor:
+        """The real queries of the forward that is being stored; without any (nothing measured needs them) the tokens."""
+        parts = []
+        for span, query in self.queries.items():
+            inside = [row - span.start for row in rows if row in span]
+            if inside:
+                parts.append(query if len(inside) == query.shape[0] else query[inside])
+        return torch.cat(parts) if parts else tokens
+
+    def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
+        """Row i becomes a copy of row `sources[i]`."""
+        for transform in self.transforms.values():
+            transform.permute(sources)
+        for tier, pages in zip(self.tiers, kept, strict=True):
+            if pages is not None:
+                tier.pool.keep(pages)
+        for window in self.windows or ():
+            window.permute(sources.to(window.tokens.device))
+
+    def to(self, device: torch.device) -> None:
+        """Moves everything."""
+        self.plan = self.plan.to(device)
+        for transform in self.transforms.values():
+            transform.to(device)
+        for tier, plan in zip(self.tiers, self.plan.tiers, strict=True):
+            tier.plan = plan
+            tier.pool.tensors = {name: tensor.to(device) for name, tensor in tier.pool.tensors.items()}
+        for window in self.windows or ():
+            window.tokens = window.tokens.to(device)
+
+    def counts(self, row: int) -> list[int]:
+        """Tokens of a row in each tier."""
+        return self.rows.held(row, self.rows.lengths[row])
+
+    def decoded(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a row in each tier, float32 `[kv_heads, count, D]`, in the order of their slots."""
+        found = []
+        for tier, table, count in zip(self.tiers, self.rows.tables, self.counts(row), strict=True):
+            block = {
+                name: tensor[table.rows[row]].transpose(0, 1).flatten(1, 2)[None, :, :count]
+                for name, tensor in tier.pool.tensors.items()
+            }
+            empty = (torch.zeros(self.heads, 0, width) for width in self.widths)
+            keys, values = (part[0] for part in tier.decode([row], block)) if count else empty
+            found.append((keys, values))
+        return found
+
+    def footprint(self) -> Footprint:
+        """Pages of every tier, and the rows' own numbers."""
+        weight = Footprint(values=self.heads * sum(self.widths))
+        for tier, table in zip(self.tiers, self.rows.tables, strict=True):
+            for field in tier.pool.fields.values():
+                weight.kinds[field.kind] += round(table.capacity * PAGE_TOKENS * self.heads * field.bytes_per_token())
+        weight.kinds["parameters"] += sum(transform.bytes() for transform in self.transforms.values())
+        bytes_of = [self.heads * sum(f.bytes_per_token() for f in tier.pool.fields.values()) for tier in self.tiers]
+        weight.marginal = sum(share * size for share, size in zip(self.growth(), bytes_of, strict=False))
+        draft = self.heads * sum(self.widths) + (self.query_values if self.observes else 0)
+        weight.kinds["window"] += self.rows.unconfirmed * len(self.rows.lengths) * draft * self.itemsize
+        return weight
+
+    @abstractmethod
+    def growth(self) -> list[float]:
+        """Tokens that each tier gains with one more token, in the long run."""

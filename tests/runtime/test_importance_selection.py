@@ -1,0 +1,357 @@
+"""The oracle of the importance methods by itself: hashes, counts, codes and selections that can be worked out by hand."""
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from importance_oracle import (
+    H2O,
+    ORACLES,
+    WINDOW,
+    MiKV,
+    StreamingLLM,
+    TopK,
+    ZipCache,
+    channel_scale,
+    count,
+    counter_hash,
+    fmix32,
+    per_channel,
+    per_token,
+)
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def drawn(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS, seed: int = 0) -> list[np.ndarray]:
+    """Queries, keys and values `[heads, tokens, DIM]`."""
+    draw = np.random.default_rng(seed)
+    return [draw.standard_normal((h, tokens, DIM)) for h in (heads, kv_heads, kv_heads)]
+
+
+def walk(method, parts: list[np.ndarray], *cuts: int) -> np.ndarray:
+    """Outputs of forwards that end after `cuts` tokens."""
+    pieces = [[part[:, start:stop] for part in parts] for start, stop in zip((0, *cuts), cuts, strict=False)]
+    return np.concatenate([method.forward(*piece) for piece in pieces], 1)
+
+
+def row_of(weights: list[float]) -> list[np.ndarray]:
+    """One head of one channel whose attention to token i is `weights[i]` over the sum of those that are seen."""
+    keys = np.log(np.array(weights))[None, :, None]
+    return [np.ones_like(keys), keys, np.arange(len(weights), dtype=np.float64)[None, :, None]]
+
+
+# --- hashes and counts ----------------------------------------------------------------------------------------------
+
+
+def test_the_finaliser_is_that_of_murmurhash3():
+    assert fmix32(0) == 0
+    assert fmix32(1) == 0x514E28B7  # the published hash of the empty string under seed 1
+    assert len({fmix32(x) for x in range(5000)}) == 5000  # a bijection
+
+
+def test_the_counter_hash_mixes_five_words():
+    h = fmix32(7)
+    for word in (2, 3, 5, 11):
+        h = fmix32((h * 5 + 0xE6546B64) % 2**32 ^ word)
+    assert counter_hash(2 * 2**32 + 7, 3, 5, 11) == h
+
+
+def test_every_word_moves_the_counter_hash():
+    base = (7, 1, 2, 3)
+    others = [(8, 1, 2, 3), (7 + 2**32, 1, 2, 3), (7, 2, 2, 3), (7, 1, 3, 3), (7, 1, 2, 4), (7, 2, 1, 3)]
+    assert len({counter_hash(*words) for words in (base, *others)}) == 7
+    draws = np.array([counter_hash(0, 0, 0, place) for place in range(20000)]) / 2**32
+    assert abs(draws.mean() - 0.5) < 0.01 and abs((draws < 0.05).mean() - 0.05) < 0.005
+
+
+def test_counts_are_rounded_down_and_at_least_one():
+    assert [count(share, 100) for share in (0.6, 0.07, 0.29, 0.005, 0.0)] == [60, 7, 29, 1, 0]
+    assert count(0.5, 5) == 2 and count(1.0, 7) == 7
+
+
+# --- codes ----------------------------------------------------------------------------------------------------------
+
+
+def test_codes_by_hand():
+    x = np.array([[0, 1.5, 2, 6.0]])  # s = 2, z = 0
+    assert per_token(x, 2, 4, 1.0)[0].tolist() == [[0, 2, 2, 6]]
+    assert per_token(np.array([[0, 1, 3, 6.0]]), 2, 4, 1.0)[0].tolist() == [[0, 2, 4, 6]]  # ties go up
+    pairs = np.array([[0, 1.5, 2, 8.0]])
+    assert per_token(pairs, 2, 2, 1.0)[0].tolist() == pairs.tolist()  # each pair has a range of its own
+    # Half the range: 3 +- 1.5, in steps of 1; what lies outside is clamped.
+    assert per_token(x, 2, 4, 0.5)[0].tolist() == [[1.5, 1.5, 2.5, 4.5]]
+    assert per_token(np.array([[3.0, 3.0]]), 4, 2, 1.0)[0].tolist() == [[3, 3]]
+
+
+def test_parameters_are_stored_in_sixteen_bits_before_codes_are_chosen():
+    x = np.array([[0.1, 0.2, 0.7, 1.3]])
+    scale, zero = (float(np.float16(value)) for value in (1.2 / 15, 0.1))
+    assert scale != 1.2 / 15 and zero != 0.1
+    codes = np.floor((x - zero) / scale + 0.5)
+    np.testing.assert_allclose(per_token(x, 4, 4, 1.0)[0], np.clip(codes, 0, 15) * scale + zero, rtol=1e-12)
+
+
+def test_a_doubtful_code_has_both_answers():
+    x = np.array([[0.0, 3.0, 5.0 * (1 + 1e-9), 6.0]])  # two values on borders, up to rounding
+    choices = per_token(x, 2, 4, 1.0)
+    assert choices[0].tolist() == [[0, 4, 6, 6]]
+    assert [{round(float(value), 3) for value in choices[:, 0, column]} for column in (1, 2, 3)] == [
+        {2, 4},
+        {4, 6},
+        {6},
+    ]
+
+
+def test_a_channel_keeps_the_range_it_was_measured_with():
+    table = [np.array([1.0, 0.0])], [np.array([3.0, 1.5])]
+    x = np.array([[-2, -9], [1.1, 0.4], [7, 0.6]])
+    assert per_channel(x, 2, table, 1.0)[0].tolist() == [[-2, -1.5], [2, 0.5], [4, 0.5]]
+
+
+def test_channel_separable_scales():
+    x = np.array([[4.0, 0, -0.25], [-9, 0, 0.04]])
+    assert [scale.tolist() for scale in channel_scale(x)] == 2 * [[3, 1, 0.5]]
+    third = channel_scale(x / 3)[0]
+    assert np.array_equal(third, np.float16(third)) and abs(third[0] - math.sqrt(3)) < 2**-10
+
+
+# --- everything kept is full attention ------------------------------------------------------------------------------
+
+KEEP_ALL = {
+    "zipcache": {"tiers": [[16, 1.0]], "recompress": 8},
+    "mikv": {"budget": 100},
+    "h2o": {"heavy": 50, "recent": 50},
+    "streaming_llm": {"window": 100},
+    "oracle": {"ratio": 1.0},
+}
+
+
+@pytest.mark.parametrize("cuts", [(30, 31, 32, 45), (1, 2, 20, 45), (45,)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("method", ORACLES)
+def test_a_method_that_keeps_everything_is_full_attention(method, heads, kv_heads, cuts):
+    parts = drawn(45, heads, kv_heads)
+    found = walk(ORACLES[method](**KEEP_ALL[method]), parts, *cuts)
+    expected = oracle.attention(*map(torch.tensor, parts), DIM**-0.5)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_low_tier_is_not_full_attention():
+    parts = drawn(45)
+    expected = oracle.attention(*map(torch.tensor, parts), DIM**-0.5).numpy()
+    for name, options in {
+        "zipcache": {"recompress": 8},
+        "mikv": {},
+        "h2o": {},
+        "streaming_llm": {},
+        "oracle": {},
+    }.items():
+        if name == "streaming_llm":
+            options = {"window": 8, "positions": "original"}
+        found = walk(ORACLES[name](**options), parts, 30, *range(31, 46))
+        np.testing.assert_allclose(found[:, :30], expected[:, :30], rtol=1e-10, atol=1e-12)
+        assert abs(found[:, 31:] - expected[:, 31:]).max() > 1e-3, name
+
+
+# --- saliency -------------------------------------------------------------------------------------------------------
+
+
+def test_the_two_saliencies_by_hand():
+    # Rows: 1 | 1/2 1/2 | 1/8 1/8 6/8.
+    parts = row_of([1, 1, 6])
+    for kind, expected, first in (
+        ("accumulated", [1.625, 0.625, 0.75], 0),
+        ("normalised", [1.625 / 3, 0.3125, 0.75], 2),
+    ):
+        method = ZipCache([[16, 0.34], [0, 0.66]], recompress=3, probes="all", saliency=kind)
+        method.forward(*parts)
+        np.testing.assert_allclose(method.saliency[0], expected)
+        assert method.tokens(0)[0].tolist() == [first]
+        ordered = sorted(expected, reverse=True)
+        assert math.isclose(method.margin, 1 - ordered[1] / ordered[0])
+
+
+def test_only_probe_rows_that_see_a_token_count():
+    method = ZipCache([[16, 0.5], [0, 0.5]], recompress=4, probes="recent", probe_share=0.5)  # rows 2 and 3
+    method.forward(*row_of([1, 1, 2, 4]))
+    sums = np.array([1 / 4 + 1 / 8, 1 / 4 + 1 / 8, 1 / 2 + 1 / 4, 1 / 2])
+    np.testing.assert_allclose(method.saliency[0], sums / [2, 2, 2, 1])
+
+
+def test_a_token_that_no_probe_sees_has_no_saliency():
+    method = ZipCache([[16, 0.5], [0, 0.5]], recompress=8, probes="random", probe_share=0.125)
+    last = next(seed for seed in range(99) if min(range(8), key=lambda t: counter_hash(seed, 0, 0, t)) == 2)
+    method.seed = last
+    method.forward(*row_of([1.0] * 8))
+    np.testing.assert_allclose(method.saliency[0], [1 / 3] * 3 + [0] * 5)
+    assert method.tokens(0)[0].tolist() == [0, 1, 2, 3]  # ties, of thirds and of zeros, go to the earlier
+
+
+@pytest.mark.parametrize(("probes", "rows"), [("all", 60), ("recent", 6), ("random", 6), ("random+recent", 6)])
+def test_saliency_sums_to_probe_rows_times_group(probes, rows):
+    method = ZipCache(probes=probes, saliency="accumulated", recompress=50)
+    method.forward(*drawn(60))
+    assert sum(map(method.is_probe, range(60))) == rows
+    np.testing.assert_allclose(method.saliency.sum(1), rows * HEADS / KV_HEADS)
+
+
+def test_accumulated_scores_sum_to_tokens_times_group():
+    method = MiKV(budget=100)
+    walk(method, drawn(45), 30, 31, 45)
+    np.testing.assert_allclose(method.saliency.sum(1), 45 * HEADS / KV_HEADS)
+
+
+def test_probe_rows_of_a_block_of_decode():
+    method = ZipCache(seed=5, layer=3)
+    walk(method, drawn(130), 120, 130)
+    places = {probes: [] for probes in ("random+recent", "random", "recent", "all")}
+    for probes, found in places.items():
+        method.probes = probes
+        found += [token - 119 for token in range(120, 320) if method.is_probe(token)]
+    chance = {token - 119: counter_hash(5, 3, 0, token) / 2**32 for token in range(120, 320)}
+    late = {place for place in range(1, 201) if (place - 1) % 100 >= 95}
+    assert set(places["random+recent"]) == late | {place for place in chance if chance[place] < 0.05}
+    assert set(places["random"]) == {100, 200} | {place for place in chance if chance[place] < 0.1}
+    assert places["recent"] == [*range(91, 101), *range(191, 201)] and len(places["all"]) == 200
+
+
+# --- chunks and tiers -----------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_a_short_prompt_and_of_a_long_one():
+    for cuts, windows in {(7, 9, 10, 25): [7, 9, 0, 5], (13, 14, 22, 23, 44): [0, 1, 9, 0, 1]}.items():
+        method, parts, start = ZipCache([[4, 0.1], [2, 0.5], [0, 0.4]], recompress=10), drawn(45), 0
+        for stop, window in zip(cuts, windows, strict=True):
+            method.forward(*[part[:, start:stop] for part in parts])
+            assert [len(held) for held in method.tokens(WINDOW)] == [window] * KV_HEADS
+            start = stop
+        chunks = [method.prompt if method.prompt >= 10 else 10] + [10] * 3
+        done = [sum(chunks[: at + 1]) <= start for at in range(4)]
+        for tier, share in ((0, 0.1), (1, 0.5)):
+            expected = sum(count(share, size) for size, whole in zip(chunks, done, strict=True) if whole)
+            assert [len(held) for held in method.tokens(tier)] == [expected] * KV_HEADS
+
+
+def test_a_stored_chunk_is_never_encoded_again():
+    method, parts = ZipCache(recompress=10), drawn(45)
+    walk(method, parts, 20)
+    keys, values, tiers = method.keys.copy(), method.values.copy(), method.tier.copy()
+    for at in range(20, 45):
+        method.forward(*[part[:, at : at + 1] for part in parts])
+    for old, new in ((keys, method.keys), (values, method.values), (tiers, method.tier)):
+        assert np.array_equal(old, new[:, :20])
+
+
+# --- heavy and recent -----------------------------------------------------------------------------------------------
+
+
+def test_heavy_hitters_by_hand():
+    method, zero = H2O(heavy=1, recent=2), row_of([1.0] * 8)
+    zero[0] *= 0  # every row attends alike to all it sees
+    parts = [[part[:, start:stop] for part in zero] for start, stop in ((0, 4), (4, 5), (5, 6))]
+    method.forward(*parts[0])
+    np.testing.assert_allclose(method.saliency[0], [25 / 12, 13 / 12, 7 / 12, 1 / 4])
+    assert method.tokens(0)[0].tolist() == [0, 2, 3]
+    output = method.forward(*parts[1])
+    np.testing.assert_allclose(output[0, 0, 0], (0 + 2 + 3 + 4) / 4)
+    np.testing.assert_allclose(method.saliency[0, [0, 2, 3, 4]], [28 / 12, 10 / 12, 1 / 2, 1 / 4])
+    assert method.tokens(0)[0].tolist() == [0, 3, 4]
+    np.testing.assert_allclose(method.forward(*parts[2])[0, 0, 0], (0 + 3 + 4 + 5) / 4)
+    assert math.isclose(method.margin, 1 - 13 / 25)
+
+
+def test_budgets():
+    for method, prompt, budgets in (
+        (H2O(), 49, (9, 9)),
+        (H2O(3, 0.5), 49, (3, 24)),
+        (MiKV(0.2), 50, (5, 5)),
+        (MiKV(0.2), 51, (5, 6)),
+        (MiKV(0.2), 1, (0, 1)),
+        (MiKV(budget=9), 1, (4, 5)),
+        (MiKV(budget=9, recent=2), 1, (7, 2)),
+    ):
+        method.prompt = prompt
+        assert method.budgets() == budgets
+
+
+def test_demotion_decodes_and_encodes_again():
+    method = MiKV(important=4, retained=2, balancer=False, group=16, budget=1)
+    ramp = np.arange(16.0)[None, None] * np.array([1, 2, 1])[:, None]  # three tokens that 4 bits hold exactly
+    for token in range(2):
+        method.forward(0 * ramp[:, token : token + 1], ramp[:, token : token + 1], ramp[:, token : token + 1] - 7)
+    assert method.tokens(0)[0].tolist() == [1] and method.tokens(1)[0].tolist() == [0]
+    lattice = np.array([0, 0, 0, 5, 5, 5, 5, 5, 10, 10, 10, 10, 10, 15, 15, 15.0])
+    assert method.keys[0, 0].tolist() == lattice.tolist() and method.values[0, 0].tolist() == (lattice - 7).tolist()
+    assert method.keys[0, 1].tolist() == (2 * np.arange(16.0)).tolist()
+
+
+def test_the_balancer_by_hand():
+    method = MiKV(important=2, retained=2, ratio=1.0, group=2)
+    query = np.array([[[1.0, 0.5], [-12, 0]], [[2, 0], [1, 9]]])
+    keys = np.array([[[3.0, 0], [0.75, 0]]])
+    method.forward(query, keys, keys)
+    assert method.balance.tolist() == [[2, 1]]  # sqrt(12 / 3); a channel without keys keeps 1
+    assert method.keys[0].tolist() == keys[0].tolist()
+    plain = MiKV(important=2, retained=2, ratio=1.0, group=2, balancer=False)
+    plain.forward(query, keys, keys)
+    assert plain.balance.tolist() == [[1, 1]]
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+def test_sinks_are_met_as_if_the_dropped_tokens_had_never_been():
+    frequencies = 10000 ** -(np.arange(DIM // 2) / (DIM // 2))
+    query, keys, values = drawn(30, 1, 1)
+    turn = StreamingLLM(frequencies=frequencies).turned
+    place = np.arange(30)
+
+    def rotated(x, places):
+        return np.stack([turn(x[0, row], at) for row, at in enumerate(places)])[None]
+
+    method = StreamingLLM(sinks=2, window=5, frequencies=frequencies)
+    found = walk(method, [rotated(query, place), rotated(keys, place), values], 20, *range(21, 31))
+    for row in range(21, 30):
+        held = [0, 1, *range(row - 5, row + 1)]  # everything stored, and the row itself
+        inside = rotated(keys[:, held], range(8))[0] @ rotated(query[:, row : row + 1], [7])[0, 0] / math.sqrt(DIM)
+        weights = np.exp(inside) / np.exp(inside).sum()
+        np.testing.assert_allclose(found[0, row], weights @ values[0, held], rtol=1e-9)
+    assert [method.tokens(tier)[0].tolist() for tier in (0, 1)] == [[0, 1], [*range(25, 30)]]
+
+
+def test_top_logits_by_hand():
+    method, parts = TopK(0.4), row_of([8, 1, 4, 2, 1])
+    walk(method, parts, 4)
+    output = method.forward(*[part[:, 4:] for part in parts])
+    np.testing.assert_allclose(output[0, 0, 0], (8 * 0 + 4 * 2) / 12)
+    assert math.isclose(method.margin, math.log(2))
+
+
+# --- taking over what a cache has stored ----------------------------------------------------------------------------
+
+
+def test_a_tier_is_recognised_in_any_order_and_nothing_else_is():
+    method, parts = ZipCache(recompress=10), drawn(20)
+    method.forward(*parts)
+    keys, values = method.decoded(1)[0]
+    order = np.random.default_rng(1).permutation(len(keys))
+    assert method.settle(1, 0, keys[order], values[order]) == 0
+    assert method.settle(1, 0, keys[order][:-1], values[order][:-1]) == math.inf
+    assert method.settle(1, 0, keys[[0, *range(len(keys) - 1)]], values[[0, *range(len(keys) - 1)]]) == math.inf
+    changed = values.copy()
+    changed[2, 3] += 0.01
+    assert method.settle(1, 0, keys, changed) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("stored", [2.0, 4.0])
+def test_one_of_two_doubtful_codes_is_taken_over(stored):
+    method, parts = MiKV(ratio=1.0, important=2, group=4, balancer=False), np.array([[[0, 3, 6.0, 6.0]]])
+    method.forward(parts, parts, parts)
+    keys, values = np.array([[0, stored, 6, 6]]), np.array([[0, 4.0, 6, 6]])
+    assert method.settle(0, 0, keys, values) == 0
+    assert method.keys[0].tolist() == keys.tolist()
+    keys[0, 1] = 6 - stored  # settled: the other answer is wrong from now on
+    assert method.settle(0, 0, keys, values) == 2
