@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "show what an artifact holds",
     "methods": "list the compression methods and their options",
     "generate": "run a prompt through a method beside the full cache",
+    "eval": "measure what methods keep of a model's answers, and what they weigh",
 }
 
 

@@ -1,0 +1,45 @@
+"""`calib eval --config eval/importance.yaml`: what each method keeps of a model's answers, and what its cache weighs."""
+
+import shlex
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from calib.arguments import Parser
+from calib.errors import UsageError
+
+HELP = """\
+Every key of the configuration can be given as a flag:
+  --model --dtype --device --artifact --seed --batch_size --limit --threads
+  --tasks.retrieval.cases 50  --tasks.perplexity.text FILE      in every task of that name
+Several --config are merged from left to right. Finished cells are kept below the output folder and not run again.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Evaluates, writes `results.json` and `report.md`, prints the table; 1 where a cell failed."""
+    parser = Parser(
+        prog="calib eval",
+        description="Measure methods on tasks through their caches: quality beside true bits.",
+        epilog=HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="such as eval/importance.yaml")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/eval/NAME of the config)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
+    parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
+    asked, rest = parser.parse_known_args(argv)
+    if not asked.config:
+        raise UsageError("'--config' must be given, such as eval/importance.yaml or eval/quick.yaml")
+
+    from calib.evaluate.request_files import read_request
+
+    request = read_request(asked.config, rest)
+    output = asked.output or Path("runs") / "eval" / request.name
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"output '{output}' is a file, expected a folder")
+
+    from calib.evaluate.command import evaluate
+
+    return evaluate(request, output, asked.only, asked.fresh, shlex.join(["calib", "eval", *argv]))

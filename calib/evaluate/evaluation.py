@@ -1,0 +1,142 @@
+"""The walk of an evaluation: load, check everything, then measure every cell that is not finished yet."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calib import __version__
+from calib.capture.language_model import find_model, load
+from calib.errors import UsageError
+from calib.evaluate.cell import Cell, Result
+from calib.evaluate.cell_files import CellFiles
+from calib.evaluate.request import MethodEntry, Request
+from calib.evaluate.tasks import Column, Subject
+from calib.runtime import Artifact
+from calib.runtime.fingerprint import fingerprint
+
+VERSIONS = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A request with its model loaded and everything checked.
+
+    Attributes:
+        request: what was asked.
+        subject: the model and what the columns make their data with.
+        columns: of the table.
+        cells: row by row.
+        base: what all cells depend on: model, dtype, device, seed, batch size, versions.
+        identity: the model's fingerprint.
+    """
+
+    request: Request
+    subject: Subject
+    columns: list[Column]
+    cells: list[Cell]
+    base: dict[str, Any]
+    identity: dict[str, Any]
+
+    @property
+    def entries(self) -> tuple[MethodEntry, ...]:
+        """The table's rows."""
+        return self.request.methods
+
+    def key(self, cell: Cell) -> str:
+        """The cell's key in `CellFiles`."""
+        return cell.key(self.base)
+
+
+def prepare(request: Request) -> Evaluation:
+    """Loads the model and checks every method on every column; raises UsageError for what cannot be done."""
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    device = usable_device(request.device)
+    artifact, artifact_hash = read_artifact(request.artifact)
+    model, tokenizer = load(request.model, request.dtype)
+    model.to(device)
+    subject = Subject(model, tokenizer, request.seed, request.batch_size, request.limit)
+    columns = [column for task in request.tasks for column in task.columns(subject)]
+    cells = [
+        Cell(entry, column, *((artifact, artifact_hash) if entry.uses_artifact else (None, None)))
+        for entry in request.methods
+        for column in columns
+    ]
+    for cell in cells:
+        cell.check(model, request.seed)
+    identity = fingerprint(model)
+    base = {
+        "config_hash": identity["config_hash"],
+        "weights": identity["weights"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device.type,
+        "seed": request.seed,
+        "batch_size": request.batch_size,
+        "versions": {"calib": __version__, **{name: version(name) for name in VERSIONS}},
+    }
+    return Evaluation(request, subject, columns, cells, base, identity)
+
+
+def usable_device(name: str) -> torch.device:
+    """The torch device; UsageError where this machine has none of that kind."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"invalid value {name!r} for 'device' (such as cpu or cuda): {reason}") from error
+    return device
+
+
+def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
+    """The artifact and the SHA-256 of its file; a missing file is a usage error."""
+    if name is None:
+        return None, None
+    path = Path(name) if Path(name).is_file() else Path(find_model(str(Path(name).parent))) / Path(name).name
+    if not path.is_file():
+        raise UsageError(f"artifact '{name}' is no file, expected an artifact; `calib fit` writes one")
+    return Artifact.load(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
+    """The cells of the rows whose label fits one of `patterns` (`h2o*`); all without a pattern."""
+    labels = [entry.label for entry in evaluation.entries]
+    for pattern in patterns:
+        if not any(fnmatchcase(label, pattern) for label in labels):
+            raise UsageError(f"--only '{pattern}' fits no method's name (there are {', '.join(labels)})")
+    fits = {label for label in labels if not patterns or any(fnmatchcase(label, pattern) for pattern in patterns)}
+    return [cell for cell in evaluation.cells if cell.entry.label in fits]
+
+
+def measure(
+    evaluation: Evaluation,
+    cells: Sequence[Cell],
+    files: CellFiles,
+    advance: Callable[[Cell, float], None],
+) -> dict[str, Result]:
+    """Results by key of `cells`, measured in order, each kept in `files` as soon as it is finished.
+
+    A cell that fails is `{"error": one line}`, is not kept, and does not end the run. `advance(cell, tokens)` is called
+    as tokens go through.
+    """
+    model, seed = evaluation.subject.model, evaluation.request.seed
+    results: dict[str, Result] = {}
+    for cell in cells:
+        key = evaluation.key(cell)
+        if "figures" in results.get(key, {}):  # another row asks the same
+            advance(cell, cell.tokens)
+            continue
+        try:
+            results[key] = cell.measure(model, seed, partial(advance, cell))
+        except Exception as error:  # whatever a method or this machine's memory does, the other cells count
+            results[key] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+            continue
+        files.write(key, results[key])
+    return results

@@ -1,0 +1,45 @@
+"""Tokens through a cache, a piece at a time, for rows of different length with the padding on their left."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.errors import RunError
+from calib.runtime.cache import CompressedCache
+
+
+class Feed:
+    """Feeds pieces of the same rows one after another, keeping their mask and their positions.
+
+    Args:
+        model: a causal language model.
+        cache: an empty cache attached to it.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: CompressedCache) -> None:
+        self.model, self.cache = model, cache
+        self.mask: Tensor | None = None
+        self.keeps_logits = bool(model._supports_logits_to_keep())
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, mask: Tensor | None = None, only_last: bool = False) -> Tensor:
+        """Logits [rows, tokens or 1, vocabulary] float32 of `tokens` [rows, tokens] int64.
+
+        `mask` [rows, tokens] int64 marks real tokens; without it all are. Positions count the real tokens of a row.
+        `only_last` returns those of the last token alone. Raises RunError for a logit that is NaN.
+        """
+        new = torch.ones_like(tokens) if mask is None else mask
+        self.mask = new if self.mask is None else torch.cat((self.mask, new), dim=1)
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        logits = self.model(
+            input_ids=tokens,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **({"logits_to_keep": 1} if only_last and self.keeps_logits else {}),
+        ).logits
+        logits = (logits[:, -1:] if only_last else logits).float()
+        if bool(logits[:, -1].isnan().any()):  # the last token is real in every row
+            raise RunError("the model's logits are NaN")
+        return logits

@@ -1,0 +1,99 @@
+"""Sizes as the papers count them, which leave out what a cache holds besides: positions, pages, the exact window.
+
+They are printed only under the label `paper counting`, beside the true bits. ZipCache: arXiv:2405.14256. MiKV:
+arXiv:2402.18096. Widths: `width` is the channels of all KV heads of a layer (hd in ZipCache's formulas), `batch` its b,
+`length` its l. Formulas count 16-bit parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ZIPCACHE_BATCH = 8  # of appendix A and of every ratio the paper prints
+ZIPCACHE_TIER_PARAMETERS = 3  # numbers a channel: scale and zero point of the keys, channel scale of the values
+
+
+def group_ratio(bits: float, group: int) -> float:
+    """16-bit size / size with groups of `group` numbers, 2 parameters each (ZipCache appendix A, eq. A; 3.200)."""
+    return 16 / (bits + 2 * 16 / group)
+
+
+def token_ratio(bits: float, width: int) -> float:
+    """The same with 2 parameters a token over all heads, keys and values alike (eq. B; 3.992)."""
+    return 16 / (bits + 2 * 16 / width)
+
+
+def channel_separable_ratio(
+    bits: float,
+    width: int,
+    length: int,
+    batch: int = ZIPCACHE_BATCH,
+    channel_parameters: int = ZIPCACHE_TIER_PARAMETERS,
+) -> float:
+    """The same for channelwise keys and channel-separable tokenwise values (eq. C; 3.995).
+
+    Each of `width` channels holds `channel_parameters` numbers, once for the whole batch as the paper counts; each token
+    has 2 for its values.
+    """
+    channels = channel_parameters * 16 / (2 * batch * length)  # bits a value
+    tokens = 2 * 16 / (2 * width)
+    return 16 / (bits + channels + tokens)
+
+
+def zipcache_ratio(tiers: Sequence[tuple[float, float]], width: int, length: int, batch: int = ZIPCACHE_BATCH) -> float:
+    """Eq. C for tiers of (bits, share), each with channel parameters of its own: 4 and 2 bits at 60 %, length 840: 4.98.
+
+    For a single sequence (batch=1) it is 4.91. The paper prints no formula for two tiers.
+    """
+    mean = sum(bits * share for bits, share in tiers)
+    return channel_separable_ratio(mean, width, length, batch, ZIPCACHE_TIER_PARAMETERS * len(tiers))
+
+
+def mikv_size(ratio: float, important: int, retained: int, group: int) -> float:
+    """Share of the 16-bit cache: r p/16 + (1 - r) n/16 + f 2/group, for importance ratio r, p and n bits.
+
+    f is the share that is quantised: 1 - r where the important tier is 16-bit, else 1. The paper prints no formula; this
+    one gives its table 3 (33, 23, 18, 16 %) with group 64 and table 2 (36 | 38 %, 33 %) with groups 128 | 64. Retained
+    in 0 bits (evicted) only the important tier is left.
+    """
+    if retained == 0:
+        quantised = 0.0 if important == 16 else ratio
+    else:
+        quantised = 1 - ratio if important == 16 else 1.0
+    return ratio * important / 16 + (1 - ratio) * retained / 16 + quantised * 2 / group
+
+
+def counted_bits(
+    method: str, options: Mapping[str, Any], head_dim: int, width: int, prompt: float, length: float
+) -> float | None:
+    """Bits a value as the method's paper counts them; None where its paper gives no formula.
+
+    options: all of the method's. prompt: tokens that fix its budgets; length: tokens in the cache. Eviction is counted as
+    MiKV's table 1 does: what is kept, in 16 bits.
+    """
+    if method == "zipcache":
+        ratio = options["ratio"]
+        tiers = [(bits, share) for bits, share in options["tiers"]]
+        if ratio is not None:
+            tiers = [(tiers[0][0], ratio), (tiers[1][0], 1 - ratio)]
+        if not all(1 <= bits <= 8 for bits, _ in tiers):
+            return None
+        return 16 / zipcache_ratio(tiers, width, round(length))
+    if method == "mikv":
+        kept = share(options["budget"], length) if options["budget"] else options["ratio"] * prompt / length
+        group = options["group"] or head_dim // 2
+        return 16 * mikv_size(min(1.0, kept), options["important"], options["retained"], group)
+    if method == "h2o":
+        kept = sum(share(options[part], length, prompt) for part in ("heavy", "recent"))
+    elif method == "streaming_llm":
+        kept = share(options["sinks"] + options["window"], length)
+    elif method == "oracle":
+        kept = options["ratio"]
+    else:
+        return None
+    return 16 * min(1.0, kept)
+
+
+def share(budget: float, length: float, prompt: float | None = None) -> float:
+    """The share of `length` tokens that a budget of tokens (int), or of a share of the prompt (float), keeps."""
+    tokens = budget * prompt if isinstance(budget, float) and prompt is not None else budget
+    return tokens / length

@@ -1,0 +1,186 @@
+"""What an evaluation found, for a program (JSON) and for a page (Markdown)."""
+
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from calib.evaluate.cell import Cell, Result
+from calib.evaluate.evaluation import Evaluation
+from calib.evaluate.tasks import Column
+from calib.fit.provenance import model_name
+
+FORMAT = 1
+FAILED = "failed"
+INTERVAL = "In brackets the 95 % interval."
+COUNTING = (
+    "Bits are true bits per value: every byte the cache holds at the end (codes, parameters, positions, exact tokens, "
+    "pages with their empty slots, tables), over the values of the tokens seen. `paper counting` is what the method's "
+    "paper counts (`calib/evaluate/paper_counting.py`); `marginal` is what one more token will take."
+)
+
+
+def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str, Any]:
+    """Everything as plain JSON. The same request on the same machine gives the same content but for `seconds`."""
+    request = evaluation.request
+    return {
+        "format": FORMAT,
+        "config": {
+            "name": request.name,
+            "model": model_name(request.model),
+            "limit": request.limit,
+            "artifact": next((cell.artifact_hash for cell in evaluation.cells if cell.artifact_hash), None),
+            **{key: evaluation.base[key] for key in ("dtype", "device", "seed", "batch_size")},
+        },
+        "model": evaluation.identity,
+        "versions": {**evaluation.base["versions"], "python": platform.python_version()},
+        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        "columns": [
+            {"title": column.title, "measures": column.measure_name, **column.settings} for column in evaluation.columns
+        ],
+        "cells": [
+            {
+                "name": cell.entry.label,
+                "group": cell.entry.group,
+                "method": cell.entry.method,
+                "options": cell.options(),
+                "artifact": cell.artifact is not None,
+                "column": cell.column.title,
+                **results[evaluation.key(cell)],
+            }
+            for cell in evaluation.cells
+            if evaluation.key(cell) in results
+        ],
+    }
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """The document's text."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str) -> str:
+    """The page: what was run, the table of methods and columns, and one table a column with its sizes."""
+    columns = evaluation.columns
+    lines = [f"# calib eval: {evaluation.request.name}", "", f"    {command}", "", *about(evaluation), ""]
+    lines += ["## Methods", "", *overview(evaluation, results), ""]
+    for column in columns:
+        lines += [f"## {column.title}", "", *details(evaluation, results, column), ""]
+    failures = [
+        f"- {cell.entry.label}, {cell.column.title}: {results[evaluation.key(cell)]['error']}"
+        for cell in failed(evaluation, results)
+    ]
+    lines += ["## Failed cells", "", *failures, ""] if failures else []
+    return "\n".join(lines)
+
+
+def about(evaluation: Evaluation) -> Iterator[str]:
+    """What was run on what, in words."""
+    base, versions = evaluation.base, evaluation.base["versions"]
+    yield (
+        f"{model_name(evaluation.request.model)} in {base['dtype']} on {base['device']}, seed {base['seed']}, "
+        f"{base['batch_size']} rows at once; "
+        + ", ".join(f"{name} {number}" for name, number in versions.items())
+        + ". Nothing on this page is entered by hand."
+    )
+    yield ""
+    for column in evaluation.columns:
+        details = ", ".join(
+            f"{name} {value}" for name, value in column.settings.items() if name not in ("task", "sha256")
+        )
+        yield f"- **{': '.join(names(column))}**; {details}; {column.length:.0f} tokens a row in the cache"
+    yield ""
+    yield f"{INTERVAL} {COUNTING}"
+
+
+def failed(evaluation: Evaluation, results: Mapping[str, Result]) -> list[Cell]:
+    """The cells that failed, in order."""
+    return [cell for cell in evaluation.cells if "error" in results.get(evaluation.key(cell), {})]
+
+
+def rows(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[tuple[str, str, list[tuple[Cell, Result]]]]:
+    """(group, label, cells that have a result) of every row that has any."""
+    width = len(evaluation.columns)
+    for place, entry in enumerate(evaluation.entries):
+        cells = evaluation.cells[place * width : (place + 1) * width]
+        found = [(cell, results[evaluation.key(cell)]) for cell in cells if evaluation.key(cell) in results]
+        if found:
+            yield entry.group, entry.label, found
+
+
+def score(column: Column, result: Result | None) -> str:
+    """The cell's figures in words."""
+    if result is None:
+        return ""
+    return FAILED if "error" in result else column.words(result["figures"])
+
+
+def bits(result: Result | None) -> str:
+    """ "3.12 (2.61)": true bits a value, and the paper's counting where there is one."""
+    if result is None or "error" in result:
+        return ""
+    counted = result["sizes"]["paper_counting"]
+    true = f"{result['sizes']['bits_per_value']:.2f}"
+    return true if counted is None else f"{true} ({counted:.2f})"
+
+
+def names(column: Column) -> list[str]:
+    """A column's title, and what it measures where the title does not say it."""
+    return [column.title] if column.title == column.measure_name else [column.title, column.measure_name]
+
+
+def overview(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str]:
+    """Methods by columns."""
+    headings = ["method"]
+    for column in evaluation.columns:
+        headings += [": ".join(names(column)), "bits (paper counting)"]
+    yield from heading(headings)
+    group = ""
+    for name, label, cells in rows(evaluation, results):
+        if name != group:
+            yield line([f"**{name}**", *[""] * (len(headings) - 1)])
+            group = name
+        found = {cell.column.title: result for cell, result in cells}
+        parts = [label]
+        for column in evaluation.columns:
+            parts += [score(column, found.get(column.title)), bits(found.get(column.title))]
+        yield line(parts)
+
+
+def details(evaluation: Evaluation, results: Mapping[str, Result], column: Column) -> Iterator[str]:
+    """One column with everything its cells weigh."""
+    sizes = ["bits per value", "paper counting", "share of 16 bits", "marginal", "bytes", "predicted", "seconds"]
+    yield from heading(["method", column.measure_name, *sizes])
+    for _, label, cells in rows(evaluation, results):
+        for _, result in (pair for pair in cells if pair[0].column is column):
+            yield line([label, score(column, result), *weights(result)])
+
+
+def weights(result: Result) -> list[str]:
+    """A cell's sizes in words, none of a cell that failed."""
+    if "error" in result:
+        return [""] * 7
+    size = result["sizes"]
+    counted = size["paper_counting"]
+    return [
+        f"{size['bits_per_value']:.2f}",
+        "" if counted is None else f"{counted:.2f}",
+        f"{size['share_of_16_bits']:.1%}",
+        f"{size['marginal_bits']:.2f}",
+        f"{size['measured_bytes']:,}",
+        f"{size['predicted_bytes']:,}",
+        f"{result['seconds']:.1f}",
+    ]
+
+
+def heading(parts: Sequence[str]) -> Iterator[str]:
+    """A table's first two lines."""
+    yield line(parts)
+    yield "|" + "---|" * len(parts)
+
+
+def line(parts: Sequence[str]) -> str:
+    """A table's line; a bar inside a part would end it."""
+    return "| " + " | ".join(part.replace("|", "\\|") for part in parts) + " |"

@@ -1,0 +1,73 @@
+"""A request out of YAML files and the words of the command line.
+
+    calib eval --config eval/importance.yaml --limit 20 --tasks.retrieval.cases 50
+
+Several files are merged from left to right, key by key; the words come last. A word's value is read as YAML.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from calib.config_files import check_config, find_config
+from calib.config_messages import unknown
+from calib.errors import UsageError
+from calib.evaluate.request import Request
+from calib.evaluate.tasks import TASKS
+
+
+def read_request(files: Sequence[str], words: Sequence[str]) -> Request:
+    """The request; raises UsageError in one line for whatever is wrong with it."""
+    content: dict[str, Any] = {}
+    paths = [check_config(find_config(name), Request.known()) for name in files]
+    for path in paths:
+        content |= yaml.safe_load(path.read_text(encoding="utf-8"))
+    for key, value in overrides(words):
+        content = overridden(content, key, value)
+    return Request.of(content, paths[-1].stem if paths else "eval")
+
+
+def overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """`--limit 20 --seed=1` as [("limit", 20), ("seed", 1)]."""
+    found, queue = [], list(words)
+    while queue:
+        flag, equals, value = queue.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise UsageError(f"unexpected argument '{flag}'")
+        key = flag.removeprefix("--").replace("-", "_")
+        if key not in known_keys():
+            raise UsageError(unknown(key, known_keys()))
+        if not equals:
+            if not queue or queue[0].startswith("--"):
+                raise UsageError(f"option '{flag}' needs a value")
+            value = queue.pop(0)
+        try:
+            found.append((key, yaml.safe_load(value)))
+        except yaml.YAMLError as error:
+            raise UsageError(f"the value of '{flag}' is not valid YAML: {value!r}") from error
+    return found
+
+
+def known_keys() -> list[str]:
+    """Every key that may be overridden: those of the request, and `tasks.TASK.OPTION`."""
+    plain = [key for key in Request.known() if key not in ("methods", "tasks")]
+    dotted = [f"tasks.{name}.{field.name}" for name, task in TASKS.items() for field in fields(task)]
+    return plain + dotted
+
+
+def overridden(content: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The content with `key` replaced; `tasks.TASK.OPTION` is replaced in every task of that name."""
+    result = deepcopy(dict(content))
+    if "." not in key:
+        return result | {key: value}
+    _, name, option = key.split(".")
+    tasks = result.get("tasks")
+    matching = [item for item in tasks or () if isinstance(item, dict) and item.get("task") == name]
+    if not matching:
+        raise UsageError(f"'{key}' is given and the configuration has no task '{name}'")
+    for item in matching:
+        item[option] = value
+    return result

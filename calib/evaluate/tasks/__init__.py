@@ -1,0 +1,26 @@
+"""Every task by name; a new one is a file here and its name in `TASKS`."""
+
+from dataclasses import fields
+from typing import Any
+
+from calib.config_messages import unknown
+from calib.errors import UsageError
+from calib.evaluate.tasks.contract import Column, Subject, Task
+from calib.evaluate.tasks.perplexity import Perplexity
+from calib.evaluate.tasks.retrieval import Retrieval
+
+TASKS: dict[str, type[Any]] = {"retrieval": Retrieval, "perplexity": Perplexity}
+
+__all__ = ["TASKS", "Column", "Subject", "Task", "build_task"]
+
+
+def build_task(name: str, options: dict[str, Any]) -> Task:
+    """The task `name` with `options`; UsageError names the nearest known task or option."""
+    if name not in TASKS:
+        raise UsageError(unknown(f"tasks.{name}", [f"tasks.{known}" for known in TASKS]))
+    known = [field.name for field in fields(TASKS[name])]
+    for option in options:
+        if option not in known:
+            raise UsageError(unknown(f"tasks.{name}.{option}", [f"tasks.{name}.{field}" for field in known]))
+    task: Task = TASKS[name](**options)
+    return task
