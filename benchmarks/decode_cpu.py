@@ -12,28 +12,19 @@ its quartiles, beside an A/A pair (our cache twice) that shows the noise. Quanti
 """
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from pathlib import Path
 
 import torch
-import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    QuantizedCache,
-)
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
 
 from calib.runtime import compress
+from runs import keep, load, quartiles
 
-RESULT = Path(__file__).parent / "results" / "decode_cpu.json"
+RESULT = "decode_cpu.json"
 RESIDUAL = 128
 
 
@@ -80,21 +71,6 @@ def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: 
     return {"context": context, "bits": bits, "batch": batch, "tokens_per_second": speed, "time_ratio": ratios}
 
 
-def load(name: str) -> PreTrainedModel:
-    """The embedded model, another folder, or `wide`."""
-    if name != "wide":
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 512}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=65536)).eval()
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    return [round(value, 3) for value in statistics.quantiles(values, n=4)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["artifacts/tiny-llama", "wide"])
@@ -102,7 +78,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8, help="decode steps a turn")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} beside the other runs")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT} beside the other runs")
     asked = parser.parse_args()
     torch.set_num_threads(2)
     rows = []
@@ -121,13 +97,7 @@ def main() -> None:
                     f"{row['model']}, context {context}, {bits} bit: tokens/s {speed}; time ratios {ratio}", flush=True
                 )
     if asked.write:
-        versions = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        }
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps({"threads": 2, "versions": versions, "rows": rows}, indent=1) + "\n")
+        keep(RESULT, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from calib.runtime.stages.contract import Block, Field
 
 PAGE_TOKENS = 128
 
+# A row that is divided into tiers leaves as many last pages half empty: their pages are smaller.
+TIER_PAGE_TOKENS = 64
+
 # The most tokens that are ever in float32 at once while a long prompt is encoded or pages are attended, and the most
 # elements of a stream: a tile that stays in the processor's own cache is read several times for the price of once.
 TILE_TOKENS = 4096
@@ -42,7 +45,8 @@ def tile_tokens(kv_heads: int, head_dim: int) -> int:
 class PageTable:
     """Host-side bookkeeping: each row's page numbers, how many rows hold each page, and the pool's capacity."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_tokens: int = PAGE_TOKENS) -> None:
+        self.page_tokens = page_tokens
         self.rows: list[list[int]] = []
         self.capacity = 0
         self._holders: list[int] = []
@@ -91,7 +95,7 @@ class PageTable:
 
     def place(self, row: int, token: int) -> tuple[int, int]:
         """(page number, slot) of a token of a row."""
-        return self.rows[row][token // PAGE_TOKENS], token % PAGE_TOKENS
+        return self.rows[row][token // self.page_tokens], token % self.page_tokens
 
     def pages(self, row: int, start: int, count: int) -> list[int]:
         """`count` page numbers of `row` from position `start` on, 0 where it holds none: what is there is masked."""
@@ -169,16 +173,18 @@ class PageTable:
 
 
 class PagePool:
-    """One layer's pages: a tensor `[pages, kv_heads, PAGE_TOKENS / tokens_per_row, width]` for each field of a stream."""
+    """One layer's pages: a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]` for each field of a stream."""
 
-    def __init__(self, fields: dict[str, Field], kv_heads: int, device: torch.device) -> None:
-        self.fields = fields
+    def __init__(
+        self, fields: dict[str, Field], kv_heads: int, device: torch.device, page_tokens: int = PAGE_TOKENS
+    ) -> None:
+        self.fields, self.page_tokens = fields, page_tokens
         self.kv_heads = kv_heads
         self.device = device
         self.capacity = 0
         self.tensors = {
             name: torch.zeros(
-                0, kv_heads, PAGE_TOKENS // field.tokens_per_row, field.width, dtype=field.dtype, device=device
+                0, kv_heads, page_tokens // field.tokens_per_row, field.width, dtype=field.dtype, device=device
             )
             for name, field in fields.items()
         }
@@ -206,7 +212,7 @@ class PagePool:
                 tensor[target] = tensor[source]
 
     def read(self, pages: Pages, part: str = "") -> Block:
-        """Pages by number -> tile of fields `[rows, kv_heads, width, n * PAGE_TOKENS / tokens_per_row]`, still packed.
+        """Pages by number -> tile of fields `[rows, kv_heads, width, n * page_tokens / tokens_per_row]`, still packed.
 
         `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy. Of a
         pool that holds several parts ("keys.words") only the fields of `part` ("keys.") are read, under their own names.
@@ -234,7 +240,7 @@ class PagePool:
         for name, field in self.fields.items():
             target = self.tensors[name]
             source = block[name].to(target.dtype)  # exact tokens come in float32
-            page_rows = PAGE_TOKENS // field.tokens_per_row
+            page_rows = self.page_tokens // field.tokens_per_row
             at, done, total = start // field.tokens_per_row, 0, source.shape[-2]
             while done < total:
                 page, slot = divmod(at + done, page_rows)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PageTable, upload
+from calib.runtime.pages import PAGE_TOKENS, PageTable, upload
 
 INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
 
@@ -110,15 +110,17 @@ class Forward:
 class Rows(ABC):
     """Lengths and pages of all rows, advanced once a forward."""
 
-    def __init__(self, layers: int, sliding: int | None = None, tables: int = 1) -> None:
-        """The number of layers that share these rows, their sliding window, and how many tables of pages they fill."""
-        self.layers, self.sliding, self._tables = layers, sliding, tables
+    def __init__(
+        self, layers: int, sliding: int | None = None, tables: int = 1, page_tokens: int = PAGE_TOKENS
+    ) -> None:
+        """The number of layers that share these rows, their sliding window, and the tables of pages they fill."""
+        self.layers, self.sliding, self._tables, self._page_tokens = layers, sliding, tables, page_tokens
         self.clear()
 
     def clear(self) -> None:
         """Forgets every row, and that past recording was asked for."""
         self.lengths: list[int] = []
-        self.tables = [PageTable() for _ in range(self._tables)]
+        self.tables = [PageTable(self._page_tokens) for _ in range(self._tables)]
         self.steps = 0
         self.forward: Forward | None = None
         self.recording = False

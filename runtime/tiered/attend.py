@@ -17,7 +17,7 @@ from torch import Tensor
 
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.runtime.logits import Logits
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward
 from calib.runtime.stages.saliency.probes import share_of
@@ -160,7 +160,9 @@ class TieredAttention:
     def _nothing_seen(self, watch: Watch, new_keys: Tensor) -> Seen:
         before = self.forward.before
         if watch.tier:
-            slots = max(-(-self.state.held(row, before[row])[0] // PAGE_TOKENS) * PAGE_TOKENS for row in self.rows)
+            slots = max(
+                -(-self.state.held(row, before[row])[0] // TIER_PAGE_TOKENS) * TIER_PAGE_TOKENS for row in self.rows
+            )
         else:
             slots = max(self.state.exact(row, before[row]) for row in self.rows)
         held = torch.zeros(*new_keys.shape[:2], slots, device=new_keys.device)

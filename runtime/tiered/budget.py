@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.rows import Forward
 from calib.runtime.stages.contract import Block
 from calib.runtime.stages.tiering import HeavyRecent
@@ -151,7 +151,7 @@ class BudgetStore(TieredStore):
     @staticmethod
     def _places(table: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Page number and slot in it, of `slots [rows, kv_heads]` of the rows whose pages are `table [rows, pages]`."""
-        return table.gather(1, slots // PAGE_TOKENS), slots % PAGE_TOKENS
+        return table.gather(1, slots // TIER_PAGE_TOKENS), slots % TIER_PAGE_TOKENS
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Any number of tokens of rows that are alike, `[len(rows), kv_heads, n, D]`: selects heavy tokens anew."""
@@ -256,7 +256,7 @@ class BudgetStore(TieredStore):
     def _slots(self) -> int:
         """Slots of whole pages that the important tier of any row uses."""
         used = [self.rows.held(row, length)[0] for row, length in enumerate(self.rows.lengths)]
-        return -(-max(used, default=0) // PAGE_TOKENS) * PAGE_TOKENS
+        return -(-max(used, default=0) // TIER_PAGE_TOKENS) * TIER_PAGE_TOKENS
 
     def _resize(self, slots: int) -> None:
         if slots != self.mass.shape[2]:

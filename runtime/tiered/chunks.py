@@ -5,6 +5,7 @@ encoded is ever touched again.
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,25 +37,30 @@ class ChunkStore(TieredStore):
         """As the strategy says for a prompt; a prompt shorter than a block is the beginning of one."""
         if length >= self.tiering.block:
             return probes_of_prompt(self.plan.probes, length, self.draws, ids)
-        return self._block(0)[:length].nonzero()[:, 0]
+        return torch.tensor(
+            [place for place, chosen in enumerate(self._block(0)[:length]) if chosen], dtype=torch.int64
+        )
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Watch | None:
         """Probe rows, and of each the tokens of its own chunk."""
         spans = [(forward.before[row], forward.after[row], self.rows.prompt(row)) for row in rows]
         probes = [self._probes(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
-        if not any(bool(rows_of.any()) for rows_of in probes):
+        if not any(map(any, probes)):
             return None
-        if forward.width == 1 and all(bool(rows_of.all()) for rows_of in probes):
-            return Watch(tier=False)
         width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
+        if forward.width == 1:
+            if all(map(all, probes)):
+                return Watch(tier=False)
+            chosen = [int(own) for (own,) in probes]
+            flags = forward.tensor(f"probes of layer {self.place.layer} among {rows}", chosen, device)
+            return Watch(False, flags[:, None, None].expand(-1, 1, width + 1))
         weights = torch.zeros(len(rows), len(probes[0]), width + len(probes[0]))
-        for i, ((before, after, prompt), chosen) in enumerate(zip(spans, probes, strict=True)):
+        for i, ((before, after, prompt), own) in enumerate(zip(spans, probes, strict=True)):
             exact = self.tiering.exact(before, prompt)
             chunk = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
-            same = chunk[exact:, None] == chunk
-            weights[i, :, :exact] = chosen[:, None] & same[:, :exact]
-            weights[i, :, width:] = chosen[:, None] & same[:, exact:]
-        return Watch(tier=False, weights=weights.to(device))
+            looked = (chunk[exact:, None] == chunk) & torch.tensor(own)[:, None]
+            weights[i, :, :exact], weights[i, :, width:] = looked[:, :exact], looked[:, exact:]
+        return Watch(False, weights.to(device))
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
@@ -159,25 +165,22 @@ class ChunkStore(TieredStore):
 
     def _seen_rows(self, forward: Forward, row: int, chunk: range) -> list[int]:
         """How many probe rows see each token of a chunk: those at its position and behind."""
-        prompt, ids = self.rows.prompt(row), self._ids(forward, row)
-        chosen = self._probes(chunk.start, chunk.stop, prompt, ids)
-        counts: list[int] = chosen.long().flip(0).cumsum(0).flip(0).tolist()
-        return counts
+        chosen = self._probes(chunk.start, chunk.stop, self.rows.prompt(row), self._ids(forward, row))
+        return list(accumulate(map(int, reversed(chosen))))[::-1]
 
-    def _probes(self, start: int, stop: int, prompt: int, ids: Tensor | None) -> Tensor:
-        """Which of the rows at positions [start, stop) are probes: bool on the host."""
+    def _probes(self, start: int, stop: int, prompt: int, ids: Tensor | None) -> list[bool]:
+        """Which of the rows at positions [start, stop) are probes."""
         if start == 0 and stop == prompt >= self.tiering.block:
-            chosen = torch.zeros(prompt, dtype=torch.bool)
-            chosen[probes_of_prompt(self.plan.probes, prompt, self.draws, ids)] = True
-            return chosen
-        parts = []
+            places = set(probes_of_prompt(self.plan.probes, prompt, self.draws, ids).tolist())
+            return [place in places for place in range(prompt)]
+        chosen: list[bool] = []
         while start < stop:
             chunk = self.tiering.chunk_of(start, prompt)
-            parts.append(self._block(chunk.start)[start - chunk.start : stop - chunk.start])
+            chosen += self._block(chunk.start)[start - chunk.start : stop - chunk.start]
             start = chunk.stop
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return chosen
 
-    def _block(self, start: int) -> Tensor:
+    def _block(self, start: int) -> tuple[bool, ...]:
         return probes_of_block(self.plan.probes, start, self.tiering.block, self.draws)
 
     def _ids(self, forward: Forward, row: int) -> Tensor | None:
@@ -214,7 +217,7 @@ class ChunkStore(TieredStore):
 
 
 @lru_cache(maxsize=4096)
-def probes_of_block(probes: Probes, start: int, size: int, draws: Draws) -> Tensor:
+def probes_of_block(probes: Probes, start: int, size: int, draws: Draws) -> tuple[bool, ...]:
     """`Probes.of_block`, remembered: a decode step asks for one row of it."""
     return probes.of_block(start, size, draws)
 

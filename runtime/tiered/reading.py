@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS, Pages, upload
+from calib.runtime.pages import TIER_PAGE_TOKENS, Pages, upload
 from calib.runtime.rows import Forward
 from calib.runtime.tiered.rows import TieredRows
 
@@ -69,13 +69,13 @@ def _made(state: TieredRows, forward: Forward, asked: Asked) -> TieredReading:
 
 
 def _tiles(state: TieredRows, asked: Asked, tier: int, counts: list[int]) -> list[tuple[Pages, Tensor | None]]:
-    last, step = -(-max(counts) // PAGE_TOKENS), max(1, asked.tile // (len(asked.rows) * PAGE_TOKENS))
+    last, step = -(-max(counts) // TIER_PAGE_TOKENS), max(1, asked.tile // (len(asked.rows) * TIER_PAGE_TOKENS))
     tiles: list[tuple[Pages, Tensor | None]] = []
     for at in range(0, last, step):
         stop = min(at + step, last)
         pages, hidden = state.tables[tier].select(asked.rows, at, stop, asked.device), None
-        if min(counts) < stop * PAGE_TOKENS:
-            slots = torch.arange(at * PAGE_TOKENS, stop * PAGE_TOKENS, device=asked.device)
+        if min(counts) < stop * TIER_PAGE_TOKENS:
+            slots = torch.arange(at * TIER_PAGE_TOKENS, stop * TIER_PAGE_TOKENS, device=asked.device)
             used = counts[0] if len(set(counts)) == 1 else _numbers(counts, asked.device)[:, None]
             hidden = (slots >= used).view(-1, 1, 1, len(slots))
         tiles.append((pages, hidden))

@@ -1,6 +1,6 @@
 """Rows whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
 
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stages.contract import Tiering
 
@@ -11,7 +11,7 @@ class TieredRows(Rows):
     def __init__(self, tiering: Tiering, tiers: int, layers: int, sliding: int | None = None) -> None:
         """`tiers` are stored; where the tiering names one more, its tokens are evicted."""
         self.tiering, self.stored = tiering, tiers
-        super().__init__(layers, sliding, tables=tiers)
+        super().__init__(layers, sliding, tiers, TIER_PAGE_TOKENS)
 
     def clear(self) -> None:
         """Also the prompts' lengths."""
@@ -52,11 +52,11 @@ class TieredRows(Rows):
         forward.copies = []
         for tier, table in enumerate(self.tables):
             spans = [of_row[tier] for of_row in held]
-            pages = [-(-after // PAGE_TOKENS) for _, after in spans]
+            pages = [-(-after // TIER_PAGE_TOKENS) for _, after in spans]
             table.prepare(sum(max(0, n - len(own)) for n, own in zip(pages, table.rows, strict=True)))
             copies = []
             for row, ((before, after), count) in enumerate(zip(spans, pages, strict=True)):
-                first = 0 if self.tiering.rewritten(tier) else before // PAGE_TOKENS
+                first = 0 if self.tiering.rewritten(tier) else before // TIER_PAGE_TOKENS
                 changes = after > before or (forward.counts[row] and self.tiering.rewritten(tier))
                 copies += table.reserve(row, count, range(first, count) if changes else ())
             forward.copies.append(copies)

@@ -9,7 +9,7 @@ from torch import Tensor
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
-from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.rows import Forward
 from calib.runtime.stages.codec.uniform import HALF_MAX
 from calib.runtime.stages.contract import Saliency
@@ -187,7 +187,9 @@ class TieredStore(ABC):
         weight = Footprint(values=self.heads * sum(self.widths))
         for tier, table in zip(self.tiers, self.rows.tables, strict=True):
             for field in tier.pool.fields.values():
-                weight.kinds[field.kind] += round(table.capacity * PAGE_TOKENS * self.heads * field.bytes_per_token())
+                weight.kinds[field.kind] += round(
+                    table.capacity * TIER_PAGE_TOKENS * self.heads * field.bytes_per_token()
+                )
         weight.kinds["parameters"] += sum(transform.bytes() for transform in self.transforms.values())
         bytes_of = [self.heads * sum(f.bytes_per_token() for f in tier.pool.fields.values()) for tier in self.tiers]
         weight.marginal = sum(share * size for share, size in zip(self.growth(), bytes_of, strict=False))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import TILE_TOKENS, PagePool, Pages, PageTable, tile_tokens
+from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, PagePool, Pages, PageTable, tile_tokens
 from calib.runtime.stages.contract import Block, Codec, Field, Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
@@ -102,7 +102,7 @@ class Tier:
         self.positions = positions
         if positions:
             fields[POSITIONS] = Field(1, 1, torch.int32, POSITIONS)
-        self.pool = PagePool(fields, keys.shape[1], keys.device)
+        self.pool = PagePool(fields, keys.shape[1], keys.device, TIER_PAGE_TOKENS)
         self.tile_tokens = tile_tokens(keys.shape[1], keys.shape[3])
 
     def write(

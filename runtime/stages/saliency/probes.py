@@ -58,14 +58,11 @@ class Probes:
         chosen = draws.at(places[:rest]).argsort(stable=True)[:drawn]
         return torch.cat([chosen.sort().values, places[rest:]])
 
-    def of_block(self, start: int, size: int, draws: Draws) -> Tensor:
-        """Which of the `size` rows from position `start` on are probes: bool `[size]` on the host."""
-        index = torch.arange(1, size + 1)
+    def of_block(self, start: int, size: int, draws: Draws) -> tuple[bool, ...]:
+        """Which of the `size` rows from position `start` on are probes; asked in decode steps, so in numbers of the host."""
         if self.strategy == "all":
-            return torch.ones(size, dtype=torch.bool)
+            return (True,) * size
         halved = self.share if self.strategy in ("random", "recent") else self.share / 2
         recent = 1 if self.strategy == "random" else share_of(halved, size)
-        chosen = index > size - recent
-        if self.strategy != "recent":
-            chosen |= draws.at(index + start - 1) < halved * WHOLE
-        return chosen
+        chance = 0 if self.strategy == "recent" else halved * WHOLE
+        return tuple(index >= size - recent or draws.at(start + index) < chance for index in range(size))
