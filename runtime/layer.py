@@ -91,7 +91,7 @@ class CompressedLayer(CacheLayerMixin):
         assert self.store is not None
         given = Given(*draft)
         self.store.prepare(forward)
-        if self.store.observes:  # attended again, now that it is known which drafts were kept
+        if self.store.observes and forward.width:  # attended again, now that it is known which drafts were kept
             self._attended(forward, given, logits, observe=True)
         self._store(forward, given)
 

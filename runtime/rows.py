@@ -92,7 +92,7 @@ class Forward:
         """A layer has stored the forward; after the last one nothing of it is kept on the device."""
         self._layer_done()
         if not self.pending:
-            self.columns = None
+            self.columns = self.ids = None
 
     def tensor(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
         """`numbers` on the device as int64 `[n]`; uploaded once for all layers under this `name`."""
@@ -148,6 +148,7 @@ class Rows(ABC):
             raise ValueError(f"the cache holds {len(self.lengths)} rows and got {batch}; use a cache for each batch")
         counts, columns = self._real_columns(width, mask)
         forward = Forward(list(self.lengths), counts, columns, width, self.layers, self.recording, ids=self.ids)
+        self.ids = None
         if not self.recording:
             self._take_in(forward)
         self.steps, self.forward = step, forward

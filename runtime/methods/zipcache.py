@@ -40,6 +40,7 @@ class ZipCache:
         probe_share: share of rows that are probes.
         special_ids: token ids, for `probes="special"` alone.
         saliency: "normalised" (eq. 8), or "accumulated" (eq. 7, what H2O and MiKV use) to compare with.
+        salient_set: each KV head has its own ("head"), or all heads of a layer share one ("layer").
         value_scale: channel scales of values over all tokens ("shared"), or over each tier's own (Algorithm 2, "tier").
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
         clip: factor on measured ranges, in (0, 1].
@@ -52,12 +53,14 @@ class ZipCache:
     probe_share: float = 0.1
     special_ids: Sequence[int] = ()
     saliency: str = "normalised"
+    salient_set: str = "head"
     value_scale: str = "shared"
     statistics: Statistics = "prompt"
     clip: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("saliency", self.saliency, SALIENCY)
+        check_choice("salient_set", self.salient_set, ("head", "layer"))
         check_choice("value_scale", self.value_scale, ("shared", "tier"))
         check_clip(self.clip)
         self._bits_and_shares()
@@ -72,7 +75,7 @@ class ZipCache:
         if len(shares) == 1:  # nothing to choose
             return TieredPlan(stored, self._tiering())
         probes = Probes(self.probes, self.probe_share, tuple(self.special_ids))
-        return TieredPlan(stored, self._tiering(), SALIENCY[self.saliency], probes)
+        return TieredPlan(stored, self._tiering(), SALIENCY[self.saliency], probes, self.salient_set == "layer")
 
     def _bits_and_shares(self) -> tuple[list[int], list[float]]:
         pairs = list(self.tiers) if isinstance(self.tiers, Sequence) else []

@@ -135,6 +135,7 @@ class TieredAttention:
         exact = _masked(self.logits.capped(query @ keys.float().mT), reading.hidden)
         yield _Part(exact, lambda weights: weights @ values.float(), watch is not None)
 
+    @torch.no_grad()
     def _look(
         self,
         watch: Watch,
@@ -182,9 +183,10 @@ class TieredAttention:
         """Oracle eviction: each query row keeps the logits of its heaviest tokens alone, earlier ones where they tie."""
         assert self.kept is not None
         scores = torch.cat([part.scores for part in parts], -1)
-        counts = [
-            [share_of(self.kept, self.forward.before[row] + column + 1) for column in queries] for row in self.rows
-        ]
+        held = [self.forward.before[row] for row in self.rows]
+        # A row that holds nothing yet reads its prompt, which is exact whatever the method.
+        reach = self.logits.sliding or max(self.forward.after)
+        counts = [[share_of(self.kept if n else 1, min(n + column + 1, reach)) for column in queries] for n in held]
         most = torch.tensor(counts, device=scores.device).repeat(1, scores.shape[2] // len(queries))[:, None, :, None]
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         found = scores.masked_fill(rank >= most, -torch.inf).split([part.scores.shape[-1] for part in parts], -1)

@@ -139,6 +139,8 @@ class ChunkStore(TieredStore):
         places = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(len(rows), self.heads, -1)
         order = None
         if mass is not None and self.saliency is not None:
+            if self.plan.one_set:
+                mass = mass.sum(1, keepdim=True).expand_as(mass)
             seen = upload(self._seen_rows(forward, rows[0], chunk), torch.int64, keys.device)
             order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
         first = chunk.start == 0

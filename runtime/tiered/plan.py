@@ -30,6 +30,7 @@ class TieredPlan:
         tiering: counts of every tier at any length.
         saliency: what decides between tiers; None where the tiering needs no scores.
         probes: which query rows are looked at (`Shares` alone).
+        one_set: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
         kept: oracle eviction: the share of tokens that a query of a later forward attends to, the heaviest ones.
     """
 
@@ -37,6 +38,7 @@ class TieredPlan:
     tiering: Tiering
     saliency: Saliency | None = None
     probes: Probes | None = None
+    one_set: bool = False
     kept: float | None = None
 
     @property

@@ -100,6 +100,7 @@ class TieredStore(ABC):
             self.seen[rows] = seen
         return output
 
+    @torch.no_grad()
     def _seen_of_prompt(self, forward: Forward, rows: range, logits: Logits, query: Tensor, keys: Tensor) -> Seen:
         mass = torch.zeros(keys.shape[:3], device=keys.device)
         for i, row in enumerate(rows):
@@ -157,10 +158,10 @@ class TieredStore(ABC):
     def to(self, device: torch.device) -> None:
         """Moves everything."""
         self.plan = self.plan.to(device)
-        for transform in self.transforms.values():
-            transform.to(device)
-        for tier, plan in zip(self.tiers, self.plan.tiers, strict=True):
+        for number, (tier, plan) in enumerate(zip(self.tiers, self.plan.tiers, strict=True)):
             tier.plan = plan
+            for role, stages in plan.streams():
+                self._transform(role, number).to(device, stages.transform)
             tier.pool.tensors = {name: tensor.to(device) for name, tensor in tier.pool.tensors.items()}
         for window in self.windows or ():
             window.tokens = window.tokens.to(device)

@@ -67,9 +67,9 @@ class RowTransform:
         if self.measured is not None:
             self.stage = self._mapped(lambda tensor: tensor[sources.to(tensor.device)])
 
-    def to(self, device: torch.device) -> None:
-        """Moves its numbers."""
-        self.stage = moved(self.stage, device)
+    def to(self, device: torch.device, stage: Transform | Measured) -> None:
+        """Moves its numbers; where nothing is measured, `stage` is the plan's, already there."""
+        self.stage = moved(self.stage, device) if self.measured else stage  # type: ignore[assignment]
 
     def bytes(self) -> int:
         """Of the rows' numbers, from shapes."""

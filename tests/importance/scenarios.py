@@ -1,0 +1,183 @@
+"""A method with options driven through forwards beside its oracle."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from importance.layer import LayerOracle
+from importance.oracles import ORACLES
+from layer_walk import Tokens, feed
+from tolerances import FLOAT32_ATTENTION, STORED
+from toy_artifact import toy_artifact
+from toy_models import random_model
+
+from calib.runtime import compress
+from calib.runtime.methods import Geometry
+
+# Queries that were balanced or rotated have gone through one more product than plain ones.
+OUTPUT = 2 * FLOAT32_ATTENTION
+
+# Scores of a selection that are closer than this, relative to the larger, might be ordered otherwise by float32:
+# probabilities are exponentials of logits of some 10, which are exact to 1e-5. Tokens that come closer say nothing about
+# the method; a test then takes others.
+CLEAR = 1e-4
+
+HEADS = {1: (2, 2), 2: (4, 2), 4: (4, 1)}  # by query heads of a KV head: heads, KV heads
+
+WALKS = {
+    "steps": [130] + [1] * 60,
+    "short prompt": [20] + [1] * 60,
+    "turns": [80] + [1] * 5 + [90] + [1] * 10,
+    "from one": [1] * 45,
+    "pages": [300] + [1] * 15 + [150] + [1] * 5,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A method with options, and the forwards it goes through; `tokens` seeds the keys, values and queries."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    walk: str = "steps"
+    gqa: int = 2
+    tokens: int = 1
+    layers: int = 1
+    calibrated: bool = False
+
+    def __str__(self) -> str:
+        options = " ".join(f"{name}={value}" for name, value in self.options.items() if name != "recompress")
+        parts = [self.method, options, self.walk, f"gqa {self.gqa}", "calibrated" * self.calibrated]
+        return ", ".join(filter(None, parts))
+
+    def model(self) -> Any:
+        heads, kv_heads = HEADS[self.gqa]
+        return random_model(
+            "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=self.layers
+        )
+
+
+def zipcache(walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any) -> Scenario:
+    """Blocks of 32, in two layers: the draws differ between layers."""
+    return Scenario("zipcache", {"recompress": 32, **options}, walk, gqa, tokens, 2, calibrated)
+
+
+def others(method: str, walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any):
+    return Scenario(method, options, walk, gqa, tokens, 1, calibrated)
+
+
+THREE, EVICTED = [[16, 0.1], [4, 0.5], [2, 0.4]], [[4, 0.5], [0, 0.5]]
+SCENARIOS = [
+    zipcache(),
+    zipcache(probes="random", seed=2),  # draws the last token of the prompt
+    zipcache(probes="recent"),
+    zipcache(probes="all"),
+    zipcache(probes="all", saliency="accumulated", probe_share=0.3),
+    zipcache(saliency="accumulated", ratio=0.8, seed=3),
+    zipcache(tiers=THREE, gqa=1, tokens=2),
+    zipcache(tiers=EVICTED),
+    zipcache(tiers=[[8, 0.25], [3, 0.25], [0, 0.5]], clip=0.8, gqa=4, tokens=2),
+    zipcache(tiers=THREE, value_scale="tier", probe_share=0.4),
+    zipcache("short prompt", tiers=THREE, probes="random", tokens=2),
+    zipcache("short prompt", probes="recent", gqa=4),
+    zipcache("short prompt", tiers=EVICTED, value_scale="tier", tokens=2),
+    zipcache("turns", tiers=THREE),
+    zipcache("turns", probes="random", probe_share=0.5, gqa=1),
+    zipcache("turns", probes="all", tiers=EVICTED, gqa=4),
+    zipcache("from one", probes="random", tiers=THREE),
+    zipcache("turns", calibrated=True, statistics="calibrated"),
+    zipcache("pages"),
+    others("mikv"),
+    others("mikv", important=8, retained=4, gqa=1),
+    others("mikv", important=4, retained=3, ratio=0.5),
+    others("mikv", important=2, ratio=0.25, group=32),
+    others("mikv", important=4, balancer=False),
+    others("mikv", important=8, balancer=False, ratio=0.5, gqa=4),
+    others("mikv", "short prompt", important=8, budget=50),
+    others("mikv", "short prompt", budget=30, recent=3, retained=4),
+    others("mikv", "turns", important=4),
+    others("mikv", "turns", gqa=4, retained=3, clip=0.9),
+    others("mikv", "from one", important=8, budget=12),
+    others("mikv", "from one", important=2),
+    others("mikv", "pages", tokens=2, important=4, ratio=0.5),
+    others("mikv", "turns", calibrated=True, important=4, statistics="calibrated"),
+    others("h2o"),
+    others("h2o", heavy=0.5, recent=0.1, gqa=1),
+    others("h2o", heavy=10, recent=20, gqa=4),
+    others("h2o", "short prompt", heavy=25, recent=0.5),
+    others("h2o", "turns"),
+    others("h2o", "from one", heavy=3),
+    others("h2o", "pages", heavy=0.5, recent=140),
+    others("streaming_llm", window=40),
+    others("streaming_llm", window=40, positions="original", gqa=1),
+    others("streaming_llm", "short prompt", sinks=2, window=30, gqa=4),
+    others("streaming_llm", "turns", window=30),
+    others("streaming_llm", "from one", window=9),
+    others("streaming_llm", "pages", window=200),
+    others("oracle"),
+    others("oracle", "turns", ratio=0.5, gqa=1),
+    others("oracle", "from one", gqa=4),
+    others("oracle", "pages", gqa=1, tokens=2),
+]
+
+
+def artifact_of(model):
+    """Ranges that keys cross now and then, scales and balancers, unequal everywhere."""
+    geometry = Geometry.of(model.config)
+    shape, draw = (geometry.layers, geometry.kv_heads, geometry.head_dim), torch.Generator().manual_seed(3)
+    names = ("keys.low", "keys.high", "values.scale", "keys.balancer")
+    tensors = {name: 0.5 + torch.rand(shape, generator=draw) for name in names}
+    tensors["keys.low"], tensors["keys.high"] = -2 * tensors["keys.low"], 3 * tensors["keys.high"]
+    return toy_artifact(model, tensors=tensors, clip_bits=())
+
+
+def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
+    """The method in float64 for one row of one layer."""
+    options = {name: value for name, value in scenario.options.items() if name != "statistics"}
+    if scenario.method == "zipcache":
+        options |= {"layer": layer}
+        if artifact is not None:
+            options["ranges"] = tuple(artifact.tensors[f"keys.{end}"][layer].numpy() for end in ("low", "high"))
+            options["scale"] = artifact.tensors["values.scale"][layer].numpy()
+    if scenario.method == "mikv" and artifact is not None:
+        options["balancer"] = artifact.tensors["keys.balancer"][layer].numpy()
+    if scenario.method == "streaming_llm":
+        options["frequencies"] = model.model.rotary_emb.inv_freq.numpy()
+    return ORACLES[scenario.method](**options)
+
+
+def tiers_of(store, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What a store holds of a row: keys and values of each tier, `[kv_heads, count, D]`."""
+    return [(keys.numpy(), values.numpy()) for keys, values in store.decoded(row)]
+
+
+def check_stored(store, layer: LayerOracle) -> None:
+    """The tiers of a store are the oracle's, token by token; the oracle goes on with the cache's own numbers."""
+    packed = [tier for tier, bits in enumerate(layer.bits) if bits]
+    expected = [len(layer.tokens(tier)[0]) for tier in packed]
+    assert list(store.counts(0)) == expected
+    found = tiers_of(store, 0)
+    assert len(found) == len(packed)
+    for tier, (keys, values) in zip(packed, found, strict=True):
+        for head in range(len(layer.tier)):
+            assert layer.settle(tier, head, keys[head], values[head]) <= STORED, (tier, head)
+
+
+def walk_beside(scenario: Scenario, model, tokens: Tokens) -> None:
+    """A cache and the oracle go through the same forwards: outputs and tiers must agree after each of them."""
+    artifact, at = artifact_of(model) if scenario.calibrated else None, 0
+    cache = compress(model, scenario.method, artifact, **scenario.options)
+    cache.release()
+    layers = [oracle_of(scenario, model, artifact, number) for number in range(scenario.layers)]
+    for size in WALKS[scenario.walk]:
+        new = tokens[at : at + size]
+        outputs = feed(cache, [new])
+        for number, layer in enumerate(layers):
+            expected = layer.forward(new.queries[number], new.keys[number], new.values[number])
+            assert layer.margin > CLEAR, f"selections {layer.margin} apart, take other tokens"
+            error = abs(outputs[number][0].double().numpy() - expected).max() / abs(expected).max()
+            assert error <= OUTPUT, (at, number)
+            if scenario.method != "oracle":
+                check_stored(cache.compressed[number].store, layer)
+        at += size
