@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit test test-all test-oldest contract lint tables bench clean
+.PHONY: fit test test-all test-oldest contract lint tables importance bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -29,8 +29,15 @@ lint: .venv/dev.stamp  ## ruff and mypy
 tables: .venv/dev.stamp fit  ## what calibration is worth; TEXT=FILE measures on that text and writes the README's table
 	$(BIN)/python benchmarks/clip_table.py $(if $(TEXT),--text $(TEXT) --natural-spacing --write)
 
-bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache
+importance: .venv/dev.stamp  ## what importance is worth: the table of docs/results/importance, ten minutes
+	$(BIN)/calib eval --config eval/importance.yaml --output runs/eval/importance
+	cp runs/eval/importance/report.md docs/results/importance/table.md
+	cp runs/eval/importance/results.json benchmarks/results/importance.json
+	$(BIN)/python benchmarks/salient_answers.py --write
+
+bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache, and what a method adds to a prefill
 	$(BIN)/python benchmarks/decode_cpu.py --write
+	$(BIN)/python benchmarks/prefill_cpu.py --write
 
 clean:
 	rm -rf .venv .venv-oldest build dist runs *.egg-info
