@@ -109,3 +109,9 @@ def check_dtype(dtype: str) -> str:
     if dtype not in DTYPES:
         raise UsageError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
     return dtype
+
+
+def model_name(path: str) -> str:
+    """A local model's folder name, or the hub name."""
+    found = Path(find_model(path))
+    return found.resolve().name if found.is_dir() else path

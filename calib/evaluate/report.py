@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from calib.capture.language_model import model_name
 from calib.evaluate.cell import Cell, Result
 from calib.evaluate.evaluation import Evaluation
 from calib.evaluate.tasks import Column
-from calib.fit.provenance import model_name
 
 FORMAT = 1
 FAILED = "failed"

@@ -1,19 +1,12 @@
 """Where an artifact's numbers come from, as plain JSON that does not depend on folders, dates or the machine's name."""
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from calib import __version__
 from calib.capture.corpus import Corpus
-from calib.capture.language_model import find_model
+from calib.capture.language_model import model_name
 from calib.fit.calibration import Calibration
-
-
-def model_name(path: str) -> str:
-    """A local model's folder name, or the hub name."""
-    found = Path(find_model(path))
-    return found.resolve().name if found.is_dir() else path
 
 
 def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: int) -> dict[str, Any]:
