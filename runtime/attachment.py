@@ -20,9 +20,14 @@ class Attachment:
     def __init__(self, model: PreTrainedModel, told: Rows | None = None) -> None:
         """`told` rows hear the token ids of every forward, where the model is given any."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self._hook = None
+        self._hooks = []
         if told is not None:
-            self._hook = model.get_input_embeddings().register_forward_pre_hook(partial(_tell, weakref.ref(told)))
+            rows = weakref.ref(told)
+            self._hooks = [
+                model.get_input_embeddings().register_forward_pre_hook(partial(_tell, rows)),
+                # A forward through another cache, whose ids are not these rows', or one that failed.
+                model.base_model.register_forward_hook(partial(_forget, rows), always_call=True),
+            ]
         count, saved = _held.get(model, (0, []))
         if not count:
             attention.register()
@@ -34,8 +39,8 @@ class Attachment:
     def release(self) -> None:
         """Ends the hold; harmless when repeated, or when the model is gone."""
         model, self._model = self._current(), None
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if model is None or model not in _held:
             return
         count, saved = _held.pop(model)
@@ -48,7 +53,7 @@ class Attachment:
     def again(self, rows: Rows) -> "Attachment | None":
         """A hold of its own on the same model, for a copy of the cache with `rows`; None where this one has ended."""
         model = self._current()
-        return None if model is None else Attachment(model, rows if self._hook is not None else None)
+        return None if model is None else Attachment(model, rows if self._hooks else None)
 
     def _current(self) -> PreTrainedModel | None:
         return None if self._model is None else self._model()
@@ -58,3 +63,9 @@ def _tell(told: "weakref.ref[Rows]", embedding: nn.Module, given: tuple[Any, ...
     rows = told()
     if rows is not None and given:
         rows.ids = given[0]
+
+
+def _forget(told: "weakref.ref[Rows]", *_: Any) -> None:
+    rows = told()
+    if rows is not None:
+        rows.ids = None

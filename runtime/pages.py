@@ -273,7 +273,9 @@ class PagePool:
         return torch.arange(self.kv_heads, device=tensor.device)
 
 
-def upload(numbers: list[int] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(
+    numbers: list[int] | list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A small host list on the device, without waiting for the device."""
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,11 +1,15 @@
 """A model's rotary position embedding, as far as moving a query by some positions needs it."""
 
+import math
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from calib.runtime.pages import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,26 +33,31 @@ class Rotation:
         ]
         if len(embeddings) != 1:
             raise ValueError(
-                f"{name} has {len(embeddings)} rotary embeddings, expected one for all layers; keep original positions"
+                f"{name} has {len(embeddings)} rotary embeddings, expected one for all layers; use positions='original'"
             )
         (embedding,) = embeddings
         if getattr(embedding, "rope_type", "default") in ("dynamic", "longrope"):
             raise ValueError(
                 f"{name} has RoPE of type {embedding.rope_type!r}, whose frequencies change with the length; "
-                "keep original positions"
+                "use positions='original'"
             )
         rotation = Rotation(embedding.inv_freq.detach().double().cpu())
         if not rotation._agrees(embedding):
-            raise ValueError(f"{name} does not rotate its channels in halves; keep original positions")
+            raise ValueError(f"{name} does not rotate its channels in halves; use positions='original'")
         return rotation
 
     def turns(self, positions: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 `[len(positions), 1, 1, r/2]`, for `turned`."""
-        angles = (
-            torch.tensor(positions, dtype=torch.float64)[:, None] * self.frequencies
-        )  # a float32 angle is off by then
-        cos, sin = (part.float()[:, None, None].to(device) for part in (angles.cos(), angles.sin()))
+        # In numbers of the host, and in float64: a float32 angle is off by then, and no step may wait for a copy.
+        angles = [[position * frequency for frequency in self._numbers] for position in positions]
+        parts = ([[of(angle) for angle in row] for row in angles] for of in (math.cos, math.sin))
+        cos, sin = (upload(part, torch.float32, device)[:, None, None] for part in parts)
         return cos, sin
+
+    @cached_property
+    def _numbers(self) -> list[float]:
+        numbers: list[float] = self.frequencies.tolist()
+        return numbers
 
     @staticmethod
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

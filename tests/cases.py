@@ -32,6 +32,21 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def tiered(self) -> bool:
+        """Whether tokens lie in tiers, in any order, and some perhaps nowhere."""
+        return self.method not in ("full", "kivi", "rtn")
+
+    @property
+    def observes(self) -> bool:
+        """Whether what is attended decides what is stored, so that it matters in which forwards the tokens arrive."""
+        return self.method in ("zipcache", "mikv", "h2o")
+
+    @property
+    def relocates(self) -> bool:
+        """Whether some tokens are met at other positions than their own."""
+        return self.method == "streaming_llm" and self.options.get("positions", "cache") == "cache"
+
     def open(self, model: PreTrainedModel, seed: int = 0) -> CompressedCache:
         """An empty cache of this case on `model`."""
         artifact = calibrated_artifact(model) if self.artifact else None
@@ -64,6 +79,50 @@ CASES = [
     Case("rtn-4-clipped", "rtn", 4.5, {"bits": 4}, artifact=True),
     Case("rtn-4-calibrated", "rtn", 4.0, {"bits": 4, "statistics": "calibrated"}, artifact=True, contract=True),
     Case("rtn-1-calibrated", "rtn", 1.0, {"bits": 1, "statistics": "calibrated"}, artifact=True),
+    # Values have a scale and a zero point a token: 32/64 bits. Keys have none. 3.2 for the codes, half of .5.
+    Case("zipcache-short", "zipcache", 3.45, {"recompress": 10}, contract=True),
+    Case("zipcache", "zipcache", 3.45, {"recompress": 40}),
+    # A tenth at 16 bits without parameters: 1.6 + 2 + .8 + .9 * .25.
+    Case("zipcache-16-4-2", "zipcache", 4.625, {"tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "recompress": 40}),
+    Case("zipcache-evicting", "zipcache", 2.125, {"tiers": [[4, 0.5], [0, 0.5]], "recompress": 32}),
+    # 3.2 + .6 * 3.25 + .25.
+    Case(
+        "zipcache-accumulated",
+        "zipcache",
+        5.4,
+        {
+            "tiers": [[8, 0.4], [3, 0.6]],
+            "recompress": 40,
+            "saliency": "accumulated",
+            "probes": "all",
+            "value_scale": "tier",
+        },
+    ),
+    Case(
+        "zipcache-calibrated",
+        "zipcache",
+        3.85,
+        {"recompress": 20, "ratio": 0.8, "statistics": "calibrated", "clip": 0.9},
+        artifact=True,
+    ),
+    # In the end every token is retained: 2 + 32/32 (half a head has a scale and a zero point), and its place: 32/(2 * 64).
+    Case("mikv-16-2", "mikv", 3.25, {"ratio": 0.08, "important": 16, "retained": 2}, contract=True),
+    Case("mikv-8-2", "mikv", 3.25, {"important": 8, "retained": 2, "balancer": False}, contract=True),
+    Case(
+        "mikv-calibrated",
+        "mikv",
+        5.5,
+        {"ratio": 0.3, "important": 4, "retained": 3, "group": 16, "statistics": "calibrated"},
+        artifact=True,
+    ),
+    # Larger than the shorter prompts.
+    Case("mikv-budget", "mikv", 5.25, {"budget": 200, "recent": 30, "retained": 4}),
+    Case("h2o", "h2o", 0.0, {"heavy": 0.05, "recent": 0.05}, contract=True),
+    # With positions inside the cache and in `oracle` attention is not that over what is held, which is what the contract
+    # compares with; test_importance and test_generation have them.
+    Case("streaming_llm", "streaming_llm", 0.0, {"window": 40}),
+    Case("streaming_llm-original", "streaming_llm", 0.0, {"window": 60, "positions": "original"}, contract=True),
+    Case("oracle", "oracle", 16.0),
 ]
 
 BY_NAME = {case.name: case for case in CASES}
@@ -80,5 +139,6 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
         for form in ("32x1", "1x32", "1x*", "fixed", "scaled.1x32"):
             clip = 0.6 + 0.4 * torch.rand(*shape[:2], len(CLIP_BITS), generator=draw)
             tensors[f"{stream}.clip.{form}"] = clip
-    tensors["values.scale"] = 0.5 + torch.rand(shape, generator=draw)
+    for name in ("values.scale", "keys.balancer"):
+        tensors[name] = 0.5 + torch.rand(shape, generator=draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

@@ -1,13 +1,17 @@
 """Drives the layers of a cache without a model: the same keys, values and queries, however they are batched and padded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from tolerances import FLOAT32_ATTENTION
 from torch import Tensor
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.logits import Logits
+from calib.runtime.ordered.store import OrderedStore
+from calib.runtime.pages import PagePool, PageTable
+from calib.runtime.tiered.store import TieredStore
 
 
 @dataclass
@@ -64,23 +68,85 @@ def feed(
     return outputs
 
 
+def decoded(cache: CompressedCache, tokens: Tokens, prompt: int) -> None:
+    """The prompt, then every token in a forward of its own."""
+    forwards(cache, tokens, [prompt] + [1] * (len(tokens) - prompt))
+
+
+def forwards(cache: CompressedCache, tokens: Tokens, sizes: list[int]) -> None:
+    """The tokens in forwards of these sizes; of those that bring nothing, none."""
+    at = 0
+    for size in filter(None, sizes):
+        feed(cache, [tokens[at : at + size]])
+        at += size
+
+
 def _padded(part: Tensor, columns: int) -> Tensor:
     rubbish = part.new_full((part.shape[0], columns - part.shape[1], part.shape[2]), 77.0)
     return torch.cat([rubbish, part], 1)
 
 
 def stored(cache: CompressedCache, row: int, layers: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """Everything stored of one row in logical order: each field's packed rows `[kv_heads, rows, width]`, and the windows."""
-    length, bits = cache.rows.lengths[row], {}
+    """Everything stored of one row, by name, `[kv_heads, tokens, width]` each: packed fields in the order of their slots,
+    exact windows; of tiers also the mass of what is held and what was measured for the row."""
+    bits = {}
     for number, layer in enumerate(cache.compressed):
-        if layers is not None and number not in layers:
-            continue
-        for stream in layer.store.streams:
-            packed = stream.plan.schedule.packed(length)
-            for name, tensor in stream.pool.tensors.items():
-                pages = tensor[torch.tensor(cache.rows.table.rows[row], dtype=torch.int64)]
-                count = packed // stream.pool.fields[name].tokens_per_row
-                bits[f"{number}.{stream.role}.{name}"] = pages.transpose(0, 1).flatten(1, 2)[:, :count].clone()
-            window = stream.window.in_order([row], packed, length)[0]
-            bits[f"{number}.{stream.role}.window"] = window.clone()
+        if layers is None or number in layers:
+            parts = in_tiers if isinstance(layer.store, TieredStore) else in_order
+            bits |= {f"{number}.{name}": part.clone() for name, part in parts(layer.store, row)}
     return bits
+
+
+def in_order(store: OrderedStore, row: int) -> Iterator[tuple[str, Tensor]]:
+    """Fields and windows of both streams, in the order of the tokens."""
+    length = store.rows.lengths[row]
+    for stream in store.streams:
+        packed = stream.plan.schedule.packed(length)
+        for name, tensor in stream.pool.tensors.items():
+            count = packed // stream.pool.fields[name].tokens_per_row
+            yield f"{stream.role}.{name}", slots_of(tensor, store.rows.table, row)[:, :count]
+        yield f"{stream.role}.window", stream.window.in_order([row], packed, length)[0]
+
+
+def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
+    """Fields of every tier, windows, mass, and the row's measured numbers."""
+    length = store.rows.lengths[row]
+    held, exact = store.rows.held(row, length), store.rows.exact(row, length)
+    for number, (tier, table) in enumerate(zip(store.tiers, store.rows.tables, strict=True)):
+        for name, tensor in tier.pool.tensors.items():
+            yield f"tier {number}.{name}", slots_of(tensor, table, row)[:, : held[number]]
+    for role, window in zip(("keys", "values"), store.windows or (), strict=False):
+        yield f"{role}.window", window.tokens[row, :, :exact]
+    if store.observes:
+        yield "mass", store.mass[row, :, : exact if store.windows else held[0]]
+    for number, ((role, _), transform) in enumerate(store.transforms.items()):
+        if transform.measured is not None:
+            for name, tensor in vars(transform.stage).items():
+                yield f"{role} {name} {number}", tensor[row]
+
+
+def pools_of(store: OrderedStore | TieredStore) -> list[list[PagePool]]:
+    """The pools that each table of pages serves: both streams of an ordered store, one of each tier."""
+    if isinstance(store, TieredStore):
+        return [[tier.pool] for tier in store.tiers]
+    return [[stream.pool for stream in store.streams]]
+
+
+def slots_of(tensor: Tensor, table: PageTable, row: int) -> Tensor:
+    """A row's slots of one field, one after the other: `[kv_heads, slots, width]`."""
+    return tensor[torch.tensor(table.rows[row], dtype=torch.int64)].transpose(0, 1).flatten(1, 2)
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor], mass: float = FLOAT32_ATTENTION) -> list[str]:
+    """The parts that two rows do not hold alike: bit for bit, whatever the dtype, but `mass` may be off by that share of
+    the largest: a sum of attention depends on the shapes of the products it comes from."""
+    names = sorted(found.keys() ^ expected.keys())
+    for name in found.keys() & expected.keys():
+        mine, other = found[name].double(), expected[name].double()
+        if mine.shape != other.shape:
+            names.append(name)
+        elif name.endswith("mass") and mine.numel():
+            names += [name] * bool((mine - other).abs().max() > mass * other.abs().max())
+        elif not torch.equal(mine, other):
+            names.append(name)
+    return names

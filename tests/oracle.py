@@ -5,6 +5,7 @@ Written from the formulas (docs of `kernels/pack` and `kernels/quantise`), so th
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,10 @@ from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
-from calib.runtime.stages.codec import Exact
+from calib.runtime.stages.codec import Codec, Exact
+from calib.runtime.stages.transform import Balancer, ChannelRange, ChannelScale, Identity
+from calib.runtime.tiered.store import TieredStore
+from calib.runtime.tiered.tier import RowTransform
 
 # Stands for tokens that a sliding window left behind: who attends to it is found out at once.
 GARBAGE = 1e3
@@ -39,6 +43,8 @@ def codes_at(place: np.ndarray, bits: int) -> np.ndarray:
 
 def spread(parameter: np.ndarray, tokens: int, channels: int) -> np.ndarray:
     """A group parameter `[..., T/g_t, D/g_c]` at each of its values `[..., T, D]`."""
+    if not tokens:
+        return parameter.repeat(channels // parameter.shape[-1], -1)
     return parameter.repeat(tokens // parameter.shape[-2], -2).repeat(channels // parameter.shape[-1], -1)
 
 
@@ -58,22 +64,58 @@ def unpacked(words: np.ndarray, bits: int, channels: int) -> np.ndarray:
     return np.concatenate(codes, -1)[..., :channels].astype(np.int64)
 
 
-def decoded_page(stream: Stream, page: int | list[int]) -> Tensor:
-    """One page of a stream as tokens: float64 `[kv_heads, PAGE_TOKENS, head_dim]`, the transform undone; a list stacks."""
-    codec = stream.plan.codec
+def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int) -> Tensor:
+    """Encoded tokens before their transform is undone: float64 `[..., kv_heads, T, channels]`."""
     if isinstance(codec, Exact):
-        return stream.plan.transform.inverse(stream.pool.tensors["exact"][page].double())
-    codes = unpacked(stream.pool.tensors["words"][page].numpy(), codec.bits, stream.head_dim).astype(np.float64)
+        return block["exact"].double()
+    codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)
     if codec.group is None:
         clip = torch.as_tensor(codec.clip, dtype=torch.float64).expand(codes.shape[-3], 1, 1).numpy()
-        tokens = codes * (2 * clip / (2**codec.bits - 1)) - clip
-    else:
-        scale, zero = scale_and_zero({"parameters": stream.pool.tensors["parameters"][page]})
-        tokens = codes * spread(scale, *codes.shape[-2:]) + spread(zero, *codes.shape[-2:])
-    return stream.plan.transform.inverse(torch.from_numpy(tokens))
+        return torch.from_numpy(codes * (2 * clip / (2**codec.bits - 1)) - clip)
+    scale, zero = scale_and_zero(block)
+    return torch.from_numpy(codes * spread(scale, *codes.shape[-2:]) + spread(zero, *codes.shape[-2:]))
 
 
-def held_tokens(layer: CompressedLayer, stream: Stream, row: int) -> Tensor:
+def decoded_page(stream: Stream, page: int | list[int]) -> Tensor:
+    """One page of a stream as tokens: float64 `[kv_heads, PAGE_TOKENS, head_dim]`, the transform undone; a list stacks."""
+    block = {name: tensor[page] for name, tensor in stream.pool.tensors.items()}
+    return stream.plan.transform.inverse(decoded(stream.plan.codec, block, stream.head_dim))
+
+
+def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
+    """The tokens of one row `[kv_heads, T, head_dim]` as they were before a tier's transform."""
+    own = {name: value.double() for name, value in vars(transform.stage).items()}
+    if transform.measured is not None:
+        own = {name: value[row] for name, value in own.items()}
+    match transform.stage:
+        case ChannelRange():
+            return y * own["half"] + own["center"]
+        case ChannelScale():
+            return y * own["scale"]
+        case Balancer():
+            return y / own["balance"]
+        case Identity():
+            return y
+
+
+class Held(NamedTuple):
+    """What is held of one row: float64 `keys`, `values [kv_heads, count, head_dim]`, and the `places` of the tokens in the
+    row, int64 `[kv_heads, count]`; None where a tier does not keep them."""
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor | None
+
+
+def held_tokens(layer: CompressedLayer, row: int) -> Held:
+    """All tokens a layer holds of one row: in order, GARBAGE where it let go; those of tiers in any order."""
+    if isinstance(layer.store, TieredStore):
+        return in_tiers(layer.store, row)
+    keys, values = (in_order(layer, stream, row) for stream in layer.store.streams)
+    return Held(keys, values, torch.arange(keys.shape[1]).expand(keys.shape[:2]))
+
+
+def in_order(layer: CompressedLayer, stream: Stream, row: int) -> Tensor:
     """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`; GARBAGE where it let go."""
     length, schedule = layer.state.lengths[row], stream.plan.schedule
     packed, ring = schedule.packed(length), stream.window.tokens[row].double()
@@ -88,35 +130,84 @@ def held_tokens(layer: CompressedLayer, stream: Stream, row: int) -> Tensor:
     return torch.cat([pages.transpose(0, 1).flatten(1, 2)[:, :packed], exact], 1)
 
 
-def contents(cache: CompressedCache) -> list[list[tuple[Tensor, Tensor]]]:
-    """Keys and values of each compressed layer and row, as `held_tokens`."""
+def in_tiers(store: TieredStore, row: int) -> Held:
+    """The tokens of one row: tier by tier in the order of their slots, then the window."""
+    length = store.rows.lengths[row]
+    parts: list[list[Tensor]] = [[], [], []]
+    for tier, table, count in zip(store.tiers, store.rows.tables, store.rows.held(row, length), strict=True):
+        pages = torch.tensor(table.rows[row], dtype=torch.int64)
+        block = {
+            name: tensor[pages].transpose(0, 1).flatten(1, 2)[:, :count] for name, tensor in tier.pool.tensors.items()
+        }
+        for part, (role, stages) in zip(parts, tier.plan.streams(), strict=False):
+            own = {name.removeprefix(f"{role}."): field for name, field in block.items() if name.startswith(role)}
+            part.append(undone(tier.transforms[role], row, decoded(stages.codec, own, tier.widths[role])))
+        if tier.positions:
+            parts[2].append(block["positions"][..., 0].long())
+    exact = store.rows.exact(row, length)
+    if store.windows:
+        for part, window in zip(parts, store.windows, strict=False):
+            part.append(window.tokens[row, :, :exact].double())
+    if store.tiers[0].positions:
+        parts[2].append(torch.arange(length - exact, length).expand(store.heads, exact))
+    keys, values = (torch.cat(part, 1) for part in parts[:2])
+    return Held(keys, values, torch.cat(parts[2], 1) if parts[2] else None)
+
+
+def contents(cache: CompressedCache) -> list[list[Held]]:
+    """What each compressed layer holds of each row."""
     return [
-        [
-            tuple(held_tokens(layer, stream, row) for stream in layer.store.streams)
-            for row in range(len(cache.rows.lengths))
-        ]
+        [held_tokens(layer, row) for row in range(len(cache.rows.lengths))]
         for layer in cache.compressed
         if layer.store is not None
     ]
 
 
+def turned(x: Tensor, frequencies: Tensor, places: int) -> Tensor:
+    """RoPE by `places` more positions: of the first 2 r channels (i, i + r) turn by `places` x `frequencies [r]`."""
+    count = len(frequencies)
+    first, second, rest = x.double().split([count, count, x.shape[-1] - 2 * count], -1)
+    cos, sin = (places * frequencies).cos(), (places * frequencies).sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
 def attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None, sliding: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sliding: int | None = None,
+    places: Tensor | None = None,
+    kept: float | None = None,
+    sinks: tuple[int, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention of one row in float64, the last query at the last key, one query at a time.
 
-    `query [heads, n, D]`, `keys` and `values [kv_heads, total, D]` -> `[heads, n, D]`.
+    `query [heads, n, D]`, `keys` and `values [kv_heads, total, D]` -> `[heads, n, D]`. `places [kv_heads, total]` are the
+    tokens' own places where they do not lie in order; the last n are the queries'. Oracle eviction keeps the share `kept`
+    of the tokens there would be without holes, those of the greatest logits. The first of `sinks` tokens are met with
+    the queries given beside their number.
     """
     heads, length, _ = query.shape
     total, group = keys.shape[1], heads // keys.shape[0]
+    places = torch.arange(total).expand(keys.shape[:2]) if places is None else places
     output = torch.zeros(*query.shape[:2], values.shape[2], dtype=torch.float64)
     for column in range(length):
-        place = total - length + column
-        first = 0 if sliding is None else max(0, place - sliding + 1)
-        seen = slice(first, place + 1)
+        mine = total - length + column
         for head in range(heads):
-            logits = keys[head // group, seen].double() @ query[head, column].double() * scale
+            own, place = places[head // group, : mine + 1], places[head // group, mine]
+            logits = keys[head // group, : mine + 1].double() @ query[head, column].double() * scale
+            if sinks is not None:
+                count, instead = sinks
+                logits[:count] = keys[head // group, :count].double() @ instead[head, column] * scale
             if softcap is not None:
                 logits = torch.tanh(logits / softcap) * softcap
-            output[head, column] = torch.softmax(logits, 0) @ values[head // group, seen].double()
+            if sliding is not None:
+                logits[own <= place - sliding] = -torch.inf
+            if kept is not None:
+                seen = int(place) + 1 if sliding is None else min(int(place) + 1, sliding)
+                most = max(1, math.floor(kept * seen + 1e-9))
+                logits[logits.argsort(descending=True, stable=True)[most:]] = -torch.inf
+            output[head, column] = torch.softmax(logits, 0) @ values[head // group, : mine + 1].double()
     return output

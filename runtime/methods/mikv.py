@@ -52,6 +52,8 @@ class MiKV:
         check_bits("important", self.important, exact=True)
         check_bits("retained", self.retained)
         check_clip(self.clip)
+        if type(self.balancer) is not bool:
+            raise ValueError(f"balancer must be True or False, got {self.balancer!r}")
         if self.retained > self.important:
             raise ValueError(
                 f"retained={self.retained} bits must not be more than important={self.important}; demotion loses precision"

@@ -65,7 +65,7 @@ class ZipCache:
         check_clip(self.clip)
         self._bits_and_shares()
         self._tiering()
-        Probes(self.probes, self.probe_share, tuple(self.special_ids))
+        self._probes()
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
         """Tiers of one layer."""
@@ -74,14 +74,15 @@ class ZipCache:
         stored = tuple(self._tier(width, layer, artifact) for width in bits if width)
         if len(shares) == 1:  # nothing to choose
             return TieredPlan(stored, self._tiering())
-        probes = Probes(self.probes, self.probe_share, tuple(self.special_ids))
-        return TieredPlan(stored, self._tiering(), SALIENCY[self.saliency], probes, self.salient_set == "layer")
+        return TieredPlan(stored, self._tiering(), SALIENCY[self.saliency], self._probes(), self.salient_set == "layer")
 
     def _bits_and_shares(self) -> tuple[list[int], list[float]]:
         pairs = list(self.tiers) if isinstance(self.tiers, Sequence) else []
         if not pairs or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
             raise ValueError(f"tiers must be pairs (bits, share), best first, got {self.tiers!r}")
         bits, shares = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if 0 in bits[:-1]:
+            raise ValueError(f"tiers: only the last may be evicted (0 bits), got {bits}; put it last")
         for width in bits:
             check_bits("tiers", width, exact=True, evicted=width is bits[-1] and len(bits) > 1)
         if any(one <= other for one, other in pairwise(bits)):
@@ -93,6 +94,10 @@ class ZipCache:
                 raise ValueError(f"ratio={self.ratio} divides two tiers, got {len(pairs)}; write the shares into tiers")
             shares = [self.ratio, 1 - self.ratio]
         return bits, shares
+
+    def _probes(self) -> Probes:
+        ids = self.special_ids  # a list becomes one that can be hashed; anything else is refused as it is
+        return Probes(self.probes, self.probe_share, tuple(ids) if isinstance(ids, list) else ids)  # type: ignore[arg-type]
 
     def _tiering(self) -> Shares:
         return Shares(tuple(self._bits_and_shares()[1]), self.recompress)

@@ -172,7 +172,7 @@ class TieredAttention:
     def _relocated(self, query: Tensor) -> Tensor:
         """The query where it stands inside the cache: as many positions back as its row has dropped tokens."""
         assert self.rotation is not None
-        key = ("relocated", self.rows)
+        key = ("relocated", self.rows, query.device)
         if key not in self.forward.readings:
             before = [self.forward.before[row] for row in self.rows]
             dropped = [sum(self.state.held(row, n)) - n for row, n in zip(self.rows, before, strict=True)]

@@ -15,6 +15,7 @@ from calib.runtime.rows import Forward
 from calib.runtime.stages.contract import Block
 from calib.runtime.stages.tiering import HeavyRecent
 from calib.runtime.store import Footprint, Place
+from calib.runtime.tiered.arrival import Arrival
 from calib.runtime.tiered.attend import Watch
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.store import TieredStore
@@ -60,7 +61,7 @@ class BudgetStore(TieredStore):
         self._resize(self._slots())
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
-        else:
+        elif forward.width:  # of drafts perhaps none was kept
             for rows in self.rows.alike(forward):
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
         self.seen.clear()
@@ -155,90 +156,76 @@ class BudgetStore(TieredStore):
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Any number of tokens of rows that are alike, `[len(rows), kv_heads, n, D]`: selects heavy tokens anew."""
-        before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.rows.prompt(rows[0])
-        heavy, recent = self.tiering.sizes(prompt)
-        slots, new = min(before, heavy + recent), after - before
-        held, fresh = self.seen_by(rows, new)
+        before, after = forward.before[rows[0]], forward.after[rows[0]]
+        heavy, recent = self.tiering.sizes(self.rows.prompt(rows[0]))
         if not before:
             for role, tokens in (("keys", keys), ("values", values)):
-                self.measure(rows, role, tokens, None)
-                for number in range(len(self.tiers)):
-                    self.measure(rows, role, tokens, number)
+                for tier in (None, *range(len(self.tiers))):
+                    self.measure(rows, role, tokens, tier)
+        arrival = self._arrival(rows, min(before, heavy + recent), before, after, keys, values)
+        # By position, so that a stable sort leaves ties to the earlier token; recent tokens are the last in that order.
+        order = arrival.places.argsort(-1)[..., : arrival.places.shape[-1] - min(after, recent)]
+        ranked = order.gather(2, arrival.mass.gather(2, order).argsort(dim=-1, descending=True, stable=True))
+        chosen, lost = (part.sort(-1).values for part in (ranked[..., :heavy], ranked[..., heavy:]))
+        if lost.shape[-1] and len(self.tiers) > 1:
+            self._demote_many(arrival, lost, self.rows.held(rows[0], before)[1])
+        at = torch.tensor(rows, device=keys.device)
+        mass = self.mass[at]
+        if chosen.shape[-1]:
+            self.tiers[0].write_block(rows, self.rows.tables[0], recent, self._kept(arrival, chosen))
+            mass[:, :, recent : recent + chosen.shape[-1]] = arrival.mass.gather(2, chosen)
+        self._fill_ring(arrival, range(max(0, after - recent), after), recent, mass)
+        self.mass[at] = mass
+
+    def _arrival(self, rows: list[int], slots: int, before: int, after: int, keys: Tensor, values: Tensor) -> Arrival:
+        held, fresh = self.seen_by(rows, after - before)
         earlier = self.mass[rows][:, :, :slots]
         earlier[:, :, : held.shape[2]] += held[:, :, :slots]
-        mass = torch.cat([earlier, fresh], -1)
-        arriving = torch.arange(before, after, device=keys.device).expand(len(rows), self.heads, -1)
-        places = torch.cat([self._positions(rows)[..., :slots], arriving], -1) if slots else arriving
-        # Candidates by position, so that a stable sort leaves ties to the earlier token.
-        order = places.argsort(-1)
-        oldest_recent = max(0, after - recent)
-        others = places.shape[-1] - min(after, recent)  # they come first in that order: every recent token is newer
-        others_by_mass = mass.gather(2, order[..., :others]).argsort(dim=-1, descending=True, stable=True)
-        ranked = order[..., :others].gather(2, others_by_mass)
-        chosen, lost = (part.sort(-1).values for part in (ranked[..., :heavy], ranked[..., heavy:]))
-        self._move(rows, before, slots, chosen, lost, mass, places, keys, values, oldest_recent, recent)
+        places = torch.arange(before, after, device=keys.device).expand(len(rows), self.heads, -1)
+        if slots:
+            places = torch.cat([self._positions(rows)[..., :slots], places], -1)
+        return Arrival(
+            rows, slots, before, keys, values, torch.cat([earlier, fresh], -1), places, self._held(rows, slots)
+        )
 
-    def _move(
-        self,
-        rows: list[int],
-        before: int,
-        slots: int,
-        chosen: Tensor,
-        lost: Tensor,
-        mass: Tensor,
-        places: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        oldest_recent: int,
-        recent: int,
-    ) -> None:
-        """Puts the `chosen` candidates into the heavy slots, the `lost` one tier down, and the newest into the ring.
+    def _demote_many(self, arrival: Arrival, lost: Tensor, first: int) -> None:
+        """Candidates `lost [rows, kv_heads, m]` go to slots `first` ... of the tier below."""
+        keys, values = arrival.new(lost, arrival.keys), arrival.new(lost, arrival.values)
+        if arrival.slots:  # those that lay in the important tier are decoded
+            held = {name: arrival.old(lost, part) for name, part in arrival.held.items()}
+            is_new = arrival.is_new(lost)
+            old_keys, old_values = self.tiers[0].decode(arrival.rows, held)
+            keys, values = torch.where(is_new, keys.float(), old_keys), torch.where(is_new, values.float(), old_values)
+        places = arrival.places.gather(2, lost)
+        self.tiers[1].write(arrival.rows, self.rows.tables[1], first, keys, values, places)
 
-        Candidates 0 ... `slots` - 1 lie in those slots of the important tier; the others are the new tokens.
-        """
-        top, table = self.tiers[0], self.rows.tables[0]
-        held = self._held_block(rows, slots)
-        if lost.shape[-1] and len(self.tiers) > 1:
-            first = self.rows.held(rows[0], before)[1]
-            own_keys, own_values = (self._gathered(lost - slots, tokens) for tokens in (keys, values))
-            if slots:
-                index = lost.clamp(max=slots - 1)
-                old_keys, old_values = top.decode(
-                    rows, {name: self._gathered(index, part) for name, part in held.items()}
-                )
-                is_new = (lost >= slots)[..., None]
-                own_keys, own_values = (
-                    torch.where(is_new, new.float(), old)
-                    for new, old in ((own_keys, old_keys), (own_values, old_values))
-                )
-            self.tiers[1].write(rows, self.rows.tables[1], first, own_keys, own_values, places.gather(2, lost))
-        if chosen.shape[-1]:
-            new_keys, new_values = (self._gathered(chosen - slots, tokens) for tokens in (keys, values))
-            new = top.encode(rows, new_keys, new_values, places.gather(2, chosen))
-            if slots:
-                index, is_new = chosen.clamp(max=slots - 1), (chosen >= slots)[..., None]
-                new = {name: torch.where(is_new, part, self._gathered(index, held[name])) for name, part in new.items()}
-            top.write_block(rows, table, recent, new)
-        at = torch.tensor(rows, device=mass.device)
-        kept = self.mass[at]
-        kept[:, :, recent : recent + chosen.shape[-1]] = mass.gather(2, chosen)
-        # The ring: tokens that stay lie where they lay.
-        ring = torch.arange(oldest_recent, before + keys.shape[2], device=mass.device)
-        staying = max(0, before - oldest_recent)
-        if staying:
-            kept[:, :, ring[:staying] % recent] = mass[:, :, ring[:staying] % recent]
-        arrived = ring[staying:]
-        kept[:, :, arrived % recent] = mass[:, :, slots + arrived - before]
-        self.mass[at] = kept
-        position, stop = oldest_recent + staying, before + keys.shape[2]
-        while position < stop:  # twice at most: the ring's end and its beginning
-            count = min(stop - position, recent - position % recent)
-            part = slice(position - before, position - before + count)
-            columns = places[:, :, slots:][:, :, part]
-            top.write(rows, table, position % recent, keys[:, :, part], values[:, :, part], columns)
-            position += count
+    def _kept(self, arrival: Arrival, chosen: Tensor) -> Block:
+        """Candidates `chosen [rows, kv_heads, m]` as the important tier holds them: old ones bit for bit."""
+        keys, values = arrival.new(chosen, arrival.keys), arrival.new(chosen, arrival.values)
+        block = self.tiers[0].encode(arrival.rows, keys, values, arrival.places.gather(2, chosen))
+        if not arrival.slots:
+            return block
+        is_new = arrival.is_new(chosen)
+        return {
+            name: torch.where(is_new, part, arrival.old(chosen, arrival.held[name])) for name, part in block.items()
+        }
 
-    def _held_block(self, rows: list[int], slots: int) -> Block:
+    def _fill_ring(self, arrival: Arrival, recent: range, size: int, mass: Tensor) -> None:
+        """The positions `recent` lie in their ring slots: those held already where they were, with their `mass`."""
+        staying = torch.arange(recent.start, max(recent.start, arrival.before), device=mass.device)
+        position = recent.start + len(staying)
+        mass[:, :, staying % size] = arrival.mass[:, :, staying % size]
+        arrived = torch.arange(position, recent.stop, device=mass.device)
+        mass[:, :, arrived % size] = arrival.mass[:, :, arrival.slots + arrived - arrival.before]
+        while position < recent.stop:  # twice at most: the ring's end and its beginning
+            stop = min(recent.stop, position + size - position % size)
+            part = slice(position - arrival.before, stop - arrival.before)
+            keys, values = arrival.keys[:, :, part], arrival.values[:, :, part]
+            places = arrival.places[:, :, arrival.slots :][:, :, part]
+            self.tiers[0].write(arrival.rows, self.rows.tables[0], position % size, keys, values, places)
+            position = stop
+
+    def _held(self, rows: list[int], slots: int) -> Block:
         """The important tier's first `slots` slots as they are: `[len(rows), kv_heads, slots, width]`."""
         if not slots:
             return {}
@@ -247,11 +234,6 @@ class BudgetStore(TieredStore):
             name: tensor[numbers].transpose(1, 2).flatten(2, 3)[:, :, :slots]
             for name, tensor in self.tiers[0].pool.tensors.items()
         }
-
-    @staticmethod
-    def _gathered(index: Tensor, tokens: Tensor) -> Tensor:
-        """Tokens `[rows, kv_heads, n, width]` at `index [rows, kv_heads, m]`; an index below 0 takes the first."""
-        return tokens.gather(2, index.clamp(min=0)[..., None].expand(-1, -1, -1, tokens.shape[3]))
 
     def _slots(self) -> int:
         """Slots of whole pages that the important tier of any row uses."""

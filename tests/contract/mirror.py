@@ -2,7 +2,8 @@
 
 The shadow starts from what the cache holds, so it cannot see that a row holds another row's tokens, or a draft that was
 taken back. The mirror can: each token of a row, encoded by the method's own stages in one piece, must be what is held.
-That is also the promise that neither batch, padding, chunks nor drafts leave a trace in what is stored.
+That is also the promise that neither batch, padding, chunks nor drafts leave a trace in what is stored. Of tiers, whose
+tokens depend on what was attended, every token held must be one of those given, once, as its tier encodes it.
 """
 
 from typing import Any
@@ -15,6 +16,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from calib.runtime.cache import CompressedCache
+from calib.runtime.stages.codec import Exact
+from calib.runtime.stages.tiering import HeavyRecent
+from calib.runtime.tiered.store import TieredStore
 
 
 class Mirror:
@@ -30,18 +34,28 @@ class Mirror:
 
     def check(self, mask: Tensor | None) -> None:
         """Refuses a cache that holds anything else; `mask [rows, columns]` is the padding mask of its last forward."""
-        lengths, sliding = self.cache.rows.lengths, self.cache.rows.sliding
+        lengths = self.cache.rows.lengths
         for number, (layer, given) in enumerate(zip(self.cache.compressed, self.exact.layers, strict=True)):
-            for stream, tokens in zip(layer.store.streams, (given.keys, given.values), strict=True):
-                real = torch.ones(tokens.shape[0], tokens.shape[2]) if mask is None else mask[:, : tokens.shape[2]]
-                assert real.sum(1).tolist() == lengths, f"rows of {lengths} tokens, given {real.sum(1).tolist()}"
-                for row, length in enumerate(lengths):
-                    expected = stored(stream, tokens[row : row + 1, :, real[row].bool()])[0]
-                    found = oracle.held_tokens(layer, stream, row)
-                    kept = slice(0 if sliding is None else max(0, length - sliding + 1), None)
-                    off = (found - expected)[:, kept].abs().amax((0, 2))
-                    odd = (off > STORED * expected.abs().max()).nonzero()[:, 0].tolist()
-                    assert not odd, f"layer {number}, {stream.role}, row {row}: the tokens {odd} are not those given"
+            real = torch.ones(given.keys.shape[0], given.keys.shape[2]) if mask is None else mask
+            real = real[:, : given.keys.shape[2]].bool()
+            assert real.sum(1).tolist() == lengths, f"rows of {lengths} tokens, given {real.sum(1).tolist()}"
+            for row in range(len(lengths)):
+                tokens = [part[row : row + 1, :, real[row]] for part in (given.keys, given.values)]
+                odd = (odd_in_tiers if isinstance(layer.store, TieredStore) else odd_in_order)(layer, row, *tokens)
+                assert not odd, f"layer {number}, row {row}: {odd}"
+
+
+def odd_in_order(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
+    """Which tokens of a row are not what the streams should hold of those given, `[1, kv_heads, T, head_dim]`."""
+    (length, sliding), found = (keys.shape[2], layer.state.sliding), oracle.held_tokens(layer, row)
+    kept = slice(0 if sliding is None else max(0, length - sliding + 1), None)
+    for stream, held, tokens in zip(layer.store.streams, found[:2], (keys, values), strict=True):
+        expected = stored(stream, tokens)[0]
+        off = (held - expected)[:, kept].abs().amax((0, 2))
+        odd = (off > STORED * expected.abs().max()).nonzero()[:, 0].tolist()
+        if odd:
+            return f"{stream.role}: the tokens {odd} are not those given"
+    return ""
 
 
 def stored(stream: Any, tokens: Tensor) -> Tensor:
@@ -51,6 +65,76 @@ def stored(stream: Any, tokens: Tensor) -> Tensor:
     block = codec.encode(transform.forward(tokens[:, :, :packed]), stream.wide)
     decoded = transform.inverse(codec.decode(block, tokens.shape[3]))
     return torch.cat([decoded.double(), tokens[:, :, packed:].double()], 2)
+
+
+def odd_in_tiers(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
+    """What of a row is none of the tokens given, `[1, kv_heads, T, head_dim]`, as its tier may hold them; or is held twice.
+
+    Where a token should be depends on attention: test_importance knows. Here each one held is found among those given, by
+    its place where the tier keeps it, elsewhere by what it looks like.
+    """
+    store, held, at = layer.store, oracle.held_tokens(layer, row), 0
+    whose, given = [], []
+    for number, count in enumerate([*store.counts(row), store.rows.exact(row, keys.shape[2])]):
+        part, is_window = slice(at, at + count), number == len(store.tiers)
+        at += count
+        found = torch.cat([held.keys, held.values], 2)[:, part]
+        choices = [given_to(store, row, path, keys, values) for path in paths(store, number)]
+        if is_window:
+            owner = torch.arange(keys.shape[2] - count, keys.shape[2]).expand(found.shape[:2])
+        else:
+            owner = likest(found, choices[0]) if held.places is None else held.places[:, part]
+        index = owner[..., None].expand(found.shape)
+        off = torch.stack([(found - choice.gather(1, index)).abs().amax(2) for choice in choices]).amin(0)
+        is_exact = is_window or isinstance(store.tiers[number].plan.keys.codec, Exact)
+        odd = (off > (0 if is_exact else STORED * float(choices[0].abs().max()))).nonzero().tolist()
+        if odd:
+            return f"{'the window' if is_window else f'tier {number}'}: at (head, slot) {odd} lies no token given"
+        whose.append(owner)
+        given.append(choices[0])
+    return "a token is held twice" if any(map(repeated, torch.cat(whose, 1), zip(*given, strict=True))) else ""
+
+
+def repeated(owners: Tensor, given: tuple[Tensor, ...]) -> bool:
+    """Whether of some tokens, by number `owners [n]`, more are held than were given: `[T, D]` as each tier encodes them.
+
+    Tokens that look alike to one of the tiers (padding that a row ended in, close neighbours at few bits) are counted
+    together.
+    """
+    if len(owners.unique()) == len(owners):
+        return False
+    label, before = torch.arange(len(given[0])), None
+    groups = [tier.unique(dim=0, return_inverse=True)[1] for tier in given]
+    while before is None or not torch.equal(label, before):  # some are alike by way of others
+        before = label
+        for group in groups:
+            label = label.scatter_reduce(0, group, label, "amin", include_self=False)[group]
+    counts = [numbers.bincount(minlength=len(label)) for numbers in (label[owners], label)]
+    return bool((counts[0] > counts[1]).any())
+
+
+def paths(store: TieredStore, number: int) -> list[tuple[int, ...]]:
+    """Tiers that a token may have gone through to tier `number`; none to the window behind the last."""
+    if number == len(store.tiers):
+        return [()]
+    return [(number,), (0, number)] if number and isinstance(store.plan.tiering, HeavyRecent) else [(number,)]
+
+
+def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor:
+    """Tokens of a row as they come out of one tier after the other: keys and values, float64 `[kv_heads, T, 2 head_dim]`."""
+    for number in path:
+        places = torch.arange(keys.shape[2]).expand(keys.shape[:3])
+        keys, values = store.tiers[number].decode([row], store.tiers[number].encode([row], keys, values, places))
+    return torch.cat([keys, values], 3)[0].double()
+
+
+def likest(found: Tensor, choice: Tensor) -> Tensor:
+    """Which of the tokens `choice [kv_heads, T, D]` each one of `found [kv_heads, n, D]` is: int64 `[kv_heads, n]`.
+
+    By eight random projections of both: whoever is the same is nearest in those.
+    """
+    projection = torch.randn(found.shape[2], 8, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
+    return torch.cdist(found @ projection, choice @ projection, p=1).argmin(2)
 
 
 def listen(told: Any, name: str, also: Any) -> None:

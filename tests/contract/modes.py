@@ -88,10 +88,10 @@ def chunked_prefill(bench: Bench) -> Outcome:
 
 
 def chunked_by_hand(bench: Bench) -> Outcome:
-    """Forwards of uneven chunks, the first of them all padding for one row; then `generate` for the rest."""
-    inputs, cache = left_padded([600, 510]), bench.open_cache()
+    """Forwards of uneven chunks, the first two all padding for one row; then `generate` for the rest."""
+    inputs, cache = left_padded([640, 510]), bench.open_cache()
     logits = []
-    for start, stop in ((0, 64), (64, 65), (65, 320), (320, 599)):
+    for start, stop in ((0, 64), (64, 65), (65, 320), (320, 639)):
         positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
             logits.append(

@@ -50,7 +50,8 @@ Every way of generating, with every method, on every architecture: random weight
 tokens. `full` is compared with `DynamicCache`, every other method with a float64 model that attends what the cache's
 pages decode to, at every forward; the tokens generated are the same. (Where all layers slide, `DynamicCache` counts the
 padding between turns as part of the window, so there `full` is compared with the float64 model as well.) At the end
-every row must hold its own tokens and no others, with the codes they get when encoded alone and in one piece.
+every row must hold its own tokens and no others, with the codes they get when encoded alone and in one piece; methods by
+importance, which hold what attention chose, none but their own, each once, as their tiers encode them.
 
 In a cell: the largest difference of a logit relative to the largest logit, and the measured bytes as a part of what 16
 bits a value would need for the same tokens. `tie`: the two runs parted at a choice that a difference below the tolerance

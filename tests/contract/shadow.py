@@ -4,10 +4,16 @@ A `Shadow` is a float64 twin of a model with transformers' own attention. Before
 it decodes the cache (`oracle.held_tokens`: the formulas, none of the kernels), lays every row's tokens out in the columns
 where the padding mask is 1, and answers the same inputs. Padding, and tokens that a sliding window has left behind, are
 garbage that only a mask keeps out. Each forward starts from what is stored now, so no error is carried along.
+
+Tokens of tiers lie in any order and some are gone. Keys carry their positions, so it does not matter in which columns
+they lie: they take the row's first, and a mask for that layer alone hides the others. Under a sliding window it matters
+which ones they are: then the mask goes by the places that the tiers keep.
 """
 
 import copy
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import oracle
 import torch
@@ -20,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.tiered.store import TieredStore
 
 SOFT_CAPPED = "float64_soft_capped"
 
@@ -65,12 +72,20 @@ class Shadow:
             assert real[:, :held].sum(1).tolist() == cache.rows.lengths, (
                 "the cache holds other tokens than the mask shows"
             )
+        # Not what is left in the mask of what is held.
+        own.setdefault("position_ids", torch.arange(held, held + width)[None])
+        laid = {
+            number: laid_out(layer, real[:, :held])
+            for number, layer in enumerate(cache.layers)
+            if isinstance(layer, CompressedLayer) and layer.store is not None and held
+        }
         past = DynamicCache()
-        past.layers = [self._layer(layer, real[:, :held]) for layer in cache.layers]
-        own["attention_mask"] = mask if self.sliding is None else self._window(real, width)
-        return self.twin(past_key_values=past, **own)
+        past.layers = [self._layer(layer, laid.get(number)) for number, layer in enumerate(cache.layers)]
+        own["attention_mask"] = mask if self.sliding is None else self._seen(real, width)
+        with self._masks_of(laid, real, width):
+            return self.twin(past_key_values=past, **own)
 
-    def _layer(self, layer: Any, real: Tensor) -> DynamicLayer:
+    def _layer(self, layer: Any, laid: "Columns | None") -> DynamicLayer:
         if not isinstance(layer, CompressedLayer):
             past = copy.copy(layer)  # a layer that slides beside full ones stays as transformers keeps it
             if layer.is_initialized:
@@ -78,28 +93,72 @@ class Shadow:
             past.record_past = False
             return past
         past = DynamicLayer()
-        if layer.store is not None and real.shape[1]:
-            past.keys, past.values = (laid_out(layer, stream, real) for stream in layer.store.streams)
+        if laid is not None:
+            past.keys, past.values = laid.keys, laid.values
             past.dtype, past.device, past.is_initialized = past.keys.dtype, past.keys.device, True
         return past
 
-    def _window(self, real: Tensor, width: int) -> Tensor:
-        """bool `[rows, 1, width, columns]`: the last `sliding` tokens of the row itself, and each query's own column."""
-        place = real.cumsum(1) - 1
-        key, query = place[:, None, :], place[:, -width:, None]
-        columns = torch.arange(real.shape[1])
-        itself = columns == columns[-width:, None]
-        seen = real[:, None, :] & (key <= query) & (key > query - self.sliding) & (columns <= columns[-width:, None])
-        return (seen | itself)[:, None]
+    def _seen(self, real: Tensor, width: int, held: Tensor | None = None) -> Tensor:
+        """bool `[rows, heads or 1, width, columns]`: the tokens of the row itself, the last `sliding` of them where all
+        layers slide, and each query's own column.
+
+        `held [rows, heads or 1, columns]` are places of the tokens in the columns before the forward's own, -1 where none
+        lies; without it they lie in order.
+        """
+        place, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
+        query, key = place[:, None, -width:, None], place.masked_fill(~real, -1)[:, None]
+        if held is not None:
+            key = torch.cat([held, key[:, :, -width:].expand(-1, held.shape[1], -1)], 2)
+        key, own = key[:, :, None], columns[-width:, None]
+        seen = (key >= 0) & (key <= query) & (columns <= own)
+        if self.sliding is not None:
+            seen &= key > query - self.sliding
+        return seen | (columns == own)
+
+    @contextmanager
+    def _masks_of(self, laid: "dict[int, Columns]", real: Tensor, width: int) -> Iterator[None]:
+        """While open, layers whose tokens do not lie in order attend under masks of their own."""
+        config, hooks = self.twin.config, []
+        for part in self.twin.modules():
+            columns = laid.get(getattr(part, "layer_idx", -1))
+            if columns is None or columns.places is None or not type(part).__name__.endswith("Attention"):
+                continue
+            groups = config.num_attention_heads // columns.keys.shape[1]
+            mask = self._seen(real, width, columns.places.repeat_interleave(groups, 1))
+
+            def masked(module: nn.Module, given: Any, named: dict[str, Any], mask: Tensor = mask) -> Any:
+                assert "attention_mask" in named
+                return given, named | {"attention_mask": mask}
+
+            hooks.append(part.register_forward_pre_hook(masked, with_kwargs=True))
+        assert len(hooks) in (0, len(laid))
+        yield
+        for hook in hooks:
+            hook.remove()
 
 
-def laid_out(layer: CompressedLayer, stream: Any, real: Tensor) -> Tensor:
-    """A stream's tokens in the columns where `real [rows, columns]` is True, GARBAGE elsewhere: float64."""
-    first = stream.window.tokens
-    columns = torch.full((*first.shape[:2], real.shape[1], first.shape[3]), GARBAGE, dtype=torch.float64)
-    for row, places in enumerate(real):
-        columns[row][:, places] = oracle.held_tokens(layer, stream, row)
-    return columns
+class Columns(NamedTuple):
+    """A layer's tokens in the columns seen so far: `keys`, `values [rows, kv_heads, columns, D]` float64, GARBAGE where none
+    lies; and of tiers the `places [rows, kv_heads, columns]` of those tokens, -1 where none lies, 0 where none is kept."""
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor | None
+
+
+def laid_out(layer: CompressedLayer, real: Tensor) -> Columns:
+    """What a layer holds, in the columns where `real [rows, columns]` is True."""
+    keys, values, places = [], [], []
+    for row, own in enumerate(real):
+        held = oracle.held_tokens(layer, row)
+        at = own.nonzero()[: held.keys.shape[1], 0]
+        for columns, part in ((keys, held.keys), (values, held.values)):
+            columns.append(torch.full((part.shape[0], len(own), part.shape[2]), GARBAGE, dtype=torch.float64))
+            columns[-1][:, at] = part
+        places.append(torch.full((len(held.keys), len(own)), -1))
+        places[-1][:, at] = 0 if held.places is None else held.places
+    tiered = isinstance(layer.store, TieredStore)
+    return Columns(torch.stack(keys), torch.stack(values), torch.stack(places) if tiered else None)
 
 
 def soft_capped(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import calibrated_artifact
+from one_line import message
 from tolerances import LOGITS
 from toy_models import left_padded, random_model
 from transformers import (
@@ -29,18 +30,11 @@ def model():
     return random_model("llama")
 
 
-def message(error) -> str:
-    """The one line a person sees."""
-    text = str(error.value)
-    assert text and "\n" not in text and len(text) < 400
-    return text
-
-
 WRONG_OPTIONS = [
     ("kivvi", {}, ["'kivvi'", "did you mean 'kivi'?"]),
-    ("zzz", {}, ["'zzz'", "full, kivi, rtn"]),
-    ("", {}, ["''", "full, kivi, rtn"]),
-    (None, {}, ["None", "full, kivi, rtn"]),
+    ("zzz", {}, ["'zzz'", "full, h2o, kivi, mikv, oracle, rtn, streaming_llm, zipcache"]),
+    ("", {}, ["''", "full, h2o, kivi"]),
+    (None, {}, ["None", "full, h2o, kivi"]),
     (["kivi"], {}, ["['kivi']"]),
     ("kivi", {"bit": 2}, ["'bit'", "did you mean 'bits'?"]),
     ("kivi", {"window": 64}, ["'window'", "known: bits, group, residual, statistics, clip"]),
@@ -60,16 +54,19 @@ WRONG_OPTIONS = [
     ("kivi", {"residual": 100, "group": 16}, ["100", "16", "residual"]),
     *(
         (method, {"clip": clip}, ["clip", "(0, 1]", repr(clip)])
-        for method in ("kivi", "rtn")
+        for method in ("kivi", "rtn", "zipcache", "mikv")
         for clip in (0, 0.0, 2, 1.0001, -0.5, float("nan"), "0.9", True, [0.9])
     ),
     *(
         (method, {"statistics": word}, ["statistics", "prompt, calibrated", repr(word)])
-        for method in ("kivi", "rtn")
+        for method in ("kivi", "rtn", "zipcache", "mikv")
         for word in ("promt", "", None, 3, ["prompt"])
     ),
     ("kivi", {"statistics": "calibrated"}, ["'kivi'", "needs an artifact", "Artifact.load"]),
-    ("rtn", {"statistics": "calibrated"}, ["'rtn'", "needs an artifact", "calib fit"]),
+    *(
+        (method, {"statistics": "calibrated"}, [f"'{method}'", "needs an artifact", "calib fit"])
+        for method in ("rtn", "zipcache", "mikv")
+    ),
 ]
 
 
@@ -135,14 +132,24 @@ def test_a_form_the_artifact_does_not_hold(model, options, parts):
 
 
 @pytest.mark.parametrize(
-    ("method", "missing"), [("kivi", "values.scale"), ("kivi", "keys.low"), ("rtn", "values.high")]
+    ("method", "missing"),
+    [
+        ("kivi", "values.scale"),
+        ("kivi", "keys.low"),
+        ("rtn", "values.high"),
+        ("mikv", "keys.balancer"),
+        ("zipcache", "keys.low"),
+        ("zipcache", "keys.high"),
+        ("zipcache", "values.scale"),
+    ],
 )
 def test_a_tensor_the_artifact_does_not_hold(model, method, missing):
     whole = calibrated_artifact(model)
     tensors = {name: tensor for name, tensor in whole.tensors.items() if name != missing}
     artifact = Artifact(tensors, whole.fingerprint, whole.provenance, whole.clip_bits)
+    options = {"bits": 2} if method in ("kivi", "rtn") else {}
     with pytest.raises(ArtifactError, match=f"method '{method}' needs tensor '{missing}'.*calib fit") as error:
-        compress(model, method=method, artifact=artifact, bits=2, statistics="calibrated")
+        compress(model, method=method, artifact=artifact, statistics="calibrated", **options)
     assert str(error.value).startswith("method")
 
 

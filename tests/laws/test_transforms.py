@@ -1,4 +1,5 @@
-"""Laws of the transforms: an exact inverse, and folds that let attention work on transformed tokens."""
+"""Laws of the transforms: an exact inverse, and folds that let attention work on transformed tokens; and of those that are
+measured: they hold what they were measured on, and a row's numbers are its own."""
 
 import pytest
 import torch
@@ -6,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import FLOAT32_FOLD
 
-from calib.runtime.stages.transform import ChannelRange, ChannelScale, Identity
+from calib.runtime.stages.moved import own_tensors
+from calib.runtime.stages.transform import (
+    Balancer,
+    ChannelRange,
+    ChannelScale,
+    Identity,
+    MeasuredBalancer,
+    MeasuredRange,
+    MeasuredScale,
+)
 
 law = settings(derandomize=True, deadline=None, max_examples=60)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,7 +32,8 @@ def transforms(draw):
     if draw(st.booleans()):
         high[:, 0] = low[:, 0]  # a channel that never moved
     scale = torch.rand(heads, 1, channels, generator=generator) * 20 + 0.01
-    transform = draw(st.sampled_from([Identity(), ChannelScale(scale), ChannelRange.between(low, high)]))
+    choices = [Identity(), ChannelScale(scale), Balancer(scale), ChannelRange.between(low, high)]
+    transform = draw(st.sampled_from(choices))
     x = torch.randn(draw(st.integers(1, 3)), heads, draw(st.integers(0, 20)), channels, generator=generator) * 4
     return transform, x.to(draw(st.sampled_from(DTYPES))), generator
 
@@ -78,8 +89,74 @@ def test_a_calibrated_range_becomes_minus_one_to_one():
     assert transform.inverse(torch.zeros(1, 1, 3))[0, 0].tolist() == [-1, 5, 5]
 
 
+MEASURED = [MeasuredRange(), MeasuredScale(), MeasuredBalancer()]
+
+
+def prompt(seed: int, magnitude: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[2, 2, 30, 8]` and queries of twice as many heads, both with a channel that is always 0."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, query = (magnitude * torch.randn(2, heads, 30, 8, generator=draw) for heads in (2, 4))
+    tokens[..., 0] = query[..., 0] = 0
+    return tokens, query
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda one: type(one).__name__)
+def test_measured_numbers_are_one_for_a_row_head_and_channel_and_finite(recipe, dtype):
+    for magnitude in (1e-30, 1.0, 3e4, 1e30):
+        tokens, query = prompt(1, magnitude)
+        found = recipe.measure(tokens, query, dtype)
+        for tensor in own_tensors(found):
+            assert tensor.shape == (2, 2, 1, 8) and tensor.dtype == dtype and bool(tensor.isfinite().all())
+        assert bool(found.inverse(found.forward(tokens)).isfinite().all())
+        neutral = recipe.neutral(tokens[:, :, :1].to(dtype))
+        assert torch.equal(neutral.forward(tokens), tokens)
+
+
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda one: type(one).__name__)
+def test_a_row_is_measured_by_itself_alone(recipe):
+    """Also where a neighbour's size makes the numbers of all rows float32."""
+    (mine, query), (wild, _) = prompt(2), prompt(3, 1e9)
+    alone = recipe.measure(mine[:1], query[:1], torch.float16)
+    beside = recipe.measure(torch.cat([mine[:1], wild]), torch.cat([query[:1], query]), torch.float32)
+    for one, other in zip(own_tensors(alone), own_tensors(beside), strict=True):
+        assert torch.equal(one[0].float(), other[0])
+
+
+def test_a_measured_range_becomes_minus_one_to_one():
+    tokens, query = prompt(4)
+    for dtype, slack in ((torch.float32, 2**-10), (torch.float16, 2**-9)):  # both ends are rounded to 16 bits
+        y = MeasuredRange().measure(tokens, query, dtype).forward(tokens)[..., 1:]
+        for extreme, end in ((y.amax(2), 1), (y.amin(2), -1)):
+            assert bool(((extreme - end).abs() <= 2 * slack).all())
+
+
+def test_a_measured_scale_is_the_root_of_the_largest():
+    tokens, query = prompt(5)
+    scale = MeasuredScale().measure(tokens, query, torch.float16).scale
+    expected = tokens.abs().amax(2, keepdim=True).sqrt().half()
+    assert torch.equal(scale[..., 1:], expected[..., 1:]) and bool((scale[..., 0] == 1).all())
+
+
+def test_a_measured_balancer_makes_keys_and_queries_alike():
+    """After it the largest key of a channel is as large as the largest query: both the geometric mean."""
+    tokens, query = prompt(6)
+    tokens[..., 3] *= 50
+    balancer = MeasuredBalancer().measure(tokens, query, torch.float16)
+    folded, constant = balancer.fold_query(query.unflatten(1, (2, 2)).flatten(2, 3))
+    keys = balancer.forward(tokens)
+    assert constant is None and bool((balancer.balance[..., 0] == 1).all())
+    largest = [part.abs().amax(2)[..., 1:] for part in (keys, folded)]
+    assert bool((largest[0] / largest[1] - 1).abs().max() < 2**-8)
+
+
 @pytest.mark.parametrize(
-    "made", [ChannelScale(torch.ones(2, 1, 4)), ChannelRange.between(-torch.ones(2, 4), torch.ones(2, 4))]
+    "made",
+    [
+        ChannelScale(torch.ones(2, 1, 4)),
+        Balancer(torch.ones(2, 1, 4)),
+        ChannelRange.between(-torch.ones(2, 4), torch.ones(2, 4)),
+    ],
 )
 def test_tables_are_reported_for_the_memory_count(made):
     held = [value for value in vars(made).values() if isinstance(value, torch.Tensor)]

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from calib.runtime import compress
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.tiered.plan import TieredPlan
 
 # Around blocks of 32, 48 and 128 tokens: within a window, exactly full, and several blocks on; padding beside none.
 RAGGED = [31, 200, 128]
@@ -112,16 +113,35 @@ class Watch:
         held = self.before.get(self.cache.compressed.index(layer))
         forward = layer.state.forward
         output = torch.zeros(query.shape, dtype=torch.float64)
-        for row, count in enumerate(forward.counts):
-            old = held[row] if held else tuple(new[row, :, :0].double() for new in (new_keys, new_values))
+        for row, (before, count) in enumerate(zip(forward.before, forward.counts, strict=True)):
+            if not count:
+                continue
             real = slice(query.shape[2] - count, None)
-            keys = torch.cat([old[0], new_keys[row, :, real].double()], 1)
-            values = torch.cat([old[1], new_values[row, :, real].double()], 1)
-            if count:
-                output[row, :, real] = oracle.attention(
-                    query[row, :, real], keys, values, logits.scale, logits.softcap, logits.sliding
-                )
+            keys, values = (new[row, :, real].double() for new in (new_keys, new_values))
+            places = torch.arange(before, before + count).expand(keys.shape[:2])
+            if before:
+                keys, values = (torch.cat(pair, 1) for pair in zip(held[row][:2], (keys, values), strict=True))
+                old = held[row].places
+                places = None if old is None else torch.cat([old, places], 1)
+            asked = query[row, :, real]
+            output[row, :, real] = oracle.attention(
+                asked,
+                keys,
+                values,
+                logits.scale,
+                logits.softcap,
+                logits.sliding,
+                places,
+                layer.plan.kept if before and isinstance(layer.plan, TieredPlan) else None,
+                self.sinks(layer, row, before, asked) if before and layer.plan.relocates else None,
+            )
         return output
+
+    @staticmethod
+    def sinks(layer, row, before, query):
+        """How many sinks there are, and the queries as they stand inside the cache."""
+        sinks, window = layer.state.held(row, before)
+        return sinks, oracle.turned(query, layer.place.rotation.frequencies, sinks + window - before)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -149,7 +169,7 @@ def test_attention_is_that_of_the_decoded_pages_everywhere(family, case, lengths
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["kivi-2-short", "kivi-2-calibrated", "rtn-4"])
+@pytest.mark.parametrize("name", ["kivi-2-short", "kivi-2-calibrated", "rtn-4", "zipcache-16-4-2", "mikv-8-2"])
 def test_attention_in_16_bits_is_that_of_the_decoded_pages(name, dtype, monkeypatch):
     model = random_model("qwen3", dtype)
     with BY_NAME[name].open(model) as cache:
@@ -160,7 +180,9 @@ def test_attention_in_16_bits_is_that_of_the_decoded_pages(name, dtype, monkeypa
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("name", ["kivi-2-short", "kivi-4-calibrated", "rtn-4", "rtn-4-calibrated"])
+@pytest.mark.parametrize(
+    "name", ["kivi-2-short", "kivi-4-calibrated", "rtn-4", "rtn-4-calibrated", "zipcache-short", "mikv-16-2"]
+)
 def test_tokens_are_those_of_decoding_the_pages_and_attending(name, family, monkeypatch):
     model, inputs, runs = random_model(family), left_padded([40, 150]), []
     for answer_with_oracle in (False, True):
@@ -182,7 +204,9 @@ def test_sampled_tokens_attend_the_decoded_pages(monkeypatch):
     assert not torch.equal(drawn[:, -NEW:], drawn[:, -NEW - 1 : -1])
 
 
-@pytest.mark.parametrize("name", ["kivi-2-short", "kivi-2-calibrated", "rtn-2"])
+@pytest.mark.parametrize(
+    "name", ["kivi-2-short", "kivi-2-calibrated", "rtn-2", "zipcache-short", "mikv-8-2", "h2o", "streaming_llm"]
+)
 def test_beams_attend_the_decoded_pages(name, monkeypatch):
     model = random_model("llama")
     with BY_NAME[name].open(model) as cache:

@@ -1,11 +1,14 @@
 """Attention really reads the packed words: spoiling one changes the answer, and decoding a cache is never needed."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from cases import CASES
 from toy_models import left_padded, random_model
 
 from calib.runtime.stages.codec import Exact, UniformQuant
+from calib.runtime.tiered.store import TieredStore
 
 PROMPT = 300  # whole pages even behind a window of 128 tokens
 
@@ -21,19 +24,48 @@ def next_logits(model, cache, inputs):
         return model(inputs["input_ids"][:, -1:], past_key_values=cache).logits[0, -1]
 
 
+def every_tier(case) -> list[int]:
+    """The tables of pages that a cache of this case has."""
+    cache = case.open(random_model("llama"))
+    cache.release()
+    return list(range(len(cache.rows.tables)))
+
+
+def fields(store, tier: int, stream: str) -> dict[str, tuple[torch.Tensor, int]]:
+    """The packed fields of a stream, or of one in a tier, by their own names, and the tokens that a row of each holds."""
+    if isinstance(store, TieredStore):
+        pool, prefix = store.tiers[tier].pool, f"{stream}."
+    else:
+        pool, prefix = store.streams[stream == "values"].pool, ""
+    return {
+        name.removeprefix(prefix): (tensor, pool.fields[name].tokens_per_row)
+        for name, tensor in pool.tensors.items()
+        if name.startswith(prefix)
+    }
+
+
 @pytest.mark.parametrize("stream", ["keys", "values"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_overwritten_word_changes_the_output(model, case, stream):
+@pytest.mark.parametrize(
+    ("case", "tier"),
+    [pytest.param(case, tier, id=f"{case}-{tier}") for case in CASES for tier in every_tier(case)],
+)
+def test_one_overwritten_word_changes_the_output(model, case, tier, stream):
     inputs, answers = left_padded([PROMPT]), []
+    slot = 2 if case.method == "streaming_llm" else 7  # among four sinks
     for spoil in (False, True):
         with case.open(model) as cache, torch.no_grad():
             model(**inputs, past_key_values=cache)
-            pool = cache.compressed[1].store.streams[stream == "values"].pool
-            words = pool.tensors["exact" if case.name == "full" else "words"]
-            page = cache.rows.table.rows[0][0]
-            before = words[page, 1, 17, 1].clone()
+            own = fields(cache.compressed[1].store, tier, stream)
+            words, _ = own["exact" if "exact" in own else "words"]
+            # Every head: which tokens lie in a tier differs, and oracle eviction may look at none of one head.
+            held = cache.rows.tables[tier].rows[0]
+            if case.method == "oracle":
+                page, slots = torch.tensor(held), slice(None)
+            else:
+                page, slots = held[0], slot
+            before = words[page, :, slots].clone()
             if spoil:
-                words[page, 1, 17, 1] = -before if case.name == "full" else ~before
+                words[page, :, slots] = -before if "exact" in own else ~before
             answers.append(next_logits(model, cache, inputs))
     assert not torch.equal(*answers)
 
@@ -44,32 +76,47 @@ def test_what_lies_beyond_the_rows_is_not_read(model, case):
     for spoil in (False, True):
         with case.open(model) as cache, torch.no_grad():
             model(**inputs, past_key_values=cache)
-            if spoil:
-                for layer in cache.compressed:
-                    for stream in layer.store.streams:
-                        packed = stream.plan.schedule.packed(200)
-                        if packed % 128 == 0:
+            spoiled = 0
+            for layer in cache.compressed if spoil else ():
+                for stream in ("keys", "values"):
+                    for tier, table in enumerate(cache.rows.tables):
+                        used = used_slots(layer.store, tier, stream)
+                        if used % table.page_tokens == 0:
                             continue  # no page is partly filled
-                        page = cache.rows.table.rows[1][packed // 128]
-                        for name, tensor in stream.pool.tensors.items():
-                            rows = stream.pool.fields[name].tokens_per_row
-                            tensor[page, :, -(-(packed % 128) // rows) :] = 99
+                        page, spoiled = table.rows[1][used // table.page_tokens], spoiled + 1
+                        for tensor, tokens in fields(layer.store, tier, stream).values():
+                            tensor[page, :, -(-(used % table.page_tokens) // tokens) :] = 99
             with torch.no_grad():
                 mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
                 step = model(inputs["input_ids"][:, -1:], attention_mask=mask, past_key_values=cache)
             answers.append(step.logits[:, -1])
+    assert spoiled or not case.tiered
     assert torch.equal(*answers)
+
+
+def used_slots(store, tier: int, stream: str) -> int:
+    """How many slots of its pages hold tokens of the second row."""
+    if isinstance(store, TieredStore):
+        return store.counts(1)[tier]
+    return store.streams[stream == "values"].plan.schedule.packed(200)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_generation_never_decodes(model, case, monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("a codec decoded tokens during generation")
+    """But for MiKV's demotion: the one token of a head that leaves the important tier is decoded to be encoded again."""
+    demoted = []
 
-    monkeypatch.setattr(UniformQuant, "decode", refuse)
-    monkeypatch.setattr(Exact, "decode", refuse)
+    def refuse(codec, block, channels, original=None):
+        tokens = next(iter(block.values())).shape[-2]
+        if case.method != "mikv" or tokens != 1:
+            raise AssertionError("a codec decoded tokens during generation")
+        demoted.append(tokens)
+        return original(codec, block, channels)
+
+    for codec in (UniformQuant, Exact):
+        monkeypatch.setattr(codec, "decode", partialmethod(refuse, original=codec.decode))
     with pytest.raises(AssertionError, match="decoded"):
-        UniformQuant(2).decode({}, 8)
+        UniformQuant(2).decode({"words": torch.zeros(1, 8, 4, dtype=torch.int16)}, 8)
     inputs = left_padded([PROMPT, 40])
     with case.open(model) as cache:
         sequences = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
@@ -83,6 +130,7 @@ def test_generation_never_decodes(model, case, monkeypatch):
         )
     with case.open(model) as cache:
         model.generate(**inputs, past_key_values=cache, max_new_tokens=4, num_beams=2, do_sample=False)
+    assert bool(demoted) == (case.method == "mikv")
 
 
 def _real(inputs, sequences):

@@ -21,20 +21,25 @@ def state_of(model):
     return [copy.deepcopy(vars(config)) for config in configs], model.config.to_dict(), weights, hooks, model.training
 
 
+# One that only attends, and one that also listens for token ids.
+KIVI, SPECIAL = {"method": "kivi"}, {"method": "zipcache", "probes": "special", "special_ids": [7, 8]}
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
-def test_the_model_is_as_before_after_with_release_and_exception(family, implementation):
+@pytest.mark.parametrize("wanted", [KIVI, SPECIAL], ids=["kivi", "special probes"])
+def test_the_model_is_as_before_after_with_release_and_exception(family, implementation, wanted):
     model = random_model(family)
     model.set_attn_implementation(implementation)
     before, inputs = state_of(model), left_padded([20])
     logits = model(**inputs).logits
 
-    with compress(model, method="kivi") as cache:
+    with compress(model, **wanted) as cache:
         assert model.config._attn_implementation != implementation
         generate(model, inputs, cache)
     assert state_of(model) == before
 
-    cache = compress(model, method="kivi")
+    cache = compress(model, **wanted)
     cache.release()
     cache.release()  # twice does no harm
     assert state_of(model) == before
@@ -43,17 +48,18 @@ def test_the_model_is_as_before_after_with_release_and_exception(family, impleme
         raise ZeroDivisionError
 
     hook = model.lm_head.register_forward_hook(stop)  # the forward fails after every layer has stored it
-    with pytest.raises(ZeroDivisionError), compress(model, method="rtn") as cache:
+    with pytest.raises(ZeroDivisionError), compress(model, **wanted) as cache:
         generate(model, inputs, cache)
     hook.remove()
     assert state_of(model) == before
     assert torch.equal(model(**inputs).logits, logits)
 
 
-def test_the_model_is_as_before_when_a_cache_is_dropped():
+@pytest.mark.parametrize("wanted", [KIVI, SPECIAL], ids=["kivi", "special probes"])
+def test_the_model_is_as_before_when_a_cache_is_dropped(wanted):
     model = random_model("llama")
     before = state_of(model)
-    cache = compress(model, method="kivi")
+    cache = compress(model, **wanted)
     generate(model, left_padded([20]), cache)
     del cache
     gc.collect()
@@ -63,7 +69,7 @@ def test_the_model_is_as_before_when_a_cache_is_dropped():
 def test_the_last_of_several_caches_gives_the_model_back():
     model = random_model("llama")
     before = state_of(model)
-    first, second = compress(model, method="kivi"), compress(model, method="full")
+    first, second = compress(model, **SPECIAL), compress(model, method="full")
     first.release()
     assert state_of(model) != before
     assert generate(model, left_padded([9]), second).sequences.shape == (1, 9 + NEW)
@@ -80,9 +86,10 @@ def test_a_refused_request_leaves_the_model_alone():
         assert state_of(model) == before
 
 
-def test_a_cache_does_not_keep_its_model_alive():
+@pytest.mark.parametrize("wanted", [KIVI, SPECIAL, {"method": "streaming_llm", "window": 9}], ids=str)
+def test_a_cache_does_not_keep_its_model_alive(wanted):
     model = random_model("llama")
-    cache, reference = compress(model, method="kivi"), weakref.ref(model)
+    cache, reference = compress(model, **wanted), weakref.ref(model)
     generate(model, left_padded([9]), cache)
     del model
     gc.collect()

@@ -1,9 +1,12 @@
 """Rows stand alone: a row's stored bits depend on its own tokens, not on its batch, its padding or other rows' sizes."""
 
+from itertools import pairwise
+
+import oracle
 import pytest
 import torch
-from cases import CASES
-from layer_walk import Tokens, feed, stored
+from cases import BY_NAME, CASES
+from layer_walk import Tokens, differing, feed, stored
 from tolerances import ATTENTION
 from toy_models import random_model
 
@@ -46,16 +49,15 @@ def test_a_row_is_stored_alike_alone_in_a_batch_and_under_padding(case, dtype):
     for name, (rows, columns) in settings.items():
         cache = case.open(model)
         outputs = run(cache, [tokens for tokens, _ in rows], [prompt for _, prompt in rows], columns)
-        found = stored(cache, 0)
-        for field, part in expected.items():
-            assert torch.equal(found[field].float(), part.float()), (name, field)
+        assert not differing(stored(cache, 0), expected), name
         for output, reference_output in zip(outputs, expected_outputs, strict=True):
             close = ATTENTION[dtype] * reference_output.abs().max().float()
             assert bool(((output.float() - reference_output.float()).abs() <= 2 * close).all()), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.observes], ids=str)
 def test_a_row_is_stored_alike_however_its_tokens_arrive(model, case):
+    """Where attention decides, it does matter: tokens of one forward see each other as they came."""
     tokens, length = Tokens.random(model, 300, seed=2), 300
     contents = []
     for cuts in ([300], [1, 299], [128, 128, 44], [97, 31, 172], [260] + [1] * 40, [1] * 300):
@@ -67,26 +69,26 @@ def test_a_row_is_stored_alike_however_its_tokens_arrive(model, case):
         assert at == length == cache.rows.lengths[0]
         contents.append(stored(cache, 0))
     for other in contents[1:]:
-        assert all(torch.equal(other[name], part) for name, part in contents[0].items())
+        assert not differing(other, contents[0])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_of_any_length_and_chunk_padding(model, case):
     """Rows that begin in different forwards, chunks that are all padding for a row, and rows of 0 tokens so far."""
     tokens = [Tokens.random(model, 200, seed=seed) for seed in (3, 4)]
-    cache = case.open(model)
+    cache, stops = case.open(model), [(70, 0), (140, 30), (141, 31), (200, 90)]
     cache.release()
-    feed(cache, [tokens[0][:70], tokens[1][:0]])
-    feed(cache, [tokens[0][70:140], tokens[1][:30]])
-    feed(cache, [tokens[0][140:141], tokens[1][30:31]])
-    feed(cache, [tokens[0][141:200], tokens[1][31:90]])
+    for start, stop in pairwise([(0, 0), *stops]):
+        feed(cache, [row[slice(*span)] for row, span in zip(tokens, zip(start, stop, strict=True), strict=True)])
     assert cache.rows.lengths == [200, 90] and cache.get_seq_length() == 70 + 70 + 1 + 59
     for row, length in enumerate((200, 90)):
-        alone = case.open(model)
+        alone, at = case.open(model), 0
         alone.release()
-        feed(alone, [tokens[row][:length]])
-        expected, found = stored(alone, 0), stored(cache, row)
-        assert all(torch.equal(found[name], part) for name, part in expected.items())
+        for stop in [stop[row] for stop in stops] if case.observes else [length]:
+            if stop > at:
+                feed(alone, [tokens[row][at:stop]])
+            at = stop
+        assert not differing(stored(cache, row), stored(alone, 0))
 
 
 def test_heads_do_not_influence_each_other(model):
@@ -100,8 +102,25 @@ def test_heads_do_not_influence_each_other(model):
             cache.release()
             feed(cache, [fed])
             contents.append(stored(cache, 0))
-        assert all(torch.equal(contents[0][name][0], contents[1][name][0]) for name in contents[0])
-        assert any(not torch.equal(contents[0][name][1], contents[1][name][1]) for name in contents[0])
+        first, second = ([{name: part[head] for name, part in one.items()} for one in contents] for head in range(2))
+        assert not differing(*first, mass=0), case
+        assert differing(*second, mass=0), case
+
+
+@pytest.mark.parametrize("name", ["zipcache", "zipcache-accumulated", "mikv-16-2", "mikv-8-2", "kivi-2-short"])
+def test_values_that_16_bits_cannot_hold_come_late(model, name):
+    """Parameters have 16 bits since the prompt, and what is measured of the first block is too large for that: it stays
+    finite, which is all that can be promised."""
+    small, large = Tokens.random(model, 20, seed=5), Tokens.random(model, 80, seed=6, magnitude=1e6)
+    cache = BY_NAME[name].open(model)
+    cache.release()
+    feed(cache, [small])
+    outputs = [feed(cache, [large[at : at + 1]]) for at in range(80)]
+    assert all(bool(output.isfinite().all()) for layers in outputs for (output,) in layers)
+    assert all(bool(part.double().isfinite().all()) for part in stored(cache, 0).values())
+    assert all(
+        bool(part.isfinite().all()) for ((keys, values, _),) in oracle.contents(cache) for part in (keys, values)
+    )
 
 
 def test_the_inputs_are_not_changed(model):
@@ -127,7 +146,7 @@ def forward(cache, rows: int, width: int, mask=None, layers=None):
 
 @pytest.fixture
 def cache(model):
-    cache = CASES[8].open(model)
+    cache = BY_NAME["kivi-2-short"].open(model)
     cache.release()
     return cache
 
@@ -194,6 +213,5 @@ def test_a_reset_cache_is_as_new(model):
             feed(one, [tokens[:180]])
             for at in range(180, 200):
                 feed(one, [tokens[at : at + 1]])
-        expected, found = stored(fresh, 0), stored(cache, 0)
-        assert all(torch.equal(found[name], part) for name, part in expected.items())
+        assert not differing(stored(cache, 0), stored(fresh, 0), mass=0), case
         assert cache.memory() == fresh.memory()

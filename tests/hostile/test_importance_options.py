@@ -1,0 +1,195 @@
+"""Wrong requests to the methods by importance: one line each, with the value, the range and the remedy."""
+
+import pytest
+from cases import calibrated_artifact
+from one_line import message
+from toy_models import COMMON, HEADS_4_2_32, left_padded, random_model
+from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from calib.runtime import Artifact, compress
+
+
+@pytest.fixture
+def model():
+    return random_model("llama")
+
+
+NAN = float("nan")
+# Ratios and shares, tiers, budgets and windows, probes.
+WRONG_OPTIONS = [
+    *(
+        (method, {"ratio": ratio}, ["ratio", "(0, 1]", repr(ratio)])
+        for method in ("mikv", "oracle")
+        for ratio in (0, 0.0, -0.1, 1.0001, 2, NAN, "0.2", None, True, [0.2])
+    ),
+    *(
+        ("zipcache", {"ratio": ratio}, ["ratio", "0 to 1", repr(ratio)])
+        for ratio in (-0.1, 1.5, NAN, "0.6", True, [0.6])
+    ),
+    ("zipcache", {"tiers": [[4, 0.6], [2, 0.3]]}, ["add up to 1", "[0.6, 0.3]", "0.9", "last tier"]),
+    ("zipcache", {"tiers": [[4, 0.6], [2, 0.6]]}, ["add up to 1", "1.2"]),
+    ("zipcache", {"tiers": [[4, -0.1], [2, 1.1]]}, ["0 to 1", "[-0.1, 1.1]"]),
+    ("zipcache", {"tiers": [[4, NAN], [2, 0.4]]}, ["0 to 1", "nan"]),
+    ("zipcache", {"tiers": [[4, "a"], [2, 0.4]]}, ["0 to 1", "'a'"]),
+    ("zipcache", {"tiers": [[4, True], [2, 0.0]]}, ["0 to 1", "True"]),
+    ("zipcache", {"tiers": [[2, 0.6], [4, 0.4]]}, ["lose bits", "[2, 4]", "most precise first"]),
+    ("zipcache", {"tiers": [[4, 0.5], [4, 0.5]]}, ["lose bits", "[4, 4]"]),
+    ("zipcache", {"tiers": [[0, 0.5], [4, 0.5]]}, ["only the last", "[0, 4]", "put it last"]),
+    ("zipcache", {"tiers": [[4, 0.5], [0, 0.2], [0, 0.3]]}, ["only the last", "[4, 0, 0]"]),
+    ("zipcache", {"tiers": [[0, 1.0]]}, ["bits", "1 ... 8, 16", "0"]),
+    *(
+        ("zipcache", {"tiers": [[bits, 0.6], [1, 0.4]]}, ["tiers", "1 ... 8, 16", repr(bits)])
+        for bits in (9, 17, -4, 4.0, "4", None, True)
+    ),
+    *(
+        ("zipcache", {"tiers": tiers}, ["tiers", "pairs (bits, share)", repr(tiers)])
+        for tiers in ([], None, 5, "4,2", [4, 2], [[4]], [[4, 0.6, 1], [2, 0.4]], {4: 0.6, 2: 0.4})
+    ),
+    (
+        "zipcache",
+        {"tiers": [[4, 0.3], [3, 0.3], [2, 0.4]], "ratio": 0.5},
+        ["ratio=0.5", "two tiers", "3", "into tiers"],
+    ),
+    *(
+        ("zipcache", {"recompress": size}, ["recompress", "at least 1", repr(size)])
+        for size in (0, -1, 1.5, "100", None)
+    ),
+    *(
+        ("zipcache", {name: word}, [name, known, repr(word)])
+        for name, known in (
+            ("probes", "random+recent, random, recent, all, special"),
+            ("saliency", "normalised, accumulated"),
+            ("salient_set", "head, layer"),
+            ("value_scale", "shared, tier"),
+        )
+        for word in ("promt", "", None, 3, ["all"])
+    ),
+    *(
+        ("zipcache", {"probe_share": share}, ["probe_share", "(0, 1]", repr(share)])
+        for share in (0, -0.1, 1.5, NAN, "0.1", None, True)
+    ),
+    *(
+        ("zipcache", {"special_ids": [3], **more}, ["special_ids", "[3]", "only there"])
+        for more in ({}, {"probes": "all"})
+    ),
+    ("zipcache", {"probes": "special"}, ["special_ids", "[]", "give the ids"]),
+    *(
+        ("zipcache", {"probes": "special", "special_ids": ids}, ["special_ids", "whole numbers from 0", part])
+        for ids, part in (
+            ([-1], "-1"),
+            ([1.5], "1.5"),
+            (["a"], "'a'"),
+            ([True], "True"),
+            (5, "5"),
+            (None, "None"),
+            ("7", "'7'"),
+        )
+    ),
+    *(
+        ("mikv", {name: bits}, [name, "1 ... 8", repr(bits)])
+        for name in ("important", "retained")
+        for bits in (0, 9, 2.5, "4", None)
+    ),
+    ("mikv", {"important": 2, "retained": 4}, ["retained=4", "important=2"]),
+    ("mikv", {"retained": 16}, ["retained", "1 ... 8", "16"]),
+    *(("mikv", {"balancer": word}, ["balancer", "True or False", repr(word)]) for word in ("yes", None, 1)),
+    ("mikv", {"budget": 9, "recent": 10}, ["budget of 9", "window of 10", "raise budget or lower recent"]),
+    *(
+        ("mikv", {name: size}, [name, "at least 1", repr(size)])
+        for name in ("budget", "recent", "group")
+        for size in (0, -3, 1.5, "9", True)
+    ),
+    ("mikv", {"group": 24}, ["24", "divide 32", "divisor"]),
+    *(
+        ("h2o", {name: amount}, [name, "whole number from 0", "0.0 ... 1.0", repr(amount)])
+        for name in ("heavy", "recent")
+        for amount in (-1, -0.1, 1.5, NAN, "x", None, True, [1])
+    ),
+    *(("h2o", {"recent": amount}, ["recent", "at least one", repr(amount)]) for amount in (0, 0.0)),
+    ("h2o", {"heavy": 0.6, "recent": 0.5}, ["heavy and recent", "0.6 + 0.5", "in all"]),
+    *(("streaming_llm", {"sinks": size}, ["sinks", "at least 0", repr(size)]) for size in (-1, 1.5, "4", None, True)),
+    *(
+        ("streaming_llm", {"window": size}, ["window", "at least 1", repr(size)])
+        for size in (0, -1, 1.5, "4", None, True)
+    ),
+    *(
+        ("streaming_llm", {"positions": word}, ["positions", "cache, original", repr(word)])
+        for word in ("orig", "", None, 3)
+    ),
+    ("oracle", {"heavy": 0.1}, ["'heavy'", "'oracle'", "known: ratio"]),
+    ("streaming_llm", {"windw": 3}, ["'windw'", "did you mean 'window'?"]),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "parts"), WRONG_OPTIONS, ids=lambda part: str(part)[:40])
+def test_wrong_options(model, method, options, parts):
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"\S") as error:
+        compress(model, method=method, **options)
+    text = message(error)
+    assert all(part in text for part in parts), text
+    assert model.config._attn_implementation == before
+
+
+def test_an_artifact_without_a_statistic_that_is_not_used(model):
+    """Without the balancer, and from the prompt, nothing of it is read."""
+    whole = calibrated_artifact(model)
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "keys.balancer"}
+    artifact = Artifact(tensors, whole.fingerprint, whole.provenance, whole.clip_bits)
+    for options in ({"statistics": "calibrated", "balancer": False}, {"statistics": "prompt"}):
+        compress(model, method="mikv", artifact=artifact, **options).release()
+
+
+# --- models whose RoPE cannot be turned ---------------------------------------------------------------------------
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: random_model("llama", rope_parameters=DYNAMIC), "RoPE of type 'dynamic', whose frequencies change"),
+        (lambda: random_model("llama", rope_parameters=LONG), "RoPE of type 'longrope', whose frequencies change"),
+        (
+            lambda: CohereForCausalLM(CohereConfig(**COMMON, **HEADS_4_2_32)).eval(),
+            "does not rotate its channels in halves",
+        ),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=101, pad_token_id=0)).eval(),
+            "has 0 rotary embeddings, expected one",
+        ),
+    ],
+    ids=["dynamic", "longrope", "interleaved", "none"],
+)
+def test_positions_inside_the_cache_need_a_rope_that_can_be_turned(make, reason):
+    model = make()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=f"{type(model).__name__}.*{reason}.*positions='original'") as error:
+        compress(model, method="streaming_llm", window=9)
+    message(error)
+    assert model.config._attn_implementation == before
+    with compress(model, method="streaming_llm", window=9, positions="original") as cache:
+        model.generate(**left_padded([30, 20]), past_key_values=cache, max_new_tokens=3, do_sample=False)
+        assert cache.rows.lengths == [32, 22]
+
+
+def test_special_probes_without_token_ids(model):
+    inputs = left_padded([30])
+    embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+    with (
+        compress(model, method="kivi") as cache,
+        compress(model, method="zipcache", recompress=10, probes="special", special_ids=[5]) as special,
+    ):
+        for disturb in (False, True):
+            if disturb:  # ids that another cache's forward was given are not this one's
+                model(**inputs, past_key_values=cache)
+            with pytest.raises(
+                ValueError, match=r"probes='special' needs token ids.*input_ids, not with inputs_embeds"
+            ) as error:
+                model(**embeds, past_key_values=special)
+            message(error)
+            special.reset()
+        model(**inputs, past_key_values=special)
+        assert special.rows.lengths == [30]

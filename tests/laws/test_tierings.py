@@ -1,0 +1,106 @@
+"""Laws of the tierings: every token has one place, counts go by a row's lengths alone, and only what may shrink shrinks."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calib.runtime.stages.tiering import HeavyRecent, Shares, Sinks
+
+law = settings(derandomize=True, deadline=None, max_examples=200)
+amounts = st.one_of(st.integers(0, 90), st.floats(0, 0.5))
+
+
+@st.composite
+def shares(draw):
+    """Shares of one to four tiers that add up to 1, some of them 0, and a block."""
+    parts = draw(st.lists(st.integers(0, 10), min_size=1, max_size=4).filter(any))
+    return Shares(tuple(part / sum(parts) for part in parts), draw(st.integers(1, 130)))
+
+
+tierings = st.one_of(
+    shares(),
+    st.builds(HeavyRecent, amounts, amounts),
+    st.builds(HeavyRecent, ratio=st.floats(0.01, 1), recent=st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(Sinks, st.integers(0, 9), st.integers(1, 90)),
+)
+
+
+@law
+@given(tierings, st.integers(0, 700), st.integers(1, 500))
+def test_every_token_has_one_place(tiering, length, prompt):
+    held, exact = tiering.held(length, prompt), tiering.exact(length, prompt)
+    assert min(held) >= 0 and exact >= 0
+    if isinstance(tiering, Sinks):
+        assert sum(held) == min(length, tiering.sinks + tiering.window) and exact == 0
+    else:
+        assert sum(held) + exact == length
+
+
+@law
+@given(tierings, st.integers(0, 700), st.integers(1, 500))
+def test_a_tier_never_shrinks(tiering, length, prompt):
+    """What is encoded stays; only a slot that is used again may change whose it is."""
+    now, later = tiering.held(length, prompt), tiering.held(length + 1, prompt)
+    assert all(one <= other for one, other in zip(now, later, strict=True))
+
+
+@law
+@given(shares(), st.integers(1, 500), st.integers(0, 400))
+def test_chunks_follow_each_other(tiering, prompt, more):
+    """Steps and one jump encode the same chunks, whose shares are those of the tiers, rounded down but for the last."""
+    length = prompt + more
+    assert (
+        0
+        <= tiering.exact(length, prompt)
+        < max(tiering.block, tiering.first(prompt) * (tiering.encoded(length, prompt) == 0))
+    )
+    chunk, total, stop = tiering.chunk_of(0, prompt), [0] * len(tiering.shares), 0
+    while chunk.stop <= length:
+        assert chunk.start == stop and all(tiering.chunk_of(place, prompt) == chunk for place in (chunk[0], chunk[-1]))
+        assert len(chunk) == (max(prompt, tiering.block) if not stop else tiering.block)
+        counts = tiering.counts(len(chunk))
+        assert sum(counts) == len(chunk)
+        for share, count in list(zip(tiering.shares, counts, strict=True))[:-1]:
+            wanted = max(1, math.floor(share * len(chunk) + 1e-9)) if share else 0
+            assert count == wanted or sum(counts[:-1]) == len(chunk)
+        total = [one + other for one, other in zip(total, counts, strict=True)]
+        stop, chunk = chunk.stop, tiering.chunk_of(chunk.stop, prompt)
+    assert tiering.held(length, prompt) == total and tiering.encoded(length, prompt) == stop
+
+
+@law
+@given(tierings.filter(lambda tiering: isinstance(tiering, HeavyRecent)), st.integers(1, 500))
+def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_recent_token(tiering, prompt):
+    heavy, recent = tiering.sizes(prompt)
+    assert heavy >= 0 and recent >= 1
+    if tiering.ratio is not None:
+        assert heavy + recent == max(1, math.ceil(tiering.ratio * prompt - 1e-9))
+    for length in (1, prompt, prompt + 1, 2000):
+        assert tiering.held(length, prompt)[0] == min(length, heavy + recent)
+
+
+@pytest.mark.parametrize(
+    ("tiering", "prompt", "expected"),
+    [
+        (Shares((0.6, 0.4), 10), 25, {0: [0, 0], 24: [0, 0], 25: [15, 10], 34: [15, 10], 35: [21, 14], 60: [33, 22]}),
+        (Shares((0.6, 0.4), 10), 4, {4: [0, 0], 9: [0, 0], 10: [6, 4], 20: [12, 8]}),
+        (Shares((0.05, 0.05, 0.9), 10), 10, {10: [1, 1, 8]}),  # a positive share is a token at least
+        (Shares((0.0, 1.0), 10), 10, {10: [0, 10]}),
+        (HeavyRecent(ratio=0.2), 51, {5: [5, 0], 11: [11, 0], 51: [11, 40], 60: [11, 49]}),
+        (HeavyRecent(3, 0.5), 10, {8: [8, 0], 9: [8, 1]}),
+        (Sinks(4, 6), 3, {3: [3, 0], 9: [4, 5], 10: [4, 6], 30: [4, 6]}),
+    ],
+)
+def test_small_examples(tiering, prompt, expected):
+    assert {length: tiering.held(length, prompt) for length in expected} == expected
+
+
+def test_which_slots_are_used_again():
+    for tiering, written in ((Shares((0.5, 0.5), 9), []), (HeavyRecent(1, 2), [0]), (Sinks(4, 9), [1])):
+        assert [tier for tier in range(2) if tiering.rewritten(tier)] == written
+    for tiering in (HeavyRecent(2, 3), Sinks(2, 3)):  # a ring of three
+        lengths = [tiering.held(length, 10) for length in range(30)]
+        assert all(sum(later) - sum(now) in (0, 1) for now, later in pairwise(lengths))

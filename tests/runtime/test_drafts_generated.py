@@ -1,0 +1,134 @@
+"""Prompt lookup and assisted decoding: what a cache holds afterwards, and that generation goes on."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from cases import BY_NAME, CASES
+from layer_walk import Tokens, decoded, differing, forwards, stored
+from release_limits import NO_SLIDING_DRAFTS, drafts_may_slide
+from toy_models import left_padded, random_model
+from transformers import DynamicCache
+
+from calib.runtime import compress
+from calib.runtime.layer import CompressedLayer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+class Replay:
+    """Writes down what every forward of a cache brought: queries, keys and values of each layer, and what `crop` kept."""
+
+    def __init__(self, cache, monkeypatch):
+        self.cache = cache
+        self.brought: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in cache.compressed]
+        self.drafted = self.rejected = 0
+        attend, crop = CompressedLayer.attend, type(cache).crop
+
+        def attended(layer, query, mask, logits):
+            self.brought[cache.compressed.index(layer)].append((query, *layer._arrived))
+            return attend(layer, query, mask, logits)
+
+        def cropped(cropped_cache, count):
+            crop(cropped_cache, count)
+            self.rejected -= count
+            self.drafted += self.brought[0][-1][0].shape[2] - 1
+            for forwards_of_layer in self.brought:
+                last = forwards_of_layer[-1]
+                forwards_of_layer[-1] = tuple(part[:, :, : part.shape[2] + count] for part in last)
+
+        monkeypatch.setattr(CompressedLayer, "attend", attended)
+        monkeypatch.setattr(type(cache), "crop", cropped)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens that each forward brought and left."""
+        return [query.shape[2] for query, _, _ in self.brought[0]]
+
+    @property
+    def tokens(self) -> Tokens:
+        """All that was kept of the only row."""
+        layers = [[torch.cat(part, 2)[0] for part in zip(*layer, strict=True)] for layer in self.brought]
+        return Tokens(*map(torch.stack, zip(*layers, strict=True)))
+
+
+def assistants(model):
+    """Ways of drafting: from the prompt, and by a copy of the model that is often wrong."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.02 * weight.std() * torch.randn_like(weight)) if weight.ndim > 1 else None
+    draft.generation_config.num_assistant_tokens = 6
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft}}
+
+
+@pytest.mark.parametrize("way", ["prompt lookup", "assisted"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_generation_with_drafts_stores_the_accepted_tokens_alone(model, case, way, monkeypatch):
+    """Afterwards the cache holds, bit for bit, what one-token forwards of the accepted tokens would have stored; or, where
+    attention decides what is stored, the same forwards without the rejected tokens."""
+    inputs = {"input_ids": left_padded([40])["input_ids"].repeat(1, 5)}  # a text that repeats itself invites lookups
+    with case.open(model) as cache, monkeypatch.context() as patch:
+        replay = Replay(cache, patch)
+        found = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=40, do_sample=False, **assistants(model)[way]
+        )
+    length = cache.get_seq_length()
+    assert length == found.shape[1] - 1 == cache.rows.lengths[0] == sum(replay.sizes)
+    assert 0 < replay.rejected < replay.drafted, "drafts must be both accepted and rejected"
+    plain = case.open(model)
+    plain.release()
+    if case.observes:
+        forwards(plain, replay.tokens, replay.sizes)
+    else:
+        decoded(plain, replay.tokens, 200)
+    assert not differing(stored(cache, 0), stored(plain, 0))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed", "gemma2"])
+@pytest.mark.parametrize("way", ["prompt lookup", "assisted"])
+def test_full_with_drafts_gives_the_tokens_of_the_dynamic_cache(family, way):
+    if way == "assisted" and family != "llama" and not drafts_may_slide():
+        pytest.skip(NO_SLIDING_DRAFTS)
+    model = random_model(family)
+    inputs = {"input_ids": left_padded([40])["input_ids"].repeat(1, 3)}
+    options = {"max_new_tokens": 40, "do_sample": False, **assistants(model)[way]}
+    expected = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **options)
+    with compress(model, method="full") as cache:
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **options), expected)
+
+
+def test_crop_of_nothing_is_always_allowed():
+    model = random_model("qwen3-mixed")
+    with compress(model, method="rtn") as cache:
+        cache.crop(0)
+        model(**left_padded([100]), past_key_values=cache)  # beyond the sliding layer's window
+        cache.crop(0)
+        assert cache.get_seq_length() == cache.get_seq_length(1) == 100
+
+
+def test_plain_generation_goes_on_after_drafts(model):
+    """Recording stays on when assisted decoding ends; a later turn must not notice."""
+    inputs = {"input_ids": left_padded([40])["input_ids"].repeat(1, 4)}
+    with BY_NAME["kivi-2-short"].open(model) as cache:
+        first = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4
+        )
+        assert cache.rows.recording and cache.layers[0].record_past and cache.is_croppable
+        held = oracle.contents(cache)
+        second = model.generate(first, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        assert torch.equal(second[:, : first.shape[1]], first) and second.shape[1] == first.shape[1] + 20
+        assert cache.get_seq_length() == second.shape[1] - 1
+        now = oracle.contents(cache)
+    packed = cache.rows.packed(first.shape[1] - 1)
+    assert packed > 0
+    for before, after in zip(held, now, strict=True):
+        for old, new in zip(before[0][:2], after[0][:2], strict=True):
+            assert torch.equal(new[:, :packed], old[:, :packed])

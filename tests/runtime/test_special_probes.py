@@ -1,0 +1,133 @@
+"""Probe rows by token id, through a model: whose attention counts is decided by what each row says."""
+
+import pytest
+import torch
+from cases import BY_NAME
+from layer_walk import differing, stored
+from toy_models import left_padded, random_model
+
+from calib.runtime import compress
+from calib.runtime.layer import CompressedLayer
+
+BLOCK = 32
+SPECIAL = [5, 17, 60]
+# A quarter is kept exactly, so that the selection can be read off.
+OPTIONS = {"recompress": BLOCK, "tiers": [[16, 0.25], [0, 0.75]], "probes": "special", "special_ids": SPECIAL}
+# Selections closer than this, relative to the larger score, might be made otherwise in float32.
+CLEAR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+def ragged(lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Prompts with some special tokens at places of their own in each row; padding looks like one too."""
+    inputs = left_padded(lengths, seed=4)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids[torch.isin(ids, torch.tensor(SPECIAL))] = 2
+    for row, length in enumerate(lengths):
+        for place, token in zip(range(3 + row, length, 11 + row), SPECIAL * 9, strict=False):
+            ids[row, ids.shape[1] - length + place] = token
+    ids[mask == 0] = SPECIAL[0]
+    return inputs
+
+
+def salient(query: torch.Tensor, keys: torch.Tensor, probes: torch.Tensor) -> list[set[int]]:
+    """The tokens of each KV head that a quarter has room for: eq. 8 over the rows `probes`, in float64.
+
+    `query [heads, n, D]`, `keys [kv_heads, n, D]`.
+    """
+    group, total = query.shape[0] // keys.shape[0], keys.shape[1]
+    logits = query.double() @ keys.double().repeat_interleave(group, 0).mT * query.shape[2] ** -0.5
+    logits.masked_fill_(torch.ones(total, total, dtype=torch.bool).triu(1), -torch.inf)
+    mass = logits.softmax(-1)[:, probes].unflatten(0, (-1, group)).sum((1, 2))
+    seen = (probes[:, None] >= torch.arange(total)).sum(0)
+    scores, kept = mass / seen.clamp(min=1), total // 4
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    last, first = (scores.gather(1, order[:, at : at + 1]) for at in (kept - 1, kept))
+    assert bool((last - first > CLEAR * last).all() or (last == 0).all()), "take other tokens"
+    return [set(head.tolist()) for head in order[:, :kept]]
+
+
+@pytest.mark.parametrize("lengths", [[60], [60, 41, 33], [33, 80]], ids=str)
+def test_rows_of_special_tokens_are_the_probes(model, lengths, monkeypatch):
+    inputs, brought = ragged(lengths), []
+    attend = CompressedLayer.attend
+
+    def attended(layer, query, mask, logits):
+        brought.append((query, *layer._arrived))
+        return attend(layer, query, mask, logits)
+
+    monkeypatch.setattr(CompressedLayer, "attend", attended)
+    with compress(model, method="zipcache", **OPTIONS) as cache, torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    for layer, (query, keys, _) in zip(cache.compressed, brought, strict=True):
+        for row, length in enumerate(lengths):
+            real = slice(query.shape[2] - length, None)
+            special = torch.isin(inputs["input_ids"][row, real], torch.tensor(SPECIAL)).nonzero()[:, 0]
+            assert 2 < len(special) < length / 4
+            expected = salient(query[row, :, real], keys[row, :, real], special)
+            ((held, _),) = layer.store.decoded(row)
+            for head in range(2):
+                given = keys[row, head, real]
+                found = [int((given == token).all(1).nonzero()[0, 0]) for token in held[head]]
+                assert set(found) == expected[head] and len(found) == length // 4
+
+
+def test_a_prompt_without_any_special_token_goes_by_place(model):
+    """Nobody is looked at, every score is 0, and ties go to the earlier token."""
+    inputs = left_padded([40], seed=4)
+    ids = inputs["input_ids"].clamp(min=61)
+    with compress(model, method="zipcache", **OPTIONS) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        with compress(
+            model, method="zipcache", **OPTIONS | {"tiers": [[16, 1.0]], "probes": "all", "special_ids": []}
+        ) as whole:
+            model(ids, past_key_values=whole)
+    for mine, other in zip(cache.compressed[:1], whole.compressed[:1], strict=True):
+        ((kept, _),), ((keys, _),) = mine.store.decoded(0), other.store.decoded(0)
+        assert torch.equal(kept, keys[:, :10])
+
+
+def test_blocks_have_probes_by_place(model):
+    """A prompt shorter than a block is the beginning of one, and what is generated has no say: as random+recent."""
+    inputs, held = ragged([20, 9]), []
+    for options in (OPTIONS, OPTIONS | {"probes": "random+recent", "special_ids": []}):
+        with compress(model, method="zipcache", **options) as cache:
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=70, do_sample=False)
+        held.append([stored(cache, row) for row in range(2)])
+    assert not any(differing(*pair, mass=0) for pair in zip(*held, strict=True))
+    assert cache.compressed[0].store.counts(0) == [16]
+
+
+def test_rejected_drafts_are_no_probes(model):
+    """Of a prompt whose last columns are taken back, special tokens among them do not count."""
+    inputs, caches = ragged([50]), []
+    for draft in ([], SPECIAL * 2):
+        with compress(model, method="zipcache", **OPTIONS) as cache, torch.no_grad():
+            if draft:
+                cache.activate_past_recording()
+            model(torch.cat([inputs["input_ids"], torch.tensor([draft], dtype=torch.long)], 1), past_key_values=cache)
+            cache.crop(-len(draft))
+        caches.append(cache)
+    assert caches[0].rows.lengths == caches[1].rows.lengths == [50]
+    assert not differing(stored(caches[1], 0), stored(caches[0], 0))
+
+
+def test_two_caches_hear_their_own_tokens(model):
+    """Ids go to every cache that listens; each forward uses those it was given."""
+    first, second = ragged([40]), ragged([64])
+    alone = []
+    for inputs in (first, second):
+        with compress(model, method="zipcache", **OPTIONS) as cache, torch.no_grad():
+            model(**inputs, past_key_values=cache)
+        alone.append(stored(cache, 0))
+    with compress(model, method="zipcache", **OPTIONS) as one, compress(model, method="zipcache", **OPTIONS) as other:
+        with torch.no_grad(), BY_NAME["rtn-4"].open(model) as deaf:
+            model(**second, past_key_values=other)
+            model(**first, past_key_values=deaf)
+            model(**first, past_key_values=one)
+        assert one.rows.ids is None and other.rows.ids is None, "no ids are kept beyond the forward"
+    assert not differing(stored(one, 0), alone[0]) and not differing(stored(other, 0), alone[1])
