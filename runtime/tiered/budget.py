@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import TIER_PAGE_TOKENS
+from calib.runtime.pages import TIER_PAGE_TOKENS, upload
 from calib.runtime.rows import Forward
 from calib.runtime.stages.contract import Block
 from calib.runtime.stages.tiering import HeavyRecent
@@ -102,7 +102,9 @@ class BudgetStore(TieredStore):
     def _positions(self, rows: list[int]) -> Tensor:
         """Positions of the important tokens of `rows`: int64 `[len(rows), kv_heads, slots]`."""
         numbers = self.rows.tables[0].numbers(self.mass.device)
-        return self.tiers[0].places(numbers if len(rows) == len(numbers) else numbers[rows])
+        return self.tiers[0].places(
+            numbers if len(rows) == len(numbers) else numbers[upload(rows, torch.int64, numbers.device)]
+        )
 
     def _demote(self, step: _Step, block: Block) -> None:
         """Decodes a token of every contested row and head and encodes it in the tier below."""

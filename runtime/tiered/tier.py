@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, PagePool, Pages, PageTable, tile_tokens
+from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, PagePool, Pages, PageTable, tile_tokens, upload
 from calib.runtime.stages.contract import Block, Codec, Field, Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
@@ -52,8 +52,9 @@ class RowTransform:
         whole = len(rows) == len(own_tensors(self.stage)[0])
         if whole:
             return self.stage
-        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        return self._mapped(lambda tensor: tensor[chosen])
+        if isinstance(rows, range):
+            return self._mapped(lambda tensor: tensor[rows.start : rows.stop])
+        return self._mapped(lambda tensor: tensor[upload(rows, torch.int64, tensor.device)])
 
     def measure(self, rows: list[int], tokens: Tensor, query: Tensor) -> None:
         """Fits the transform of `rows` to their tokens and queries, `[len(rows), heads, n, head_dim]`."""

@@ -36,7 +36,7 @@ def check_next(cache, rows: list[Tokens]) -> None:
                 continue
             keys, values = (
                 torch.cat([old, new[layer].double()], 1)
-                for old, new in zip(held[row], (tokens.keys, tokens.values), strict=True)
+                for old, new in zip(held[row][:2], (tokens.keys, tokens.values), strict=True)
             )
             expected = oracle.attention(tokens.queries[layer], keys, values, 32**-0.5)
             worst = (outputs[layer][row].double() - expected).abs().max() / expected.abs().max()
