@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 import torch
+from protocol import keep, load, quartiles
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
 
 from calib.runtime import compress
-from runs import keep, load, quartiles
 
 RESULT = "decode_cpu.json"
 RESIDUAL = 128

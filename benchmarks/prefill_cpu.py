@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from protocol import keep, load, quartiles
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime import compress
-from runs import keep, load, quartiles
 
 RESULT = "prefill_cpu.json"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

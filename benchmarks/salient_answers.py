@@ -12,6 +12,7 @@ import argparse
 from typing import Any
 
 import torch
+from protocol import keep, load
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -23,7 +24,6 @@ from calib.runtime.logits import Logits
 from calib.runtime.stages.saliency import Accumulated, Normalised, Probes
 from calib.runtime.stages.saliency.probes import share_of
 from calib.testbed.generators import RetrievalCase, retrieval_cases
-from runs import keep, load
 
 RESULT = "salient_answers.json"
 SPECIAL = (201, 16)  # line end and full stop of the embedded tokenizer

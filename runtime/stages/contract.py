@@ -118,7 +118,7 @@ class Saliency(Protocol):
     """Attention mass -> scores. The mass of a token is the sum of its column over the query rows that were looked at."""
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., kv_heads, tokens]` and how many of the rows have `seen [tokens]` each -> scores like `mass`."""
+        """`mass [..., kv_heads, tokens]` and how many of the rows have `seen [..., tokens]` each -> scores like `mass`."""
         ...
 
 

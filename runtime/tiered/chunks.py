@@ -141,7 +141,9 @@ class ChunkStore(TieredStore):
         if mass is not None and self.saliency is not None:
             if self.plan.one_set:
                 mass = mass.sum(1, keepdim=True).expand_as(mass)
-            seen = upload(self._seen_rows(forward, rows[0], chunk), torch.int64, keys.device)
+            # Rows that are alike have probes in the same places, unless they go by what each row says.
+            asked = rows if forward.ids is not None else rows[:1]
+            seen = upload([self._seen_rows(forward, row, chunk) for row in asked], torch.int64, keys.device)[:, None]
             order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
         first = chunk.start == 0
         if first:

@@ -24,8 +24,7 @@ QUICK = [
     ("kivi-2-calibrated", "one row"),
     ("rtn-4", "ragged rows"),
     ("zipcache", "ragged rows"),
-    ("mikv-8-2", "one row"),
-    ("streaming_llm", "one row"),
+    ("h2o", "one row"),
 ]
 CELLS = [(case.name, lengths) for case in CASES for lengths in LENGTHS]
 
@@ -79,6 +78,21 @@ def test_2000_steps(name, lengths, monkeypatch):
     # All kinds: growing the pools costs a few operations now and then, less and less often, and of the rows that are looked
     # at some are drawn; nothing else may be added.
     assert sum(early) * 0.98 <= sum(late) <= sum(early) * 1.02
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.tiered], ids=str)
+def test_no_step_waits_whatever_it_does(case, monkeypatch):
+    """Rows that begin a block, close one, fill a budget and contest for it in different steps; pages begin."""
+    model, inputs = random_model("llama"), left_padded([60, 31, 9])
+    mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
+    with case.open(model) as cache, torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        calls = watched(monkeypatch)
+        for step in range(70):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache)
+            assert not set().union(*(call.names for call in calls)), step
+            calls.clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -51,7 +51,7 @@ def salient(query: torch.Tensor, keys: torch.Tensor, probes: torch.Tensor) -> li
     return [set(head.tolist()) for head in order[:, :kept]]
 
 
-@pytest.mark.parametrize("lengths", [[60], [60, 41, 33], [33, 80]], ids=str)
+@pytest.mark.parametrize("lengths", [[60], [60, 41, 33], [33, 80], [60, 60, 60]], ids=str)
 def test_rows_of_special_tokens_are_the_probes(model, lengths, monkeypatch):
     inputs, brought = ragged(lengths), []
     attend = CompressedLayer.attend

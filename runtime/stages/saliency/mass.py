@@ -20,5 +20,5 @@ class Normalised:
     """p_i = sum_k A[k, i] / nnz(A[:, i]) (eq. 8): the mean over the rows that can see the token; 0 where none can."""
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., tokens]` divided by how many rows have `seen [tokens]` each token."""
+        """`mass [..., tokens]` divided by how many rows have `seen [..., tokens]` each token, of all heads alike."""
         return torch.where(seen > 0, mass / seen.clamp(min=1), 0)
