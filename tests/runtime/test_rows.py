@@ -91,6 +91,27 @@ def test_rows_of_any_length_and_chunk_padding(model, case):
         assert not differing(stored(cache, row), stored(alone, 0))
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_begins_beside_one_that_goes_on(model, case, late):
+    """Without padding, so that both are attended together: a prompt is exact causal attention whoever is beside it."""
+    tokens = [Tokens.random(model, 110, seed=seed) for seed in (3, 4)]
+    cuts = [[0, 50, 90, 91, 110], [0, 50, 90, 91, 110]]
+    cuts[late] = [0, 0, 40, 41, 60]
+    cache, alone = case.open(model), [case.open(model) for _ in tokens]
+    for one in (cache, *alone):
+        one.release()
+    for spans in zip(*map(pairwise, cuts), strict=True):
+        fed = [row[slice(*span)] for row, span in zip(tokens, spans, strict=True)]
+        outputs = feed(cache, fed)
+        for row, own in enumerate(fed):
+            for number, (expected,) in enumerate(feed(alone[row], [own]) if len(own) else ()):
+                error = (outputs[number][row] - expected).abs().max() / expected.abs().max()
+                assert error <= 2 * ATTENTION[torch.float32], (spans, number, row)
+    for row in range(2):
+        assert not differing(stored(cache, row), stored(alone[row], 0))
+
+
 def test_heads_do_not_influence_each_other(model):
     tokens, changed = (Tokens.random(model, 260, seed=6) for _ in range(2))
     changed.keys[:, 1] *= 50
