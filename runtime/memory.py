@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The lines of the report: packed codes, their parameters, exact pages, the exact window, positions of tokens in tiers,
-# saliency, tables of the artifact and of pages, layers left uncompressed.
-KINDS = ("codes", "parameters", "exact", "window", "positions", "saliency", "tables", "uncompressed")
+# The lines of the report: packed codes, their parameters, what corrects them, exact pages, the exact window, positions of
+# tokens in tiers, saliency, tables of the artifact and of pages, layers left uncompressed.
+KINDS = (
+    *("codes", "parameters", "outliers", "low_rank", "exact", "window"),
+    *("positions", "saliency", "tables", "uncompressed"),
+)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ whoever writes to a shared page gets a copy of its own first. Where every layer 
 behind are given back.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from calib.runtime.stages.contract import Block, Field
@@ -173,21 +175,37 @@ class PageTable:
 
 
 class PagePool:
-    """One layer's pages: a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]` for each field of a stream."""
+    """One layer's pages: for each field of a stream a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]`, where
+    heads share it `[pages, 1, ...]`. What a whole segment shares is one row of its page: a page is then no more than a segment.
+    """
 
     def __init__(
         self, fields: dict[str, Field], kv_heads: int, device: torch.device, page_tokens: int = PAGE_TOKENS
     ) -> None:
-        self.fields, self.page_tokens = fields, page_tokens
-        self.kv_heads = kv_heads
-        self.device = device
+        self.page_tokens, self.kv_heads, self.device = page_tokens, kv_heads, device
         self.capacity = 0
-        self.tensors = {
-            name: torch.zeros(
-                0, kv_heads, page_tokens // field.tokens_per_row, field.width, dtype=field.dtype, device=device
-            )
-            for name, field in fields.items()
-        }
+        self.fields: dict[str, Field] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.fit(fields)
+
+    def fit(self, fields: dict[str, Field]) -> None:
+        """Makes room for the same fields with wider rows or larger indices; what is there stays, followed by zeros."""
+        for name, field in fields.items():
+            if field == self.fields.get(name):
+                continue
+            rows, heads = self.page_tokens // self.rows_of(field), 1 if field.shared else self.kv_heads
+            new = torch.zeros(self.capacity, heads, rows, field.width, dtype=field.dtype, device=self.device)
+            if name in self.tensors and self.capacity:
+                old = self.tensors[name]
+                # Indices in 16 bits have no sign.
+                old = old.int() & 0xFFFF if (old.dtype, field.dtype) == (torch.int16, torch.int32) else old
+                new[..., : old.shape[-1]] = old
+            self.tensors[name] = new
+        self.fields = fields
+
+    def rows_of(self, field: Field) -> int:
+        """Tokens of a row of `field`."""
+        return field.tokens_per_row or self.page_tokens
 
     def grow(self, capacity: int) -> None:
         """Makes room for `capacity` pages. New pages are zero: a slot nobody wrote must still be finite."""
@@ -198,6 +216,22 @@ class PagePool:
             new[: self.capacity] = old
             self.tensors[name] = new
         self.capacity = capacity
+
+    def to(self, device: torch.device) -> None:
+        """Moves every page."""
+        self.device = device
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+
+    def bytes_by_kind(self, capacity: int) -> Counter[str]:
+        """Bytes of so many pages, from shapes."""
+        found: Counter[str] = Counter()
+        for field in self.fields.values():
+            found[field.kind] += capacity * (self.page_tokens // self.rows_of(field)) * field.row_bytes(self.kv_heads)
+        return found
+
+    def bytes_per_token(self) -> float:
+        """Bytes of one more token, for all KV heads."""
+        return sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in self.fields.values())
 
     def keep(self, pages: list[int]) -> None:
         """Keeps these pages alone, in this order."""
@@ -235,13 +269,15 @@ class PagePool:
     def write_run(self, pages: list[int], start: int, block: Block) -> None:
         """Writes a row's consecutive tokens, the first at token `start` of the row whose page numbers are `pages`.
 
-        `block` fields are `[kv_heads, tokens / tokens_per_row, width]`.
+        `block` fields are `[kv_heads, tokens / tokens_per_row, width or less]`; others than the pool's are left alone.
         """
         for name, field in self.fields.items():
             target = self.tensors[name]
-            source = block[name].to(target.dtype)  # exact tokens come in float32
-            page_rows = self.page_tokens // field.tokens_per_row
-            at, done, total = start // field.tokens_per_row, 0, source.shape[-2]
+            source = block[name].to(target.dtype)  # exact tokens come in float32, indices in int32
+            source = F.pad(source, (0, target.shape[-1] - source.shape[-1]))  # a segment that is not the longest
+            row_tokens = self.rows_of(field)
+            page_rows = self.page_tokens // row_tokens
+            at, done, total = start // row_tokens, 0, source.shape[-2]
             while done < total:
                 page, slot = divmod(at + done, page_rows)
                 count = min(page_rows - slot, total - done)

@@ -10,7 +10,7 @@ in no window and no page, until `confirm` says how many of them are kept, and ar
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -110,17 +110,15 @@ class Forward:
 class Rows(ABC):
     """Lengths and pages of all rows, advanced once a forward."""
 
-    def __init__(
-        self, layers: int, sliding: int | None = None, tables: int = 1, page_tokens: int = PAGE_TOKENS
-    ) -> None:
-        """The number of layers that share these rows, their sliding window, and the tables of pages they fill."""
-        self.layers, self.sliding, self._tables, self._page_tokens = layers, sliding, tables, page_tokens
+    def __init__(self, layers: int, sliding: int | None = None, page_tokens: Sequence[int] = (PAGE_TOKENS,)) -> None:
+        """The number of layers that share these rows, their sliding window, and the pages of every table they fill."""
+        self.layers, self.sliding, self._page_tokens = layers, sliding, tuple(page_tokens)
         self.clear()
 
     def clear(self) -> None:
         """Forgets every row, and that past recording was asked for."""
         self.lengths: list[int] = []
-        self.tables = [PageTable(self._page_tokens) for _ in range(self._tables)]
+        self.tables = [PageTable(tokens) for tokens in self._page_tokens]
         self.steps = 0
         self.forward: Forward | None = None
         self.recording = False

@@ -83,6 +83,12 @@ class RunningSoftmax:
         """Adds the part's weighted values `[..., rows, D]`."""
         self.mixed = mixed if self.mixed is None else self.mixed + mixed
 
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """The final probabilities of a part's `scores`, once every part was taken."""
+        if self.top is None or self.mass is None:
+            raise ValueError("nothing was attended")
+        return (scores - (self.top + self.mass.log())).exp_()
+
     def output(self) -> Tensor:
         """Attention output `[..., rows, D]`; 0 for a row that met no token at all (padding)."""
         if self.mixed is None:

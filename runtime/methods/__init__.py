@@ -1,11 +1,14 @@
 """Every compression method by name; a new one is a file here, a YAML in configs/methods and a row in tests/cases.py."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from calib.runtime.methods.contract import Geometry, Method
+from calib.runtime.methods.corrections import CorrectedMethod, Corrections
 from calib.runtime.methods.full import Full
+from calib.runtime.methods.gear import Gear, GearL, GroupWise, OutlierReduced, Uniform
 from calib.runtime.methods.h2o import H2O
 from calib.runtime.methods.kivi import Kivi
 from calib.runtime.methods.mikv import MiKV
@@ -16,12 +19,17 @@ from calib.runtime.methods.zipcache import ZipCache
 
 METHODS: dict[str, type[Any]] = {
     "full": Full,
+    "gear": Gear,
+    "gear_l": GearL,
+    "group_wise": GroupWise,
     "h2o": H2O,
     "kivi": Kivi,
     "mikv": MiKV,
     "oracle": Oracle,
+    "outlier_reduced": OutlierReduced,
     "rtn": Rtn,
     "streaming_llm": StreamingLLM,
+    "uniform": Uniform,
     "zipcache": ZipCache,
 }
 
@@ -36,14 +44,29 @@ def method_class(name: str) -> type[Any]:
 
 
 def build(name: str, options: dict[str, Any]) -> Method:
-    """The method `name` with `options`; an unknown option is refused with the nearest known one."""
+    """The method `name` with `options`; an unknown option is refused with the nearest known one.
+
+    Every method takes `corrections` besides its own options: a mapping of those of `Corrections`.
+    """
+    own = {option: value for option, value in options.items() if option != "corrections"}
     chosen = method_class(name)
-    known = [option.name for option in fields(chosen)]
+    _check_options(own, [option.name for option in fields(chosen)] + ["corrections"], f"method '{name}'")
+    method: Method = chosen(**own)
+    if options.get("corrections") is None:
+        return method
+    asked = options["corrections"]
+    if not isinstance(asked, Mapping):
+        raise ValueError(f"corrections must be a mapping such as {{outliers: 0.02, rank: 4}}, got {asked!r}")
+    if isinstance(method, Gear):
+        raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
+    _check_options(asked, [option.name for option in fields(Corrections)], "corrections")
+    return CorrectedMethod(method, Corrections(**asked))
+
+
+def _check_options(options: Mapping[str, Any], known: list[str], of: str) -> None:
     for option in options:
         if option not in known:
-            raise ValueError(f"unknown option {option!r} of method '{name}' ({_hint(option, known)})")
-    method: Method = chosen(**options)
-    return method
+            raise ValueError(f"unknown option {option!r} of {of} ({_hint(option, known)})")
 
 
 def _hint(word: str, known: list[str]) -> str:

@@ -117,10 +117,8 @@ class OrderedStore:
         weight = Footprint()
         for stream in self.streams:
             pool, itemsize = stream.pool, stream.window.tokens.element_size()
-            for field in pool.fields.values():
-                page_tokens = self.rows.table.capacity * PAGE_TOKENS * pool.kv_heads
-                weight.kinds[field.kind] += round(page_tokens * field.bytes_per_token())
-                weight.marginal += pool.kv_heads * field.bytes_per_token()
+            weight.kinds.update(pool.bytes_by_kind(self.rows.table.capacity))
+            weight.marginal += pool.bytes_per_token()
             slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
             size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * itemsize
             held = allocated(slots, stream.plan.schedule.window()) + self.rows.unconfirmed

@@ -50,7 +50,7 @@ class Stream:
         """Moves everything to `device`."""
         self.plan = self.plan.to(device)
         self.window.tokens = self.window.tokens.to(device)
-        self.pool.tensors = {name: tensor.to(device) for name, tensor in self.pool.tensors.items()}
+        self.pool.to(device)
 
     def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> None:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are."""

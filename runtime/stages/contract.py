@@ -1,22 +1,24 @@
 """The stages of a compressed cache, as contracts (ARCHITECTURE, "The algebra").
 
-    x^ = T^-1( D(E(T x)) )          bytes = |E| + window + tables
+    x^ = T^-1( D(E(T x)) + sum_i R_i )          bytes = |E| + sum_i |R_i| + window + tables
 
 A **transform** is an invertible map of a stream (keys or values) that attention can undo on its own side: on the query
 for keys, on the output for values. A **codec** turns a block of tokens into small tensors and back, and can meet a query
-or attention weights without decoding. A **schedule** says how many of a row's tokens are encoded, in order. A **saliency**
+or attention weights without decoding. A **correction** stores what a codec got wrong; with it a codec is a codec again
+(`codec/corrected.py`). A **schedule** says how many of a row's tokens are encoded, in order. A **saliency**
 scores tokens by the attention they get, and a **tiering** says how many of a row's tokens lie in each of several tiers.
 Stages are frozen dataclasses; what they hold is either a plain option (readable from YAML) or a tensor of the artifact,
 bound for a layer.
 
 Tensors of a stream have the shape `[batch, kv_heads, tokens, head_dim]`. A **block** is what a page holds: every field
-of a codec has the shape `[..., kv_heads, tokens / tokens_per_row, width]`. A **tile** is a block as attention reads it,
+of a codec has the shape `[..., kv_heads, tokens / tokens_per_row, width]`. A **segment** is a run of tokens that were encoded
+together and share numbers: one row of a field whose `tokens_per_row` is None. A **tile** is a block as attention reads it,
 tokens last: `[..., kv_heads, width, tokens / tokens_per_row]`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,18 +26,32 @@ from torch import Tensor
 Block = Mapping[str, Tensor]
 
 
+class Segment(NamedTuple):
+    """The size of a segment: KV heads and tokens (of segments of several sizes the largest)."""
+
+    heads: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Field:
-    """Storage of one part of an encoded token block: `[kv_heads, tokens // tokens_per_row, width]` of `dtype` a page."""
+    """Storage of one part of encoded tokens: rows of `width` numbers of `dtype` for every KV head, or `shared` by them all."""
 
-    tokens_per_row: int
+    tokens_per_row: int | None  # None: one row for a whole segment
     width: int
     dtype: torch.dtype
-    kind: str  # "codes", "parameters" or "exact": the line of the memory report
+    kind: str  # the line of the memory report: one of `memory.KINDS`
+    shared: bool = False
 
-    def bytes_per_token(self) -> float:
-        """Bytes of one token of one KV head."""
-        return self.width * self.dtype.itemsize / self.tokens_per_row
+    def row_bytes(self, kv_heads: int) -> int:
+        """Bytes of a row, for all KV heads."""
+        return self.width * self.dtype.itemsize * (1 if self.shared else kv_heads)
+
+    def bytes_per_token(self, kv_heads: int = 1, segment: int | None = None) -> float:
+        """Bytes of one token of so many KV heads; of what a segment of so many tokens shares, its part."""
+        tokens = self.tokens_per_row or segment
+        assert tokens, "a number of a whole segment is in no token"
+        return self.row_bytes(kv_heads) / tokens
 
 
 class Codec(Protocol):
@@ -45,8 +61,13 @@ class Codec(Protocol):
         """Tokens that must be encoded together (1 where each token stands alone)."""
         ...
 
-    def fields(self, head_dim: int, dtype: torch.dtype, wide: bool) -> dict[str, Field]:
-        """Storage of a block for a model of `dtype`; `wide` keeps parameters in float32 (values beyond float16)."""
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """Storage of a block for a model of `dtype`; `wide` keeps parameters in float32 (values beyond float16).
+
+        Without a `segment` tokens come in any numbers, and what a segment would share is refused with a ValueError.
+        """
         ...
 
     def wide(self, x: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Stages hold options and tensors; moving one moves its tensors."""
+"""Stages hold options, tensors and other stages; moving one moves its tensors."""
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,11 +10,19 @@ Stage = TypeVar("Stage")
 
 
 def own_tensors(stage: Any) -> list[Tensor]:
-    """The tensors among a stage's fields."""
-    return [value for value in vars(stage).values() if isinstance(value, Tensor)]
+    """The tensors among a stage's fields and its stages' fields."""
+    found: list[Tensor] = []
+    for value in vars(stage).values():
+        found += [value] if isinstance(value, Tensor) else own_tensors(value) if is_dataclass(value) else []
+    return found
 
 
 def moved(stage: Stage, device: torch.device) -> Stage:
     """The same stage with its tensors on `device`, in storage of their own."""
-    own = {name: value for name, value in vars(stage).items() if isinstance(value, Tensor)}
-    return replace(stage, **{name: value.to(device, copy=True) for name, value in own.items()})  # type: ignore[type-var]
+    own: dict[str, Any] = {}
+    for name, value in vars(stage).items():
+        if isinstance(value, Tensor):
+            own[name] = value.to(device, copy=True)
+        elif is_dataclass(value):
+            own[name] = moved(value, device)
+    return replace(stage, **own)  # type: ignore[type-var]

@@ -9,7 +9,7 @@ the new tokens), summed over the query rows of a KV head. `Seen` holds those sum
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,14 @@ from calib.runtime.rows import Forward
 from calib.runtime.stages.saliency.probes import share_of
 from calib.runtime.tiered.reading import Asked, TieredReading
 from calib.runtime.tiered.rows import TieredRows
-from calib.runtime.tiered.tier import Tier
+from calib.runtime.tiered.tier import MetTier, Tier
 from calib.runtime.window import Window
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
 QUERY_ROWS = 1024
+
+# Logits of all heads and tokens together, where what a record adds to them is worked out for all tiles at once.
+LISTED_LOGITS = 2**24
 
 
 @dataclass
@@ -49,11 +52,15 @@ class Watch:
 
 @dataclass
 class _Part:
-    """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted."""
+    """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted.
+
+    `listed`: the tier whose records have more to add once the final probabilities of all its parts are known.
+    """
 
     scores: Tensor
     mix: Callable[[Tensor], Tensor]
     watched: bool
+    listed: MetTier | None = None
 
 
 @dataclass
@@ -91,7 +98,7 @@ class TieredAttention:
         what was seen of what `watch` asks for.
         """
         length, kv_heads = query.shape[2], new_keys.shape[1]
-        step = max(1, QUERY_ROWS * kv_heads // query.shape[1])
+        step = min(max(1, QUERY_ROWS * kv_heads // query.shape[1]), self._listed_step(query.shape[1]))
         outputs, seen = [], None if watch is None else self._nothing_seen(watch, new_keys)
         for at in range(0, length, step):
             tile = query[:, :, at : at + step] if length > step else query
@@ -101,15 +108,21 @@ class TieredAttention:
             # Query rows of a KV head: group-major, then the tokens of the tile.
             grouped = (tile.float() * self.logits.scale).unflatten(1, (kv_heads, -1)).flatten(2, 3)
             softmax, watched = RunningSoftmax(), []
+            listed: dict[MetTier, list[Tensor]] = {}
             parts = self._parts(reading, grouped, new_keys, new_values, watch)
             for part in parts if self.kept is None else self._heaviest(list(parts), queries):
                 weights = softmax.weights(part.scores)
                 softmax.add(part.mix(weights))
                 if part.watched:
                     watched.append(part.scores)
+                if part.listed is not None:
+                    listed.setdefault(part.listed, []).append(part.scores)
+            mixed = softmax.output()
+            for tier, scores in listed.items():
+                mixed = mixed + tier.listed_mix(softmax.probabilities(torch.cat(scores, -1)))
             if watch is not None and seen is not None:
                 self._look(watch, seen, watched, softmax, reading, queries)
-            outputs.append(softmax.output().unflatten(2, (-1, len(queries))).flatten(1, 2).to(query.dtype))
+            outputs.append(mixed.unflatten(2, (-1, len(queries))).flatten(1, 2).to(query.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), seen
 
     def _parts(
@@ -118,15 +131,18 @@ class TieredAttention:
         for number, (tier, tiles) in enumerate(zip(self.tiers, reading.tiers, strict=True)):
             if not tiles:
                 continue
-            scores = tier.scorer(self.rows, self._relocated(query) if tier.relocated else query)
-            for pages, hidden in tiles:
+            asked = self._relocated(query) if tier.relocated else query
+            met = tier.met(self.rows, asked, reading.records, tiles[-1].stop)
+            for tile in tiles:
+                hidden = tile.hidden
                 if reading.back is not None:
-                    gone = tier.places(pages)[:, :, None] <= reading.back
+                    gone = tier.places(tile.pages)[:, :, None] <= reading.back
                     hidden = gone if hidden is None else gone | hidden
                 yield _Part(
-                    _masked(self.logits.capped(scores(pages)), hidden),
-                    lambda weights, tier=tier, pages=pages: tier.mix(self.rows, weights, pages),  # type: ignore[misc]
+                    _masked(self.logits.capped(met.scores(tile)), hidden),
+                    lambda weights, met=met, tile=tile: met.mix(weights, tile),  # type: ignore[misc]
                     watch is not None and watch.tier and number == 0,
+                    met if met.lists_values else None,
                 )
         keys, values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         if self.windows is not None and reading.window:
@@ -146,9 +162,7 @@ class TieredAttention:
         queries: range,
     ) -> None:
         """Adds a tile's probabilities: its logits are still there, and the log-sum-exp of its rows is known now."""
-        assert softmax.top is not None and softmax.mass is not None
-        total = softmax.top + softmax.mass.log()
-        parts = [(scores - total).exp_() for scores in watched]
+        parts = [softmax.probabilities(scores) for scores in watched]
         if watch.weights is not None:
             window, new = watch.weights[..., : reading.window], watch.weights[..., reading.window :][..., reading.new]
             weights = torch.cat([window, new], -1)[:, None, None, queries.start : queries.stop]
@@ -157,6 +171,13 @@ class TieredAttention:
         fresh = reading.new.stop - reading.new.start
         seen.held += sums[..., : sums.shape[-1] - fresh]
         seen.new[..., reading.new] += sums[..., sums.shape[-1] - fresh :]
+
+    def _listed_step(self, heads: int) -> int:
+        """Query columns whose biases by the rows' records stay small."""
+        if not any(tier.records is not None for tier in self.tiers):
+            return QUERY_ROWS
+        longest = max(sum(self.state.held(row, self.forward.before[row])) for row in self.rows)
+        return max(1, LISTED_LOGITS // max(1, len(self.rows) * heads * longest))
 
     def _nothing_seen(self, watch: Watch, new_keys: Tensor) -> Seen:
         before = self.forward.before
@@ -190,7 +211,7 @@ class TieredAttention:
         most = torch.tensor(counts, device=scores.device).repeat(1, scores.shape[2] // len(queries))[:, None, :, None]
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         found = scores.masked_fill(rank >= most, -torch.inf).split([part.scores.shape[-1] for part in parts], -1)
-        return [_Part(own, part.mix, part.watched) for own, part in zip(found, parts, strict=True)]
+        return [replace(part, scores=own) for own, part in zip(found, parts, strict=True)]
 
 
 def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:

@@ -33,6 +33,20 @@ class ChunkStore(TieredStore):
         slots = self.tiering.block if self.observes else 0
         self.mass = torch.zeros(keys.shape[0], self.heads, slots, device=keys.device)
 
+    def prepare(self, forward: Forward) -> None:
+        """Also room in the records for the longest first chunk."""
+        firsts = [
+            self.tiering.first(self.rows.prompt(row))
+            for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
+            if self._encoded(row, after) > 0 == self._encoded(row, before)
+        ]
+        for tier, tokens in zip(self.tiers, self.tiering.counts(max(firsts, default=0)), strict=False):
+            tier.fit(tokens)
+        super().prepare(forward)
+
+    def _encoded(self, row: int, length: int) -> int:
+        return self.tiering.encoded(length, self.rows.prompt(row))
+
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
         """As the strategy says for a prompt; a prompt shorter than a block is the beginning of one."""
         if length >= self.tiering.block:
@@ -150,7 +164,8 @@ class ChunkStore(TieredStore):
             self.measure(rows, "keys", keys, None)
             self.measure(rows, "values", values, None)
         slots, at = self.rows.held(rows[0], chunk.start), 0
-        for number, count in enumerate(self.tiering.counts(len(chunk))[: len(self.tiers)]):
+        offset = 0 if first else self.tiering.apart
+        for number, count in enumerate(self.tiering.counts(len(chunk))[: self.plan.kinds], offset):
             own = (keys, values, places)
             if order is not None:
                 chosen = order[..., at : at + count].sort(-1).values
@@ -165,7 +180,7 @@ class ChunkStore(TieredStore):
                 self.measure(rows, "keys", own[0] if count else keys, number)
                 self.measure(rows, "values", own[1] if count else values, number)
             if count:
-                self.tiers[number].write(rows, self.rows.tables[number], slots[number], *own)
+                self.tiers[number].write(rows, self.rows.tables[number], slots[number], *own, self.rows.records)
 
     def _seen_rows(self, forward: Forward, row: int, chunk: range) -> list[int]:
         """How many probe rows see each token of a chunk: those at its position and behind."""
@@ -216,8 +231,8 @@ class ChunkStore(TieredStore):
         return weight
 
     def growth(self) -> list[float]:
-        """A block's shares."""
-        return [count / self.tiering.block for count in self.tiering.counts(self.tiering.block)]
+        """A block's shares, in the tiers that blocks go to."""
+        return [0.0] * self.tiering.apart + [n / self.tiering.block for n in self.tiering.counts(self.tiering.block)]
 
 
 @lru_cache(maxsize=4096)

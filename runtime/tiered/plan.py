@@ -1,11 +1,13 @@
 """What a method decides for a layer whose tokens are stored by importance."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from calib.runtime.stages.codec import Corrected
 from calib.runtime.stages.contract import Saliency, Tiering
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.saliency import Probes
@@ -51,23 +53,43 @@ class TieredPlan:
         """Whether probes are chosen by token id."""
         return self.probes is not None and self.probes.strategy == "special"
 
+    @property
+    def kinds(self) -> int:
+        """Tiers that differ in importance; where segments share numbers, each is there twice."""
+        return len(self.tiers) // 2 if any(tier.segments != "none" for tier in self.tiers) else len(self.tiers)
+
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Raises ValueError for groups that do not divide the head, or hold several tokens."""
+        """Raises ValueError for groups that do not divide the head, or hold more tokens than are encoded together."""
         for tier in self.tiers:
             for role, stages in tier.streams():
-                stages.codec.fields(head_dim, dtype, False)
-                if stages.codec.token_group() != 1:
+                group = stages.codec.token_group()
+                stages.codec.fields(head_dim, dtype, False, tier.segment(1, group))
+                if group != 1 and (tier.segments == "none" or tier.page_tokens % group or self.saliency is not None):
                     raise ValueError(
-                        f"{role}: a tier's tokens are encoded one by one, got a group of {stages.codec.token_group()} tokens; use 1"
+                        f"{role}: tokens are encoded {tier.page_tokens} at a time at most, in any order, got a group of "
+                        f"{group} tokens; use 1"
+                        + ("" if tier.segments == "none" else f" or a divisor of {tier.page_tokens}")
                     )
 
     def rows(self, layers: int, sliding: int | None) -> TieredRows:
-        """A table of pages for each tier."""
-        return TieredRows(self.tiering, len(self.tiers), layers, sliding)
+        """A table of pages for each tier, and one of records where rows have any."""
+        records = any(tier.segments == "row" for tier in self.tiers)
+        return TieredRows(self.tiering, [tier.page_tokens for tier in self.tiers], layers, sliding, records)
 
     def open(self, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> TieredStore:
         """The store of this tiering."""
-        return STORES[type(self.tiering)](self.to(keys.device), keys, values, rows, place)
+        return STORES[type(self.tiering)](self.to(keys.device).placed(place), keys, values, rows, place)
+
+    def placed(self, place: Place) -> "TieredPlan":
+        """The same, what draws drawing as this layer does."""
+
+        def there(stages: TierStages) -> TierStages:
+            codec = stages.codec
+            return replace(
+                stages, codec=codec.placed(place.seed, place.layer) if isinstance(codec, Corrected) else codec
+            )
+
+        return self._mapped(there)
 
     def tables(self) -> list[Tensor]:
         """Tensors of every stage."""
@@ -80,5 +102,8 @@ class TieredPlan:
         def there(stages: TierStages) -> TierStages:
             return TierStages(moved(stages.transform, device), moved(stages.codec, device))
 
-        tiers = (replace(tier, keys=there(tier.keys), values=there(tier.values)) for tier in self.tiers)
+        return self._mapped(there)
+
+    def _mapped(self, change: Callable[[TierStages], TierStages]) -> "TieredPlan":
+        tiers = (replace(tier, keys=change(tier.keys), values=change(tier.values)) for tier in self.tiers)
         return replace(self, tiers=tuple(tiers))

@@ -1,6 +1,8 @@
 """Rows whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
 
-from calib.runtime.pages import TIER_PAGE_TOKENS
+from collections.abc import Sequence
+
+from calib.runtime.pages import PageTable
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stages.contract import Tiering
 
@@ -8,10 +10,25 @@ from calib.runtime.stages.contract import Tiering
 class TieredRows(Rows):
     """Lengths, prompts and pages. Which tokens a slot holds differs by layer and head; how many slots are in use does not."""
 
-    def __init__(self, tiering: Tiering, tiers: int, layers: int, sliding: int | None = None) -> None:
-        """`tiers` are stored; where the tiering names one more, its tokens are evicted."""
-        self.tiering, self.stored = tiering, tiers
-        super().__init__(layers, sliding, tiers, TIER_PAGE_TOKENS)
+    def __init__(
+        self,
+        tiering: Tiering,
+        page_tokens: Sequence[int],
+        layers: int,
+        sliding: int | None = None,
+        records: bool = False,
+    ) -> None:
+        """`page_tokens` of the tiers that are stored; where the tiering names one more, its tokens are evicted.
+
+        With `records` a row has, besides, one page of what its first segment shares, from when anything is encoded.
+        """
+        self.tiering, self.stored = tiering, len(page_tokens)
+        super().__init__(layers, sliding, [*page_tokens, 1] if records else page_tokens)
+
+    @property
+    def records(self) -> PageTable | None:
+        """The table of records."""
+        return self.tables[-1] if len(self.tables) > self.stored else None
 
     def clear(self) -> None:
         """Also the prompts' lengths."""
@@ -46,20 +63,26 @@ class TieredRows(Rows):
             if count and not before:
                 self.prompts[row] = count
         held = [
-            list(zip(self.held(row, before), self.held(row, after), strict=True))
+            list(zip(self._filled(row, before), self._filled(row, after), strict=True))
             for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
         ]
         forward.copies = []
         for tier, table in enumerate(self.tables):
-            spans = [of_row[tier] for of_row in held]
-            pages = [-(-after // TIER_PAGE_TOKENS) for _, after in spans]
+            spans, page = [of_row[tier] for of_row in held], table.page_tokens
+            rewritten = tier < self.stored and self.tiering.rewritten(tier)
+            pages = [-(-after // page) for _, after in spans]
             table.prepare(sum(max(0, n - len(own)) for n, own in zip(pages, table.rows, strict=True)))
             copies = []
             for row, ((before, after), count) in enumerate(zip(spans, pages, strict=True)):
-                first = 0 if self.tiering.rewritten(tier) else before // TIER_PAGE_TOKENS
-                changes = after > before or (forward.counts[row] and self.tiering.rewritten(tier))
+                first = 0 if rewritten else before // page
+                changes = after > before or (forward.counts[row] and rewritten)
                 copies += table.reserve(row, count, range(first, count) if changes else ())
             forward.copies.append(copies)
+
+    def _filled(self, row: int, length: int) -> list[int]:
+        """Slots in use of every table when `row` holds `length` tokens."""
+        held = self.held(row, length)
+        return held if self.records is None else [*held, int(sum(held) > 0)]
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Also the prompts."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
-from calib.runtime.pages import TIER_PAGE_TOKENS
+from calib.runtime.pages import PagePool
 from calib.runtime.rows import Forward
-from calib.runtime.stages.codec.uniform import HALF_MAX
 from calib.runtime.stages.contract import Saliency
+from calib.runtime.stages.halves import HALF_MAX
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.tiered.attend import Seen, TieredAttention, Watch
 from calib.runtime.tiered.rows import TieredRows
@@ -40,9 +40,7 @@ class TieredStore(ABC):
             dtype = torch.float32 if bool(largest > HALF_MAX) else torch.float16
             for number, tier in enumerate(plan.tiers):
                 stage = dict(tier.streams())[role].transform
-                # What is measured over a whole chunk is measured once for all tiers.
-                shared = getattr(stage, "over", "tier") == "chunk"
-                self.transforms.setdefault((role, stage if shared else number), RowTransform(stage, like, dtype))
+                self.transforms.setdefault(self._key(role, number), RowTransform(stage, like, dtype))
         positions = rows.sliding is not None or self.needs_positions
         self.tiers = [
             Tier(tier, {role: self._transform(role, number) for role in ("keys", "values")}, keys, values, positions)
@@ -71,15 +69,24 @@ class TieredStore(ABC):
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Takes a forward's tokens in; what was seen of it is in `self.seen`."""
 
-    def _transform(self, role: str, number: int) -> RowTransform:
+    def _key(self, role: str, number: int) -> tuple[str, Any]:
+        """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's."""
         stage = dict(self.plan.tiers[number].streams())[role].transform
-        return self.transforms[role, stage if getattr(stage, "over", "tier") == "chunk" else number]
+        return role, stage if getattr(stage, "over", "tier") == "chunk" else number % self.plan.kinds
+
+    def _transform(self, role: str, number: int) -> RowTransform:
+        return self.transforms[self._key(role, number)]
+
+    def _pools(self) -> list[tuple[int, PagePool]]:
+        """Every pool with the number of its table."""
+        pools = [(number, tier.pool) for number, tier in enumerate(self.tiers)]
+        return pools + [(-1, tier.records) for tier in self.tiers if tier.records is not None]
 
     def prepare(self, forward: Forward) -> None:
         """Pages of every tier."""
-        for tier, table, copies in zip(self.tiers, self.rows.tables, forward.copies, strict=True):
-            tier.pool.grow(table.capacity)
-            tier.pool.copy(copies)
+        for number, pool in self._pools():
+            pool.grow(self.rows.tables[number].capacity)
+            pool.copy(forward.copies[number])
 
     def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
         """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
@@ -149,9 +156,10 @@ class TieredStore(ABC):
         """Row i becomes a copy of row `sources[i]`."""
         for transform in self.transforms.values():
             transform.permute(sources)
-        for tier, pages in zip(self.tiers, kept, strict=True):
+        for number, pool in self._pools():
+            pages = kept[number]
             if pages is not None:
-                tier.pool.keep(pages)
+                pool.keep(pages)
         for window in self.windows or ():
             window.permute(sources.to(window.tokens.device))
 
@@ -162,7 +170,9 @@ class TieredStore(ABC):
             tier.plan = plan
             for role, stages in plan.streams():
                 self._transform(role, number).to(device, stages.transform)
-            tier.pool.tensors = {name: tensor.to(device) for name, tensor in tier.pool.tensors.items()}
+            tier.further = None if tier.further is None else tier.further.to(device)
+        for _, pool in self._pools():
+            pool.to(device)
         for window in self.windows or ():
             window.tokens = window.tokens.to(device)
 
@@ -173,11 +183,14 @@ class TieredStore(ABC):
     def decoded(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of a row in each tier, float32 `[kv_heads, count, D]`, in the order of their slots."""
         found = []
-        for tier, table, count in zip(self.tiers, self.rows.tables, self.counts(row), strict=True):
+        for tier, table, count in zip(self.tiers, self.rows.tables, self.counts(row), strict=False):
             block = {
-                name: tensor[table.rows[row]].transpose(0, 1).flatten(1, 2)[None, :, :count]
+                name: tensor[table.rows[row]].transpose(0, 1).flatten(1, 2)[None, :, : -(-count // rows)]
                 for name, tensor in tier.pool.tensors.items()
+                for rows in [tier.pool.rows_of(tier.pool.fields[name])]
             }
+            if tier.records is not None and self.rows.records is not None and count:
+                block |= {name: tensor[self.rows.records.rows[row]] for name, tensor in tier.records.tensors.items()}
             empty = (torch.zeros(self.heads, 0, width) for width in self.widths)
             keys, values = (part[0] for part in tier.decode([row], block)) if count else empty
             found.append((keys, values))
@@ -186,13 +199,11 @@ class TieredStore(ABC):
     def footprint(self) -> Footprint:
         """Pages of every tier, and the rows' own numbers."""
         weight = Footprint(values=self.heads * sum(self.widths))
-        for tier, table in zip(self.tiers, self.rows.tables, strict=True):
-            for field in tier.pool.fields.values():
-                weight.kinds[field.kind] += round(
-                    table.capacity * TIER_PAGE_TOKENS * self.heads * field.bytes_per_token()
-                )
+        for number, pool in self._pools():
+            weight.kinds.update(pool.bytes_by_kind(self.rows.tables[number].capacity))
+        weight.kinds["outliers"] += sum(8 for tier in self.tiers if tier.further is not None)
         weight.kinds["parameters"] += sum(transform.bytes() for transform in self.transforms.values())
-        bytes_of = [self.heads * sum(f.bytes_per_token() for f in tier.pool.fields.values()) for tier in self.tiers]
+        bytes_of = [tier.pool.bytes_per_token() for tier in self.tiers]
         weight.marginal = sum(share * size for share, size in zip(self.growth(), bytes_of, strict=False))
         draft = self.heads * sum(self.widths) + (self.query_values if self.observes else 0)
         weight.kinds["window"] += self.rows.unconfirmed * len(self.rows.lengths) * draft * self.itemsize

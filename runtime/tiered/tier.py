@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, PagePool, Pages, PageTable, tile_tokens, upload
-from calib.runtime.stages.contract import Block, Codec, Field, Transform
+from calib.runtime.stages.codec.corrected import FURTHER, Corrected, lists, segment_mix, segment_scores
+from calib.runtime.stages.contract import Block, Codec, Field, Segment, Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
+from calib.runtime.tiered.reading import Tile
 
 POSITIONS = "positions"
 
@@ -22,17 +26,33 @@ class TierStages:
     codec: Codec
 
 
+# What a segment is in a tier: nothing (tokens come in any numbers), a row's tokens, or a page's.
+Segments = Literal["none", "row", "page"]
+
+
 @dataclass(frozen=True)
 class TierPlan:
-    """A tier that is stored; `relocated` ones are met with a query at its place inside the cache (StreamingLLM)."""
+    """A tier that is stored.
+
+    `relocated` ones are met with a query at its place inside the cache (StreamingLLM). Where all of a row's tokens are one
+    segment, what they share lies in the row's record; where a page's are, in the page, of `page_tokens`.
+    """
 
     keys: TierStages
     values: TierStages
     relocated: bool = False
+    segments: Segments = "none"
+    page_tokens: int = TIER_PAGE_TOKENS
 
     def streams(self) -> tuple[tuple[str, TierStages], tuple[str, TierStages]]:
         """Both streams by name."""
         return ("keys", self.keys), ("values", self.values)
+
+    def segment(self, heads: int, longest: int) -> Segment | None:
+        """The size that fields are laid out for; a row's segment has `longest` tokens at most."""
+        if self.segments == "none":
+            return None
+        return Segment(heads, longest if self.segments == "row" else self.page_tokens)
 
 
 class RowTransform:
@@ -82,7 +102,10 @@ class RowTransform:
 
 
 class Tier:
-    """Pages of one tier. Fields of a page are those of both codecs, "keys.words" and so on, and perhaps positions."""
+    """Pages of one tier. Fields of a page are those of both codecs, "keys.words" and so on, and perhaps positions.
+
+    `records` holds what a row's segment shares, a page for each row. `further` counts outliers that found no slot.
+    """
 
     def __init__(
         self, plan: TierPlan, transforms: dict[str, RowTransform], keys: Tensor, values: Tensor, positions: bool
@@ -91,26 +114,63 @@ class Tier:
 
         `positions` keeps every token's place in its row, int32.
         """
-        self.plan, self.transforms = plan, transforms
+        self.plan, self.transforms, self.positions = plan, transforms, positions
         self.relocated = plan.relocated
-        self.widths = {"keys": keys.shape[3], "values": values.shape[3]}
+        self.widths, self.dtype = {"keys": keys.shape[3], "values": values.shape[3]}, keys.dtype
         self.wide: dict[str, bool] = {}
-        fields: dict[str, Field] = {}
         for (role, stages), like in zip(plan.streams(), (keys, values), strict=True):
             self.wide[role] = stages.codec.wide(like) if like.shape[2] else False
-            own = stages.codec.fields(like.shape[3], like.dtype, self.wide[role])
+        self.longest, heads, device = 0, keys.shape[1], keys.device
+        self.pool = PagePool({}, heads, device, plan.page_tokens)
+        self.records = PagePool({}, heads, device, 1) if plan.segments == "row" else None
+        self.tile_tokens = tile_tokens(heads, keys.shape[3])
+        self.further: Tensor | None = None
+        if any(isinstance(stages.codec, Corrected) and stages.codec.counts_further for _, stages in plan.streams()):
+            self.further = torch.zeros((), dtype=torch.int64, device=device)
+        self._lay_out()
+
+    def fit(self, tokens: int) -> None:
+        """Room for a row's segment of so many tokens."""
+        if self.records is not None and tokens > self.longest:
+            self.longest = tokens
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        segment = self.plan.segment(self.pool.kv_heads, self.longest)
+        fields: dict[str, Field] = {}
+        for role, stages in self.plan.streams():
+            own = stages.codec.fields(self.widths[role], self.dtype, self.wide[role], segment)
             fields |= {f"{role}.{name}": field for name, field in own.items()}
-        self.positions = positions
-        if positions:
+        if self.positions:
             fields[POSITIONS] = Field(1, 1, torch.int32, POSITIONS)
-        self.pool = PagePool(fields, keys.shape[1], keys.device, TIER_PAGE_TOKENS)
-        self.tile_tokens = tile_tokens(keys.shape[1], keys.shape[3])
+        shared = {name: field for name, field in fields.items() if field.tokens_per_row is None}
+        if self.records is not None:
+            self.records.fit(shared)
+            fields = {name: field for name, field in fields.items() if name not in shared}
+        self.pool.fit(fields)
 
     def write(
-        self, rows: list[int], table: PageTable, first: int, keys: Tensor, values: Tensor, places: Tensor
+        self,
+        rows: list[int],
+        table: PageTable,
+        first: int,
+        keys: Tensor,
+        values: Tensor,
+        places: Tensor,
+        records: PageTable | None = None,
     ) -> None:
-        """Encodes tokens into slots `first` ... of `rows`: `[len(rows), kv_heads, n, head_dim]`, places int64 `[..., n]`."""
-        piece = max(1, TILE_TOKENS // len(rows))
+        """Encodes tokens into slots `first` ... of `rows`: `[len(rows), kv_heads, n, head_dim]`, places int64 `[..., n]`.
+
+        Where a segment is a row's or a page's tokens, they are one. `records` is the table of the rows' records.
+        """
+        if self.records is not None and records is not None:  # row by row: a prompt's float32 copies are as long as it
+            for i, row in enumerate(rows):
+                own = slice(i, i + 1)
+                block = self.encode([row], keys[own], values[own], places[own])
+                self.write_block([row], table, first, block)
+                self.records.write_run(records.rows[row], 0, {name: part[0] for name, part in block.items()})
+            return
+        piece = max(1, TILE_TOKENS // len(rows)) if self.plan.segments == "none" else keys.shape[2]
         for at in range(0, keys.shape[2], piece):
             part = slice(at, at + piece)
             block = self.encode(rows, keys[:, :, part], values[:, :, part], places[:, :, part])
@@ -125,7 +185,10 @@ class Tier:
         """The fields of tokens of `rows`."""
         block: dict[str, Tensor] = {}
         for (role, stages), tokens in zip(self.plan.streams(), (keys, values), strict=True):
-            own = stages.codec.encode(self.transforms[role].of(rows).forward(tokens), self.wide[role])
+            own = dict(stages.codec.encode(self.transforms[role].of(rows).forward(tokens), self.wide[role]))
+            further = own.pop(FURTHER, None)
+            if further is not None and self.further is not None:
+                self.further += further.sum()
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.positions:
             block[POSITIONS] = places.to(torch.int32)[..., None]
@@ -143,18 +206,56 @@ class Tier:
         """The positions of the tokens in `pages`: int64 `[rows, kv_heads, tokens]`."""
         return self.pool.read(pages, POSITIONS)[""].squeeze(2).long()
 
-    def scorer(self, rows: range, query: Tensor) -> Callable[[Pages], Tensor]:
-        """Scores of `query [rows, kv_heads, query rows, head_dim]` against the keys in pages."""
-        codec = self.plan.keys.codec
-        folded, constant = self.transforms["keys"].of(rows).fold_query(query)
+    def met(self, rows: range, query: Tensor, records: Pages | None, tokens: int) -> "MetTier":
+        """The tier of `rows`, `tokens` slots of each, as `query [rows, kv_heads, query rows, head_dim]` meets it."""
+        return MetTier(self, rows, query, records, tokens)
 
-        def scores(pages: Pages) -> Tensor:
-            found = codec.scores(folded, self.pool.read(pages, "keys."))
-            return found if constant is None else found + constant
 
-        return scores
+class MetTier:
+    """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
 
-    def mix(self, rows: range, weights: Tensor, pages: Pages) -> Tensor:
-        """Weighted sum of the values in pages."""
-        mixed = self.plan.values.codec.mix(weights, self.pool.read(pages, "values."), self.widths["values"])
-        return self.transforms["values"].of(rows).fold_output(mixed, weights)
+    def __init__(self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int) -> None:
+        self.tier, self.tokens = tier, tokens
+        self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
+        self.codecs = {role: stages.codec for role, stages in tier.plan.streams()}
+        self.query, self.constant = self.transforms["keys"].fold_query(query)
+        self.shared: dict[str, Block] = {"keys": {}, "values": {}}
+        self.bias: Tensor | None = None
+        if tier.records is not None and records is not None:
+            self.shared = {role: tier.records.read(records, f"{role}.") for role in self.shared}
+            self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
+
+    def scores(self, tile: Tile) -> Tensor:
+        """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
+        codec, block = self.codecs["keys"], self._block("keys", tile)
+        found = codec.scores(self.query, block)
+        if self.bias is not None:
+            found = found + self.bias[..., tile.start : tile.stop]
+        elif self.tier.plan.segments == "page":
+            listed = segment_scores(codec, self.query, block, found.shape[-1])
+            found = found if listed is None else found + listed
+        return found if self.constant is None else found + self.constant
+
+    def mix(self, weights: Tensor, tile: Tile) -> Tensor:
+        """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
+        codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.widths["values"]
+        mixed = codec.mix(weights, block, width)
+        if self.tier.plan.segments == "page":
+            listed = segment_mix(codec, weights, block, width)
+            mixed = mixed if listed is None else mixed + listed
+        return self.transforms["values"].fold_output(mixed, weights)
+
+    @property
+    def lists_values(self) -> bool:
+        """Whether `listed_mix` has anything to add."""
+        return self.tier.records is not None and lists(self.codecs["values"])
+
+    def listed_mix(self, weights: Tensor) -> Tensor:
+        """What the values in the rows' records add, from the final `weights [..., slots]` of all tiles in order."""
+        weights = F.pad(weights, (0, self.tokens - weights.shape[-1]))
+        mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.widths["values"])
+        assert mixed is not None
+        return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights))
+
+    def _block(self, role: str, tile: Tile) -> Block:
+        return {**self.tier.pool.read(tile.pages, f"{role}."), **self.shared[role]}

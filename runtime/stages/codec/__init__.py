@@ -1,7 +1,8 @@
 """Tokens into packed blocks and back."""
 
+from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
-__all__ = ["Codec", "Exact", "UniformQuant"]
+__all__ = ["Codec", "Corrected", "Exact", "UniformQuant"]

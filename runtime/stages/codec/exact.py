@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.runtime.stages.contract import Block, Field
+from calib.runtime.stages.contract import Block, Field, Segment
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,9 @@ class Exact:
         """Each token stands alone."""
         return 1
 
-    def fields(self, head_dim: int, dtype: torch.dtype, wide: bool = False) -> dict[str, Field]:
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
         """One field: the token itself in the model's dtype."""
         return {"exact": Field(1, head_dim, dtype, "exact")}
 

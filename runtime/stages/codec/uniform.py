@@ -12,9 +12,8 @@ from torch import Tensor
 from calib.kernels.attend.reference import uniform_mix, uniform_scores
 from calib.kernels.pack.reference import pack, unpack, unpack_columns, words_per_token
 from calib.kernels.quantise.reference import dequantise, measure, quantise
-from calib.runtime.stages.contract import Block, Field
-
-HALF_MAX = torch.finfo(torch.float16).max
+from calib.runtime.stages.contract import Block, Field, Segment
+from calib.runtime.stages.halves import HALF_MAX, stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +26,7 @@ class UniformQuant:
             (1, None), a channel (None, 1); None is the whole axis. `group=None` measures nothing: the range is
             [-clip, clip], because a calibrated transform has put the tokens there, and no parameter is stored.
         clip: factor on the measured range, 0 < clip <= 1; a float, or float32 `[kv_heads, 1, 1]` from an artifact.
+        across_heads: the channels of all heads share the parameters; the group's channels are then the whole axis.
 
     A value inside the clipped range is decoded to within half a step, plus what 16-bit parameters add (`error_bound`).
     """
@@ -34,6 +34,7 @@ class UniformQuant:
     bits: int
     group: tuple[int | None, int | None] | None = (1, None)
     clip: float | Tensor = 1.0
+    across_heads: bool = False
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= 8:
@@ -45,22 +46,27 @@ class UniformQuant:
             )
         if not isinstance(self.clip, Tensor) and not (type(self.clip) in (float, int) and 0 < self.clip <= 1):
             raise ValueError(f"clip must be a number in (0, 1], got {self.clip!r}")
+        if self.across_heads and (self.group is None or self.group[1] is not None):
+            raise ValueError(f"across_heads needs a group over all channels, (tokens, None), got {self.group!r}")
 
     def token_group(self) -> int:
         """Tokens that share parameters; those of a whole-axis group come in one block of any length, so 1."""
         return (self.group[0] or 1) if self.group else 1
 
-    def fields(self, head_dim: int, dtype: torch.dtype, wide: bool = False) -> dict[str, Field]:
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
         """`words`, and with a group `parameters`, scales and then zero points, in float16 (float32 when `wide`)."""
         fields = {"words": Field(1, words_per_token(head_dim, self.bits), torch.int16, "codes")}
         if self.group is not None:
-            if self.group[0] is None:
+            if self.group[0] is None and segment is None:
                 raise ValueError(
                     f"parameters of a group over all tokens have no place in pages, got group {self.group}; give a number of tokens"
                 )
-            tokens, channels = self._sizes(self.token_group(), head_dim)
+            _, channels = self._sizes(self.token_group(), head_dim)
             dtype = torch.float32 if wide else torch.float16
-            fields["parameters"] = Field(tokens, 2 * head_dim // channels, dtype, "parameters")
+            width = 2 * head_dim // channels
+            fields["parameters"] = Field(self.group[0], width, dtype, "parameters", shared=self.across_heads)
         return fields
 
     def wide(self, x: Tensor) -> bool:
@@ -79,13 +85,12 @@ class UniformQuant:
             # One group that holds the whole head: the constants broadcast.
             return {"words": pack(quantise(x, self._fixed(x), (x.shape[-2], x.shape[-1]), self.bits), self.bits)}
         group = self._sizes(x.shape[-2], x.shape[-1])
-        parameters = measure(x, group, self.bits, self.clip)
-        if self.wide(x) if wide is None else wide:
-            # What float16 can hold is rounded to it all the same: a row's numbers do not depend on its neighbours' size.
-            parameters = torch.where(parameters.abs() <= HALF_MAX, parameters.half().float(), parameters)
+        if self.across_heads:
+            merged = x.transpose(1, 2).flatten(2)[:, None]
+            parameters = measure(merged, (group[0], merged.shape[-1]), self.bits, self.clip)
         else:
-            # Beyond float16 only if a layer chose 16 bits from its prompt and met larger values later: finite, not exact.
-            parameters = parameters.clamp_(-HALF_MAX, HALF_MAX).half()
+            parameters = measure(x, group, self.bits, self.clip)
+        parameters = stored(parameters, self.wide(x) if wide is None else wide)
         return {"words": pack(quantise(x, parameters, group, self.bits), self.bits), "parameters": parameters}
 
     def decode(self, block: Block, channels: int) -> Tensor:

@@ -12,10 +12,18 @@ class Shares:
 
     The first chunk is the prompt; every later one is a block of `block` tokens, exact until it is complete. A prompt
     shorter than a block waits for the first block: the ranges measured on a chunk hold for all that follow.
+
+    Args:
+        shares: of each tier, best first; they sum to 1.
+        block: tokens of a later chunk.
+        apart: stored tiers of the first chunk where later chunks have as many of their own; 0: all chunks share them.
+        whole: the first chunk is a multiple of so many tokens.
     """
 
     shares: tuple[float, ...]
     block: int
+    apart: int = 0
+    whole: int = 1
 
     def __post_init__(self) -> None:
         if any(type(share) not in (float, int) or not 0 <= share <= 1 for share in self.shares):
@@ -38,7 +46,7 @@ class Shares:
 
     def first(self, prompt: int) -> int:
         """Tokens of the first chunk."""
-        return max(prompt, self.block)
+        return max(prompt - prompt % self.whole, self.block)
 
     def encoded(self, length: int, prompt: int) -> int:
         """Tokens of the complete chunks once a row holds `length`."""
@@ -56,10 +64,13 @@ class Shares:
     def held(self, length: int, prompt: int) -> list[int]:
         """Tokens in each tier once a row holds `length`."""
         encoded, first = self.encoded(length, prompt), self.first(prompt)
-        if not encoded:
-            return [0] * len(self.shares)
         blocks = (encoded - first) // self.block
-        return [one + blocks * more for one, more in zip(self.counts(first), self.counts(self.block), strict=True)]
+        of_first, of_block = self.counts(first), [blocks * count for count in self.counts(self.block)]
+        if not encoded:
+            of_first, of_block = [0] * len(of_first), [0] * len(of_block)
+        if self.apart:
+            return of_first[: self.apart] + of_block[: self.apart]
+        return [one + more for one, more in zip(of_first, of_block, strict=True)]
 
     def rewritten(self, tier: int) -> bool:
         """Never: tiers grow at their end."""

@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from calib.runtime.stages.halves import stored
 from calib.runtime.stages.transform.balancer import Balancer
 from calib.runtime.stages.transform.channel import NARROW, ChannelRange, ChannelScale
-
-HALF_MAX = torch.finfo(torch.float16).max
 
 # Over the tokens of one tier, or over all of a chunk before it is split.
 Over = Literal["tier", "chunk"]
@@ -29,8 +28,8 @@ class MeasuredRange:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
         # Halved before they meet: values near the end of the range must not overflow.
         low, high = (part.float() / 2 for part in torch.aminmax(tokens, dim=2, keepdim=True))
-        half = _stored(high - low, dtype)
-        return ChannelRange(_stored(high + low, dtype), half.clamp(min=NARROW))
+        half = stored(high - low, dtype == torch.float32)
+        return ChannelRange(stored(high + low, dtype == torch.float32), half.clamp(min=NARROW))
 
     def neutral(self, like: Tensor) -> ChannelRange:
         """The range [-1, 1] in the shape of `like`."""
@@ -45,7 +44,7 @@ class MeasuredScale:
 
     def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> ChannelScale:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        scale = _stored(tokens.abs().amax(2, keepdim=True).float().sqrt(), dtype)
+        scale = stored(tokens.abs().amax(2, keepdim=True).float().sqrt(), dtype == torch.float32)
         return ChannelScale(torch.where(scale > 0, scale, torch.ones_like(scale)))
 
     def neutral(self, like: Tensor) -> ChannelScale:
@@ -71,16 +70,6 @@ class MeasuredBalancer:
     def neutral(self, like: Tensor) -> Balancer:
         """1 in the shape of `like`."""
         return Balancer(torch.ones_like(like))
-
-
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Measured numbers in `dtype`, float16 or, where some row has larger values, float32.
-
-    What float16 can hold is rounded to it all the same: a row's numbers do not depend on its neighbours' size. A row that
-    meets larger values after `dtype` was chosen stays finite.
-    """
-    rounded = x.clamp(-HALF_MAX, HALF_MAX).half()
-    return rounded if dtype == torch.float16 else torch.where(x.abs() <= HALF_MAX, rounded.float(), x)
 
 
 Measured = MeasuredRange | MeasuredScale | MeasuredBalancer

@@ -1,0 +1,38 @@
+"""Low-rank factors of a matrix by power iteration, and attention with factors alone (GEAR, arXiv:2403.05527, eq. 6, App. A).
+
+R ~ A B^T with B `[D, r]` orthonormal and A = R B `[T, r]`: a token's coefficients are its own residual in a basis that the
+segment shares, so that a basis known beforehand takes the same place. In a tile, tokens last, there may be several
+segments of equal length: basis `[..., r D, S]`, coefficients `[..., r, T]`, T = S n.
+"""
+
+import torch
+from torch import Tensor
+
+
+def power_iteration(residual: Tensor, start: Tensor, loops: int) -> Tensor:
+    """Orthonormal `[..., D, r]` near the r leading right singular vectors of `residual [..., T, D]`, from `start [..., D, r]`.
+
+    Every loop multiplies by R^T R and orthonormalises. A residual of rank below r gets any basis of the rest.
+    """
+    basis = start
+    for _ in range(loops):
+        basis = torch.linalg.qr(residual.mT @ (residual @ basis)).Q
+    return basis
+
+
+def low_rank_scores(query: Tensor, basis: Tensor, coefficients: Tensor) -> Tensor:
+    """(q B) A^T without B A^T: `query [..., rows, D]` float32 -> `[..., rows, T]`."""
+    rank, channels, segments = coefficients.shape[-2], query.shape[-1], basis.shape[-1]
+    bases = basis.float().unflatten(-2, (rank, channels)).movedim(-1, -3)  # [..., S, r, D]
+    shared = query.unsqueeze(-3) @ bases.mT  # [..., S, rows, r]
+    parts = coefficients.float().unflatten(-1, (segments, -1)).movedim(-2, -3)  # [..., S, r, n]
+    return (shared @ parts).movedim(-3, -2).flatten(-2)
+
+
+def low_rank_mix(weights: Tensor, basis: Tensor, coefficients: Tensor, channels: int) -> Tensor:
+    """(p A) B^T without A B^T: `weights [..., rows, T]` float32 -> `[..., rows, D]`."""
+    rank, segments = coefficients.shape[-2], basis.shape[-1]
+    bases = basis.float().unflatten(-2, (rank, channels)).movedim(-1, -3)  # [..., S, r, D]
+    parts = coefficients.float().unflatten(-1, (segments, -1)).movedim(-2, -3)  # [..., S, r, n]
+    shared = weights.unflatten(-1, (segments, -1)).movedim(-2, -3) @ parts.mT  # [..., S, rows, r]
+    return shared.movedim(-3, -2).flatten(-2) @ bases.flatten(-3, -2)

@@ -1,0 +1,55 @@
+"""The few entries of a matrix that stick out (GEAR, arXiv:2403.05527, eq. 4): finding them, and products with them alone.
+
+A row of N numbers has `count` outliers at each end: what is stored is rectangular whatever the data are. `extremes` ranks a
+row; `first_beyond` compares with thresholds that are known beforehand, which needs no order at all.
+
+Attention meets outliers as a sparse matrix of E entries (source, target, delta): y[target] += x[source] * delta. For keys x
+is the query and y a bias of the logits; for values x is the attention weights and y the output.
+"""
+
+import torch
+from torch import Tensor
+
+# Products in memory at once.
+TILE_ELEMENTS = 2**22
+
+
+def extremes(x: Tensor, count: int) -> Tensor:
+    """int64 `[..., 2 count]`: the places of the `count` largest and then the `count` smallest entries of `x [..., N]`.
+
+    No entry is named twice (2 count <= N); of equal ones any.
+    """
+    top = x.topk(count, sorted=False).indices
+    # An entry of a constant row is among the largest and the smallest: the second search must not meet it again.
+    bottom = x.scatter(-1, top, torch.inf).topk(count, largest=False, sorted=False).indices
+    return torch.cat([top, bottom], -1)
+
+
+def first_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first `count` entries of `x [..., N]` above `high` and the first `count` below `low`, by position.
+
+    `low`, `high` broadcast against `x`. Returns places int64 `[..., 2 count]` (0 in a slot that found none), which slots are
+    in use, and how many further entries there are, int64 in all.
+    """
+    sides, further = [], torch.zeros((), dtype=torch.int64, device=x.device)
+    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=x.device).expand(*x.shape[:-1], count).contiguous()
+    for beyond in (x > high, x < low):
+        # The j-th of them stands where the running count reaches j: a search in a sorted row, no scatter, no wait.
+        running = beyond.cumsum(-1, dtype=torch.int32)
+        sides.append(torch.searchsorted(running, wanted))
+        further += (running[..., -1].long() - count).clamp_min(0).sum()
+    places = torch.cat(sides, -1)
+    used = places < x.shape[-1]
+    return places * used, used, further
+
+
+def sparse_product(x: Tensor, source: Tensor, target: Tensor, delta: Tensor, size: int) -> Tensor:
+    """y[..., target_e] += x[..., source_e] * delta_e: `x [rows, n, A]`, entries `[rows, E]` -> float32 `[rows, n, size]`."""
+    found = x.new_zeros(*x.shape[:2], size)
+    step = max(1, TILE_ELEMENTS // max(1, delta.numel()))
+    for at in range(0, x.shape[1], step):
+        part = x[:, at : at + step]
+        places = (index[:, None].expand(-1, part.shape[1], -1) for index in (source, target))
+        products = part.gather(-1, next(places)).mul_(delta[:, None])
+        found[:, at : at + step].scatter_add_(-1, next(places), products)
+    return found

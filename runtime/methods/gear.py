@@ -1,0 +1,159 @@
+"""GEAR (Kang et al., 2024, arXiv:2403.05527): a quantised backbone, its residual as a low-rank matrix, its outliers exact."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.calibration import Statistics
+from calib.runtime.methods.contract import Geometry, check_bits, check_choice
+from calib.runtime.methods.corrections import Corrections, Form
+from calib.runtime.stages.codec import UniformQuant
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.stages.transform import Identity
+from calib.runtime.store import Plan
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier import TierPlan, TierStages
+
+Backbone = Literal["kcvt", "kivi", "channel", "uniform"]
+BACKBONES = ("kcvt", "kivi", "channel", "uniform")
+
+
+@dataclass(frozen=True)
+class Gear:
+    """x^ = D + L + S: quantised codes D, a low-rank part L of what they got wrong, outliers S (eq. 3).
+
+    1. Attention over a prompt is exact. Then the prompt is encoded as one segment, and every `block` tokens after it as
+       another; earlier segments stay as they are. Tokens of an incomplete block are exact.
+    2. Outliers (eq. 4): the s/2 largest and s/2 smallest entries of each row, kept to 16 bits, the mean in their place.
+       "released": a row is a key channel over the segment's tokens, and a value token over all heads' channels (of one
+       head with `per_head`). "paper": the segment's whole matrix, zeros in their place.
+    3. D (eq. 5): `backbone` at `bits`, with parameters of each segment's own. "kcvt": keys one group a channel, values one
+       a token; "kivi": keys `group` tokens of a channel, values `group` channels of a token; "channel": one a channel;
+       "uniform": one for the segment.
+    4. L (eq. 6): three rounds of power iteration on x - D, 0 at the outliers. "released": each head's tokens x channels;
+       "paper": tokens x all heads' channels.
+    5. S is x - D - L at the outliers. Attention adds (q B) A^T and the outliers to q D, and (p A) B^T to p D: neither keys
+       nor values are formed.
+
+    Args:
+        variant: "released" (the authors' code) or "paper".
+        backbone: None is "kcvt", with variant "paper" "uniform".
+        bits: of the backbone; None is 4, with backbone "kivi" 2.
+        outliers: s, 0 ... 1.
+        rank: of a prompt's low-rank part; a float is a share of min(tokens, channels). None is 4, with "paper" 0.02; 0 is none.
+        decode_rank: of every later segment's. None is 2, with "paper" `rank`, and never more than `rank` where both are whole.
+        block: tokens of a later segment. None is 20, with backbone "kivi" 64.
+        group: of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); divides `block` and 64.
+        per_head: value tokens are quantised and ranked for each head alone.
+        statistics: "prompt" ranks and iterates; "calibrated" takes outlier thresholds and bases of L from the artifact.
+    """
+
+    variant: Literal["released", "paper"] = "released"
+    backbone: Backbone | None = None
+    bits: int | None = None
+    outliers: float = 0.02
+    rank: float | int | None = None
+    decode_rank: float | int | None = None
+    block: int | None = None
+    group: int = 64
+    per_head: bool = False
+    statistics: Statistics = "prompt"
+
+    def __post_init__(self) -> None:
+        check_choice("variant", self.variant, ("released", "paper"))
+        check_choice("backbone", self._backbone, BACKBONES)
+        check_bits("bits", self._bits)
+        if type(self.per_head) is not bool:
+            raise ValueError(f"per_head must be True or False, got {self.per_head!r}")
+        if type(self.group) is not int or self.group < 1:
+            raise ValueError(f"group must be a whole number of tokens or channels, at least 1, got {self.group!r}")
+        self._corrections()
+        self._tiering()
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
+        """A tier for the prompt and one for blocks."""
+        keys, values = (TierStages(Identity(), self._codec(role, geometry)) for role in ("keys", "values"))
+        plan = TieredPlan((TierPlan(keys, values),), self._tiering())
+        form = Form(self.variant == "paper", not self.per_head)
+        return self._corrections().over(plan, layer, artifact, form)
+
+    def _codec(self, role: str, geometry: Geometry) -> UniformQuant:
+        if self._backbone == "uniform":
+            return UniformQuant(self._bits, (None, None), across_heads=True)
+        if self._backbone == "channel" or (self._backbone == "kcvt" and role == "keys"):
+            return UniformQuant(self._bits, (None, 1))
+        if self._backbone == "kcvt":
+            return UniformQuant(self._bits, (1, None), across_heads=not self.per_head)
+        channels = min(self.group, geometry.head_dim)
+        return UniformQuant(self._bits, (self.group, 1) if role == "keys" else (1, channels))
+
+    def _corrections(self) -> Corrections:
+        rank, later = self.rank, self.decode_rank
+        if rank is None:
+            rank = 0.02 if self.variant == "paper" else 4
+        if later is None:
+            later = min(rank, 2) if type(rank) is int else rank
+        return Corrections(self.outliers, rank, later, self.statistics)
+
+    def _tiering(self) -> Shares:
+        kivi = self._backbone == "kivi"
+        block = self.block if self.block is not None else 64 if kivi else 20
+        if type(block) is not int or block < 1:
+            raise ValueError(f"block must be a whole number of tokens, at least 1, got {block!r}; 20 is usual")
+        if kivi and block % self.group:
+            raise ValueError(f"group={self.group} must divide block={block}: keys share parameters within a block")
+        return Shares((1.0,), block, whole=self.group if kivi else 1)
+
+    @property
+    def _backbone(self) -> str:
+        return self.backbone or ("uniform" if self.variant == "paper" else "kcvt")
+
+    @property
+    def _bits(self) -> int:
+        return self.bits if self.bits is not None else 2 if self._backbone == "kivi" else 4
+
+
+@dataclass(frozen=True)
+class GearL(Gear):
+    """GEAR without outliers: codes and the low-rank part alone.
+
+    Options as of `gear`.
+    """
+
+    outliers: float = 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Gear):
+    """Uniform quantisation, the plainest baseline of GEAR's tables: one range for a segment's tokens and heads.
+
+    Options as of `gear`.
+    """
+
+    backbone: Backbone | None = "uniform"
+    outliers: float = 0.0
+    rank: float | int | None = 0
+
+
+@dataclass(frozen=True)
+class GroupWise(Gear):
+    """Group-wise quantisation, a baseline of GEAR's tables: one range for each channel of a segment.
+
+    Options as of `gear`.
+    """
+
+    backbone: Backbone | None = "channel"
+    outliers: float = 0.0
+    rank: float | int | None = 0
+
+
+@dataclass(frozen=True)
+class OutlierReduced(Gear):
+    """Outlier-reduced quantisation, a baseline of GEAR's tables: uniform quantisation of what is left beside the outliers.
+
+    Options as of `gear`.
+    """
+
+    variant: Literal["released", "paper"] = "paper"
+    outliers: float = 0.05
+    rank: float | int | None = 0

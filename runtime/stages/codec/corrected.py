@@ -1,0 +1,140 @@
+"""A codec and what repairs it, together a codec again: x^ = D + L + S (GEAR, arXiv:2403.05527, Algorithm 1).
+
+Outliers are taken out before the codec sees the tokens; low rank approximates what it then got wrong off the outliers; at
+an outlier the distance from both is kept. Attention meets the three parts one by one and never adds them up:
+q.x^ = q.D + (q B) A^T + q.S, and likewise for values.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from calib.runtime.stages.contract import Block, Codec, Field, Segment
+from calib.runtime.stages.correction import LowRank, Outliers
+
+OUTLIERS, LOW_RANK = "outliers.", "low_rank."
+FURTHER = OUTLIERS + "further"  # no field: how many entries beyond a threshold found no slot, `[batch]`
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected:
+    """`codec` with outliers, a low-rank part, or both."""
+
+    codec: Codec
+    outliers: Outliers | None = None
+    low_rank: LowRank | None = None
+
+    def token_group(self) -> int:
+        """The codec's."""
+        return self.codec.token_group()
+
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """The codec's fields, and `outliers.` and `low_rank.` ones."""
+        fields, one = self.codec.fields(head_dim, dtype, wide, segment), segment or Segment(1, 1)
+        for prefix, part in self._parts():
+            own = part.fields(head_dim, wide, one)
+            if segment is None and any(f.tokens_per_row is None or f.shared for f in own.values()):
+                raise ValueError(
+                    f"{prefix[:-1]}: its numbers belong to a whole segment, and this method encodes tokens one by one; use "
+                    "statistics='calibrated', or a method that encodes segments (gear, zipcache)"
+                )
+            fields |= {prefix + name: field for name, field in own.items()}
+        return fields
+
+    def wide(self, x: Tensor) -> bool:
+        """The codec's answer."""
+        return self.codec.wide(x)
+
+    def encode(self, x: Tensor, wide: bool | None = None) -> Block:
+        """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row -> block, and `FURTHER` where that can be."""
+        wide = self.wide(x) if wide is None else wide
+        # Row by row: sums and products of one row must not depend on how many others there are.
+        rows = [self._encode(row.float(), wide) for row in x.split(1)]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def _encode(self, x: Tensor, wide: bool) -> Block:
+        found = None if self.outliers is None else self.outliers.find(x)
+        filled = x if found is None or self.outliers is None else self.outliers.filled(x, found)
+        block = dict(self.codec.encode(filled, wide))
+        distance = x - self.codec.decode(block, x.shape[-1])
+        if self.low_rank is not None:
+            residual = distance if found is None or self.outliers is None else self.outliers.cleared(distance, found)
+            factors = self.low_rank.encode(residual, wide)
+            block |= _named(LOW_RANK, factors)
+            if found is not None:
+                distance = distance - self.low_rank.decode(factors, x.shape[-1])
+        if found is not None and self.outliers is not None:
+            block |= _named(OUTLIERS, self.outliers.encode(distance, found, wide))
+            if found.further is not None:
+                block[FURTHER] = found.further[None]
+        return block
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """x^, float32 `[..., kv_heads, tokens, channels]`."""
+        x = self.codec.decode(block, channels)
+        if self.low_rank is not None:
+            x = x + self.low_rank.decode(_part(LOW_RANK, block), channels)
+        if self.outliers is not None:
+            x = x + self.outliers.decode(_part(OUTLIERS, block), x)
+        return x
+
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
+        """All three parts; of outliers those that are kept for each token. `segment_scores` adds the others."""
+        scores = self.codec.scores(query, tile)
+        if self.low_rank is not None:
+            scores += self.low_rank.scores(query, _part(LOW_RANK, tile))
+        if self.outliers is not None and not self.outliers.listed:
+            scores += self.outliers.scores(query, _part(OUTLIERS, tile), scores.shape[-1])
+        return scores
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """All three parts; of outliers those that are kept for each token. `segment_mix` adds the others."""
+        mixed = self.codec.mix(weights, tile, channels)
+        if self.low_rank is not None:
+            mixed = mixed + self.low_rank.mix(weights, _part(LOW_RANK, tile), channels)
+        if self.outliers is not None and not self.outliers.listed:
+            mixed = mixed + self.outliers.mix(weights, _part(OUTLIERS, tile), channels)
+        return mixed
+
+    @property
+    def counts_further(self) -> bool:
+        """Whether outliers may find no slot."""
+        return self.outliers is not None and self.outliers.low is not None
+
+    def placed(self, seed: int, layer: int) -> "Corrected":
+        """The same, its iteration starting where this layer's does."""
+        return self if self.low_rank is None else replace(self, low_rank=self.low_rank.placed(seed, layer))
+
+    def _parts(self) -> list[tuple[str, Outliers | LowRank]]:
+        found = ((OUTLIERS, self.outliers), (LOW_RANK, self.low_rank))
+        return [(prefix, part) for prefix, part in found if part is not None]
+
+
+def lists(codec: Codec) -> bool:
+    """Whether outliers are listed for a whole segment, not for each token."""
+    return isinstance(codec, Corrected) and codec.outliers is not None and codec.outliers.listed
+
+
+def segment_scores(codec: Codec, query: Tensor, tile: Block, tokens: int) -> Tensor | None:
+    """What the outlier lists of segments, `tokens` tokens in all, add to the logits of keys; None where there are none."""
+    if not lists(codec):
+        return None
+    return codec.outliers.scores(query, _part(OUTLIERS, tile), tokens)  # type: ignore[attr-defined]
+
+
+def segment_mix(codec: Codec, weights: Tensor, tile: Block, channels: int) -> Tensor | None:
+    """What those lists add to the output of values; None where there are none."""
+    if not lists(codec):
+        return None
+    return codec.outliers.mix(weights, _part(OUTLIERS, tile), channels)  # type: ignore[attr-defined]
+
+
+def _named(prefix: str, block: Block) -> dict[str, Tensor]:
+    return {prefix + name: part for name, part in block.items()}
+
+
+def _part(prefix: str, block: Block) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): part for name, part in block.items() if name.startswith(prefix)}

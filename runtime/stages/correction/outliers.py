@@ -1,0 +1,198 @@
+"""The entries that would widen everyone's range, kept as they are (GEAR, arXiv:2403.05527, eq. 4)."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from calib.kernels.outliers.reference import extremes, first_beyond, sparse_product
+from calib.runtime.stages.contract import Block, Field, Segment
+from calib.runtime.stages.halves import stored
+
+# What is ranked: a channel's tokens in a segment, a token's channels, or a segment's whole matrix.
+Ranked = Literal["tokens", "channels", "matrix"]
+
+
+class Found(NamedTuple):
+    """Outliers of rows `[1, h, m, N]`: places int64 `[1, h, m, 2k]`, slots in use (None: all), and all of them as a mask.
+
+    `further` counts the entries beyond a calibrated threshold for which no slot was left.
+    """
+
+    places: Tensor
+    used: Tensor | None
+    mask: Tensor
+    further: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Outliers:
+    """s/2 of every row at each end, at least one entry: replaced before encoding, and exact in the end.
+
+    What is kept of an outlier is its distance from what codec and low rank make of it, rounded to float16, so that
+    attention adds it without looking at the codes.
+
+    Args:
+        share: s, in (0, 1].
+        ranked: what a row is.
+        across_heads: rows go over the channels of all heads (a whole matrix always does).
+        fill: what takes an outlier's place: the mean of the row's remaining entries, or zero.
+        low, high: thresholds of the artifact, broadcasting against `[kv_heads, T, D]`: then nothing is ranked and the first
+            entries beyond them are taken, by position.
+    """
+
+    share: float
+    ranked: Ranked
+    across_heads: bool = False
+    fill: Literal["mean", "zero"] = "mean"
+    low: Tensor | None = None
+    high: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.share) not in (float, int) or not 0 < self.share <= 1:
+            raise ValueError(f"outliers must be a share from 0 to 1, got {self.share!r}; 0.02 is usual")
+
+    @property
+    def listed(self) -> bool:
+        """Whether outliers are one list for a segment, not some for each token."""
+        return self.ranked != "channels"
+
+    def count(self, length: int) -> int:
+        """Outliers at each end of a row."""
+        return min(max(1, math.floor(self.share / 2 * length + 1e-9)), length // 2)
+
+    def fields(self, head_dim: int, wide: bool, segment: Segment) -> dict[str, Field]:
+        """Distances, and where they belong: 2k for each token, or 2k D (a whole matrix: 2k) for the segment."""
+        across = segment.heads if self._across else 1
+        length = {"tokens": segment.tokens, "channels": head_dim * across, "matrix": segment.tokens * head_dim * across}
+        width = 2 * self.count(length[self.ranked]) * (head_dim if self.ranked == "tokens" else 1)
+        rows, dtype = None if self.listed else 1, torch.float32 if wide else torch.float16
+        fields = {"delta": Field(rows, width, dtype, "outliers", shared=self._across)}
+        if self.listed:
+            fields["tokens"] = Field(rows, width, _index(segment.tokens), "outliers", shared=self._across)
+        if self.ranked != "tokens":
+            fields["channels"] = Field(rows, width, _index(head_dim * across), "outliers", shared=self._across)
+        return fields
+
+    def find(self, x: Tensor) -> Found:
+        """The outliers of `x [1, kv_heads, T, D]`, float32."""
+        rows = self._rows(x)
+        count, used, further = self.count(rows.shape[-1]), None, None
+        if self.low is None or self.high is None:
+            places = extremes(rows, count)
+            mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, places, True)
+        else:
+            low, high = (self._row_thresholds(part, x) for part in (self.low, self.high))
+            places, used, further = first_beyond(rows, low, high, count)
+            # One slot more than the row is long takes the marks of unused slots.
+            marked = torch.where(used, places, rows.shape[-1])
+            mask = torch.zeros(*rows.shape[:-1], rows.shape[-1] + 1, dtype=torch.bool, device=x.device)
+            mask = mask.scatter_(-1, marked, True)[..., :-1]
+        return Found(places, used, mask, further)
+
+    def filled(self, x: Tensor, found: Found) -> Tensor:
+        """`x` with its outliers replaced."""
+        rows = self._rows(x)
+        rest = rows.masked_fill(found.mask, 0)
+        if self.fill == "mean":
+            left = (~found.mask).sum(-1, keepdim=True)
+            rest = torch.where(found.mask, rest.sum(-1, keepdim=True) / left.clamp_min(1), rest)
+        return self._tokens(rest, x)
+
+    def cleared(self, x: Tensor, found: Found) -> Tensor:
+        """`x` with 0 at the outliers."""
+        return self._tokens(self._rows(x).masked_fill(found.mask, 0), x)
+
+    def encode(self, distance: Tensor, found: Found, wide: bool) -> Block:
+        """Fields of a segment: `distance [1, kv_heads, T, D]` is what codec and low rank lack."""
+        rows, (heads, _, channels) = self._rows(distance), distance.shape[1:]
+        delta = rows.gather(-1, found.places)
+        delta = stored(delta if found.used is None else delta * found.used, wide)
+        places = found.places.int()
+        if self.ranked == "tokens":  # [1, heads, D, 2k] -> a list with channels running fastest
+            return {name: part.mT.flatten(2)[:, :, None] for name, part in (("delta", delta), ("tokens", places))}
+        if self.ranked == "channels":
+            return {"delta": delta, "channels": places}
+        width = channels * heads
+        return {"delta": delta, "channels": places % width, "tokens": places // width}
+
+    def decode(self, block: Block, like: Tensor) -> Tensor:
+        """Distances where they belong, 0 elsewhere: float32 in the shape of `like [..., kv_heads, T, D]`."""
+        heads, tokens, channels = like.shape[-3:]
+        tile = {name: part.reshape(-1, *part.shape[-3:]).mT for name, part in block.items()}
+        token, channel, delta = self._entries(tile, heads, tokens, channels)
+        whole, places = delta.new_ones(len(delta), 1, 1), token * channels + channel % channels
+        found = sparse_product(whole, torch.zeros_like(places), places, delta, heads * tokens * channels)
+        return found.view(like.shape)
+
+    def scores(self, query: Tensor, tile: Block, tokens: int) -> Tensor:
+        """What outliers among keys add to the logits: `query [rows, kv_heads, n, D]` -> `[rows, kv_heads, n, tokens]`."""
+        heads, channels = query.shape[1], query.shape[3]
+        token, channel, delta = self._entries(tile, heads, tokens, channels)
+        found = sparse_product(_merged(query), channel, token, delta, heads * tokens)
+        return found.unflatten(-1, (heads, tokens)).transpose(1, 2)
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """What outliers among values add to the output: `weights [rows, kv_heads, n, T]` -> `[rows, kv_heads, n, channels]`."""
+        heads, tokens = weights.shape[1], weights.shape[3]
+        token, channel, delta = self._entries(tile, heads, tokens, channels)
+        found = sparse_product(_merged(weights), token, channel, delta, heads * channels)
+        return found.unflatten(-1, (heads, channels)).transpose(1, 2)
+
+    def _entries(self, tile: Block, heads: int, tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All entries of a tile that holds `tokens` tokens, `[rows, E]` each: head and token as one number, head and channel
+        as one number, and the distance."""
+        delta = tile["delta"].float()
+        head = torch.arange(delta.shape[1], device=delta.device)[:, None, None]
+        if self.ranked == "tokens":
+            channel = torch.arange(delta.shape[2], device=delta.device)[:, None] % channels + head * channels
+        else:
+            channel = _places(tile["channels"]) + head * channels
+        last = torch.arange(delta.shape[3], device=delta.device)  # a token, or a segment of so many tokens
+        token = last if self.ranked == "channels" else _places(tile["tokens"]) + last * (tokens // delta.shape[3])
+        token = token + channel // channels * tokens
+        return token.expand(delta.shape).flatten(1), channel.expand(delta.shape).flatten(1), delta.flatten(1)
+
+    @property
+    def _across(self) -> bool:
+        return self.across_heads or self.ranked == "matrix"
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`x [1, kv_heads, T, D]` with what is ranked last."""
+        if self.ranked == "tokens":
+            return x.mT.contiguous()
+        if not self._across:
+            return x
+        merged = x.transpose(1, 2).flatten(2)[:, None]
+        return merged if self.ranked == "channels" else merged.flatten(2)[:, :, None]
+
+    def _tokens(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Undoes `_rows`, in the shape of `like`."""
+        if self.ranked == "tokens":
+            return rows.mT.contiguous()
+        if not self._across:
+            return rows
+        return rows.view(like.shape[0], like.shape[2], like.shape[1], like.shape[3]).transpose(1, 2).contiguous()
+
+    def _row_thresholds(self, thresholds: Tensor, x: Tensor) -> Tensor:
+        """`thresholds` as they meet the rows of `x`."""
+        if thresholds.numel() == 1:
+            return thresholds.view(1, 1, 1, 1)
+        return thresholds.mT[None] if self.ranked == "tokens" else self._rows(thresholds.expand(x.shape))
+
+
+def _merged(x: Tensor) -> Tensor:
+    """`[rows, kv_heads, n, m]` -> `[rows, n, kv_heads m]`."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _index(length: int) -> torch.dtype:
+    """The least type that tells `length` places apart; 16 bits are read without a sign."""
+    return torch.uint8 if length <= 2**8 else torch.int16 if length <= 2**16 else torch.int32
+
+
+def _places(index: Tensor) -> Tensor:
+    """Stored places as int64."""
+    return index.long() & 0xFFFF if index.dtype == torch.int16 else index.long()
