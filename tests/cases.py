@@ -8,14 +8,17 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
-from toy_artifact import toy_artifact
+from toy_artifact import toy_artifact, toy_basis, toy_thresholds
 from transformers import PreTrainedModel
 
 from calib.runtime import Artifact, compress
 from calib.runtime.cache import CompressedCache
 from calib.runtime.methods import Geometry
+from calib.statistics.residual_basis import residual_forms
 
 CLIP_BITS = (1, 2, 3, 4, 8)
+RESIDUAL_BITS = (2, 4)
+RESIDUAL_FORMS = {"keys": ("*x1", "1x*", "*x*", "half", "64x1"), "values": ("*x1", "1x*", "*x*", "half")}
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,13 @@ class Case:
 
     @property
     def observes(self) -> bool:
-        """Whether what is attended decides what is stored, so that it matters in which forwards the tokens arrive."""
+        """Whether what is attended decides what is stored."""
         return self.method in ("zipcache", "mikv", "h2o")
+
+    @property
+    def by_forwards(self) -> bool:
+        """Whether it matters in which forwards the tokens arrive: what is attended decides, or the prompt is a segment."""
+        return self.observes or self.method in ("gear", "gear_l", "uniform", "group_wise", "outlier_reduced")
 
     @property
     def relocates(self) -> bool:
@@ -123,6 +131,43 @@ CASES = [
     Case("streaming_llm", "streaming_llm", 0.0, {"window": 40}),
     Case("streaming_llm-original", "streaming_llm", 0.0, {"window": 60, "positions": "original"}, contract=True),
     Case("oracle", "oracle", 16.0),
+    # Blocks of 20 tokens, 2 KV heads. Keys: 4 + ranges 32/20 + outliers 2 (16 + 8)/20 a channel + factors 32/64 + 32/20;
+    # values: 4 + 32/128 + 2 (16 + 8)/128 + 32/64 + 32/20.
+    Case("gear", "gear", 8.4125),
+    # The same with thirds of the numbers that a block shares.
+    Case("gear-60", "gear", 6.0125, {"block": 60}, contract=True),
+    Case("gear-per-head", "gear", 8.725, {"per_head": True}),
+    # 32/2560 for the range, 50 outliers of 32 bits, one factor of 20 + 128 numbers.
+    Case("gear-paper", "gear", 5.5625, {"variant": "paper"}, contract=True),
+    Case("gear-kivi", "gear", 4.0625, {"backbone": "kivi"}),
+    Case(
+        "gear-calibrated",
+        "gear",
+        5.4791667,
+        {"statistics": "calibrated", "block": 60},
+        artifact=True,
+        contract=True,
+    ),
+    Case("gear_l", "gear_l", 7.025),
+    Case("uniform", "uniform", 4.0125),
+    Case("group_wise", "group_wise", 5.6),
+    Case("outlier_reduced", "outlier_reduced", 5.6125),
+    # The same corrections over other methods. 36 and 24 tokens of a block go to the two tiers, and share their factor.
+    Case(
+        "zipcache-corrected",
+        "zipcache",
+        5.4083333,
+        {"recompress": 60, "corrections": {"outliers": 0.02, "rank": 2, "decode_rank": 1}},
+        contract=True,
+    ),
+    Case(
+        "mikv-corrected",
+        "mikv",
+        4.5,
+        {"balancer": False, "corrections": {"outliers": 0.02, "rank": 2, "statistics": "calibrated"}},
+        artifact=True,
+    ),
+    Case("kivi-corrected", "kivi", 3.75, {"residual": 32, "corrections": {"outliers": 0.05}}),
 ]
 
 BY_NAME = {case.name: case for case in CASES}
@@ -141,4 +186,8 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
             tensors[f"{stream}.clip.{form}"] = clip
     for name in ("values.scale", "keys.balancer"):
         tensors[name] = 0.5 + torch.rand(shape, generator=draw)
+    tensors |= toy_thresholds(shape, (0.02, 0.05, 0.1), draw)
+    for form in residual_forms(shape[2], RESIDUAL_FORMS):
+        for bits in RESIDUAL_BITS:
+            tensors[f"{form.stream}.residual.{form.name}.{bits}"] = toy_basis(shape, min(8, shape[2]), draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

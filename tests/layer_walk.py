@@ -112,9 +112,13 @@ def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
     """Fields of every tier, windows, mass, and the row's measured numbers."""
     length = store.rows.lengths[row]
     held, exact = store.rows.held(row, length), store.rows.exact(row, length)
-    for number, (tier, table) in enumerate(zip(store.tiers, store.rows.tables, strict=True)):
+    for number, (tier, table) in enumerate(zip(store.tiers, store.rows.tables, strict=False)):
         for name, tensor in tier.pool.tensors.items():
-            yield f"tier {number}.{name}", slots_of(tensor, table, row)[:, : held[number]]
+            rows = -(-held[number] // tier.pool.rows_of(tier.pool.fields[name]))
+            yield f"tier {number}.{name}", slots_of(tensor, table, row)[:, :rows]
+        if tier.records is not None:
+            for name, tensor in tier.records.tensors.items():
+                yield f"record {number}.{name}", trimmed(slots_of(tensor, store.rows.records, row))
     for role, window in zip(("keys", "values"), store.windows or (), strict=False):
         yield f"{role}.window", window.tokens[row, :, :exact]
     if store.observes:
@@ -125,10 +129,17 @@ def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
                 yield f"{role} {name} {number}", tensor[row]
 
 
+def trimmed(record: Tensor) -> Tensor:
+    """A record without the zeros behind it: beside a row with a longer prompt there are more."""
+    used = record.ne(0).any(1).any(0).nonzero()
+    return record[..., : int(used[-1]) + 1 if len(used) else 0]
+
+
 def pools_of(store: OrderedStore | TieredStore) -> list[list[PagePool]]:
-    """The pools that each table of pages serves: both streams of an ordered store, one of each tier."""
+    """The pools that each table of pages serves: both streams of an ordered store, one of each tier, all records."""
     if isinstance(store, TieredStore):
-        return [[tier.pool] for tier in store.tiers]
+        records = [tier.records for tier in store.tiers if tier.records is not None]
+        return [[tier.pool] for tier in store.tiers] + ([records] if records else [])
     return [[stream.pool for stream in store.streams]]
 
 

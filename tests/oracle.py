@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from corrected import corrected
 from torch import Tensor
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
-from calib.runtime.stages.codec import Codec, Exact
+from calib.runtime.stages.codec import Codec, Corrected, Exact
 from calib.runtime.stages.transform import Balancer, ChannelRange, ChannelScale, Identity
 from calib.runtime.tiered.store import TieredStore
 from calib.runtime.tiered.tier import RowTransform
@@ -68,6 +69,8 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int) -> Tensor:
     """Encoded tokens before their transform is undone: float64 `[..., kv_heads, T, channels]`."""
     if isinstance(codec, Exact):
         return block["exact"].double()
+    if isinstance(codec, Corrected):
+        return torch.from_numpy(corrected(codec, block, decoded(codec.codec, block, channels).numpy()))
     codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)
     if codec.group is None:
         clip = torch.as_tensor(codec.clip, dtype=torch.float64).expand(codes.shape[-3], 1, 1).numpy()
@@ -134,11 +137,15 @@ def in_tiers(store: TieredStore, row: int) -> Held:
     """The tokens of one row: tier by tier in the order of their slots, then the window."""
     length = store.rows.lengths[row]
     parts: list[list[Tensor]] = [[], [], []]
-    for tier, table, count in zip(store.tiers, store.rows.tables, store.rows.held(row, length), strict=True):
+    for tier, table, count in zip(store.tiers, store.rows.tables, store.rows.held(row, length), strict=False):
         pages = torch.tensor(table.rows[row], dtype=torch.int64)
-        block = {
-            name: tensor[pages].transpose(0, 1).flatten(1, 2)[:, :count] for name, tensor in tier.pool.tensors.items()
-        }
+        block = {}
+        for name, field in tier.pool.fields.items():
+            rows = -(-count // (field.tokens_per_row or tier.pool.page_tokens))
+            block[name] = tier.pool.tensors[name][pages].transpose(0, 1).flatten(1, 2)[:, :rows]
+        if tier.records is not None:
+            own = store.rows.records.rows[row]
+            block |= {name: tensor[own].transpose(0, 1).flatten(1, 2) for name, tensor in tier.records.tensors.items()}
         for part, (role, stages) in zip(parts, tier.plan.streams(), strict=False):
             own = {name.removeprefix(f"{role}."): field for name, field in block.items() if name.startswith(role)}
             part.append(undone(tier.transforms[role], row, decoded(stages.codec, own, tier.widths[role])))

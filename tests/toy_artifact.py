@@ -51,9 +51,30 @@ def toy_tensors() -> dict[str, torch.Tensor]:
         tensors[name] = 0.5 + torch.rand(per_channel, generator=generator)
     for name in ("keys.clip.32x1", "keys.clip.fixed", "values.clip.1x32", "values.clip.scaled.1x32"):
         tensors[name] = 0.5 + 0.5 * torch.rand(2, 2, len(CLIP_BITS), generator=generator)
+    tensors |= toy_thresholds(per_channel, (0.02, 0.1), generator)
+    for name in ("keys.residual.*x1.2", "keys.residual.*x1.4", "values.residual.1x*.2", "values.residual.1x4.8"):
+        tensors[name] = toy_basis(per_channel, 3, generator)
     tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
     return tensors
+
+
+def toy_thresholds(
+    shape: tuple[int, int, int], shares: tuple[float, ...], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Shares of outliers and thresholds of both streams, `shape` being (layers, kv_heads, head_dim); narrower for more."""
+    tensors = {"outliers.shares": torch.tensor(shares)}
+    for stream in ("keys", "values"):
+        for part, axes in (("channel", shape), ("head", shape[:2]), ("layer", shape[:1])):
+            for end, sign in (("low", -1), ("high", 1)):
+                width = sign * (1 + torch.rand(*axes, 1, generator=generator))
+                tensors[f"{stream}.outliers.{part}.{end}"] = width * (1.5 - torch.tensor(shares))
+    return tensors
+
+
+def toy_basis(shape: tuple[int, int, int], rank: int, generator: torch.Generator) -> torch.Tensor:
+    """A random residual basis `[layers, kv_heads, rank, head_dim]`, rows orthonormal."""
+    return torch.linalg.qr(torch.randn(*shape, rank, generator=generator)).Q.mT.contiguous()
 
 
 def toy_artifact(model: PreTrainedModel | None = None, **changes: object) -> Artifact:

@@ -19,8 +19,10 @@ from calib.statistics.channel_scale import ChannelScales
 from calib.statistics.clip import BITS, FACTORS, ClipFactors
 from calib.statistics.contract import Shape, Statistic, check_shape
 from calib.statistics.heldout_error import SETTINGS, HeldoutError
+from calib.statistics.outlier_thresholds import SHARES, OutlierThresholds
 from calib.statistics.query_energy import QueryEnergy
-from calib.statistics.tails import Tails
+from calib.statistics.residual_basis import BITS as RESIDUAL_BITS
+from calib.statistics.residual_basis import FORMS, RANK, ResidualBasis
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Stage:
 
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
 STAGES = (
-    Stage("statistics", "train", (*MEASURED, "tails")),
-    Stage("clip", "train", ("clip",), needs=MEASURED),
+    Stage("statistics", "train", (*MEASURED, "outlier_thresholds")),
+    Stage("clip", "train", ("clip", "residual_basis"), needs=MEASURED),
     Stage("evaluate", "heldout", ("heldout",), needs=(*MEASURED, "clip")),
 )
 
@@ -59,8 +61,17 @@ class Calibration(LightningModule):
         dtype: the dtype it runs in: `float32`, `bfloat16` or `float16`. Statistics are always computed in float32.
         bits: bit widths for which clip factors are chosen, increasing, 1 to 8.
         clip_factors: candidates for the clip factor, decreasing from 1; more of them cost time in proportion.
-        clip_sequences: how many of `data.sequences` choose clip factors, which costs far more than ranges; null for all.
+        clip_sequences: how many of `data.sequences` choose clip factors and residual bases, which cost far more than
+            ranges; null for all.
         query_rows: query rows of each sequence on which attention errors are measured.
+        outlier_shares: shares of outliers for which thresholds are taken, increasing, above 0 and below 1.
+        residual_bits: bit widths to whose residuals residual bases are fitted, increasing, 1 to 8; a basis is worth
+            little at another width, except those of keys in groups of one channel.
+        residual_rank: vectors of each residual basis; a head's channels where those are fewer.
+        residual_forms: quantisers to whose residuals residual bases are fitted: lists `keys` and `values` of groups,
+            tokens x channels, such as "*x1" or 1x64; half is 1x(head_dim / 2). A stream with an empty list, or without
+            one, has no bases and costs nothing. A form and width holds float64 [layers, kv_heads, head_dim, head_dim]
+            throughout the fit: 134 MB each for Llama 2 7B.
         checkpoint_batches: batches between checkpoints within a stage.
     """
 
@@ -72,6 +83,10 @@ class Calibration(LightningModule):
         clip_factors: list[float] = list(FACTORS),  # noqa: B006
         clip_sequences: int | None = 32,
         query_rows: int = 32,
+        outlier_shares: list[float] = list(SHARES),  # noqa: B006
+        residual_bits: list[int] = list(RESIDUAL_BITS),  # noqa: B006
+        residual_rank: int = RANK,
+        residual_forms: dict[str, list[str]] = {stream: list(names) for stream, names in FORMS.items()},  # noqa: B006, B008
         checkpoint_batches: int = 8,
     ) -> None:
         super().__init__()
@@ -82,8 +97,13 @@ class Calibration(LightningModule):
         self.path, self.dtype_name = path, check_dtype(dtype)
         self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
         self.clip_sequences, self.checkpoint_batches = clip_sequences, checkpoint_batches
+        self.outlier_shares = tuple(outlier_shares)
+        self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
+        self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
         # Checked here and not hours later, when the model is known: the rules need no real shape.
         ClipFactors(Shape(1, 1, 1, 32), self.bits, self.clip_factors, query_rows)
+        OutlierThresholds(Shape(1, 1, 1, 1), 0, self.outlier_shares)
+        ResidualBasis(Shape(1, 1, 1, 1), self.residual_bits, residual_rank, self.residual_forms)
         self.statistics = nn.ModuleDict()
         self.plan: dict[str, Any] = {}  # what the statistics depend on: a checkpoint is continued under no other
         self.progress: dict[str, Any] = {"stage": STAGES[0].name, "seen": 0, "finished": False}
@@ -95,8 +115,11 @@ class Calibration(LightningModule):
         self.statistics["channel_scale"] = ChannelScales(self.shape)
         self.statistics["balancer"] = Balancers(self.shape)
         self.statistics["query_energy"] = QueryEnergy(self.shape)
-        self.statistics["tails"] = Tails(self.shape, seed)
+        self.statistics["outlier_thresholds"] = OutlierThresholds(self.shape, seed, self.outlier_shares)
         self.statistics["clip"] = ClipFactors(self.shape, self.bits, self.clip_factors, self.query_rows)
+        self.statistics["residual_basis"] = ResidualBasis(
+            self.shape, self.residual_bits, self.residual_rank, self.residual_forms
+        )
         self.statistics["heldout"] = HeldoutError(self.shape, self.bits, self.query_rows)
 
     def begin(self, stage: Stage, seen: int = 0) -> None:

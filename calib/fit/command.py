@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from calib.capture.data import CaptureData
-from calib.fit.calibration import MEASURED, Calibration
+from calib.fit.calibration import Calibration
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
 from calib.fit.provenance import provenance, settings
@@ -52,7 +52,7 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     }
     run_stages(calibration, data, cli.stage_trainer, folder, plan, resume)
     metrics = fit_metrics(calibration)
-    tensors = calibration.tensors((*MEASURED, "clip"))
+    tensors = calibration.tensors(tuple(calibration.statistics))
     artifact = Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
     report(cli, artifact, metrics, output, calibration)
 

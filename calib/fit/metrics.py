@@ -6,7 +6,9 @@ from torch import Tensor
 
 from calib.fit.calibration import Calibration, named_errors
 from calib.statistics.heldout_error import HeldoutError
-from calib.statistics.tails import Tails
+from calib.statistics.outlier_thresholds import OutlierThresholds
+
+PERCENTILE = 0.999
 
 
 def fit_metrics(calibration: Calibration) -> dict[str, Any]:
@@ -17,19 +19,19 @@ def fit_metrics(calibration: Calibration) -> dict[str, Any]:
     error of the attention output on held-out text, `error_<bits>bit_<setting>` (settings in `heldout_error.py`).
     """
     ranges = calibration.tensors(("channel_range",))
-    tails, heldout = calibration.statistic("tails"), calibration.statistic("heldout")
-    assert isinstance(tails, Tails)
+    outliers, heldout = calibration.statistic("outlier_thresholds"), calibration.statistic("heldout")
+    assert isinstance(outliers, OutlierThresholds)
     assert isinstance(heldout, HeldoutError)
     errors = heldout.relative()
     layers = []
     for layer in range(calibration.shape.layers):
         row: dict[str, float] = {"layer": layer}
-        for stream, percentile in zip(("keys", "values"), tails.percentiles(layer), strict=True):
+        for stream, tokens in outliers.tokens(layer).items():
             low, high = ranges[f"{stream}.low"][layer], ranges[f"{stream}.high"][layer]
             row[f"{stream}_low"], row[f"{stream}_high"] = low.min().item(), high.max().item()
             row[f"{stream}_outlier"] = outlier_ratio(low, high)
             largest = max(-row[f"{stream}_low"], row[f"{stream}_high"])
-            row[f"{stream}_tail"] = largest / percentile if percentile > 0 else 1.0
+            row[f"{stream}_tail"] = tail_ratio(largest, tokens)
         layers.append(row | named_errors(errors[layer], calibration.bits))
     return {"layers": layers, "overall": named_errors(heldout.overall(), calibration.bits)}
 
@@ -39,3 +41,13 @@ def outlier_ratio(low: Tensor, high: Tensor) -> float:
     half = (high - low).flatten() / 2
     median = half.median().item()
     return half.max().item() / median if median > 0 else 1.0
+
+
+def tail_ratio(largest: float, tokens: Tensor) -> float:
+    """`largest` over the 99.9th percentile of |x| of all entries of a sample; 1 where that is 0 or nothing was seen."""
+    entries = tokens.abs().flatten()
+    if not len(entries):
+        return 1.0
+    # torch.quantile refuses more than 2^24 entries.
+    percentile = entries.kthvalue(max(1, round(PERCENTILE * len(entries)))).values.item()
+    return largest / percentile if percentile > 0 else 1.0

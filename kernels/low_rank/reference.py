@@ -8,15 +8,20 @@ segments of equal length: basis `[..., r D, S]`, coefficients `[..., r, T]`, T =
 import torch
 from torch import Tensor
 
+NARROW = 192  # channels: then R^T R costs less than three rounds of thin products (measured on two cores)
+
 
 def power_iteration(residual: Tensor, start: Tensor, loops: int) -> Tensor:
     """Orthonormal `[..., D, r]` near the r leading right singular vectors of `residual [..., T, D]`, from `start [..., D, r]`.
 
     Every loop multiplies by R^T R and orthonormalises. A residual of rank below r gets any basis of the rest.
     """
-    basis = start
+    basis, (tokens, width) = start, residual.shape[-2:]
+    # Thin products read R twice a round; R^T R, where it is small, then serves all rounds.
+    moments = residual.mT @ residual if tokens > width and width <= NARROW else None
     for _ in range(loops):
-        basis = torch.linalg.qr(residual.mT @ (residual @ basis)).Q
+        product = residual.mT @ (residual @ basis) if moments is None else moments @ basis
+        basis = torch.linalg.qr(product).Q
     return basis
 
 

@@ -71,6 +71,13 @@ def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy
         "keys.low", "keys.high", "values.low", "values.high", "values.scale", "keys.balancer", "queries.mean_square",
         "keys.clip.32x1", "keys.clip.1x*", "keys.clip.fixed",
         "values.clip.1x32", "values.clip.1x*", "values.clip.fixed", "values.clip.scaled.1x32",
+        "outliers.shares",
+        *(
+            f"{stream}.outliers.{part}.{end}"
+            for stream in ("keys", "values") for part in ("channel", "head", "layer") for end in ("low", "high")
+        ),
+        *(f"keys.residual.{form}.{bits}" for form in ("*x1", "64x1", "*x*", "1x16") for bits in (2, 4)),
+        *(f"values.residual.{form}.{bits}" for form in ("1x*", "*x*", "1x16") for bits in (2, 4)),
     }  # fmt: skip
     assert artifact.clip_bits == (2, 4)
     assert artifact.clip("keys", "32x1", 4).shape == (3, 2)
@@ -79,6 +86,11 @@ def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy
     assert provenance["data"]["name"] == "text.txt"
     assert provenance["data"]["tokens"] == 8 * 64
     assert provenance["config"]["model"] == "llama"
+    assert provenance["config"]["residual_bits"] == [2, 4]
+    assert provenance["config"]["residual_forms"] == {
+        "keys": ["*x1", "64x1", "*x*", "half"],
+        "values": ["1x*", "1x64", "*x*", "half"],
+    }
     assert str(toy) not in str(provenance)
     layers = provenance["metrics"]["layers"]
     assert [row["layer"] for row in layers] == [0, 1, 2]
@@ -129,6 +141,23 @@ def test_the_same_seed_gives_the_same_bytes_and_prints_a_table(toy, fitted, tmp_
 def test_another_seed_gives_other_bytes(toy, fitted, tmp_path):
     assert main(words(toy, "--seed_everything=1", "--trainer.logger=false")) == 0
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() != fitted.read_bytes()
+
+
+def test_residual_bases_are_those_that_are_asked_for(toy, fitted, tmp_path):
+    (tmp_path / "forms.yaml").write_text(
+        'model: {residual_bits: [3], residual_forms: {keys: ["*x1", 1x32], values: []}}'
+    )
+    assert main(words(toy, "--config=forms.yaml", "--trainer.logger=false")) == 0
+    some, whole = Artifact.load(tmp_path / "out/toy.calib.safetensors"), Artifact.load(fitted)
+    assert {name for name in some.tensors if ".residual." in name} == {"keys.residual.*x1.3", "keys.residual.1x*.3"}
+    assert some.provenance["config"]["residual_forms"] == {"keys": ["*x1", "1x32"], "values": []}
+    assert all(torch.equal(some.tensors[name], x) for name, x in whole.tensors.items() if ".residual." not in name)
+    saved = yaml.safe_load((tmp_path / "runs/toy/config.yaml").read_text())["model"]
+    assert (saved["residual_bits"], saved["residual_forms"]) == ([3], {"keys": ["*x1", "1x32"], "values": []})
+
+    assert main(words(toy, "--model.residual_forms={keys: [], values: []}", "--trainer.logger=false")) == 0
+    none = Artifact.load(tmp_path / "out/toy.calib.safetensors")
+    assert none.tensors.keys() == {name for name in whole.tensors if ".residual." not in name}
 
 
 class PowerCut(RuntimeError):
@@ -243,8 +272,8 @@ def test_two_processes_measure_what_one_does(toy, fitted, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     one, two = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
     for name, tensor in one.tensors.items():
-        if name == "queries.mean_square":  # a sum in another order, in float64
-            torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-6, atol=0)
+        if name == "queries.mean_square" or ".residual." in name:  # sums in another order, in float64
+            torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-6, atol=1e-6 if ".residual." in name else 0)
         else:
             assert torch.equal(two.tensors[name], tensor), name
     assert two.provenance["metrics"]["layers"][1]["keys_tail"] == one.provenance["metrics"]["layers"][1]["keys_tail"]

@@ -17,7 +17,6 @@ from calib.statistics.channel_scale import ChannelScales
 from calib.statistics.clip import ClipFactors
 from calib.statistics.contract import Shape, check_shape
 from calib.statistics.query_energy import QueryEnergy
-from calib.statistics.tails import Tails
 
 SIMPLE = {
     "channel_range": lambda: ChannelRanges(SHAPE),
@@ -116,17 +115,6 @@ def test_padding_never_counts(name):
     parts.observe(rows_of(one, slice(1, 2), slice(11, None)))
     for key, tensor in parts.tensors().items():
         torch.testing.assert_close(padded.tensors()[key], tensor, rtol=1e-6, atol=0)
-
-
-def test_tails_are_percentiles_of_real_tokens():
-    one = sample(batch=2, tokens=64, padding=(0, 20))
-    one.keys[1, :, :20] = 1e9
-    tails = Tails(SHAPE, seed=0)
-    tails.observe(one)
-    values = one.keys.transpose(1, 2)[one.mask].abs().flatten().double()  # 108 tokens: all are kept
-    expected = values.sort().values[round(0.999 * len(values)) - 1]
-    assert tails.percentiles(0)[0] == pytest.approx(expected.item())
-    assert tails.percentiles(1) == (0.0, 0.0)
 
 
 def test_refusals():

@@ -74,6 +74,8 @@ def odd_in_tiers(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
     its place where the tier keeps it, elsewhere by what it looks like.
     """
     store, held, at = layer.store, oracle.held_tokens(layer, row), 0
+    if store.plan.kinds < len(store.tiers):
+        return odd_in_segments(store, row, held, keys, values)
     whose, given = [], []
     for number, count in enumerate([*store.counts(row), store.rows.exact(row, keys.shape[2])]):
         part, is_window = slice(at, at + count), number == len(store.tiers)
@@ -93,6 +95,61 @@ def odd_in_tiers(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
         whose.append(owner)
         given.append(choices[0])
     return "a token is held twice" if any(map(repeated, torch.cat(whose, 1), zip(*given, strict=True))) else ""
+
+
+def odd_in_segments(store: Any, row: int, held: oracle.Held, keys: Tensor, values: Tensor) -> str:
+    """What of a row is not what its segments make of the tokens given: of each chunk the tokens that a tier holds, encoded
+    together once more. They are found by place or by what they look like; the last tier has those that no other has."""
+    tiering, prompt, length = store.plan.tiering, store.rows.prompt(row), keys.shape[2]
+    found, given = torch.cat([held.keys, held.values], 2), torch.cat([keys, values], 3)[0].double()
+    ends = store.counts(row)
+    used = [
+        sum(ends[:number]) for number in range(len(ends))
+    ]  # where each tier begins, and then how far it was checked
+    start = 0
+    while start < tiering.encoded(length, prompt):
+        chunk, owners = tiering.chunk_of(start, prompt), []
+        for number, count in enumerate(tiering.counts(len(chunk)), tiering.apart if start else 0):
+            part = slice(used[number], used[number] + count)
+            used[number] += count
+            if number % store.plan.kinds == store.plan.kinds - 1:  # who is nowhere else; few bits look like a neighbour
+                others = torch.cat([torch.zeros(store.heads, 0, dtype=torch.int64), *owners], 1) - chunk.start
+                mine = torch.ones(store.heads, len(chunk), dtype=torch.bool).scatter_(1, others, False)
+                if mine.sum() != mine.shape[0] * count:
+                    return f"the chunk at {chunk.start} holds a token twice"
+                owner = mine.nonzero()[:, 1].view(-1, count) + chunk.start
+            elif held.places is None:
+                distance = torch.cdist(found[:, part], given[:, chunk.start : chunk.stop])
+                owner = torch.stack([rising(own) for own in distance]) + chunk.start
+            else:
+                owner = held.places[:, part]
+            own = [x.gather(2, owner[None, ..., None].expand(-1, -1, -1, x.shape[3])) for x in (keys, values)]
+            if count:
+                expected = given_to(store, row, (number,), *own)
+                off = (found[:, part] - expected).abs().amax(2)
+                odd = (off > STORED * float(expected.abs().max())).nonzero().tolist()
+                if odd:
+                    return f"tier {number}: at (head, slot of the chunk at {start}) {odd} is none of the tokens given"
+            owners.append(owner)
+        start = chunk.stop
+    exact = length - start
+    window = given[:, length - exact :]
+    return "" if torch.equal(found[:, found.shape[1] - exact :], window) else "the window holds others than those given"
+
+
+def rising(distance: Tensor) -> Tensor:
+    """The least distant tokens of all in rising order, int64 `[n]`, for the slots of `distance [n, T]`: slots of a chunk hold
+    its tokens in their order, which tells apart tokens that look alike."""
+    best, choices = distance.new_zeros(distance.shape[1] + 1), []
+    for own in distance:
+        best, choice = torch.cummin(best[:-1] + own, 0)
+        best = torch.cat([best.new_full((1,), torch.inf), best])
+        choices.append(choice)
+    chosen, last = [], distance.shape[1] - 1
+    for choice in reversed(choices):
+        chosen.append(int(choice[last]))
+        last = chosen[-1] - 1
+    return torch.tensor(chosen[::-1], dtype=torch.int64)
 
 
 def repeated(owners: Tensor, given: tuple[Tensor, ...]) -> bool:

@@ -32,14 +32,14 @@ def model():
 
 WRONG_OPTIONS = [
     ("kivvi", {}, ["'kivvi'", "did you mean 'kivi'?"]),
-    ("zzz", {}, ["'zzz'", "full, h2o, kivi, mikv, oracle, rtn, streaming_llm, zipcache"]),
-    ("", {}, ["''", "full, h2o, kivi"]),
-    (None, {}, ["None", "full, h2o, kivi"]),
+    ("zzz", {}, ["'zzz'", "full, gear, gear_l, group_wise, h2o, kivi, mikv, oracle, outlier_reduced, rtn, streaming_llm, uniform, zipcache"]),
+    ("", {}, ["''", "full, gear, gear_l"]),
+    (None, {}, ["None", "full, gear, gear_l"]),
     (["kivi"], {}, ["['kivi']"]),
     ("kivi", {"bit": 2}, ["'bit'", "did you mean 'bits'?"]),
     ("kivi", {"window": 64}, ["'window'", "known: bits, group, residual, statistics, clip"]),
     ("rtn", {"group": 32}, ["'group'", "known: bits, statistics, clip"]),
-    ("full", {"bits": 4}, ["'bits'", "'full'", "none"]),
+    ("full", {"bits": 4}, ["'bits'", "'full'", "corrections"]),
     *(
         (method, {"bits": bits}, ["bits", "1 ... 8", repr(bits)])
         for method in ("kivi", "rtn")

@@ -40,7 +40,7 @@ def test_what_is_stored_is_what_plain_decoding_stores(model, case):
         at += kept
         sizes.append(kept)
         assert drafted.rows.lengths == [at] and drafted.get_seq_length() == at
-    forwards(plain, tokens, sizes if case.observes else [120] + [1] * (at - 120))
+    forwards(plain, tokens, sizes if case.by_forwards else [120] + [1] * (at - 120))
     assert not differing(stored(drafted, 0), stored(plain, 0), mass=0)
     assert drafted.memory().by_kind == plain.memory().by_kind
 

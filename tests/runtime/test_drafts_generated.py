@@ -85,7 +85,7 @@ def test_generation_with_drafts_stores_the_accepted_tokens_alone(model, case, wa
     assert 0 < replay.rejected < replay.drafted, "drafts must be both accepted and rejected"
     plain = case.open(model)
     plain.release()
-    if case.observes:
+    if case.by_forwards:
         forwards(plain, replay.tokens, replay.sizes)
     else:
         decoded(plain, replay.tokens, 200)

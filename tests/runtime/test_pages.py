@@ -10,7 +10,7 @@ from layer_walk import Tokens, differing, feed, slots_of, stored
 from tolerances import FLOAT32, STORED
 from toy_models import random_model
 
-from calib.runtime.pages import NOWHERE, PAGE_TOKENS, TIER_PAGE_TOKENS, PagePool, PageTable
+from calib.runtime.pages import NOWHERE, PAGE_TOKENS, PagePool, PageTable
 from calib.runtime.stages.contract import Field
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.store import TieredStore
@@ -231,7 +231,10 @@ def full_pages_of_prompt(cache, tier: int) -> int:
     """Pages of a table that a prompt of 300 tokens has filled for good."""
     if not isinstance(cache.rows, TieredRows):
         return cache.rows.packed(300) // PAGE_TOKENS
-    return 0 if cache.rows.tiering.rewritten(tier) else cache.rows.held(0, 300)[tier] // TIER_PAGE_TOKENS
+    if tier == cache.rows.stored:  # records
+        return 1
+    page = cache.rows.tables[tier].page_tokens
+    return 0 if cache.rows.tiering.rewritten(tier) else cache.rows.held(0, 300)[tier] // page
 
 
 def test_decoding_by_the_codec_and_by_the_oracle_agree(model):

@@ -55,9 +55,10 @@ def test_a_row_is_stored_alike_alone_in_a_batch_and_under_padding(case, dtype):
             assert bool(((output.float() - reference_output.float()).abs() <= 2 * close).all()), name
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.observes], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.by_forwards], ids=str)
 def test_a_row_is_stored_alike_however_its_tokens_arrive(model, case):
-    """Where attention decides, it does matter: tokens of one forward see each other as they came."""
+    """Where attention decides, it does matter: tokens of one forward see each other as they came. So it does where a
+    prompt is encoded as a whole."""
     tokens, length = Tokens.random(model, 300, seed=2), 300
     contents = []
     for cuts in ([300], [1, 299], [128, 128, 44], [97, 31, 172], [260] + [1] * 40, [1] * 300):
@@ -84,7 +85,7 @@ def test_rows_of_any_length_and_chunk_padding(model, case):
     for row, length in enumerate((200, 90)):
         alone, at = case.open(model), 0
         alone.release()
-        for stop in [stop[row] for stop in stops] if case.observes else [length]:
+        for stop in [stop[row] for stop in stops] if case.by_forwards else [length]:
             if stop > at:
                 feed(alone, [tokens[row][at:stop]])
             at = stop

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from calib.kernels.low_rank.reference import low_rank_mix, low_rank_scores, power_iteration
+from calib.kernels.low_rank.reference import NARROW, low_rank_mix, low_rank_scores, power_iteration
 from calib.runtime.draws import Draws
 from calib.runtime.stages.contract import Block, Field, Segment
 from calib.runtime.stages.halves import stored
 
-LOOPS = 3
+# Rounds of the power iteration: the paper's, and what costs no more where a segment is short or a matrix narrow. Three
+# leave blocks of 20 tokens up to 24 % above the least error, twelve 2 %.
+ROUNDS, CHEAP_ROUNDS = 3, 12
 FIXED = Draws(0, 0)
 
 
@@ -72,7 +74,8 @@ class LowRank:
         matrix = residual.transpose(1, 2).flatten(2)[:, None] if self.across_heads else residual
         start = self._start(matrix.shape[1], matrix.shape[3], self.of_segment(tokens, matrix.shape[3]), residual.device)
         # With the basis as it is stored the coefficients make up for its rounding.
-        basis = stored(power_iteration(matrix, start, LOOPS), wide)
+        rounds = CHEAP_ROUNDS if tokens <= matrix.shape[3] or matrix.shape[3] <= NARROW else ROUNDS
+        basis = stored(power_iteration(matrix, start, rounds), wide)
         vectors = basis.unflatten(2, (-1, channels))  # [1, 1 or heads, 1 or heads, D, r]: one of the two is 1
         by_head = vectors.flatten(1, 2) if self.across_heads else basis
         assert by_head.shape[1] == heads

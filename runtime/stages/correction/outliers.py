@@ -81,15 +81,14 @@ class Outliers:
         rows = self._rows(x)
         count, used, further = self.count(rows.shape[-1]), None, None
         if self.low is None or self.high is None:
-            places = extremes(rows, count)
+            places = extremes(rows.contiguous(), count)
             mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, places, True)
         else:
             low, high = (self._row_thresholds(part, x) for part in (self.low, self.high))
             places, used, further = first_beyond(rows, low, high, count)
-            # One slot more than the row is long takes the marks of unused slots.
-            marked = torch.where(used, places, rows.shape[-1])
-            mask = torch.zeros(*rows.shape[:-1], rows.shape[-1] + 1, dtype=torch.bool, device=x.device)
-            mask = mask.scatter_(-1, marked, True)[..., :-1]
+            # Unused slots point at the first entry and must not mark it.
+            marks = torch.zeros_like(rows, dtype=torch.uint8).scatter_add_(-1, places, used.to(torch.uint8))
+            mask = marks.view(torch.bool)
         return Found(places, used, mask, further)
 
     def filled(self, x: Tensor, found: Found) -> Tensor:
@@ -121,7 +120,7 @@ class Outliers:
     def decode(self, block: Block, like: Tensor) -> Tensor:
         """Distances where they belong, 0 elsewhere: float32 in the shape of `like [..., kv_heads, T, D]`."""
         heads, tokens, channels = like.shape[-3:]
-        tile = {name: part.reshape(-1, *part.shape[-3:]).mT for name, part in block.items()}
+        tile = {name: part.view(like.shape[:-3].numel(), *part.shape[-3:]).mT for name, part in block.items()}
         token, channel, delta = self._entries(tile, heads, tokens, channels)
         whole, places = delta.new_ones(len(delta), 1, 1), token * channels + channel % channels
         found = sparse_product(whole, torch.zeros_like(places), places, delta, heads * tokens * channels)
@@ -162,7 +161,7 @@ class Outliers:
     def _rows(self, x: Tensor) -> Tensor:
         """`x [1, kv_heads, T, D]` with what is ranked last."""
         if self.ranked == "tokens":
-            return x.mT.contiguous()
+            return x.mT
         if not self._across:
             return x
         merged = x.transpose(1, 2).flatten(2)[:, None]

@@ -1,0 +1,102 @@
+"""Where outliers begin, known before a prompt is read: GEAR's outliers (arXiv:2403.05527, eq. 4) found without ranking.
+
+Tensors, float32, n shares s: `outliers.shares` [n], and for keys (after RoPE) and values the quantiles s/2 (`low`) and
+1 - s/2 (`high`) of all entries of a channel, of a head and of a layer: `{stream}.outliers.channel.low`
+[layers, kv_heads, head_dim, n], `{stream}.outliers.head.low` [layers, kv_heads, n], `{stream}.outliers.layer.low`
+[layers, n], and the same with `high`.
+
+They are taken from a sample of tokens, which `fit/metrics.py` reads as well.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+
+from calib.capture.reservoir import Reservoir
+from calib.capture.sample import LayerSample
+from calib.errors import UsageError
+from calib.statistics.contract import Shape, Statistic
+
+TOKENS = 2048
+SHARES = (0.02, 0.05, 0.1)
+
+
+class OutlierThresholds(Statistic):
+    """Per layer, a `Reservoir` of tokens with their keys and values (all KV heads); thresholds are read off at the end.
+
+    Args:
+        shape: the model's sizes.
+        seed: of the sample.
+        shares: increasing shares of outliers, both ends together, each above 0 and below 1.
+    """
+
+    def __init__(self, shape: Shape, seed: int, shares: Sequence[float] = SHARES) -> None:
+        super().__init__()
+        stored = torch.tensor(shares, dtype=torch.float32)  # what must increase is what the artifact holds
+        if not len(shares) or not bool(((stored > 0) & (stored < 1)).all()) or not bool((stored.diff() > 0).all()):
+            raise UsageError(
+                f"model.outlier_shares={list(shares)}: increasing numbers above 0 and below 1, such as [0.02, 0.1]"
+            )
+        self.shares, self.heads, self.channels = tuple(shares), shape.kv_heads, shape.head_dim
+        width = 2 * shape.kv_heads * shape.head_dim
+        self.layers = nn.ModuleList(Reservoir(TOKENS, width, seed) for _ in range(shape.layers))
+
+    def observe(self, sample: LayerSample) -> None:
+        """Offers the layer's tokens; the same ones are kept in every layer."""
+        rows = torch.cat([x.transpose(1, 2)[sample.mask].flatten(1) for x in (sample.keys, sample.values)], -1)
+        self.layers[sample.layer].add(sample.index[sample.mask], rows)
+
+    def tokens(self, layer: int) -> dict[str, Tensor]:
+        """The layer's `keys` and `values` that were kept, each float32 `[tokens, kv_heads, head_dim]`, on the CPU."""
+        found = self.layers[layer].sample().cpu().unflatten(-1, (2, self.heads, self.channels))
+        return {"keys": found[:, 0], "values": found[:, 1]}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Shares and thresholds; 0 in layers that were not seen."""
+        by_layer: dict[str, list[Tensor]] = {}
+        for layer in range(len(self.layers)):
+            for stream, x in self.tokens(layer).items():
+                channels = x.permute(1, 2, 0)  # [kv_heads, head_dim, tokens]
+                for part, entries in (
+                    ("channel", channels),
+                    ("head", channels.flatten(1)),
+                    ("layer", channels.flatten()),
+                ):
+                    for end, threshold in zip(("low", "high"), thresholds(entries, self.shares), strict=True):
+                        by_layer.setdefault(f"{stream}.outliers.{part}.{end}", []).append(threshold)
+        return {"outliers.shares": torch.tensor(self.shares), **{name: torch.stack(x) for name, x in by_layer.items()}}
+
+    def merge(self, other: Statistic) -> None:
+        """Takes in the samples of another part of the corpus."""
+        assert isinstance(other, OutlierThresholds)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.merge(theirs)
+
+    def synchronise(self, device: torch.device) -> None:
+        """Merges the samples of all processes."""
+        for mine in self.layers:
+            gathered = {}
+            for name in ("priority", "rows"):
+                part = getattr(mine, name).to(device).contiguous()
+                gathered[name] = [torch.empty_like(part) for _ in range(distributed.get_world_size())]
+                distributed.all_gather(gathered[name], part)
+            # Every process merges them all in the same order, its own among them: into an empty reservoir.
+            whole = Reservoir(*mine.rows.shape, mine.seed).to(mine.rows.device)
+            for priority, rows in zip(gathered["priority"], gathered["rows"], strict=True):
+                whole.merge_rows(priority, rows)
+            mine.priority, mine.rows = whole.priority, whole.rows
+
+
+def thresholds(x: Tensor, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Quantiles s/2 and 1 - s/2 of each row of `x [..., N]`, two tensors `[..., len(shares)]`; 0 where N is 0.
+
+    They are entries of the row: floor(s N / 2) of N different ones lie below `low`, and as many above `high`.
+    """
+    entries = x.shape[-1]
+    if not entries:
+        return (x.new_zeros(*x.shape[:-1], len(shares)),) * 2
+    places = torch.tensor([math.floor(share * entries / 2) for share in shares])
+    ordered = x.sort(-1).values  # torch.quantile refuses more than 2^24 entries
+    return ordered[..., places], ordered[..., entries - 1 - places]

@@ -1,0 +1,134 @@
+"""GEAR and what it is without some of its parts against the equations in float64, forward by forward."""
+
+from typing import Any
+
+import pytest
+import torch
+from gear.scenarios import WALKS, Scenario, walk_beside
+
+BF16 = torch.bfloat16
+
+
+def gear(walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, data: str = "random", **options: Any):
+    return Scenario("gear", options, walk, gqa, dtype, data)
+
+
+def preset(method: str, walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, **options: Any):
+    return Scenario(method, options, walk, gqa, dtype)
+
+
+KIVI, CHANNEL, UNIFORM, PAPER = (
+    {"backbone": "kivi"},
+    {"backbone": "channel"},
+    {"backbone": "uniform"},
+    {"variant": "paper"},
+)
+SCENARIOS = [
+    gear(),
+    gear(gqa=1, bits=2),
+    gear(gqa=4, bits=3, per_head=True),
+    gear("short prompt"),
+    gear("short prompt", gqa=1, per_head=True, bits=2),
+    gear("just a block", gqa=4),
+    gear("turns"),
+    gear("turns", gqa=4, rank=7, decode_rank=3),
+    gear("turns", outliers=0.1, block=10),
+    gear("from one", gqa=1),
+    gear("pages"),
+    gear("turns", bits=8),
+    gear("turns", rank=40, decode_rank=40),  # more than there are channels, or tokens of a block
+    gear("turns", rank=0.1, decode_rank=0.1),
+    gear("turns", rank=0),
+    gear("turns", decode_rank=0),
+    gear("turns", dtype=BF16),
+    gear("short prompt", gqa=4, dtype=BF16, bits=2),
+    gear("steps", gqa=1, dtype=BF16, per_head=True),
+    gear("turns", **CHANNEL),
+    gear("steps", gqa=1, dtype=BF16, bits=2, **CHANNEL),
+    gear("turns", **UNIFORM),
+    gear("short prompt", gqa=4, bits=2, **UNIFORM),
+    gear("blocks", **KIVI),
+    gear("short of 64", gqa=1, **KIVI),
+    gear("short of 64", gqa=4, bits=4, per_head=True, **KIVI),
+    gear("thirty-two", block=32, group=32, **KIVI),
+    gear("thirty-two", gqa=4, block=32, group=16, **KIVI),
+    gear("blocks", gqa=4, dtype=BF16, **KIVI),
+    gear(**PAPER),
+    gear("turns", gqa=1, **PAPER),
+    gear("turns", rank=0.05, decode_rank=0.1, **PAPER),
+    gear("short prompt", gqa=4, bits=2, **PAPER),
+    gear("turns", dtype=BF16, **PAPER),
+    gear("turns", gqa=4, rank=4, decode_rank=2, backbone="kcvt", **PAPER),
+    gear("blocks", **KIVI, **PAPER),
+    gear("pages", gqa=1, **PAPER),
+    *(gear("turns", data=data) for data in ("coherent", "dead", "constant", "outlying")),
+    *(gear("turns", dtype=BF16, data=data) for data in ("dead", "outlying")),
+    *(gear("turns", data=data, **PAPER) for data in ("coherent", "dead", "constant", "outlying")),
+    *(gear("blocks", data=data, **KIVI) for data in ("dead", "constant")),
+    gear("steps", data="outlying", bits=2, **CHANNEL),
+    gear("turns", data="huge"),
+    gear("turns", data="huge", **PAPER),
+    gear("turns", seed=2**32 + 5),
+    gear("turns", statistics="calibrated"),
+    gear("turns", gqa=1, per_head=True, statistics="calibrated", outliers=0.1),
+    gear("turns", gqa=4, rank=3, statistics="calibrated", **PAPER),
+    gear("short prompt", dtype=BF16, statistics="calibrated", **CHANNEL),
+    gear("blocks", statistics="calibrated", **KIVI),
+    gear("turns", gqa=4, bits=2, statistics="calibrated", rank=2, **UNIFORM),
+    *(gear("turns", data=data) for data in ("zero", "same")),
+    gear("turns", data="zero", **PAPER),
+    gear("from one", block=1),
+    gear("short prompt", block=3, outliers=1.0),
+    gear("turns", rank=0.29),
+    gear("turns", statistics="calibrated", outliers=0.0),
+    preset("gear_l"),
+    preset("gear_l", "turns", gqa=4, bits=2),
+    preset("gear_l", "short of 64", gqa=1, backbone="kivi"),
+    preset("gear_l", "turns", dtype=BF16),
+    preset("uniform"),
+    preset("uniform", "turns", gqa=1, bits=2),
+    preset("uniform", "short prompt", dtype=BF16, bits=8),
+    preset("group_wise"),
+    preset("group_wise", "turns", gqa=4, bits=2),
+    preset("group_wise", "short prompt", gqa=1, dtype=BF16),
+    preset("outlier_reduced"),
+    preset("outlier_reduced", "turns", gqa=4, bits=2),
+    preset("outlier_reduced", "short prompt", gqa=1, outliers=0.1),
+    preset("outlier_reduced", "turns", dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_row_does_what_the_equations_say(scenario):
+    sizes = WALKS[scenario.walk]
+    walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])
+
+
+# What each row brings to a forward: prompts of several blocks and of less than one, rows that begin later (among padding,
+# and beside rows that bring as much to what they hold), turns of any size.
+ROUNDS = [
+    [130, 12, 77, 0, 0],
+    [1, 1, 1, 40, 0],
+    [36] * 5,
+    [3, 0, 40, 1, 2],
+    *[[1] * 5] * 25,
+    [2, 33, 0, 70, 20],
+    *[[1] * 5] * 5,
+]
+BATCH = [
+    gear(),
+    gear(bits=2, gqa=4, per_head=True),
+    gear(dtype=BF16),
+    gear(**KIVI),
+    gear(gqa=1, **PAPER),
+    preset("gear_l", gqa=1),
+    preset("uniform"),
+    preset("group_wise", dtype=BF16),
+    preset("outlier_reduced", gqa=4),
+]
+
+
+@pytest.mark.parametrize("scenario", BATCH, ids=str)
+def test_rows_of_a_ragged_batch(scenario):
+    rows = [scenario.tokens(column, row) for row, column in enumerate(zip(*ROUNDS, strict=True))]
+    walk_beside(scenario, ROUNDS, rows)

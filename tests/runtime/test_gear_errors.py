@@ -1,0 +1,88 @@
+"""What each part of GEAR is worth on keys and values like a trained model's: the order of errors, and L beside its optimum."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gear.oracle import Spec
+from gear.samples import real_like, spans
+from layer_walk import Tokens, feed
+from toy_models import random_model
+
+from calib.runtime import compress
+
+HEADS, CHANNELS = 2, 64
+SEEDS = range(20)
+
+
+def held(options: dict[str, Any], keys: np.ndarray, values: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """x^ of both streams `[kv_heads, encoded, D]` after tokens `[kv_heads, n, D]` came in forwards of these sizes."""
+    model = random_model("llama-64", num_hidden_layers=1)
+    cache, at = compress(model, "gear", **options), 0
+    cache.release()
+    streams = [torch.from_numpy(part)[None] for part in (keys, values)]
+    for size in sizes:
+        new = [part[:, :, at : at + size] for part in streams]
+        feed(cache, [Tokens(torch.zeros_like(new[0]), *new)])
+        at += size
+    return [torch.cat(part, 1).double().numpy() for part in zip(*cache.compressed[0].store.decoded(0), strict=True)]
+
+
+def sample(seed: int, tokens: int) -> list[np.ndarray]:
+    return [real_like((HEADS, tokens, CHANNELS), 2 * seed + stream) for stream in range(2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"per_head": True}, {"bits": 2}, {"backbone": "channel"}, {"backbone": "kivi"}, {"variant": "paper"}],
+    ids=str,
+)
+def test_outliers_lower_the_error_and_low_rank_lowers_it_further(options):
+    """Relative Frobenius error of x^, prompts of 200 ... 1000 tokens and blocks behind them, on every seed."""
+    for seed in SEEDS:
+        sizes = [200 + 40 * seed, 128]
+        tokens, errors = sample(seed, sum(sizes)), []
+        for parts in ({"outliers": 0.0, "rank": 0}, {"rank": 0}, {}):
+            found = held(options | parts, *tokens, sizes)
+            pairs = [(x[:, : y.shape[1]], y) for x, y in zip(tokens, found, strict=True)]
+            errors.append([np.linalg.norm(x - y) / np.linalg.norm(x) for x, y in pairs])
+        for stream, (quantised, outliers, full) in enumerate(zip(*errors, strict=True)):
+            assert quantised > outliers > full > 0, (seed, stream, errors)
+
+
+def excess(options: dict[str, Any], seed: int, sizes: list[int]) -> tuple[list[float], list[float]]:
+    """||R - L|| over that of the best matrix of L's rank, for both streams: of the first segment, of later ones."""
+    tokens, spec = sample(seed, sum(sizes)), Spec.of("gear", outliers=0.0, **options)
+    plain = held({"outliers": 0.0, "rank": 0} | options | {"rank": 0, "decode_rank": 0}, *tokens, sizes)
+    full, found = held({"outliers": 0.0} | options, *tokens, sizes), ([], [])
+    for x, backbone, both in zip(tokens, plain, full, strict=True):
+        for number, (start, stop) in enumerate(spans(sizes, spec)):
+            residual, low_rank = (part[:, start:stop] - backbone[:, start:stop] for part in (x, both))
+            if spec.variant == "paper":
+                residual, low_rank = (
+                    part.transpose(1, 0, 2).reshape(1, stop - start, -1) for part in (residual, low_rank)
+                )
+            rank = spec.decode_rank if number else spec.rank
+            if isinstance(rank, float):
+                rank = max(1, int(rank * min(residual.shape[1:])))
+            left = np.linalg.svd(residual, compute_uv=False)[:, rank:]
+            found[number > 0].append(np.linalg.norm(residual - low_rank) / np.linalg.norm(left))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 2}, {"backbone": "kivi"}, {"variant": "paper"}], ids=str)
+def test_low_rank_is_near_its_optimum_and_never_below(options):
+    """Prompts of 200 ... 1000 tokens within 5 % on every seed, blocks in the mean (1.005 to 1.015).
+
+    A direction that the start hardly has in it is not found in three rounds: of segments of 20 tokens with 64 channels one to
+    four in a hundred are more than 5 % above their optimum, by up to 9 % here.
+    """
+    later = []
+    for seed in SEEDS:
+        first, blocks = excess(options, seed, [200 + 40 * seed, 128])
+        assert all(1 - 1e-6 <= ratio <= 1.05 for ratio in first), (seed, first)
+        assert all(ratio >= 1 - 1e-6 for ratio in blocks), (seed, blocks)
+        later += blocks
+    assert len(later) >= 2 * len(SEEDS)
+    assert np.mean(later) <= 1.05
