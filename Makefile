@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit test test-all test-oldest contract lint tables importance bench clean
+.PHONY: fit test test-all test-oldest contract lint tables importance gear-table bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -34,6 +34,17 @@ importance: .venv/dev.stamp  ## what importance is worth: the table of docs/resu
 	cp runs/eval/importance/report.md docs/results/importance/table.md
 	cp runs/eval/importance/results.json benchmarks/results/importance.json
 	$(BIN)/python benchmarks/salient_answers.py --write
+
+# The tasks are the last entry of the file, so that TEXT is one more.
+gear-table: .venv/dev.stamp fit  ## GEAR's table of docs/results/gear, a quarter of an hour; TEXT=FILE adds its perplexity
+	mkdir -p runs/eval
+	cp configs/eval/gear.yaml runs/eval/gear.yaml
+	[ -z "$(TEXT)" ] || echo '  - {task: perplexity, title: "$(notdir $(TEXT))", text: "$(TEXT)", natural_spacing: true, tokens: 12800}' \
+		>> runs/eval/gear.yaml
+	$(BIN)/calib eval --config runs/eval/gear.yaml --output runs/eval/gear
+	cp runs/eval/gear/report.md docs/results/gear/table.md
+	cp runs/eval/gear/results.json benchmarks/results/gear.json
+	$(BIN)/python benchmarks/gear_errors.py --write
 
 bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache, and what a method adds to a prefill
 	$(BIN)/python benchmarks/decode_cpu.py --write

@@ -143,12 +143,14 @@ class CompressedCache(Cache):
         """What the cache weighs now; `predicted_bytes` comes from shapes, `measured_bytes` from the tensors' storage."""
         kinds = Counter(dict.fromkeys(KINDS, 0))
         values = marginal = 0.0
+        further = 0
         for layer in self.compressed:
             kinds["tables"] += sum(table.numel() * table.element_size() for table in layer.plan.tables())
             if layer.store is not None:
                 weight = layer.store.footprint()
                 kinds.update(weight.kinds)
                 marginal, values = marginal + weight.marginal, values + weight.values
+                further += layer.store.further()
         kinds["tables"] += sum(table.predicted_bytes() for table in self.rows.tables)
         rotation = self.compressed[0].place.rotation  # shared by all layers
         kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
@@ -168,6 +170,7 @@ class CompressedCache(Cache):
             marginal_bits=8 * marginal / values if values else 0.0,
             compressed_layers=len(self.compressed),
             layers=len(self.layers),
+            further=further,
         )
 
 

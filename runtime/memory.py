@@ -32,6 +32,7 @@ class Memory:
         marginal_bits: bits for each key or value element of one more token, pages and parameters.
         compressed_layers: attention layers that are compressed; the others slide and stay as the model made them.
         layers: attention layers in all.
+        further: entries beyond an artifact's outlier thresholds for which no slot was left: they are quantised like others.
     """
 
     predicted_bytes: int
@@ -42,6 +43,7 @@ class Memory:
     marginal_bits: float
     compressed_layers: int
     layers: int
+    further: int = 0
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind.items() if size)
@@ -49,6 +51,7 @@ class Memory:
             f"{self.measured_bytes:,} bytes measured ({self.predicted_bytes:,} predicted), {self.bits_per_value:.2f} bits "
             f"per value ({self.bits_per_value / 0.16:.1f} % of 16), {self.marginal_bits:.2f} for one more token [{kinds}]"
             f"{'' if self.compressed_layers == self.layers else self._share()}"
+            f"{f'; {self.further:,} outliers found no slot' if self.further else ''}"
         )
 
     def _share(self) -> str:

@@ -2,20 +2,16 @@
 
 A page is `PAGE_TOKENS` token slots of one layer, for all its KV heads: token t of a row lies in the row's page
 t // PAGE_TOKENS, slot t % PAGE_TOKENS, in the fields of both streams. All layers of a cache encode in step, so one
-`PageTable` (row -> page numbers) serves every layer's `PagePool` (page number -> tensors). Rows may share a page (beams);
-whoever writes to a shared page gets a copy of its own first. Where every layer slides, pages that the window has left
-behind are given back.
+`PageTable` (row -> page numbers) serves every layer's `PagePool` (page number -> tensors, `pool.py`). Rows may share a page
+(beams); whoever writes to a shared page gets a copy of its own first. Where every layer slides, pages that the window has
+left behind are given back.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from calib.runtime.stages.contract import Block, Field
 
 PAGE_TOKENS = 128
 
@@ -172,141 +168,6 @@ class PageTable:
     def _changed(self) -> None:
         self._tensors.clear()
         self._selected.clear()
-
-
-class PagePool:
-    """One layer's pages: for each field of a stream a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]`, where
-    heads share it `[pages, 1, ...]`. What a whole segment shares is one row of its page: a page is then no more than a segment.
-    """
-
-    def __init__(
-        self, fields: dict[str, Field], kv_heads: int, device: torch.device, page_tokens: int = PAGE_TOKENS
-    ) -> None:
-        self.page_tokens, self.kv_heads, self.device = page_tokens, kv_heads, device
-        self.capacity = 0
-        self.fields: dict[str, Field] = {}
-        self.tensors: dict[str, Tensor] = {}
-        self.fit(fields)
-
-    def fit(self, fields: dict[str, Field]) -> None:
-        """Makes room for the same fields with wider rows or larger indices; what is there stays, followed by zeros."""
-        for name, field in fields.items():
-            if field == self.fields.get(name):
-                continue
-            rows, heads = self.page_tokens // self.rows_of(field), 1 if field.shared else self.kv_heads
-            new = torch.zeros(self.capacity, heads, rows, field.width, dtype=field.dtype, device=self.device)
-            if name in self.tensors and self.capacity:
-                old = self.tensors[name]
-                # Indices in 16 bits have no sign.
-                old = old.int() & 0xFFFF if (old.dtype, field.dtype) == (torch.int16, torch.int32) else old
-                new[..., : old.shape[-1]] = old
-            self.tensors[name] = new
-        self.fields = fields
-
-    def rows_of(self, field: Field) -> int:
-        """Tokens of a row of `field`."""
-        return field.tokens_per_row or self.page_tokens
-
-    def grow(self, capacity: int) -> None:
-        """Makes room for `capacity` pages. New pages are zero: a slot nobody wrote must still be finite."""
-        if capacity == self.capacity:
-            return
-        for name, old in self.tensors.items():
-            new = old.new_zeros(capacity, *old.shape[1:])
-            new[: self.capacity] = old
-            self.tensors[name] = new
-        self.capacity = capacity
-
-    def to(self, device: torch.device) -> None:
-        """Moves every page."""
-        self.device = device
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-
-    def bytes_by_kind(self, capacity: int) -> Counter[str]:
-        """Bytes of so many pages, from shapes."""
-        found: Counter[str] = Counter()
-        for field in self.fields.values():
-            found[field.kind] += capacity * (self.page_tokens // self.rows_of(field)) * field.row_bytes(self.kv_heads)
-        return found
-
-    def bytes_per_token(self) -> float:
-        """Bytes of one more token, for all KV heads."""
-        return sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in self.fields.values())
-
-    def keep(self, pages: list[int]) -> None:
-        """Keeps these pages alone, in this order."""
-        for name, tensor in self.tensors.items():
-            self.tensors[name] = tensor[upload(pages, torch.int64, tensor.device)]
-        self.capacity = len(pages)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole pages, (from, to) each."""
-        for tensor in self.tensors.values():
-            for source, target in pairs:
-                tensor[target] = tensor[source]
-
-    def read(self, pages: Pages, part: str = "") -> Block:
-        """Pages by number -> tile of fields `[rows, kv_heads, width, n * page_tokens / tokens_per_row]`, still packed.
-
-        `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy. Of a
-        pool that holds several parts ("keys.words") only the fields of `part` ("keys.") are read, under their own names.
-        """
-        tile = {}
-        for full_name, tensor in self.tensors.items():
-            if not full_name.startswith(part):
-                continue
-            name = full_name.removeprefix(part)
-            block = (
-                tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[pages]
-            )  # [rows, n, heads, slots, w]
-            if self.fields[full_name].kind == "exact":
-                # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
-                tile[name] = block.transpose(1, 2).flatten(2, 3).mT
-            else:
-                tile[name] = block.permute(0, 2, 4, 1, 3).flatten(3)
-        return tile
-
-    def write_run(self, pages: list[int], start: int, block: Block) -> None:
-        """Writes a row's consecutive tokens, the first at token `start` of the row whose page numbers are `pages`.
-
-        `block` fields are `[kv_heads, tokens / tokens_per_row, width or less]`; others than the pool's are left alone.
-        """
-        for name, field in self.fields.items():
-            target = self.tensors[name]
-            source = block[name].to(target.dtype)  # exact tokens come in float32, indices in int32
-            source = F.pad(source, (0, target.shape[-1] - source.shape[-1]))  # a segment that is not the longest
-            row_tokens = self.rows_of(field)
-            page_rows = self.page_tokens // row_tokens
-            at, done, total = start // row_tokens, 0, source.shape[-2]
-            while done < total:
-                page, slot = divmod(at + done, page_rows)
-                count = min(page_rows - slot, total - done)
-                whole = (total - done) // page_rows
-                if whole > 1 and slot == 0:
-                    count = whole * page_rows
-                    parts = source[:, done : done + count].unflatten(1, (whole, page_rows)).transpose(0, 1)
-                    target[upload(pages[page : page + whole], torch.int64, target.device)] = parts
-                else:
-                    target[pages[page], :, slot : slot + count] = source[:, done : done + count]
-                done += count
-
-    def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
-        """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`.
-
-        Slots that differ by head, and their pages, are int64 `[n, kv_heads]`.
-        """
-        for name, tensor in self.tensors.items():
-            if slots.ndim == 2:
-                tensor[pages, self._heads(tensor), slots] = block[name][:, :, 0].to(tensor.dtype)
-            else:
-                tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)
-
-    def read_tokens(self, pages: Tensor, slots: Tensor) -> Block:
-        """One token for each of n rows and each head: page number and slot int64 `[n, kv_heads]` -> `[n, kv_heads, 1, width]`."""
-        return {name: tensor[pages, self._heads(tensor), slots][:, :, None] for name, tensor in self.tensors.items()}
-
-    def _heads(self, tensor: Tensor) -> Tensor:
-        return torch.arange(self.kv_heads, device=tensor.device)
 
 
 def upload(

@@ -91,6 +91,10 @@ class Store(Protocol):
         """What this layer weighs, from shapes alone."""
         ...
 
+    def further(self) -> int:
+        """Outliers beyond calibrated thresholds that found no slot so far (waits for the device)."""
+        ...
+
 
 class Plan(Protocol):
     """Stages of one layer; frozen."""

@@ -51,6 +51,12 @@ class Case:
         return self.observes or self.method in ("gear", "gear_l", "uniform", "group_wise", "outlier_reduced")
 
     @property
+    def joins_heads(self) -> bool:
+        """Whether a token's heads share a range, a ranking or factors, as GEAR's own forms have it."""
+        family = self.method in ("gear", "gear_l", "uniform", "outlier_reduced")
+        return family and not self.options.get("per_head")
+
+    @property
     def relocates(self) -> bool:
         """Whether some tokens are met at other positions than their own."""
         return self.method == "streaming_llm" and self.options.get("positions", "cache") == "cache"

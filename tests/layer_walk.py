@@ -10,7 +10,8 @@ from torch import Tensor
 from calib.runtime.cache import CompressedCache
 from calib.runtime.logits import Logits
 from calib.runtime.ordered.store import OrderedStore
-from calib.runtime.pages import PagePool, PageTable
+from calib.runtime.pages import PageTable
+from calib.runtime.pool import PagePool
 from calib.runtime.tiered.store import TieredStore
 
 
@@ -115,7 +116,8 @@ def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
     for number, (tier, table) in enumerate(zip(store.tiers, store.rows.tables, strict=False)):
         for name, tensor in tier.pool.tensors.items():
             rows = -(-held[number] // tier.pool.rows_of(tier.pool.fields[name]))
-            yield f"tier {number}.{name}", slots_of(tensor, table, row)[:, :rows]
+            slots = slots_of(tensor, table, row)[:, :rows]
+            yield f"tier {number}.{name}", trimmed(slots) if name.endswith("coefficients") else slots
         if tier.records is not None:
             for name, tensor in tier.records.tensors.items():
                 yield f"record {number}.{name}", trimmed(slots_of(tensor, store.rows.records, row))
@@ -129,10 +131,10 @@ def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
                 yield f"{role} {name} {number}", tensor[row]
 
 
-def trimmed(record: Tensor) -> Tensor:
-    """A record without the zeros behind it: beside a row with a longer prompt there are more."""
-    used = record.ne(0).any(1).any(0).nonzero()
-    return record[..., : int(used[-1]) + 1 if len(used) else 0]
+def trimmed(numbers: Tensor) -> Tensor:
+    """Numbers of a segment without the zeros behind them: beside a row with a longer prompt there are more."""
+    used = numbers.ne(0).any(1).any(0).nonzero()
+    return numbers[..., : int(used[-1]) + 1 if len(used) else 0]
 
 
 def pools_of(store: OrderedStore | TieredStore) -> list[list[PagePool]]:

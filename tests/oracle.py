@@ -18,8 +18,8 @@ from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
 from calib.runtime.stages.codec import Codec, Corrected, Exact
 from calib.runtime.stages.transform import Balancer, ChannelRange, ChannelScale, Identity
+from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.store import TieredStore
-from calib.runtime.tiered.tier import RowTransform
 
 # Stands for tokens that a sliding window left behind: who attends to it is found out at once.
 GARBAGE = 1e3

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from calib.errors import UsageError
 
 def run(argv: Sequence[str]) -> int:
     """Generates twice and prints both continuations and both memories."""
-    from calib.runtime.methods import METHODS, build, method_class
+    from calib.runtime.methods import METHODS, build, options_of
 
     parser = Parser(
         prog="calib generate",
@@ -44,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     asked, rest = parser.parse_known_args(argv)
     name, options = read_method(asked.method)
     with as_usage():
-        known = {option.name for option in fields(method_class(name))}
+        known = set(options_of(name))
         options |= read_options(rest, known, name)
         build(name, options)
     if asked.max_new_tokens < 1:

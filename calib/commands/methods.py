@@ -15,7 +15,11 @@ def run(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
 
     from calib.runtime.methods import METHODS, method_class
+    from calib.runtime.methods.corrections import Corrections
 
+    if asked.name == "corrections":
+        print(f"corrections: {inspect.getdoc(Corrections)}")
+        return 0
     if asked.name:
         try:
             chosen = method_class(asked.name)
@@ -27,4 +31,5 @@ def run(argv: Sequence[str]) -> int:
     for name, chosen in METHODS.items():
         options = ", ".join(f"{option.name}={option.default!r}" for option in fields(chosen)) or "no options"
         print(f"{name:<{width}}  {(inspect.getdoc(chosen) or '').splitlines()[0]}\n{'':<{width}}  {options}")
+    print("Every method but GEAR's own takes corrections={...} besides: `calib methods corrections`.")
     return 0

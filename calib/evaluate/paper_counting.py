@@ -1,8 +1,8 @@
 """Sizes as the papers count them, which leave out what a cache holds besides: positions, pages, the exact window.
 
 They are printed only under the label `paper counting`, beside the true bits. ZipCache: arXiv:2405.14256. MiKV:
-arXiv:2402.18096. Widths: `width` is the channels of all KV heads of a layer (hd in ZipCache's formulas), `batch` its b,
-`length` its l. Formulas count 16-bit parameters.
+arXiv:2402.18096. GEAR: arXiv:2403.05527. Widths: `width` is the channels of all KV heads of a layer (hd in ZipCache's
+formulas, d in GEAR's), `batch` ZipCache's b, `length` the tokens (l, n). Formulas count 16-bit parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,8 @@ from typing import Any
 
 ZIPCACHE_BATCH = 8  # of appendix A and of every ratio the paper prints
 ZIPCACHE_TIER_PARAMETERS = 3  # numbers a channel: scale and zero point of the keys, channel scale of the values
+GEAR_OUTLIER_NUMBERS = 3  # 16-bit numbers an outlier: its value and two indices
+GEAR_METHODS = ("gear", "gear_l", "group_wise", "outlier_reduced", "uniform")
 
 
 def group_ratio(bits: float, group: int) -> float:
@@ -62,14 +64,43 @@ def mikv_size(ratio: float, important: int, retained: int, group: int) -> float:
     return ratio * important / 16 + (1 - ratio) * retained / 16 + quantised * 2 / group
 
 
+def gear_ratio(bits: int, outliers: float, rank: float | int, width: int, length: float) -> float:
+    """16-bit size / size of GEAR and its baselines: 1 / (b/16 + 3 s + rho (n + d) / max(n, d)) for n tokens, d channels.
+
+    rank: a float is rho, the share of min(n, d), whose factors hold r (n + d) numbers of n d; an int is r itself. With
+    rank 0 it is the formula of outlier-reduced quantisation (2.50 at s = 5 %), with s = 0 as well the 4 of the paper's
+    uniform and group-wise rows at 4 bits. Scales and zero points are not counted, nor is the buffer. The printed 2.63
+    (rho 5 %) and 3 (2 %) belong to n about 0.4 d, which the paper does not state.
+    """
+    factors = rank * min(length, width) if isinstance(rank, float) else min(rank, length, width)
+    low_rank = factors * (length + width) / (length * width)
+    return 1 / (bits / 16 + GEAR_OUTLIER_NUMBERS * outliers + low_rank)
+
+
+def gear_bits(options: Mapping[str, Any], width: int, length: float) -> float | None:
+    """Bits a value by `gear_ratio`: of the paper's form and, where nothing is kept besides codes, of its baselines.
+
+    None for the released form and other backbones' corrections: the paper has no formula for them.
+    """
+    bits, outliers, rank = options["bits"] or 4, options["outliers"], options["rank"]
+    if options["variant"] == "paper" and options["backbone"] in (None, "uniform"):
+        return 16 / gear_ratio(bits, outliers, 0.02 if rank is None else rank, width, length)
+    codes_alone = outliers == 0 and rank == 0 and not options["decode_rank"]
+    return float(bits) if codes_alone and options["backbone"] in ("uniform", "channel") else None
+
+
 def counted_bits(
     method: str, options: Mapping[str, Any], head_dim: int, width: int, prompt: float, length: float
 ) -> float | None:
     """Bits a value as the method's paper counts them; None where its paper gives no formula.
 
     options: all of the method's. prompt: tokens that fix its budgets; length: tokens in the cache. Eviction is counted as
-    MiKV's table 1 does: what is kept, in 16 bits.
+    MiKV's table 1 does: what is kept, in 16 bits. Corrections over another method are counted by no paper.
     """
+    if options.get("corrections"):
+        return None
+    if method in GEAR_METHODS:
+        return gear_bits(options, width, length)
     if method == "zipcache":
         ratio = options["ratio"]
         tiers = [(bits, share) for bits, share in options["tiers"]]

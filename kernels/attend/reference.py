@@ -22,6 +22,8 @@ def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) 
     codes = unpack_columns(words, bits, channels).float()
     scale, zero = parameters.float().chunk(2, -2)
     columns, blocks = scale.shape[-2:]
+    if columns == channels and blocks == 1:  # the query has fewer rows than the tile has tokens
+        return (query * scale.mT) @ codes + query @ zero
     if columns == channels:  # g_c = 1
         codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
         scores = query @ codes
@@ -39,6 +41,8 @@ def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, c
     codes = unpack_columns(words, bits, channels).float()
     scale, zero = parameters.float().chunk(2, -2)
     columns, blocks = scale.shape[-2:]
+    if columns == channels and blocks == 1:
+        return (weights @ codes.mT) * scale.mT + weights.sum(-1, keepdim=True) * zero.mT
     if columns == channels:  # g_c = 1
         codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
         return weights @ codes.mT + weights.unflatten(-1, (blocks, tokens // blocks)).sum(-1) @ zero.mT

@@ -57,11 +57,13 @@ def first_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tens
 
 def run_counts(marked: Tensor) -> Tensor:
     """How many of each `RUN` neighbours are marked: bool `[..., N]` -> `[..., N / RUN]`; eight bytes are added as one word."""
-    if marked.is_contiguous():
-        return (marked.view(torch.int64) * 0x0101010101010101) >> 56  # a word's highest byte gathers the sum of all
+    if marked.is_contiguous():  # a word's highest byte gathers the sum of all
+        words = marked.flatten().view(torch.int64).view(*marked.shape[:-1], -1)
+        return (words * 0x0101010101010101) >> 56
     across = marked.mT
     if across.is_contiguous() and across.shape[-1] % RUN == 0:
-        return across.view(torch.int64).unflatten(-2, (-1, RUN)).sum(-2).view(torch.uint8).mT
+        words = across.flatten().view(torch.int64).view(*across.shape[:-1], -1)
+        return words.unflatten(-2, (-1, RUN)).sum(-2).view(torch.uint8).mT
     return marked.unflatten(-1, (-1, RUN)).sum(-1)
 
 

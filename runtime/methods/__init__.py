@@ -33,7 +33,7 @@ METHODS: dict[str, type[Any]] = {
     "zipcache": ZipCache,
 }
 
-__all__ = ["METHODS", "Geometry", "Method", "build", "method_class"]
+__all__ = ["METHODS", "Geometry", "Method", "build", "method_class", "options_of"]
 
 
 def method_class(name: str) -> type[Any]:
@@ -43,22 +43,27 @@ def method_class(name: str) -> type[Any]:
     return METHODS[name]
 
 
+def options_of(name: str) -> list[str]:
+    """The options of method `name`; `corrections` are every method's but GEAR's own, which has them as its options."""
+    chosen = method_class(name)
+    return [option.name for option in fields(chosen)] + ([] if issubclass(chosen, Gear) else ["corrections"])
+
+
 def build(name: str, options: dict[str, Any]) -> Method:
     """The method `name` with `options`; an unknown option is refused with the nearest known one.
 
-    Every method takes `corrections` besides its own options: a mapping of those of `Corrections`.
+    `corrections` is a mapping of the options of `Corrections`.
     """
+    if "corrections" in options and issubclass(method_class(name), Gear):
+        raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
     own = {option: value for option, value in options.items() if option != "corrections"}
-    chosen = method_class(name)
-    _check_options(own, [option.name for option in fields(chosen)] + ["corrections"], f"method '{name}'")
-    method: Method = chosen(**own)
+    _check_options(own, options_of(name), f"method '{name}'")
+    method: Method = method_class(name)(**own)
     if options.get("corrections") is None:
         return method
     asked = options["corrections"]
     if not isinstance(asked, Mapping):
         raise ValueError(f"corrections must be a mapping such as {{outliers: 0.02, rank: 4}}, got {asked!r}")
-    if isinstance(method, Gear):
-        raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
     _check_options(asked, [option.name for option in fields(Corrections)], "corrections")
     return CorrectedMethod(method, Corrections(**asked))
 

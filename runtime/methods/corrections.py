@@ -49,11 +49,13 @@ class Corrections:
                     f"{name} must be a whole number from 0, or a share (0.0 ... 1.0) of min(tokens, channels), got {rank!r}"
                 )
 
-    def over(self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None) -> Plan:
-        """`plan` of layer number `layer` with every codec corrected."""
-        check_statistics(self.statistics, artifact, "corrections")
+    def over(
+        self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None, asker: str = "corrections"
+    ) -> Plan:
+        """`plan` of layer number `layer` with every codec corrected; `asker` needs what is missing in an artifact."""
+        check_statistics(self.statistics, artifact, asker)
         form = form or Form(across_heads=isinstance(plan, TieredPlan) and plan.saliency is None and _chunks(plan))
-        bound = _Bound(self, form, layer, artifact if self.statistics == "calibrated" else None)
+        bound = _Bound(self, form, layer, artifact if self.statistics == "calibrated" else None, asker)
         if isinstance(plan, LayerPlan):
             return LayerPlan(
                 *(
@@ -88,6 +90,7 @@ class _Bound:
     form: Form
     layer: int
     artifact: Artifact | None
+    asker: str
 
     def tier(self, tier: TierPlan, rank: float | int, segments: bool) -> TierPlan:
         """Both streams of a tier."""
@@ -120,8 +123,8 @@ class _Bound:
             return None, None
         kind = "layer" if across else "channel" if ranked == "tokens" else "head"
         names = [f"{role}.outliers.{kind}.{end}" for end in ("low", "high")]
-        ends = [self.artifact.tensor(name, wanted_by="corrections")[self.layer] for name in names]
-        shares = self.artifact.tensor("outliers.shares", wanted_by="corrections").tolist()
+        ends = [self.artifact.tensor(name, wanted_by=self.asker)[self.layer] for name in names]
+        shares = self.artifact.tensor("outliers.shares", wanted_by=self.asker).tolist()
         chosen = [number for number, share in enumerate(shares) if abs(share - self.options.outliers) < 1e-6]
         if not chosen:
             known = ", ".join(f"{share:g}" for share in shares)
@@ -148,7 +151,9 @@ class _Bound:
             return LowRank(rank, self.form.whole)
         assert isinstance(codec, UniformQuant)
         name = f"{role}.residual.{group_name(codec, self.artifact.fingerprint['head_dim'])}.{codec.bits}"
-        return LowRank(rank, basis=self.artifact.tensor(name, wanted_by="corrections")[self.layer])
+        basis = self.artifact.tensor(name, wanted_by=self.asker)[self.layer]
+        # As many vectors as are used, in the 16 bits that are computed with; all of them, for the message, if too few.
+        return LowRank(rank, basis=basis[:, : max(1, rank)].half() if type(rank) is int else basis)
 
 
 def group_name(codec: UniformQuant, head_dim: int) -> str:

@@ -41,7 +41,7 @@ class Gear:
         bits: of the backbone; None is 4, with backbone "kivi" 2.
         outliers: s, 0 ... 1.
         rank: of a prompt's low-rank part; a float is a share of min(tokens, channels). None is 4, with "paper" 0.02; 0 is none.
-        decode_rank: of every later segment's. None is 2, with "paper" `rank`, and never more than `rank` where both are whole.
+        decode_rank: of every later segment's. None is 2 or a smaller `rank`, and the same share where that is a share.
         block: tokens of a later segment. None is 20, with backbone "kivi" 64.
         group: of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); divides `block` and 64.
         per_head: value tokens are quantised and ranked for each head alone.
@@ -75,7 +75,7 @@ class Gear:
         keys, values = (TierStages(Identity(), self._codec(role, geometry)) for role in ("keys", "values"))
         plan = TieredPlan((TierPlan(keys, values),), self._tiering())
         form = Form(self.variant == "paper", not self.per_head)
-        return self._corrections().over(plan, layer, artifact, form)
+        return self._corrections().over(plan, layer, artifact, form, "gear")
 
     def _codec(self, role: str, geometry: Geometry) -> UniformQuant:
         if self._backbone == "uniform":

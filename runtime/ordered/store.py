@@ -119,9 +119,14 @@ class OrderedStore:
             pool, itemsize = stream.pool, stream.window.tokens.element_size()
             weight.kinds.update(pool.bytes_by_kind(self.rows.table.capacity))
             weight.marginal += pool.bytes_per_token()
+            weight.kinds["outliers"] += 0 if stream.further is None else 8
             slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
             size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * itemsize
             held = allocated(slots, stream.plan.schedule.window()) + self.rows.unconfirmed
             weight.kinds["window"] += held * size
             weight.values += pool.kv_heads * stream.head_dim
         return weight
+
+    def further(self) -> int:
+        """Of both streams."""
+        return sum(int(stream.further) for stream in self.streams if stream.further is not None)

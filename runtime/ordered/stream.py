@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import TILE_TOKENS, PagePool, PageTable, tile_tokens
+from calib.runtime.pages import TILE_TOKENS, PageTable, tile_tokens
+from calib.runtime.pool import PagePool
 from calib.runtime.rows import Forward
+from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.contract import Block, Codec, Schedule, Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.window import Window
@@ -40,6 +42,7 @@ class Stream:
         self.wide = plan.codec.wide(self.plan.transform.forward(like)) if like.shape[2] else False
         self.window = Window(plan.schedule.window(), like)
         self.pool = PagePool(plan.codec.fields(self.head_dim, like.dtype, self.wide), like.shape[1], like.device)
+        self.further = counter(plan.codec, like.device)
 
     def prepare(self, forward: Forward, table: PageTable) -> None:
         """Room for what the forward adds; pages that were shared and will be written are duplicated."""
@@ -51,6 +54,7 @@ class Stream:
         self.plan = self.plan.to(device)
         self.window.tokens = self.window.tokens.to(device)
         self.pool.to(device)
+        self.further = None if self.further is None else self.further.to(device)
 
     def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> None:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are."""
@@ -103,4 +107,4 @@ class Stream:
                 self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
 
     def _encode(self, tokens: Tensor) -> Block:
-        return self.plan.codec.encode(self.plan.transform.forward(tokens), self.wide)
+        return counted(self.plan.codec.encode(self.plan.transform.forward(tokens), self.wide), self.further)

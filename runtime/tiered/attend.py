@@ -21,9 +21,10 @@ from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward
 from calib.runtime.stages.saliency.probes import share_of
+from calib.runtime.tiered.met import MetTier
 from calib.runtime.tiered.reading import Asked, TieredReading
 from calib.runtime.tiered.rows import TieredRows
-from calib.runtime.tiered.tier import MetTier, Tier
+from calib.runtime.tiered.tier import Tier
 from calib.runtime.window import Window
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
@@ -132,7 +133,7 @@ class TieredAttention:
             if not tiles:
                 continue
             asked = self._relocated(query) if tier.relocated else query
-            met = tier.met(self.rows, asked, reading.records, tiles[-1].stop)
+            met = MetTier(tier, self.rows, asked, reading.records, tiles[-1].stop)
             for tile in tiles:
                 hidden = tile.hidden
                 if reading.back is not None:

@@ -9,14 +9,15 @@ from torch import Tensor
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
-from calib.runtime.pages import PagePool
+from calib.runtime.pool import PagePool
 from calib.runtime.rows import Forward
 from calib.runtime.stages.contract import Saliency
 from calib.runtime.stages.halves import HALF_MAX
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.tiered.attend import Seen, TieredAttention, Watch
+from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.rows import TieredRows
-from calib.runtime.tiered.tier import RowTransform, Tier
+from calib.runtime.tiered.tier import Tier
 from calib.runtime.window import Window
 
 
@@ -208,6 +209,10 @@ class TieredStore(ABC):
         draft = self.heads * sum(self.widths) + (self.query_values if self.observes else 0)
         weight.kinds["window"] += self.rows.unconfirmed * len(self.rows.lengths) * draft * self.itemsize
         return weight
+
+    def further(self) -> int:
+        """Of all tiers."""
+        return sum(int(tier.further) for tier in self.tiers if tier.further is not None)
 
     @abstractmethod
     def growth(self) -> list[float]:

@@ -1,19 +1,17 @@
 """One tier of one layer: keys and values of the same tokens in the same slots, each stream in its own encoding."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, PagePool, Pages, PageTable, tile_tokens, upload
-from calib.runtime.stages.codec.corrected import FURTHER, Corrected, lists, segment_mix, segment_scores
+from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, Pages, PageTable, tile_tokens
+from calib.runtime.pool import PagePool
+from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.contract import Block, Codec, Field, Segment, Transform
-from calib.runtime.stages.moved import moved, own_tensors
-from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
-from calib.runtime.tiered.reading import Tile
+from calib.runtime.stages.transform import Measured
+from calib.runtime.tiered.row_transform import RowTransform
 
 POSITIONS = "positions"
 
@@ -55,52 +53,6 @@ class TierPlan:
         return Segment(heads, longest if self.segments == "row" else self.page_tokens)
 
 
-class RowTransform:
-    """A transform, and where it is measured its numbers for every row: tensors `[rows, kv_heads, 1, head_dim]`."""
-
-    def __init__(self, stage: Transform | Measured, like: Tensor, dtype: torch.dtype) -> None:
-        """`like [rows, kv_heads, any, head_dim]`; measured numbers are kept in `dtype`."""
-        self.dtype = dtype
-        self.measured = stage if isinstance(stage, MeasuredRange | MeasuredScale | MeasuredBalancer) else None
-        blank = like.new_empty(like.shape[0], like.shape[1], 1, like.shape[3], dtype=dtype)
-        self.stage: Transform = stage.neutral(blank) if self.measured else stage  # type: ignore[union-attr,assignment]
-
-    def of(self, rows: range | list[int]) -> Transform:
-        """The transform of some rows."""
-        if self.measured is None:
-            return self.stage
-        whole = len(rows) == len(own_tensors(self.stage)[0])
-        if whole:
-            return self.stage
-        if isinstance(rows, range):
-            return self._mapped(lambda tensor: tensor[rows.start : rows.stop])
-        return self._mapped(lambda tensor: tensor[upload(rows, torch.int64, tensor.device)])
-
-    def measure(self, rows: list[int], tokens: Tensor, query: Tensor) -> None:
-        """Fits the transform of `rows` to their tokens and queries, `[len(rows), heads, n, head_dim]`."""
-        assert self.measured is not None
-        found = self.measured.measure(tokens, query, self.dtype)
-        for own, new in zip(own_tensors(self.stage), own_tensors(found), strict=True):
-            own[rows] = new
-
-    def permute(self, sources: Tensor) -> None:
-        """Row i becomes a copy of row `sources[i]`."""
-        if self.measured is not None:
-            self.stage = self._mapped(lambda tensor: tensor[sources.to(tensor.device)])
-
-    def to(self, device: torch.device, stage: Transform | Measured) -> None:
-        """Moves its numbers; where nothing is measured, `stage` is the plan's, already there."""
-        self.stage = moved(self.stage, device) if self.measured else stage  # type: ignore[assignment]
-
-    def bytes(self) -> int:
-        """Of the rows' numbers, from shapes."""
-        return sum(t.numel() * t.element_size() for t in own_tensors(self.stage)) if self.measured else 0
-
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Transform:
-        names = {name: change(value) for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
-        return replace(self.stage, **names)  # type: ignore[type-var]
-
-
 class Tier:
     """Pages of one tier. Fields of a page are those of both codecs, "keys.words" and so on, and perhaps positions.
 
@@ -124,9 +76,8 @@ class Tier:
         self.pool = PagePool({}, heads, device, plan.page_tokens)
         self.records = PagePool({}, heads, device, 1) if plan.segments == "row" else None
         self.tile_tokens = tile_tokens(heads, keys.shape[3])
-        self.further: Tensor | None = None
-        if any(isinstance(stages.codec, Corrected) and stages.codec.counts_further for _, stages in plan.streams()):
-            self.further = torch.zeros((), dtype=torch.int64, device=device)
+        # The same for both streams: either counts or neither.
+        self.further = counter(plan.keys.codec, device)
         self._lay_out()
 
     def fit(self, tokens: int) -> None:
@@ -185,10 +136,8 @@ class Tier:
         """The fields of tokens of `rows`."""
         block: dict[str, Tensor] = {}
         for (role, stages), tokens in zip(self.plan.streams(), (keys, values), strict=True):
-            own = dict(stages.codec.encode(self.transforms[role].of(rows).forward(tokens), self.wide[role]))
-            further = own.pop(FURTHER, None)
-            if further is not None and self.further is not None:
-                self.further += further.sum()
+            encoded = stages.codec.encode(self.transforms[role].of(rows).forward(tokens), self.wide[role])
+            own = counted(encoded, self.further)
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.positions:
             block[POSITIONS] = places.to(torch.int32)[..., None]
@@ -205,57 +154,3 @@ class Tier:
     def places(self, pages: Pages) -> Tensor:
         """The positions of the tokens in `pages`: int64 `[rows, kv_heads, tokens]`."""
         return self.pool.read(pages, POSITIONS)[""].squeeze(2).long()
-
-    def met(self, rows: range, query: Tensor, records: Pages | None, tokens: int) -> "MetTier":
-        """The tier of `rows`, `tokens` slots of each, as `query [rows, kv_heads, query rows, head_dim]` meets it."""
-        return MetTier(self, rows, query, records, tokens)
-
-
-class MetTier:
-    """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
-
-    def __init__(self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int) -> None:
-        self.tier, self.tokens = tier, tokens
-        self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
-        self.codecs = {role: stages.codec for role, stages in tier.plan.streams()}
-        self.query, self.constant = self.transforms["keys"].fold_query(query)
-        self.shared: dict[str, Block] = {"keys": {}, "values": {}}
-        self.bias: Tensor | None = None
-        if tier.records is not None and records is not None:
-            self.shared = {role: tier.records.read(records, f"{role}.") for role in self.shared}
-            self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
-
-    def scores(self, tile: Tile) -> Tensor:
-        """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
-        codec, block = self.codecs["keys"], self._block("keys", tile)
-        found = codec.scores(self.query, block)
-        if self.bias is not None:
-            found = found + self.bias[..., tile.start : tile.stop]
-        elif self.tier.plan.segments == "page":
-            listed = segment_scores(codec, self.query, block, found.shape[-1])
-            found = found if listed is None else found + listed
-        return found if self.constant is None else found + self.constant
-
-    def mix(self, weights: Tensor, tile: Tile) -> Tensor:
-        """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
-        codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.widths["values"]
-        mixed = codec.mix(weights, block, width)
-        if self.tier.plan.segments == "page":
-            listed = segment_mix(codec, weights, block, width)
-            mixed = mixed if listed is None else mixed + listed
-        return self.transforms["values"].fold_output(mixed, weights)
-
-    @property
-    def lists_values(self) -> bool:
-        """Whether `listed_mix` has anything to add."""
-        return self.tier.records is not None and lists(self.codecs["values"])
-
-    def listed_mix(self, weights: Tensor) -> Tensor:
-        """What the values in the rows' records add, from the final `weights [..., slots]` of all tiles in order."""
-        weights = F.pad(weights, (0, self.tokens - weights.shape[-1]))
-        mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.widths["values"])
-        assert mixed is not None
-        return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights))
-
-    def _block(self, role: str, tile: Tile) -> Block:
-        return {**self.tier.pool.read(tile.pages, f"{role}."), **self.shared[role]}

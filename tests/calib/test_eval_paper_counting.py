@@ -7,11 +7,13 @@ import pytest
 from calib.evaluate.paper_counting import (
     channel_separable_ratio,
     counted_bits,
+    gear_ratio,
     group_ratio,
     mikv_size,
     token_ratio,
     zipcache_ratio,
 )
+from calib.runtime.methods import build
 
 WIDTH = 4096
 
@@ -64,6 +66,31 @@ def test_the_rest_of_mikv_table_1_is_within_one_per_cent(ratio, retained, printe
     assert per_cent(found) == formula and abs(formula - printed) <= 1
 
 
+@pytest.mark.parametrize(("outliers", "printed"), [(0.1, 1.82), (0.05, 2.5), (0.0, 4.0)])
+def test_gear_table_1_baselines(outliers, printed):
+    """Outlier-reduced at 10 and 5 %, uniform and group-wise; no length enters."""
+    for length in (100, 5000):
+        assert round(gear_ratio(4, outliers, 0.0, WIDTH, length), 2) == printed
+        assert gear_ratio(4, outliers, 0.0, WIDTH, length) == gear_ratio(4, outliers, 0, WIDTH, length)
+
+
+def test_gear_table_1_fits_one_length():
+    """Both printed ratios, 2.63 (rho 5 %) and 3 (2 %), at 1,660 tokens, which is only one that fits."""
+    assert round(gear_ratio(4, 0.02, 0.05, WIDTH, 1660), 2) == 2.63
+    assert round(gear_ratio(4, 0.02, 0.02, WIDTH, 1660)) == 3
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(100, 4096), (4096, 100), (400, 128)])
+def test_gear_counts_the_numbers_of_both_factors(tokens, width):
+    """A share of min(n, d) against its rank and the formula as it is written, rho (n + d) / max(n, d)."""
+    assert gear_ratio(4, 0.02, 0.05, width, tokens) == pytest.approx(
+        1 / (4 / 16 + 3 * 0.02 + 0.05 * (tokens + width) / max(tokens, width))
+    )
+    assert gear_ratio(4, 0.02, 5, width, tokens) == pytest.approx(
+        1 / (4 / 16 + 3 * 0.02 + 5 * (tokens + width) / (tokens * width))
+    )
+
+
 def per_cent(size):
     """Rounded half up, as the table's 32.5 % becomes 33."""
     return math.floor(100 * size + 0.5 + 1e-9)
@@ -71,6 +98,11 @@ def per_cent(size):
 
 ZIPCACHE = {"tiers": [[4, 0.6], [2, 0.4]], "ratio": None}
 MIKV = {"ratio": 0.2, "important": 16, "retained": 2, "group": None, "budget": None}
+
+
+def options_of(method, **options):
+    """All of the method's options, as a cell has them."""
+    return vars(build(method, options))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +118,21 @@ MIKV = {"ratio": 0.2, "important": 16, "retained": 2, "group": None, "budget": N
         ("streaming_llm", {"sinks": 4, "window": 96}, 4.0),
         ("streaming_llm", {"sinks": 4, "window": 1020}, 16.0),
         ("oracle", {"ratio": 0.25}, 4.0),
+        ("zipcache", {**ZIPCACHE, "corrections": {"outliers": 0.02}}, None),
+        ("mikv", {**MIKV, "corrections": {"outliers": 0.0}}, None),  # asked for, whatever for
+        ("outlier_reduced", options_of("outlier_reduced"), 16 * (1 / 4 + 3 * 0.05)),
+        ("outlier_reduced", options_of("outlier_reduced", bits=2, outliers=0.1), 16 * (1 / 8 + 3 * 0.1)),
+        ("gear", options_of("gear", variant="paper"), 16 / gear_ratio(4, 0.02, 0.02, 128, 400)),
+        ("gear", options_of("gear", variant="paper", rank=0.05), 16 / gear_ratio(4, 0.02, 0.05, 128, 400)),
+        ("gear_l", options_of("gear_l", variant="paper", bits=2), 16 / gear_ratio(2, 0.0, 0.02, 128, 400)),
+        ("uniform", options_of("uniform", bits=2), 2.0),
+        ("group_wise", options_of("group_wise"), 4.0),
+        ("group_wise", options_of("group_wise", rank=None), None),  # the released rank
+        ("group_wise", options_of("group_wise", decode_rank=2), None),
+        ("group_wise", options_of("group_wise", variant="paper", outliers=0.02), None),
+        ("gear", options_of("gear"), None),
+        ("gear", options_of("gear", backbone="kivi"), None),
+        ("gear", options_of("gear", outliers=0.0, rank=0), None),
         ("full", {}, None),
         ("kivi", {"bits": 2}, None),
     ],

@@ -29,9 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "group_wise": {"backbone": "channel", "outliers": 0, "rank": 0},
     "outlier_reduced": {"variant": "paper", "outliers": 0.05, "rank": 0},
 }
-RELEASED = {"backbone": "kcvt", "rank": 4, "decode_rank": 2}
-PAPER = {"backbone": "uniform", "rank": 0.02, "decode_rank": 0.02}
-LOOPS = 3
+RELEASED = {"backbone": "kcvt", "rank": 4}
+PAPER = {"backbone": "uniform", "rank": 0.02}
+LOOPS, CHEAP_LOOPS, NARROW = 3, 12, 192
 HALF_MAX = 65504.0
 UNIT = 2.0**-10  # between a number of float16 and the next, relative, at most
 
@@ -58,8 +58,8 @@ class Spec:
         given = PRESETS[method] | {name: value for name, value in options.items() if name != "statistics"}
         full = {"variant": "released"} | given
         full = (PAPER if full["variant"] == "paper" else RELEASED) | full
-        if "decode_rank" not in given and isinstance(full["rank"], int):
-            full["decode_rank"] = min(full["rank"], 2)
+        if "decode_rank" not in given:
+            full["decode_rank"] = min(full["rank"], 2) if isinstance(full["rank"], int) else full["rank"]
         kivi = full["backbone"] == "kivi"
         return cls(**{"bits": 2 if kivi else 4, "outliers": 0.02, "block": 64 if kivi else 20, "group": 64} | full)
 
@@ -279,10 +279,15 @@ def approximated(
     return results[0], results[1], results[2]
 
 
+def loops(tokens: int, width: int) -> int:
+    """Rounds of the power iteration: more of them where they cost little, the matrix being short or narrow."""
+    return CHEAP_LOOPS if tokens <= width or width <= NARROW else LOOPS
+
+
 def iterated(residual: np.ndarray, b: np.ndarray) -> np.ndarray:
     """An orthonormal basis `[W, r]` of the directions in which `residual [T, W]` is large, by power iteration."""
     b = b.astype(residual.dtype)
-    for _ in range(LOOPS):
+    for _ in range(loops(*residual.shape)):
         b = np.linalg.qr(residual.T @ (residual @ b))[0]
     return b
 

@@ -82,6 +82,21 @@ def test_calibrated_outliers_are_the_first_beyond():
     assert abs(segment.low_rank - expected).max() < 2.0**-9 * abs(segment.residual).max()
 
 
+def test_ranks_and_rounds_that_nobody_asked_for():
+    def later(**options):
+        return Spec.of("gear", **options).decode_rank
+
+    assert [later(), later(rank=7), later(rank=1), later(rank=0), later(rank=0.3)] == [2, 2, 1, 0, 0.3]
+    assert [later(variant="paper"), later(variant="paper", rank=4), later(rank=7, decode_rank=5)] == [0.02, 2, 5]
+    assert [gear.oracle.loops(*shape) for shape in ((1000, 192), (1000, 193), (193, 193), (194, 193), (20, 512))] == [
+        12,
+        3,
+        12,
+        3,
+        12,
+    ]
+
+
 def test_segments():
     def lengths(sizes, **options):
         return [stop - start for start, stop in spans(sizes, Spec.of("gear", **options))]
@@ -110,7 +125,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mistakes_are_far_beyond_the_tolerance(dtype, monkeypatch):
-    """Ten times or more; a float32 of the oracle is within it."""
+    """Five times or more (what blocks of 20 tokens lack is seen through bfloat16); a float32 of the oracle is within it."""
     scenario = Scenario("gear", dtype=dtype)
     sizes = WALKS[scenario.walk]
     tokens = scenario.tokens(sizes)
@@ -127,12 +142,12 @@ def test_mistakes_are_far_beyond_the_tolerance(dtype, monkeypatch):
 
     assert tolerances(scenario.spec, np.float32) < 1
     for name, changes in MISTAKES.items():
-        assert tolerances(replace(scenario.spec, **changes)) > 10, name
+        assert tolerances(replace(scenario.spec, **changes)) > 5, name
     wrong = GearLayer(scenario.spec, layer=1)  # the start of another layer
     run(wrong, tokens, sizes, 0)
     right = GearLayer(scenario.spec, layer=0)
     run(right, tokens, sizes, 0)
-    monkeypatch.setattr(gear.oracle, "LOOPS", 2)
+    monkeypatch.setattr(gear.oracle, "CHEAP_LOOPS", 3)
     short = GearLayer(scenario.spec, layer=0)
     run(short, tokens, sizes, 0)
     for other in (wrong, short):

@@ -32,7 +32,7 @@ def model():
 
 WRONG_OPTIONS = [
     ("kivvi", {}, ["'kivvi'", "did you mean 'kivi'?"]),
-    ("zzz", {}, ["'zzz'", "full, gear, gear_l, group_wise, h2o, kivi, mikv, oracle, outlier_reduced, rtn, streaming_llm, uniform, zipcache"]),
+    ("zzz", {}, ["'zzz'", "full, gear, gear_l, group_wise, h2o, kivi, mikv, oracle, outlier_reduced, rtn", "zipcache"]),
     ("", {}, ["''", "full, gear, gear_l"]),
     (None, {}, ["None", "full, gear, gear_l"]),
     (["kivi"], {}, ["['kivi']"]),

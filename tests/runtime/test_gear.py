@@ -132,3 +132,21 @@ BATCH = [
 def test_rows_of_a_ragged_batch(scenario):
     rows = [scenario.tokens(column, row) for row, column in enumerate(zip(*ROUNDS, strict=True))]
     walk_beside(scenario, ROUNDS, rows)
+
+
+@pytest.mark.parametrize("scenario", [gear("pages"), gear("pages", gqa=1, **PAPER), gear("pages", **UNIFORM)], ids=str)
+def test_a_prompt_of_several_tiles(scenario, monkeypatch):
+    """What its record lists is met tile by tile: 300 tokens, 128 or 64 at a time."""
+    for size in (128, 64):
+        monkeypatch.setattr("calib.runtime.tiered.tier.tile_tokens", lambda heads, channels, size=size: size)
+        sizes = WALKS[scenario.walk]
+        walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])
+
+
+@pytest.mark.parametrize("scenario", [gear(), gear(gqa=1, **PAPER)], ids=str)
+def test_rows_of_a_ragged_batch_in_several_tiles(scenario, monkeypatch):
+    """The shorter rows end in earlier tiles than the longest."""
+    monkeypatch.setattr("calib.runtime.tiered.tier.tile_tokens", lambda heads, channels: 128)
+    rounds = [[200, 20, 130], [1, 1, 1], [3, 0, 40]]
+    rows = [scenario.tokens(column, row) for row, column in enumerate(zip(*rounds, strict=True))]
+    walk_beside(scenario, rounds, rows)

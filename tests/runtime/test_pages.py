@@ -10,7 +10,8 @@ from layer_walk import Tokens, differing, feed, slots_of, stored
 from tolerances import FLOAT32, STORED
 from toy_models import random_model
 
-from calib.runtime.pages import NOWHERE, PAGE_TOKENS, PagePool, PageTable
+from calib.runtime.pages import NOWHERE, PAGE_TOKENS, PageTable
+from calib.runtime.pool import PagePool
 from calib.runtime.stages.contract import Field
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.store import TieredStore

@@ -118,6 +118,8 @@ def test_heads_do_not_influence_each_other(model):
     changed.keys[:, 1] *= 50
     changed.values[:, 1] += 9
     for case in CASES:
+        if case.joins_heads:
+            continue
         contents = []
         for fed in (tokens, changed):
             cache = case.open(model)

@@ -99,11 +99,6 @@ class Corrected:
             mixed = mixed + self.outliers.mix(weights, _part(OUTLIERS, tile), channels)
         return mixed
 
-    @property
-    def counts_further(self) -> bool:
-        """Whether outliers may find no slot."""
-        return self.outliers is not None and self.outliers.low is not None
-
     def placed(self, seed: int, layer: int) -> "Corrected":
         """The same, its iteration starting where this layer's does."""
         return self if self.low_rank is None else replace(self, low_rank=self.low_rank.placed(seed, layer))
@@ -111,6 +106,21 @@ class Corrected:
     def _parts(self) -> list[tuple[str, Outliers | LowRank]]:
         found = ((OUTLIERS, self.outliers), (LOW_RANK, self.low_rank))
         return [(prefix, part) for prefix, part in found if part is not None]
+
+
+def counter(codec: Codec, device: torch.device) -> Tensor | None:
+    """A count of outliers that find no slot, int64 0, where thresholds make that possible."""
+    if not isinstance(codec, Corrected) or codec.outliers is None or codec.outliers.low is None:
+        return None
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def counted(block: Block, count: Tensor | None) -> Block:
+    """`block` without `FURTHER`, which was added to `count`."""
+    if count is None or FURTHER not in block:
+        return block
+    count += block[FURTHER].sum()
+    return {name: part for name, part in block.items() if name != FURTHER}
 
 
 def lists(codec: Codec) -> bool:

@@ -149,9 +149,11 @@ class Outliers:
             channel = torch.arange(delta.shape[2], device=delta.device)[:, None] % channels + head * channels
         else:
             channel = _places(tile["channels"]) + head * channels
+        if self._across:  # a channel of all heads says whose it is
+            head = channel // channels
         last = torch.arange(delta.shape[3], device=delta.device)  # a token, or a segment of so many tokens
         token = last if self.ranked == "channels" else _places(tile["tokens"]) + last * (tokens // delta.shape[3])
-        token = token + channel // channels * tokens
+        token = token + head * tokens
         return token.expand(delta.shape).flatten(1), channel.expand(delta.shape).flatten(1), delta.flatten(1)
 
     @property

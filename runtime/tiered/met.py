@@ -1,0 +1,61 @@
+"""A tier as the queries of one forward meet it: packed, its transform folded away, what its segments share beside it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from calib.runtime.pages import Pages
+from calib.runtime.stages.codec.corrected import lists, segment_mix, segment_scores
+from calib.runtime.stages.contract import Block
+from calib.runtime.tiered.reading import Tile
+from calib.runtime.tiered.tier import Tier
+
+
+class MetTier:
+    """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
+
+    def __init__(self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int) -> None:
+        self.tier, self.tokens = tier, tokens
+        self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
+        self.codecs = {role: stages.codec for role, stages in tier.plan.streams()}
+        self.query, self.constant = self.transforms["keys"].fold_query(query)
+        self.shared: dict[str, Block] = {"keys": {}, "values": {}}
+        self.bias: Tensor | None = None
+        if tier.records is not None and records is not None:
+            self.shared = {role: tier.records.read(records, f"{role}.") for role in self.shared}
+            self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
+
+    def scores(self, tile: Tile) -> Tensor:
+        """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
+        codec, block = self.codecs["keys"], self._block("keys", tile)
+        found = codec.scores(self.query, block)
+        if self.bias is not None:
+            found = found + self.bias[..., tile.start : tile.stop]
+        elif self.tier.plan.segments == "page":
+            listed = segment_scores(codec, self.query, block, found.shape[-1])
+            found = found if listed is None else found + listed
+        return found if self.constant is None else found + self.constant
+
+    def mix(self, weights: Tensor, tile: Tile) -> Tensor:
+        """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
+        codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.widths["values"]
+        mixed = codec.mix(weights, block, width)
+        if self.tier.plan.segments == "page":
+            listed = segment_mix(codec, weights, block, width)
+            mixed = mixed if listed is None else mixed + listed
+        return self.transforms["values"].fold_output(mixed, weights)
+
+    @property
+    def lists_values(self) -> bool:
+        """Whether `listed_mix` has anything to add."""
+        return self.tier.records is not None and lists(self.codecs["values"])
+
+    def listed_mix(self, weights: Tensor) -> Tensor:
+        """What the values in the rows' records add, from the final `weights [..., slots]` of all tiles in order."""
+        weights = F.pad(weights, (0, self.tokens - weights.shape[-1]))
+        mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.widths["values"])
+        assert mixed is not None
+        return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights))
+
+    def _block(self, role: str, tile: Tile) -> Block:
+        return {**self.tier.pool.read(tile.pages, f"{role}."), **self.shared[role]}
