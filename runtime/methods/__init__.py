@@ -71,7 +71,7 @@ def build(name: str, options: dict[str, Any]) -> Method:
 def _check_options(options: Mapping[str, Any], known: list[str], of: str) -> None:
     for option in options:
         if option not in known:
-            raise ValueError(f"unknown option {option!r} of {of} ({_hint(option, known)})")
+            raise ValueError(f"unknown option {option!r} of {of} ({_hint(str(option), known)})")
 
 
 def _hint(word: str, known: list[str]) -> str:

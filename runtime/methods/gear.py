@@ -106,7 +106,9 @@ class Gear:
 
     @property
     def _backbone(self) -> str:
-        return self.backbone or ("uniform" if self.variant == "paper" else "kcvt")
+        if self.backbone is not None:
+            return self.backbone
+        return "uniform" if self.variant == "paper" else "kcvt"
 
     @property
     def _bits(self) -> int:
