@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Artifact", "ArtifactError"]
 
+LISTED = 8  # names in a message
+
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
@@ -109,7 +111,9 @@ class Artifact:
         who = f"method {wanted_by!r} needs tensor {name!r}, which" if wanted_by else f"tensor {name!r}"
         source = calibrator_of(name)
         measured_by = f"the calibrator {source!r}" if source else "no calibrator"
-        there = ", ".join(self.tensors) or "no tensor"
+        there = ", ".join(list(self.tensors)[:LISTED]) or "no tensor"
+        if len(self.tensors) > LISTED:
+            there += f" and {len(self.tensors) - LISTED} more"
         raise ArtifactError(
             f"{who} is not in this artifact; {measured_by} of `calib fit` measures it; it holds {there}"
         )

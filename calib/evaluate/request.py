@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from calib.config_messages import unknown
 from calib.errors import UsageError
@@ -19,7 +19,8 @@ class MethodEntry:
     Attributes:
         label: what the row is called; no two rows alike.
         method: a name from `calib methods`.
-        options: the method's own. A value that is a mapping holds one value a column, by the column's title.
+        options: the method's own. A value that is a mapping holds one value a column, by the column's title;
+            `corrections`, a mapping themselves, do where their values are mappings.
         group: the heading it stands under, "" for none.
         uses_artifact: whether the method is given the artifact; without one it works as published.
     """
@@ -34,12 +35,13 @@ class MethodEntry:
         """The options for the column `title`; raises UsageError where a mapping has no value for it."""
         found = {}
         for name, value in self.options.items():
-            if isinstance(value, Mapping) and title not in value:
+            by_column = isinstance(value, Mapping) and (name != "corrections" or any(map(is_mapping, value.values())))
+            if by_column and title not in value:
                 raise UsageError(
                     f"methods: '{self.label}': {name} has no value for the column '{title}' "
                     f"(it has {', '.join(map(repr, value)) or 'none'})"
                 )
-            found[name] = value[title] if isinstance(value, Mapping) else value
+            found[name] = value[title] if by_column else value
         return found
 
     def build(self, title: str) -> Method:
@@ -133,7 +135,9 @@ def method_entries(content: Any) -> tuple[MethodEntry, ...]:
         method, label = options.pop("method", None), options.pop("name", None)
         if not isinstance(method, str):
             raise UsageError(f"methods[{place}] has no `method` (a name from `calib methods`): {item!r}")
-        uses = options.pop("artifact", options.get("statistics") == "calibrated")
+        parts = [options, options.get("corrections")]
+        calibrated = any(is_mapping(part) and part.get("statistics") == "calibrated" for part in parts)
+        uses = options.pop("artifact", calibrated)
         if not isinstance(uses, bool):
             raise UsageError(f"methods[{place}]: artifact must be true or false, got {uses!r}")
         entries.append(MethodEntry(str(label or method), method, options, group, uses))
@@ -150,6 +154,11 @@ def tasks(content: Any) -> tuple[Task, ...]:
             raise UsageError(f"tasks[{place}] has no `task` (such as retrieval): {item!r}")
         built.append(build_task(name, options))
     return tuple(built)
+
+
+def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a value of the configuration has names inside."""
+    return isinstance(value, Mapping)
 
 
 def items(content: Any, key: str, example: str) -> Sequence[Mapping[str, Any]]:

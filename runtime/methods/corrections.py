@@ -189,5 +189,18 @@ class CorrectedMethod:
     corrections: Corrections
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
-        """The method's plan, corrected."""
-        return self.corrections.over(self.method.plan(layer, geometry, artifact), layer, artifact)
+        """The method's plan, corrected; ValueError where all it holds is exact or evicted."""
+        plan = self.corrections.over(self.method.plan(layer, geometry, artifact), layer, artifact)
+        asked = self.corrections.outliers or self.corrections.rank
+        if asked and not any(isinstance(codec, Corrected) for codec in _codecs(plan)):
+            raise ValueError(
+                "corrections: this method quantises nothing that could be corrected; leave them out, or quantise a tier"
+            )
+        return plan
+
+
+def _codecs(plan: Plan) -> list[Codec]:
+    if isinstance(plan, LayerPlan):
+        return [plan.keys.codec, plan.values.codec]
+    assert isinstance(plan, TieredPlan)
+    return [stages.codec for tier in plan.tiers for _, stages in tier.streams()]

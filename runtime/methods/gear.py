@@ -1,7 +1,7 @@
 """GEAR (Kang et al., 2024, arXiv:2403.05527): a quantised backbone, its residual as a low-rank matrix, its outliers exact."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics
@@ -30,8 +30,8 @@ class Gear:
     3. D (eq. 5): `backbone` at `bits`, with parameters of each segment's own. "kcvt": keys one group a channel, values one
        a token; "kivi": keys `group` tokens of a channel, values `group` channels of a token; "channel": one a channel;
        "uniform": one for the segment.
-    4. L (eq. 6): three rounds of power iteration on x - D, 0 at the outliers. "released": each head's tokens x channels;
-       "paper": tokens x all heads' channels.
+    4. L (eq. 6): power iteration on x - D, 0 at the outliers; three rounds, twelve where a round is cheap. "released":
+       each head's tokens x channels; "paper": tokens x all heads' channels.
     5. S is x - D - L at the outliers. Attention adds (q B) A^T and the outliers to q D, and (p A) B^T to p D: neither keys
        nor values are formed.
 
@@ -40,13 +40,16 @@ class Gear:
         backbone: None is "kcvt", with variant "paper" "uniform".
         bits: of the backbone; None is 4, with backbone "kivi" 2.
         outliers: s, 0 ... 1.
-        rank: of a prompt's low-rank part; a float is a share of min(tokens, channels). None is 4, with "paper" 0.02; 0 is none.
+        rank: of a prompt's low-rank part; a float is a share of min(tokens, channels). None is 4, with "paper" and statistics
+            of the prompt 0.02; 0 is none.
         decode_rank: of every later segment's. None is 2 or a smaller `rank`, and the same share where that is a share.
         block: tokens of a later segment. None is 20, with backbone "kivi" 64.
         group: of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); divides `block` and 64.
         per_head: value tokens are quantised and ranked for each head alone.
         statistics: "prompt" ranks and iterates; "calibrated" takes outlier thresholds and bases of L from the artifact.
     """
+
+    named: ClassVar[str] = "gear"
 
     variant: Literal["released", "paper"] = "released"
     backbone: Backbone | None = None
@@ -75,7 +78,7 @@ class Gear:
         keys, values = (TierStages(Identity(), self._codec(role, geometry)) for role in ("keys", "values"))
         plan = TieredPlan((TierPlan(keys, values),), self._tiering())
         form = Form(self.variant == "paper", not self.per_head)
-        return self._corrections().over(plan, layer, artifact, form, "gear")
+        return self._corrections().over(plan, layer, artifact, form, self.named)
 
     def _codec(self, role: str, geometry: Geometry) -> UniformQuant:
         if self._backbone == "uniform":
@@ -90,7 +93,7 @@ class Gear:
     def _corrections(self) -> Corrections:
         rank, later = self.rank, self.decode_rank
         if rank is None:
-            rank = 0.02 if self.variant == "paper" else 4
+            rank = 0.02 if self.variant == "paper" and self.statistics == "prompt" else 4
         if later is None:
             later = min(rank, 2) if type(rank) is int else rank
         return Corrections(self.outliers, rank, later, self.statistics)
@@ -99,9 +102,13 @@ class Gear:
         kivi = self._backbone == "kivi"
         block = self.block if self.block is not None else 64 if kivi else 20
         if type(block) is not int or block < 1:
-            raise ValueError(f"block must be a whole number of tokens, at least 1, got {block!r}; 20 is usual")
+            raise ValueError(
+                f"block must be a whole number of tokens, at least 1, got {block!r}; {64 if kivi else 20} is usual"
+            )
         if kivi and block % self.group:
-            raise ValueError(f"group={self.group} must divide block={block}: keys share parameters within a block")
+            raise ValueError(
+                f"group={self.group} must divide block={block}: keys share parameters within a block; use 64 for it"
+            )
         return Shares((1.0,), block, whole=self.group if kivi else 1)
 
     @property
@@ -122,6 +129,8 @@ class GearL(Gear):
     Options as of `gear`.
     """
 
+    named: ClassVar[str] = "gear_l"
+
     outliers: float = 0.0
 
 
@@ -131,6 +140,8 @@ class Uniform(Gear):
 
     Options as of `gear`.
     """
+
+    named: ClassVar[str] = "uniform"
 
     backbone: Backbone | None = "uniform"
     outliers: float = 0.0
@@ -144,6 +155,8 @@ class GroupWise(Gear):
     Options as of `gear`.
     """
 
+    named: ClassVar[str] = "group_wise"
+
     backbone: Backbone | None = "channel"
     outliers: float = 0.0
     rank: float | int | None = 0
@@ -155,6 +168,8 @@ class OutlierReduced(Gear):
 
     Options as of `gear`.
     """
+
+    named: ClassVar[str] = "outlier_reduced"
 
     variant: Literal["released", "paper"] = "paper"
     outliers: float = 0.05

@@ -1,7 +1,6 @@
 """A tier as the queries of one forward meet it: packed, its transform folded away, what its segments share beside it."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from calib.runtime.pages import Pages
@@ -15,7 +14,7 @@ class MetTier:
     """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
 
     def __init__(self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int) -> None:
-        self.tier, self.tokens = tier, tokens
+        self.tier = tier
         self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
         self.codecs = {role: stages.codec for role, stages in tier.plan.streams()}
         self.query, self.constant = self.transforms["keys"].fold_query(query)
@@ -52,7 +51,6 @@ class MetTier:
 
     def listed_mix(self, weights: Tensor) -> Tensor:
         """What the values in the rows' records add, from the final `weights [..., slots]` of all tiles in order."""
-        weights = F.pad(weights, (0, self.tokens - weights.shape[-1]))
         mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.widths["values"])
         assert mixed is not None
         return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights))

@@ -64,11 +64,15 @@ class TieredPlan:
             for role, stages in tier.streams():
                 group = stages.codec.token_group()
                 stages.codec.fields(head_dim, dtype, False, tier.segment(1, group))
-                if group != 1 and (tier.segments == "none" or tier.page_tokens % group or self.saliency is not None):
+                if group == 1:
+                    continue
+                if tier.segments == "none" or self.saliency is not None:
                     raise ValueError(
-                        f"{role}: tokens are encoded {tier.page_tokens} at a time at most, in any order, got a group of "
-                        f"{group} tokens; use 1"
-                        + ("" if tier.segments == "none" else f" or a divisor of {tier.page_tokens}")
+                        f"{role}: a tier's tokens are encoded one by one, got a group of {group} tokens; use 1"
+                    )
+                if tier.page_tokens % group:
+                    raise ValueError(
+                        f"{role}: a group of {group} tokens does not divide a page; use a divisor of {tier.page_tokens}"
                     )
 
     def rows(self, layers: int, sliding: int | None) -> TieredRows:

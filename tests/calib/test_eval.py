@@ -193,6 +193,32 @@ def test_two_rows_that_ask_the_same_are_measured_once(config, tmp_path, capsys):
     assert [cell["figures"] for cell in a] == [cell["figures"] for cell in b]
 
 
+def test_corrections_are_one_mapping_or_one_for_each_column(config, tmp_path):
+    whole = {"outliers": 0.05}
+    content = yaml.safe_load(Path(config).read_text())
+    by_column = {"3 lines": whole, "5 lines": {}, "perplexity": {"outliers": 0.25}}
+    content["methods"] = [
+        {"name": "everywhere", "method": "rtn", "bits": 2, "corrections": whole},
+        {"name": "each", "method": "rtn", "bits": 2, "corrections": by_column},
+    ]
+    Path(config).write_text(yaml.safe_dump(content))
+    status, document = run(config, tmp_path / "out")
+    assert status == 0
+    everywhere, each = document["cells"][:3], document["cells"][3:]
+    assert [cell["options"]["corrections"]["outliers"] for cell in document["cells"]] == [0.05] * 4 + [0, 0.25]
+    assert each[0]["figures"] == everywhere[0]["figures"] and each[2]["figures"] != everywhere[2]["figures"]
+    assert all(cell["sizes"]["paper_counting"] is None for cell in document["cells"])
+
+
+def test_calibrated_corrections_are_given_the_artifact(config, tmp_path):
+    content = yaml.safe_load(Path(config).read_text()) | {"artifact": "fitted.safetensors"}
+    asked = {"outliers": 0.05, "statistics": "calibrated"}
+    content["methods"] = [{"method": "zipcache", "corrections": asked}, {"method": "kivi", "corrections": {}}]
+    later = tmp_path / "later.yaml"
+    later.write_text(yaml.safe_dump(content))
+    assert [entry.uses_artifact for entry in read_request([str(later)], []).methods] == [True, False]
+
+
 @pytest.mark.parametrize("path", sorted(Path(str(resources.files("calib") / "configs" / "eval")).glob("*.yaml")))
 def test_every_shipped_evaluation_is_a_request(path):
     request = read_request([f"eval/{path.name}"], [])

@@ -43,7 +43,10 @@ def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--bit", "3"], "unknown option '--bit' (method 'kivi' has bits, clip, group, residual, statistics)"),
+        (
+            ["--bit", "3"],
+            "unknown option '--bit' (method 'kivi' has bits, clip, corrections, group, residual, statistics)",
+        ),
         (["--bits"], "option '--bits' needs a value"),
         (["--bits", "9"], "bits must be a whole number 1 ... 8, got 9"),
         (["--group", "24"], "24"),

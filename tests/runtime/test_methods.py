@@ -45,7 +45,8 @@ def clip(artifact, name: str, bits: int, layer: int) -> torch.Tensor:
 
 
 def test_the_methods_are_these():
-    assert set(METHODS) == {"full", "h2o", "kivi", "mikv", "oracle", "rtn", "streaming_llm", "zipcache"}
+    published = {"full", "h2o", "kivi", "mikv", "oracle", "rtn", "streaming_llm", "zipcache"}
+    assert set(METHODS) == published | {"gear", "gear_l", "group_wise", "outlier_reduced", "uniform"}
     assert {case.method for case in CASES} == set(METHODS)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from calib.runtime.stages.contract import Block, Codec, Field, Segment
 from calib.runtime.stages.correction import LowRank, Outliers
+from calib.runtime.stages.halves import HALF_MAX
 
 OUTLIERS, LOW_RANK = "outliers.", "low_rank."
 FURTHER = OUTLIERS + "further"  # no field: how many entries beyond a threshold found no slot, `[batch]`
@@ -38,21 +39,23 @@ class Corrected:
             own = part.fields(head_dim, wide, one)
             if segment is None and any(f.tokens_per_row is None or f.shared for f in own.values()):
                 raise ValueError(
-                    f"{prefix[:-1]}: its numbers belong to a whole segment, and this method encodes tokens one by one; use "
-                    "statistics='calibrated', or a method that encodes segments (gear, zipcache)"
+                    f"{'rank' if part is self.low_rank else 'outliers'}: their numbers belong to a whole segment, and this "
+                    "method encodes tokens one by one; use statistics='calibrated', or a method that encodes segments "
+                    "(gear, zipcache)"
                 )
             fields |= {prefix + name: field for name, field in own.items()}
         return fields
 
     def wide(self, x: Tensor) -> bool:
-        """The codec's answer."""
-        return self.codec.wide(x)
+        """The codec's answer; also where an outlier may be farther from the rest than float16 reaches."""
+        far = self.outliers is not None and bool(x.numel() and x.abs().max() > HALF_MAX / 4)
+        return far or self.codec.wide(x)
 
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
         """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row -> block, and `FURTHER` where that can be."""
         wide = self.wide(x) if wide is None else wide
-        # Row by row: sums and products of one row must not depend on how many others there are.
-        rows = [self._encode(row.float(), wide) for row in x.split(1)]
+        # Row by row and in one layout: sums and products of a row must not depend on the others, nor on how it came.
+        rows = [self._encode(row.float().contiguous(), wide) for row in x.split(1)]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     def _encode(self, x: Tensor, wide: bool) -> Block:

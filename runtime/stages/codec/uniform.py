@@ -4,7 +4,7 @@ The arithmetic is in `kernels/quantise` (METHODS 0), the words in `kernels/pack`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,6 +106,9 @@ class UniformQuant:
 
         What the clip cuts off, half a step, and the rounding of the two stored parameters.
         """
+        if self.across_heads:
+            merged = replace(self, across_heads=False).error_bound(x.transpose(1, 2).flatten(2)[:, None])
+            return merged[:, 0].unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
         eps = torch.finfo(torch.float32).eps
         if self.group is None:
             scale, zero = self._fixed(x).chunk(2, -1)

@@ -120,7 +120,8 @@ class Outliers:
     def decode(self, block: Block, like: Tensor) -> Tensor:
         """Distances where they belong, 0 elsewhere: float32 in the shape of `like [..., kv_heads, T, D]`."""
         heads, tokens, channels = like.shape[-3:]
-        tile = {name: part.view(like.shape[:-3].numel(), *part.shape[-3:]).mT for name, part in block.items()}
+        stored = ((name, block[name]) for name in ("delta", "tokens", "channels") if name in block)
+        tile = {name: part.view(like.shape[:-3].numel(), *part.shape[-3:]).mT for name, part in stored}
         token, channel, delta = self._entries(tile, heads, tokens, channels)
         whole, places = delta.new_ones(len(delta), 1, 1), token * channels + channel % channels
         found = sparse_product(whole, torch.zeros_like(places), places, delta, heads * tokens * channels)
