@@ -116,7 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, default=31)
     parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     found = {role: measure(role, asked.tokens, asked.turns) for role in ("keys", "values")}
     for role, run in found.items():
         for name, (low, median, high) in run["ratios"].items():  # type: ignore[attr-defined]

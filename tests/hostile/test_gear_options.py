@@ -130,7 +130,11 @@ WRONG_FOR_AN_ARTIFACT = [
         for name in ("rank", "decode_rank")
         for rank in (9, 0.1)
     ),
-    ("gear", {"variant": "paper", "rank": 0.02, **CALIBRATED}, ["rank", "8 vectors of the artifact's basis", "got 0.02"]),
+    (
+        "gear",
+        {"variant": "paper", "rank": 0.02, **CALIBRATED},
+        ["rank", "8 vectors of the artifact's basis", "got 0.02"],
+    ),
     ("zipcache", {"corrections": {"outliers": 0.02, **CALIBRATED}}, RATHER),
     ("mikv", {"corrections": {"outliers": 0.02, **CALIBRATED}}, RATHER),
     ("kivi", {"corrections": {"outliers": 0.03, **CALIBRATED}}, ["outliers=0.03", "0.02, 0.05, 0.1"]),
