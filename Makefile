@@ -46,9 +46,10 @@ gear-table: .venv/dev.stamp fit  ## GEAR's table of docs/results/gear, a quarter
 	cp runs/eval/gear/results.json benchmarks/results/gear.json
 	$(BIN)/python benchmarks/gear_errors.py --write
 
-bench: .venv/dev.stamp  ## decode speed against transformers' QuantizedCache, and what a method adds to a prefill
+bench: .venv/dev.stamp  ## decode speed against QuantizedCache, what a method adds to a prefill, what corrections cost
 	$(BIN)/python benchmarks/decode_cpu.py --write
 	$(BIN)/python benchmarks/prefill_cpu.py --write
+	$(BIN)/python benchmarks/correction_cpu.py --write
 
 clean:
 	rm -rf .venv .venv-oldest build dist runs *.egg-info
