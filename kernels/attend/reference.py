@@ -29,7 +29,7 @@ def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) 
         scores = query @ codes
         scores.unflatten(-1, (blocks, tokens // blocks)).add_((query @ zero).unsqueeze(-1))
         return scores
-    scale, zero = (part.repeat_interleave(tokens // blocks, -1) if blocks < tokens else part for part in (scale, zero))
+    scale, zero = (_spread(part, tokens) for part in (scale, zero))
     parts = query.unflatten(-1, (columns, channels // columns)).movedim(-2, -3)  # [..., columns, rows, g_c]
     products = parts @ codes.unflatten(-2, (columns, channels // columns))  # [..., columns, rows, T]
     return (products * scale.unsqueeze(-2)).sum(-3) + parts.sum(-1).mT @ zero
@@ -46,10 +46,18 @@ def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, c
     if columns == channels:  # g_c = 1
         codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
         return weights @ codes.mT + weights.unflatten(-1, (blocks, tokens // blocks)).sum(-1) @ zero.mT
-    scale, zero = (part.repeat_interleave(tokens // blocks, -1) if blocks < tokens else part for part in (scale, zero))
+    scale, zero = (_spread(part, tokens) for part in (scale, zero))
     folded = weights.unsqueeze(-3) * scale.unsqueeze(-2)  # [..., columns, rows, T]
     mixed = folded @ codes.unflatten(-2, (columns, channels // columns)).mT  # [..., columns, rows, g_c]
     return (mixed + (weights @ zero.mT).mT.unsqueeze(-1)).movedim(-3, -2).flatten(-2)
+
+
+def _spread(part: Tensor, tokens: int) -> Tensor:
+    """Parameters `[..., T/g_t]` of token groups at each of their tokens `[..., T]`."""
+    blocks = part.shape[-1]
+    if blocks == tokens:
+        return part
+    return part.unsqueeze(-1).expand(*part.shape, tokens // blocks).flatten(-2)
 
 
 class RunningSoftmax:

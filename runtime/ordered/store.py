@@ -11,6 +11,7 @@ from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.ordered.stream import Stream, StreamPlan
 from calib.runtime.pages import PAGE_TOKENS
 from calib.runtime.rows import Forward
+from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.window import allocated
 
@@ -129,4 +130,4 @@ class OrderedStore:
 
     def further(self) -> int:
         """Of both streams."""
-        return sum(int(stream.further) for stream in self.streams if stream.further is not None)
+        return counts_of(stream.further for stream in self.streams)

@@ -11,6 +11,7 @@ from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
 from calib.runtime.pool import PagePool
 from calib.runtime.rows import Forward
+from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.contract import Saliency
 from calib.runtime.stages.halves import HALF_MAX
 from calib.runtime.store import Footprint, Given, Place
@@ -212,7 +213,7 @@ class TieredStore(ABC):
 
     def further(self) -> int:
         """Of all tiers."""
-        return sum(int(tier.further) for tier in self.tiers if tier.further is not None)
+        return counts_of(tier.further for tier in self.tiers)
 
     @abstractmethod
     def growth(self) -> list[float]:

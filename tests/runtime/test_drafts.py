@@ -23,7 +23,7 @@ def model():
 def test_what_is_stored_is_what_plain_decoding_stores(model, case):
     """Where attention decides what is stored, tokens of one forward have seen each other: there it is what forwards of
     the accepted tokens alone would have stored, to the last bit, mass included."""
-    tokens, near = Tokens.random(model, 300, seed=1), Tokens.random(model, 5, seed=2, magnitude=3000)
+    tokens, near = Tokens.random(model, 300, seed=1), Tokens.random(model, 5, seed=2, magnitude=1000)
     # Huge enough to spoil whatever they touch: scales, maxima, sums of attention.
     poison = Tokens.random(model, 150, seed=2, magnitude=1e30)
     drafted, plain = case.open(model), case.open(model)

@@ -5,6 +5,7 @@ an outlier the distance from both is kept. Attention meets the three parts one b
 q.x^ = q.D + (q B) A^T + q.S, and likewise for values.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,8 +49,11 @@ class Corrected:
 
     def wide(self, x: Tensor) -> bool:
         """The codec's answer; also where an outlier may be farther from the rest than float16 reaches."""
-        far = self.outliers is not None and bool(x.numel() and x.abs().max() > HALF_MAX / 4)
-        return far or self.codec.wide(x)
+        if self.codec.wide(x):
+            return True
+        if self.outliers is None or not x.numel() or x.is_meta:  # a meta tensor has no values to ask for
+            return False
+        return bool(x.abs().max() > HALF_MAX / 4)
 
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
         """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row -> block, and `FURTHER` where that can be."""
@@ -124,6 +128,11 @@ def counted(block: Block, count: Tensor | None) -> Block:
         return block
     count += block[FURTHER].sum()
     return {name: part for name, part in block.items() if name != FURTHER}
+
+
+def counts_of(counters: Iterable[Tensor | None]) -> int:
+    """The sum of some counters (waits for the device); what a meta tensor would have counted is unknown, 0."""
+    return sum(int(count) for count in counters if count is not None and not count.is_meta)
 
 
 def lists(codec: Codec) -> bool:
