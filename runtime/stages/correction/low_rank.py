@@ -11,8 +11,8 @@ from calib.runtime.draws import Draws
 from calib.runtime.stages.contract import Block, Field, Segment
 from calib.runtime.stages.halves import stored
 
-# Rounds of the power iteration: the paper's, and what costs no more where a segment is short or a matrix narrow. Three
-# leave blocks of 20 tokens up to 24 % above the least error, twelve 2 %.
+# Rounds of the power iteration: the paper's, and what costs no more where a segment is short or a matrix narrow. Three are
+# not enough for every block of 20 tokens to come within 5 % of the least error (tests/runtime/test_gear_errors.py).
 ROUNDS, CHEAP_ROUNDS = 3, 12
 FIXED = Draws(0, 0)
 
