@@ -7,11 +7,8 @@ eigenvalue first. FORM is the quantiser's group, tokens x channels, `*` for the 
 tokens of a sequence. A group of all the head's channels is always written `*`: with 64 channels `1x64` is `1x*`.
 
 Each width has its own, because few bases stand for another width. Where each key channel has its own group (`*x1`,
-`64x1`) the residual is largest in the channels of the widest range at any width: on the embedded model, 8 vectors fitted
-at 2 and at 4 bits share .9 of their directions (mean squared cosine of the principal angles; random ones share .12), and
-either basis takes .35 of the other's residual, as its own does. Groups over several channels share a step, and directions
-are a matter of the width: bases share .14 to .2 there (values `*x1`: .37), and take the .13 to .16 of the other's residual
-that 8 vectors of 64 take by chance, their own .15 to .32.
+`64x1`) the residual is largest in the channels of the widest range at any width. Groups over several channels share a step,
+and directions are a matter of the width.
 """
 
 import re

@@ -8,7 +8,7 @@ segments of equal length: basis `[..., r D, S]`, coefficients `[..., r, T]`, T =
 import torch
 from torch import Tensor
 
-NARROW = 192  # channels: then R^T R costs less than three rounds of thin products (measured on two cores)
+NARROW = 192  # channels: then R^T R is taken to cost less than a few rounds of thin products
 
 
 def power_iteration(residual: Tensor, start: Tensor, loops: int) -> Tensor:
