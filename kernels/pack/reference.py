@@ -56,3 +56,47 @@ def unpack_columns(words: Tensor, bits: int, channels: int) -> Tensor:
     # An arithmetic shift drags the sign along; the mask drops it.
     fields = (words.unsqueeze(-3) >> shifts).bitwise_and_((1 << bits) - 1)
     return fields.flatten(-3, -2)[..., :channels, :]
+
+
+def byte_parts(width: int) -> list[tuple[int, int]]:
+    """Parts (bits, first bit) of a number of `width` bits, 1 ... 16, that fill whole bytes: 13 = 8 + 4 + 1."""
+    if not 1 <= width <= 16:
+        raise ValueError(f"a number has 1 ... 16 bits, got {width}")
+    parts, first = [], 0
+    while first < width:
+        bits = next(size for size in (8, 4, 2, 1) if size <= width - first)
+        parts.append((bits, first))
+        first += bits
+    return parts
+
+
+def bytes_per_token(count: int, width: int) -> int:
+    """Bytes that hold one token's `count` numbers of `width` bits."""
+    return sum(-(-count * bits // 8) for bits, _ in byte_parts(width))
+
+
+def pack_bytes(numbers: Tensor, width: int) -> Tensor:
+    """Numbers `[..., n]` (integers below 2**width) -> bytes `[..., B]` uint8, each part plane-split like a word's codes."""
+    count, packed = numbers.shape[-1], []
+    for bits, first in byte_parts(width):
+        fields, run = 8 // bits, -(-count * bits // 8)
+        part = (numbers.to(torch.int32) >> first) & ((1 << bits) - 1)
+        part = F.pad(part, (0, fields * run - count)).unflatten(-1, (fields, run))
+        packed.append((part << _byte_shifts(bits, numbers.device)).sum(-2).to(torch.uint8))
+    return torch.cat(packed, -1)
+
+
+def unpack_bytes(packed: Tensor, width: int, count: int) -> Tensor:
+    """Bytes `[..., B]` uint8 -> numbers `[..., n]` int32."""
+    found, at = torch.zeros((), dtype=torch.int32, device=packed.device), 0
+    for bits, first in byte_parts(width):
+        run = -(-count * bits // 8)
+        part = packed[..., None, at : at + run].to(torch.int32) >> _byte_shifts(bits, packed.device)
+        found = found + (((part & ((1 << bits) - 1)) << first).flatten(-2)[..., :count])
+        at += run
+    return found
+
+
+@lru_cache
+def _byte_shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.int32, device=device)[:, None]

@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import unpacked
 
-from calib.kernels.pack.reference import pack, planes, unpack, unpack_columns, words_per_token
+from calib.kernels.pack.reference import (
+    bytes_per_token,
+    pack,
+    pack_bytes,
+    planes,
+    unpack,
+    unpack_bytes,
+    unpack_columns,
+    words_per_token,
+)
 
 WIDTHS = range(1, 9)
 
@@ -32,6 +41,35 @@ def test_unpacking_gives_the_codes_back(bits, channels, lead, seed):
     assert torch.equal(columns, codes.short().unsqueeze(-1).expand(*lead, channels, 3))
     assert torch.equal(torch.from_numpy(unpacked(words.numpy(), bits, channels)), codes.long())
     assert torch.equal(codes, before)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    width=st.integers(1, 16),
+    count=st.integers(1, 40),
+    lead=st.lists(st.integers(1, 3), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_bytes_give_the_numbers_back(width, count, lead, seed):
+    numbers = torch.randint(0, 2**width, (*lead, count), generator=torch.Generator().manual_seed(seed))
+    packed = pack_bytes(numbers, width)
+    assert packed.dtype == torch.uint8 and packed.shape == (*lead, bytes_per_token(count, width))
+    assert torch.equal(unpack_bytes(packed, width, count), numbers.int())
+    columns = packed.unsqueeze(-2).expand(*lead, 3, -1).mT.contiguous().mT  # strides of a tile whose tokens come last
+    assert torch.equal(unpack_bytes(columns, width, count), numbers.int().unsqueeze(-2).expand(*lead, 3, count))
+
+
+def test_the_bytes_written_out_by_hand():
+    # 9 bits = 8 + 1: the low bytes of three numbers, then their ninth bits in the low bits of one byte.
+    assert pack_bytes(torch.tensor([0x101, 0x0FF, 0x180]), 9).tolist() == [0x01, 0xFF, 0x80, 0b101]
+    # 4 bits, 3 numbers: 2 planes of 2 bytes; the second plane holds the third number alone.
+    assert pack_bytes(torch.tensor([1, 2, 3]), 4).tolist() == [0x31, 0x02]
+    # 13 bits = 8 + 4 + 1, one number of 0b1_1010_00000111.
+    assert pack_bytes(torch.tensor([0b1101000000111]), 13).tolist() == [0b00000111, 0b1010, 1]
+    # No bit is lost where parts fill their bytes: 8 numbers of 13 bits.
+    assert bytes_per_token(8, 13) == 13 and bytes_per_token(4, 13) == 7
+    with pytest.raises(ValueError, match="1 ... 16 bits, got 17"):
+        pack_bytes(torch.tensor([1]), 17)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

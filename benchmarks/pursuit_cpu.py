@@ -1,0 +1,245 @@
+"""Matching pursuit of a batch on the CPU: against a loop over vectors, scikit-learn, and its two forms against each other.
+
+    python benchmarks/pursuit_cpu.py [--vectors 2048] [--atoms 4096] [--threads 2] [--write]
+
+One process, float32, normal data, fresh vectors for every turn; every step in turn, in another order each turn;
+median and quartiles of the ratios taken turn by turn, beside an A/A pair. Before anything is timed the answers are compared.
+scikit-learn gets its inputs in the layout it wants; both settings of `precompute` are timed, the faster one counts.
+Then mean |x - x^|^2 / |x|^2 of both pursuits: on normal data, on clusters, and on the embedded model's own keys (before
+RoPE) and values, whose dictionary are the centroids of other vectors of the layer.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from protocol import keep, load, quartiles
+from sklearn.linear_model import orthogonal_mp
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from calib.capture.generated import sampled_text
+from calib.kernels.matching_pursuit.reference import (
+    desparsify,
+    gram_is_cheaper,
+    matching_pursuit,
+    orthogonal_matching_pursuit,
+    pursuit_by_gram,
+    pursuit_by_products,
+)
+from calib.neural_dict.centroids import centroids
+
+RESULT = "pursuit_cpu.json"
+MODEL = "artifacts/tiny-llama"
+WIDTH, SPARSITY = 128, 8
+CLOSE = 1e-3  # of two mean relative errors: a near tie may be decided either way
+
+BATCHED, ORTHOGONAL = "matching pursuit", "orthogonal matching pursuit"
+PEERS = ("scikit-learn", "scikit-learn, precompute")
+
+# Pairs of steps: the first is divided by the second.
+RATIOS = {
+    "A/A": (f"{BATCHED} again", BATCHED),
+    "loop (torch) / matching pursuit": ("loop (torch)", BATCHED),
+    "loop (numpy) / matching pursuit": ("loop (numpy)", BATCHED),
+    "loop with a Gram matrix (numpy) / matching pursuit": ("loop with a Gram matrix (numpy)", BATCHED),
+    "scikit-learn / matching pursuit": ("scikit-learn, the faster", BATCHED),
+    "scikit-learn / orthogonal matching pursuit": ("scikit-learn, the faster", ORTHOGONAL),
+    "products / Gram": ("by products", "by Gram"),
+}
+
+
+def loop_torch(x: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
+    """A vector at a time: one product with the dictionary and one argmax a step."""
+    index, coefficient = torch.empty(len(x), SPARSITY, dtype=torch.int64), torch.empty(len(x), SPARSITY)
+    for row, vector in enumerate(x):
+        residual = vector.clone()
+        for step in range(SPARSITY):
+            correlations = torch.mv(atoms, residual)
+            place = int(correlations.abs().argmax())
+            residual.sub_(correlations[place] * atoms[place])
+            index[row, step], coefficient[row, step] = place, correlations[place]
+    return index, coefficient
+
+
+def loop_numpy(x: np.ndarray, atoms: np.ndarray, gram: bool = False) -> tuple[Tensor, Tensor]:
+    """The same in numpy; or correlations kept up to date with rows of the Gram matrix."""
+    index, coefficient = np.empty((len(x), SPARSITY), np.int64), np.empty((len(x), SPARSITY), np.float32)
+    matrix = atoms @ atoms.T if gram else None
+    for row, vector in enumerate(x):
+        residual, correlations = vector.copy(), atoms @ vector
+        for step in range(SPARSITY):
+            place = np.abs(correlations).argmax()
+            index[row, step], coefficient[row, step] = place, correlations[place]
+            if matrix is not None:
+                correlations = correlations - correlations[place] * matrix[place]
+            elif step + 1 < SPARSITY:
+                residual -= correlations[place] * atoms[place]
+                correlations = atoms @ residual
+    return torch.from_numpy(index), torch.from_numpy(coefficient)
+
+
+def steps(x: Tensor, atoms: Tensor) -> dict[str, Callable[[], object]]:
+    """What is timed, on the vectors `x`."""
+    array, table = x.numpy(), atoms.numpy()
+    columns, targets = np.asfortranarray(table.T), np.asfortranarray(array.T)
+    return {
+        BATCHED: lambda: matching_pursuit(x, atoms, SPARSITY),
+        f"{BATCHED} again": lambda: matching_pursuit(x, atoms, SPARSITY),
+        ORTHOGONAL: lambda: orthogonal_matching_pursuit(x, atoms, SPARSITY),
+        "by Gram": lambda: pursuit_by_gram(x, atoms, SPARSITY),
+        "by products": lambda: pursuit_by_products(x, atoms, SPARSITY),
+        "loop (torch)": lambda: loop_torch(x, atoms),
+        "loop (numpy)": lambda: loop_numpy(array, table),
+        "loop with a Gram matrix (numpy)": lambda: loop_numpy(array, table, gram=True),
+        PEERS[0]: lambda: orthogonal_mp(columns, targets, n_nonzero_coefs=SPARSITY, precompute=False),
+        PEERS[1]: lambda: orthogonal_mp(columns, targets, n_nonzero_coefs=SPARSITY, precompute=True),
+    }
+
+
+def mean_error(x: Tensor, restored: Tensor) -> float:
+    """Mean of |x - x^|^2 / |x|^2."""
+    return float(((x - restored).square().sum(-1) / x.square().sum(-1)).mean())
+
+
+def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
+    """The error of every step's answer; those that do the same must err the same."""
+    errors = {}
+    for name, step in steps(x, atoms).items():
+        answer = step()
+        restored = (
+            torch.from_numpy(answer.T.astype(np.float32)) @ atoms
+            if isinstance(answer, np.ndarray)
+            else desparsify(*answer, atoms)  # type: ignore[misc]
+        )
+        errors[name] = mean_error(x, restored)
+    for name, error in errors.items():
+        expected = errors[ORTHOGONAL if name in (ORTHOGONAL, *PEERS) else BATCHED]
+        if abs(error - expected) > CLOSE * expected:
+            raise SystemExit(f"{name} errs by {error:.6f}, {expected:.6f} expected: not the same answer")
+    return errors
+
+
+def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
+    """Milliseconds of every step, and the ratios."""
+    shuffled, draw = random.Random(0), torch.Generator().manual_seed(0)
+    atoms = normalize(torch.randn(count, WIDTH, generator=draw), dim=-1)
+    errors = compare(torch.randn(min(vectors, 256), WIDTH, generator=draw), atoms)
+    names = list(steps(atoms[:1], atoms))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(turns + 1):
+        timed = steps(torch.randn(vectors, WIDTH, generator=draw), atoms)
+        for name in shuffled.sample(names, len(names)):
+            start = time.perf_counter()
+            timed[name]()
+            if turn:  # the first warms up
+                seconds[name].append(time.perf_counter() - start)
+    seconds["scikit-learn, the faster"] = min((seconds[name] for name in PEERS), key=np.median)
+    ratios = {
+        name: quartiles([above / below for above, below in zip(seconds[one], seconds[other], strict=True)])
+        for name, (one, other) in RATIOS.items()
+    }
+    times = {name: quartiles([1e3 * value for value in values]) for name, values in seconds.items()}
+    return {"mean_relative_error": errors, "milliseconds": times, "ratios": ratios}
+
+
+def forms(vectors: int, turns: int) -> list[dict[str, object]]:
+    """Both forms by the number of atoms and the width, turn by turn, and which one the rule takes."""
+    rows: list[dict[str, object]] = []
+    for width in (64, 128):
+        for count in (512, 1024, 2048, 4096, 8192):
+            x, atoms = torch.randn(vectors, width), normalize(torch.randn(count, width), dim=-1)
+            seconds: dict[str, list[float]] = {"gram": [], "products": []}
+            for turn in range(turns + 1):
+                for name, form in (("gram", pursuit_by_gram), ("products", pursuit_by_products)):
+                    start = time.perf_counter()
+                    form(x, atoms, SPARSITY)
+                    seconds[name] += [time.perf_counter() - start] if turn else []
+            ratio = quartiles([b / a for a, b in zip(seconds["gram"], seconds["products"], strict=True)])
+            taken = "gram" if gram_is_cheaper(vectors, count, width, SPARSITY) else "products"
+            rows.append({"head_dim": width, "atoms": count, "products/gram": ratio, "taken": taken})
+            rows[-1] |= {name: quartiles([1e3 * value for value in values]) for name, values in seconds.items()}
+    return rows
+
+
+def made_up() -> dict[str, tuple[Tensor, Tensor]]:
+    """Vectors and atoms: normal ones, and of 64 clusters."""
+    draw = torch.Generator().manual_seed(1)
+    centres = 2 * torch.randn(64, 64, generator=draw)
+    clusters = centres.repeat(40, 1) + torch.randn(2560, 64, generator=draw)
+    data = {"normal": torch.randn(2560, 64, generator=draw), "clusters": clusters}
+    return {name: (x[:2048], normalize(x[2048:], dim=-1)) for name, x in data.items()}
+
+
+def of_the_model() -> dict[str, tuple[Tensor, Tensor]]:
+    """Each layer's keys before RoPE and halves of values, of text that it sampled; 256 centroids a head from other text."""
+    model = load(MODEL)
+    config = model.config
+    found: dict[str, list[Tensor]] = {}
+
+    def keeper(name: str, width: int) -> Callable[..., None]:
+        return lambda _module, _inputs, output: found.setdefault(name, []).append(output.reshape(-1, width))
+
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.k_proj.register_forward_hook(keeper(f"keys.{number}", config.head_dim))
+        layer.self_attn.v_proj.register_forward_hook(keeper(f"values.{number}", config.head_dim // 2))
+    text = sampled_text(model, config.bos_token_id, 256, 48, seed=0)
+    found.clear()
+    model(text)
+    data = {}
+    for name, (vectors,) in found.items():
+        known, heldout = vectors[: len(vectors) * 3 // 4], vectors[len(vectors) * 3 // 4 :]
+        draw = torch.Generator().manual_seed(2)
+        table = centroids(known, 256 * config.num_key_value_heads, draw).half().float()
+        data[name] = heldout[torch.randperm(len(heldout), generator=draw)[:2048]], table
+    return data
+
+
+def errors() -> list[dict[str, object]]:
+    """Mean relative squared error of both pursuits at 4, 8 and 16 pairs."""
+    rows = []
+    for name, (x, atoms) in {**made_up(), **of_the_model()}.items():
+        for sparsity in (4, 8, 16):
+            plain, refitted = (
+                mean_error(x, desparsify(*pursuit(x, atoms, sparsity), atoms))
+                for pursuit in (matching_pursuit, orthogonal_matching_pursuit)
+            )
+            row = {"data": name, "head_dim": x.shape[-1], "atoms": len(atoms), "sparsity": sparsity}
+            rows.append({**row, "matching": plain, "orthogonal": refitted, "orthogonal/matching": refitted / plain})
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vectors", type=int, default=2048)
+    parser.add_argument("--atoms", type=int, default=4096)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2, help="of torch and of numpy alike; 1 where others run beside")
+    parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    threadpool_limits(asked.threads)  # numpy's and scikit-learn's
+    torch.manual_seed(0)
+    run = measure(asked.vectors, asked.atoms, asked.turns)
+    for name, (low, median, high) in run["ratios"].items():  # type: ignore[attr-defined]
+        print(f"{name:<52} {median:7.2f}  ({low:.2f} ... {high:.2f})")
+    print({name: times[1] for name, times in run["milliseconds"].items()})  # type: ignore[attr-defined]
+    table = forms(asked.vectors, asked.turns)
+    for row in table:
+        print(row)
+    found = errors()
+    for row in found:
+        print(f"{row['data']:<10} s={row['sparsity']:<3} {row['matching']:.5f} {row['orthogonal']:.5f}", end="  ")
+        print(f"{row['orthogonal/matching']:.3f}")
+    if asked.write:
+        sizes = {"vectors": asked.vectors, "atoms": asked.atoms, "head_dim": WIDTH, "sparsity": SPARSITY}
+        keep(RESULT, {**sizes, "turns": asked.turns, **run, "forms": table, "errors": found})
+
+
+if __name__ == "__main__":
+    main()
