@@ -171,7 +171,7 @@ class PageTable:
 
 
 def upload(
-    numbers: list[int] | list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device
+    numbers: list[int] | list[float] | list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """A small host list on the device, without waiting for the device."""
     tensor = torch.tensor(numbers, dtype=dtype)

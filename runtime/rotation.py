@@ -1,4 +1,4 @@
-"""A model's rotary position embedding, as far as moving a query by some positions needs it."""
+"""A model's rotary position embedding, as far as moving queries and keys by some positions needs it."""
 
 import math
 import sys
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from calib.runtime.pages import upload
 
+# Positions whose angles are added to each other's.
+STRIDE = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
@@ -22,28 +25,26 @@ class Rotation:
     frequencies: Tensor
 
     @staticmethod
-    def of(model: nn.Module) -> "Rotation":
+    def of(model: nn.Module, remedy: str) -> "Rotation":
         """The model's own, checked against what the model computes.
 
-        Raises ValueError where frequencies depend on the length or the layer, or channels are not split in halves.
+        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length or the layer, or channels are
+        not split in halves.
         """
         name = type(model).__name__
         embeddings: list[Any] = [
             part for part in model.modules() if isinstance(getattr(part, "inv_freq", None), Tensor)
         ]
         if len(embeddings) != 1:
-            raise ValueError(
-                f"{name} has {len(embeddings)} rotary embeddings, expected one for all layers; use positions='original'"
-            )
+            raise ValueError(f"{name} has {len(embeddings)} rotary embeddings, expected one for all layers; {remedy}")
         (embedding,) = embeddings
         if getattr(embedding, "rope_type", "default") in ("dynamic", "longrope"):
             raise ValueError(
-                f"{name} has RoPE of type {embedding.rope_type!r}, whose frequencies change with the length; "
-                "use positions='original'"
+                f"{name} has RoPE of type {embedding.rope_type!r}, whose frequencies change with the length; {remedy}"
             )
         rotation = Rotation(embedding.inv_freq.detach().double().cpu())
         if not rotation._agrees(embedding):
-            raise ValueError(f"{name} does not rotate its channels in halves; use positions='original'")
+            raise ValueError(f"{name} does not rotate its channels in halves; {remedy}")
         return rotation
 
     def turns(self, positions: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -54,6 +55,33 @@ class Rotation:
         cos, sin = (upload(part, torch.float32, device)[:, None, None] for part in parts)
         return cos, sin
 
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of `positions`, int64 of any shape, on their device: float32 `[*positions.shape, r/2]`."""
+        angles = positions.double()[..., None] * self._on(positions.device)
+        return angles.cos().float(), angles.sin().float()
+
+    def along(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions from `start` to before `stop`: float32 `[stop - start, r/2]`."""
+        # By angle addition, since a cosine costs more than the rotation it is for; the same sum wherever the stretch begins.
+        first = start // STRIDE * STRIDE
+        coarse = torch.arange(first, stop, STRIDE, device=device).double()[:, None] * self._on(device)
+        fine = torch.arange(STRIDE, device=device).double()[:, None] * self._on(device)
+        (cos, sin), (inner_cos, inner_sin) = ((part.cos(), part.sin()) for part in (coarse, fine))
+        cos, sin = cos[:, None], sin[:, None]
+        found = (cos * inner_cos - sin * inner_sin, sin * inner_cos + cos * inner_sin)
+        cos, sin = (part.flatten(0, 1)[start - first : stop - first].float() for part in found)
+        return cos, sin
+
+    def _on(self, device: torch.device) -> Tensor:
+        """The frequencies there, without waiting for the device."""
+        if device not in self._copies:
+            self._copies[device] = upload(self._numbers, torch.float64, device)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Tensor]:
+        return {self.frequencies.device: self.frequencies}
+
     @cached_property
     def _numbers(self) -> list[float]:
         numbers: list[float] = self.frequencies.tolist()
@@ -61,7 +89,7 @@ class Rotation:
 
     @staticmethod
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x [rows, heads, n, D]` moved forward by the positions of `cos` and `sin`."""
+        """`x [rows, heads, n, D]` moved forward by the positions of `cos` and `sin`; back with `-sin`."""
         half = cos.shape[-1]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -1,0 +1,53 @@
+"""RoPE as the runtime knows it: angles, the model's own rotation, there and back."""
+
+import pytest
+import torch
+from toy_models import random_model
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from calib.runtime.rotation import Rotation
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def rotation(model):
+    return Rotation.of(model, "use something else")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 64), (3, 67), (1000, 1300), (131000, 131072)])
+def test_angles_along_a_stretch_are_those_of_its_positions(rotation, start, stop):
+    """In float64 to half a unit of float32, however far from 0."""
+    along = rotation.along(start, stop, torch.device("cpu"))
+    one_by_one = rotation.at(torch.arange(start, stop))
+    angles = torch.arange(start, stop).double()[:, None] * rotation.frequencies
+    for found, other, exact in zip(along, one_by_one, (angles.cos(), angles.sin()), strict=True):
+        assert found.shape == (stop - start, len(rotation.frequencies)) and found.dtype == torch.float32
+        assert (found - exact).abs().max() <= 6e-8 and (other - exact).abs().max() <= 6e-8
+
+
+def test_keys_turn_as_the_model_turns_them(model, rotation):
+    keys = torch.randn(2, 3, 50, 2 * len(rotation.frequencies), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(50)[None]
+    theirs = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(keys, places))[1]
+    cos, sin = rotation.along(0, 50, keys.device)
+    assert torch.allclose(rotation.turned(keys, cos, sin), theirs, atol=1e-5)
+    # METHODS: turning back costs some units of float32.
+    assert (rotation.turned(theirs, cos, -sin) - keys).norm() / keys.norm() < 1e-5
+
+
+def test_positions_of_any_shape(rotation):
+    positions = torch.randint(0, 5000, (2, 3, 7))
+    cos, sin = rotation.at(positions)
+    assert cos.shape == sin.shape == (2, 3, 7, len(rotation.frequencies))
+    assert torch.equal(cos[1, 2, 3], rotation.at(positions[1, 2, 3])[0])
+
+
+def test_a_position_has_the_same_bits_wherever_the_stretch_begins(rotation):
+    whole = rotation.along(0, 700, torch.device("cpu"))
+    for start, stop in ((1, 2), (63, 200), (64, 65), (500, 700)):
+        for part, own in zip(whole, rotation.along(start, stop, torch.device("cpu")), strict=True):
+            assert torch.equal(part[start:stop], own)
