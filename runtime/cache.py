@@ -144,8 +144,10 @@ class CompressedCache(Cache):
         kinds = Counter(dict.fromkeys(KINDS, 0))
         values = marginal = 0.0
         further = 0
+        # By identity: layers share some.
+        shared = {id(table): table for layer in self.compressed for table in layer.plan.tables()}
+        kinds["tables"] += sum(table.numel() * table.element_size() for table in shared.values())
         for layer in self.compressed:
-            kinds["tables"] += sum(table.numel() * table.element_size() for table in layer.plan.tables())
             if layer.store is not None:
                 weight = layer.store.footprint()
                 kinds.update(weight.kinds)

@@ -78,7 +78,8 @@ def compress(
         plan.check(geometry.head_dim, model.dtype)  # before anything runs
     windows = [layers[i].sliding_window for i in wrapped if isinstance(layers[i], DynamicSlidingWindowLayer)]
     rows = plans[wrapped[0]].rows(len(wrapped), max(windows, default=None))
-    rotation = Rotation.of(model) if any(plan.relocates for plan in plans.values()) else None
+    remedy = plans[wrapped[0]].rotation_remedy
+    rotation = None if remedy is None else Rotation.of(model, remedy)
     for number, (i, plan) in enumerate(plans.items()):
         layers[i] = CompressedLayer(plan, rows, Place(number, seed, rotation))
     asks_ids = any(plan.asks_ids for plan in plans.values())

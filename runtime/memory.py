@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The lines of the report: packed codes, their parameters, what corrects them, exact pages, the exact window, positions of
-# tokens in tiers, saliency, tables of the artifact and of pages, layers left uncompressed.
+# The lines of the report: packed codes, their parameters, what corrects them, atoms of the rows' own, exact pages, the exact
+# window, positions of tokens in tiers, saliency, tables of the artifact and of pages, layers left uncompressed.
 KINDS = (
-    *("codes", "parameters", "outliers", "low_rank", "exact", "window"),
+    *("codes", "parameters", "outliers", "low_rank", "residual", "dictionary", "exact", "window"),
     *("positions", "saliency", "tables", "uncompressed"),
 )
 

@@ -100,8 +100,8 @@ class Plan(Protocol):
     """Stages of one layer; frozen."""
 
     @property
-    def relocates(self) -> bool:
-        """Whether attention must know the model's RoPE."""
+    def rotation_remedy(self) -> str | None:
+        """Where attention must know the model's RoPE: what to do if that cannot be followed. None: it need not."""
         ...
 
     @property

@@ -1,7 +1,8 @@
 """The tensors an artifact is known to hold: names, shapes, allowed values, and who measures them.
 
-L layers, H KV heads, D head_dim; float32 throughout. `docs/artifact_format.md` says the same in prose. Names that are
-not here may be present: they come from calibrators this version does not know.
+L layers, H KV heads, D head_dim; float32 but for those of dictionaries, which are in `dictionary_tensors.py`.
+`docs/artifact_format.md` says the same in prose. Names that are not here may be present: they come from calibrators this
+version does not know.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, float32
 
 from calib.runtime.artifact_error import FIT_AGAIN, ArtifactError
+from calib.runtime.dictionary_tensors import CALIBRATORS, check_dictionaries
+from calib.runtime.tensor_checks import check_shape, check_values
 
 STREAMS = ("keys", "values")
 
@@ -78,13 +81,16 @@ def threshold_axes(name: str) -> tuple[str, ...] | None:
 
 
 def calibrator_of(name: str) -> str | None:
-    """The `calib fit` calibrator that measures tensor `name`, or None for a name that is not registered."""
+    """The calibrator or stage of `calib fit` that measures tensor `name`, or None for a name that is not registered."""
     if clip_form(name):
         return "clip"
     if residual_form(name):
         return "residual_basis"
     if name == SHARES or threshold_axes(name):
         return "outlier_thresholds"
+    stream, _, kind = name.partition(".")
+    if stream in STREAMS and kind in CALIBRATORS:
+        return CALIBRATORS[kind]
     return PER_CHANNEL[name].calibrator if name in PER_CHANNEL else None
 
 
@@ -116,6 +122,8 @@ def check_registered(
     for name in tensors:
         if name in PER_CHANNEL or threshold_axes(name):
             check_order(name, tensors, threshold_axes(name) or ("layers", "kv_heads", "head_dim"))
+    for stream in STREAMS:
+        check_dictionaries(stream, tensors, layers, head_dim)
 
 
 def check_shares(shares: Tensor) -> None:
@@ -160,28 +168,3 @@ def check_order(name: str, tensors: Mapping[str, Tensor], axes: Sequence[str]) -
     place = (tensors[name] > high).nonzero()[0].tolist()
     where = ", ".join(f"{SINGULAR[axis]} {index}" for axis, index in zip(axes, place, strict=True))
     raise ArtifactError(f"tensor {name!r} is above '{stem}.high' at {where}, expected a range; {FIT_AGAIN}")
-
-
-def check_shape(name: str, tensor: Tensor, expected: list[int], axes: str) -> None:
-    if list(tensor.shape) != expected or tensor.dtype != float32:
-        raise ArtifactError(
-            f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, expected {float32} {expected} = {axes} "
-            f"of the fingerprint; {FIT_AGAIN}"
-        )
-
-
-def check_values(
-    name: str, tensor: Tensor, above: float | None = None, at_least: float | None = None, at_most: float | None = None
-) -> None:
-    if tensor.numel() == 0:
-        return
-    least, most = tensor.min().item(), tensor.max().item()
-    broken = [
-        *([f"above {above}"] if above is not None and least <= above else []),
-        *([f"at least {at_least}"] if at_least is not None and least < at_least else []),
-        *([f"at most {at_most}"] if at_most is not None and most > at_most else []),
-    ]
-    if broken:
-        raise ArtifactError(
-            f"tensor {name!r} has values from {least:.6g} to {most:.6g}, expected {' and '.join(broken)}; {FIT_AGAIN}"
-        )

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
-from toy_artifact import toy_artifact, toy_basis, toy_thresholds
+from toy_artifact import toy_artifact, toy_basis, toy_dictionaries, toy_thresholds
 from transformers import PreTrainedModel
 
 from calib.runtime import Artifact, compress
@@ -43,16 +43,18 @@ class Case:
     @property
     def observes(self) -> bool:
         """Whether what is attended decides what is stored."""
-        return self.method in ("zipcache", "mikv", "h2o")
+        return self.method in ("zipcache", "mikv", "h2o") or (self.method == "csr" and "tiers" in self.options)
 
     @property
     def by_forwards(self) -> bool:
         """Whether it matters in which forwards the tokens arrive: what is attended decides, or the prompt is a segment."""
-        return self.observes or self.method in ("gear", "gear_l", "uniform", "group_wise", "outlier_reduced")
+        return self.observes or self.method in ("csr", "gear", "gear_l", "uniform", "group_wise", "outlier_reduced")
 
     @property
     def joins_heads(self) -> bool:
-        """Whether a token's heads share a range, a ranking or factors, as GEAR's own forms have it."""
+        """Whether a token's heads share a range, a ranking or factors, as GEAR's own forms have it, or a dictionary."""
+        if self.method == "csr":
+            return self.options.get("online") != 0
         family = self.method in ("gear", "gear_l", "uniform", "outlier_reduced")
         return family and not self.options.get("per_head")
 
@@ -174,6 +176,34 @@ CASES = [
         artifact=True,
     ),
     Case("kivi-corrected", "kivi", 3.75, {"residual": 32, "corrections": {"outliers": 0.05}}),
+    # 8 coefficients of 16 bits and 8 indices of 9: 2 KV heads have 512 atoms where there is no artifact.
+    Case("csr", "csr", 3.125),
+    # 64 atoms, 6 bits an index.
+    Case("csr-short", "csr", 2.75, {"online": 64, "window": 20, "block": 8}, contract=True),
+    # 96 atoms, 7 bits; 4 bits a coefficient, and 16 for their scale.
+    Case(
+        "csr-offline",
+        "csr",
+        1.625,
+        {"online": 0, "coefficients": 4, "window": 8, "block": 24},
+        artifact=True,
+        contract=True,
+    ),
+    # 160 atoms, 8 bits, beside 8.
+    Case("csr-both", "csr", 2.0, {"online": 64, "coefficients": "fp8", "pursuit": "orthogonal"}, artifact=True),
+    Case("csr-paper", "csr", 2.0, {"sparsity": 4, "index": "int16", "online": 64, "window": 0, "block": 1}),
+    # A quarter at 352 bits a token and head, the rest at 88, and every token's place: 32/(2 * 64).
+    Case("csr-tiers", "csr", 2.65625, {"tiers": [[16, 0.25], [4, 0.75]], "online": 64, "block": 40}, contract=True),
+    # 88 bits, two outliers of 24, codes of 2 bits with 32 for their range.
+    Case(
+        "csr-corrected",
+        "csr",
+        4.625,
+        {"sparsity": 4, "online": 64, "window": 0, "block": 20, "corrections": {"outliers": 0.02, "residual_bits": 2}},
+        contract=True,
+    ),
+    # 2.5 and the same again for what that got wrong.
+    Case("rtn-twice", "rtn", 5.0, {"bits": 2, "corrections": {"residual_bits": 2}}),
 ]
 
 BY_NAME = {case.name: case for case in CASES}
@@ -196,4 +226,5 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
     for form in residual_forms(shape[2], RESIDUAL_FORMS):
         for bits in RESIDUAL_BITS:
             tensors[f"{form.stream}.residual.{form.name}.{bits}"] = toy_basis(shape, min(8, shape[2]), draw)
+    tensors |= toy_dictionaries(shape, 96, draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

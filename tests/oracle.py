@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from corrected import corrected
+from pairs import summed
 from torch import Tensor
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
-from calib.runtime.stages.codec import Codec, Corrected, Exact
+from calib.runtime.stages.codec import Codec, Corrected, Exact, Sparse
 from calib.runtime.stages.transform import Balancer, ChannelRange, ChannelScale, Identity
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.store import TieredStore
@@ -65,12 +66,20 @@ def unpacked(words: np.ndarray, bits: int, channels: int) -> np.ndarray:
     return np.concatenate(codes, -1)[..., :channels].astype(np.int64)
 
 
-def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int) -> Tensor:
-    """Encoded tokens before their transform is undone: float64 `[..., kv_heads, T, channels]`."""
+def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Tensor | None = None) -> Tensor:
+    """Encoded tokens before their transform is undone: float64 `[..., kv_heads, T, channels]`; `online` a row's own atoms."""
     if isinstance(codec, Exact):
         return block["exact"].double()
+    if isinstance(codec, Sparse):
+        return summed(codec, block, channels, online)
     if isinstance(codec, Corrected):
-        return torch.from_numpy(corrected(codec, block, decoded(codec.codec, block, channels).numpy()))
+        x = decoded(codec.codec, block, channels, online)
+        if codec.residual is not None:
+            again = {
+                name.removeprefix("residual."): part for name, part in block.items() if name.startswith("residual.")
+            }
+            x = x + decoded(codec.residual, again, channels)
+        return torch.from_numpy(corrected(codec, block, x.numpy()))
     codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)
     if codec.group is None:
         clip = torch.as_tensor(codec.clip, dtype=torch.float64).expand(codes.shape[-3], 1, 1).numpy()
@@ -148,9 +157,13 @@ def in_tiers(store: TieredStore, row: int) -> Held:
             block |= {name: tensor[own].transpose(0, 1).flatten(1, 2) for name, tensor in tier.records.tensors.items()}
         for part, (role, stages) in zip(parts, tier.plan.streams(), strict=False):
             own = {name.removeprefix(f"{role}."): field for name, field in block.items() if name.startswith(role)}
-            part.append(undone(tier.transforms[role], row, decoded(stages.codec, own, tier.widths[role])))
+            online = store.dictionaries[role].atoms[row] if role in store.dictionaries else None
+            part.append(undone(tier.transforms[role], row, decoded(stages.codec, own, tier.widths[role], online)))
         if tier.positions:
             parts[2].append(block["positions"][..., 0].long())
+        if store.plan.before_rope:  # where nothing says otherwise slot t holds token t
+            places = block["positions"][..., 0] if tier.positions else torch.arange(parts[0][-1].shape[1])
+            parts[0][-1] = turned(parts[0][-1], store.place.rotation.frequencies, places.double()[..., None])
     exact = store.rows.exact(row, length)
     if store.windows:
         for part, window in zip(parts, store.windows, strict=False):
@@ -170,8 +183,11 @@ def contents(cache: CompressedCache) -> list[list[Held]]:
     ]
 
 
-def turned(x: Tensor, frequencies: Tensor, places: int) -> Tensor:
-    """RoPE by `places` more positions: of the first 2 r channels (i, i + r) turn by `places` x `frequencies [r]`."""
+def turned(x: Tensor, frequencies: Tensor, places: int | Tensor) -> Tensor:
+    """RoPE by `places` more positions: of the first 2 r channels (i, i + r) turn by `places` x `frequencies [r]`.
+
+    Places of tokens, `[..., T, 1]`, each for its own.
+    """
     count = len(frequencies)
     first, second, rest = x.double().split([count, count, x.shape[-1] - 2 * count], -1)
     cos, sin = (places * frequencies).cos(), (places * frequencies).sin()

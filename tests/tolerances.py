@@ -20,6 +20,10 @@ FLOAT32 = 2**-22
 # Tokens decoded from a cache against the papers' formulas in float64, for values of order 1 to 10.
 STORED = 1e-5
 
+# The same of a sparse codec that met the tokens in other numbers: correlations are rounded by the size of a product, so
+# that where nearly nothing is left of a vector (it was itself sampled as an atom) it may choose other atoms for the rest.
+TIED = 1e-3
+
 # The share of values that may lie so near the border of two codes that float32 and float64 choose differently.
 ODD_CODES = 2e-4
 

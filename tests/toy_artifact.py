@@ -30,6 +30,12 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 CLIP_BITS = (1, 2, 3, 4)
+# What a fit would record of the dictionaries in `toy_tensors`.
+TOY_FIGURES = [
+    {"stream": "keys", "group": 0, "layers": [0], "initial_loss": 0.2, "loss": 0.1, "epochs": 3, "dead": 5},
+    {"stream": "keys", "group": 1, "layers": [1], "initial_loss": 0.4, "loss": 0.3, "epochs": 2, "dead": 0},
+    {"stream": "values", "group": 0, "layers": [0, 1], "initial_loss": 0.25, "loss": 0.0, "epochs": 3, "dead": 1},
+]
 
 
 def toy_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -54,6 +60,7 @@ def toy_tensors() -> dict[str, torch.Tensor]:
     tensors |= toy_thresholds(per_channel, (0.02, 0.1), generator)
     for name in ("keys.residual.*x1.2", "keys.residual.*x1.4", "values.residual.1x*.2", "values.residual.1x4.8"):
         tensors[name] = toy_basis(per_channel, 3, generator)
+    tensors |= toy_dictionaries(per_channel, 16, generator)
     tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
     return tensors
@@ -75,6 +82,19 @@ def toy_thresholds(
 def toy_basis(shape: tuple[int, int, int], rank: int, generator: torch.Generator) -> torch.Tensor:
     """A random residual basis `[layers, kv_heads, rank, head_dim]`, rows orthonormal."""
     return torch.linalg.qr(torch.randn(*shape, rank, generator=generator)).Q.mT.contiguous()
+
+
+def toy_dictionaries(shape: tuple[int, int, int], atoms: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Layer groups, divergences and random dictionaries: keys with a group a layer, values with one of half heads."""
+    layers, _, head_dim = shape
+    tensors = {}
+    for stream, groups, width in (("keys", layers, head_dim), ("values", 1, head_dim // 2)):
+        tensors[f"{stream}.layer_groups"] = torch.arange(layers).clamp(max=groups - 1)
+        half = torch.rand(layers, layers, generator=generator).triu(1) / 2
+        tensors[f"{stream}.divergence"] = half + half.T
+        dictionary = torch.randn(groups, atoms, width, generator=generator)
+        tensors[f"{stream}.dictionary"] = torch.nn.functional.normalize(dictionary, dim=-1).half()
+    return tensors
 
 
 def toy_artifact(model: PreTrainedModel | None = None, **changes: object) -> Artifact:

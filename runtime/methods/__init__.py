@@ -7,6 +7,7 @@ from typing import Any
 
 from calib.runtime.methods.contract import Geometry, Method
 from calib.runtime.methods.corrections import CorrectedMethod, Corrections
+from calib.runtime.methods.csr import Csr
 from calib.runtime.methods.full import Full
 from calib.runtime.methods.gear import Gear, GearL, GroupWise, OutlierReduced, Uniform
 from calib.runtime.methods.h2o import H2O
@@ -18,6 +19,7 @@ from calib.runtime.methods.streaming_llm import StreamingLLM
 from calib.runtime.methods.zipcache import ZipCache
 
 METHODS: dict[str, type[Any]] = {
+    "csr": Csr,
     "full": Full,
     "gear": Gear,
     "gear_l": GearL,

@@ -1,4 +1,4 @@
-"""GEAR's corrections over the plan of any method: outliers and low rank around the codecs it already has."""
+"""Corrections over the plan of any method: outliers and low rank (GEAR), and a second quantiser, around its codecs."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from calib.runtime.stages.correction.outliers import Ranked
 from calib.runtime.stages.tiering import Shares
 from calib.runtime.store import Plan
 from calib.runtime.tiered.plan import TieredPlan
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,24 @@ class Corrections:
 
     Methods that encode chunks (gear, zipcache) correct each chunk as a segment: outliers of keys for each channel over
     its tokens, of values for each token, factors of the chunk's own residual. Methods that encode one token at a time
-    (mikv, kivi, rtn, ...) have outliers for each token and, with `statistics="calibrated"`, low rank. 16-bit tiers are
+    (mikv, kivi, rtn, csr, ...) have outliers for each token and, with `statistics="calibrated"`, low rank. 16-bit tiers are
     left alone.
 
     Args:
         outliers: share s of entries that are exact, half of them at each end; 0 is none.
         rank: of the residual's factors; a float is a share of min(tokens, channels); 0 is none.
         decode_rank: rank of every chunk after the first; None is `rank`.
+        residual_bits: what is left after the codec and low rank is quantised once more at so many bits, 1 ... 8; 0: it is
+            not. A scale and a zero point a token and head.
+        residual_group: channels that share these two; None is a head's.
         statistics: "prompt" ranks entries and iterates; "calibrated" takes thresholds and bases from the artifact.
     """
 
     outliers: float = 0.0
     rank: float | int = 0
     decode_rank: float | int | None = None
+    residual_bits: int = 0
+    residual_group: int | None = None
     statistics: Statistics = "prompt"
 
     def __post_init__(self) -> None:
@@ -48,6 +53,17 @@ class Corrections:
                 raise ValueError(
                     f"{name} must be a whole number from 0, or a share (0.0 ... 1.0) of min(tokens, channels), got {rank!r}"
                 )
+        if type(self.residual_bits) is not int or not 0 <= self.residual_bits <= 8:
+            raise ValueError(f"residual_bits must be a whole number 0 ... 8, got {self.residual_bits!r}")
+        if self.residual_group is not None and (type(self.residual_group) is not int or self.residual_group < 1):
+            raise ValueError(
+                f"residual_group must be a whole number of channels, at least 1, or nothing, got {self.residual_group!r}"
+            )
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is corrected."""
+        return bool(self.outliers or self.rank or self.residual_bits)
 
     def over(
         self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None, asker: str = "corrections"
@@ -64,7 +80,12 @@ class Corrections:
                 )
             )
         assert isinstance(plan, TieredPlan)
-        if isinstance(plan.tiering, Shares):
+        if plan.before_rope and self.statistics == "calibrated":
+            raise ValueError(
+                "corrections with statistics='calibrated' were measured on keys after RoPE, and this method encodes them "
+                "before it; use statistics='prompt'"
+            )
+        if isinstance(plan.tiering, Shares) and not plan.before_rope:
             return _apart(plan, plan.tiering, bound, (self.rank, self._decode_rank))
         return replace(plan, tiers=tuple(bound.tier(tier, self.rank, segments=False) for tier in plan.tiers))
 
@@ -102,10 +123,12 @@ class _Bound:
 
     def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: bool) -> Codec:
         """A stream's codec with what corrects it."""
-        if isinstance(codec, Exact) or not (rank or self.options.outliers):
+        bits = self.options.residual_bits
+        if isinstance(codec, Exact) or not (rank or self.options.outliers or bits):
             return codec
         outliers = self._outliers(role, transform, segments) if self.options.outliers else None
-        return Corrected(codec, outliers, self._low_rank(role, codec, rank) if rank else None)
+        residual = UniformQuant(bits, (1, self.options.residual_group)) if bits else None
+        return Corrected(codec, outliers, self._low_rank(role, codec, rank) if rank else None, residual)
 
     def _outliers(self, role: str, transform: Any, segments: bool) -> Outliers:
         ranked: Ranked = "tokens" if segments and role == "keys" else "channels"
@@ -191,8 +214,7 @@ class CorrectedMethod:
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
         """The method's plan, corrected; ValueError where all it holds is exact or evicted."""
         plan = self.corrections.over(self.method.plan(layer, geometry, artifact), layer, artifact)
-        asked = self.corrections.outliers or self.corrections.rank
-        if asked and not any(isinstance(codec, Corrected) for codec in _codecs(plan)):
+        if self.corrections.asked and not any(isinstance(codec, Corrected) for codec in _codecs(plan)):
             raise ValueError(
                 "corrections: this method quantises nothing that could be corrected; leave them out, or quantise a tier"
             )

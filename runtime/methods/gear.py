@@ -12,7 +12,7 @@ from calib.runtime.stages.tiering import Shares
 from calib.runtime.stages.transform import Identity
 from calib.runtime.store import Plan
 from calib.runtime.tiered.plan import TieredPlan
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 Backbone = Literal["kcvt", "kivi", "channel", "uniform"]
 BACKBONES = ("kcvt", "kivi", "channel", "uniform")
@@ -96,7 +96,7 @@ class Gear:
             rank = 0.02 if self.variant == "paper" and self.statistics == "prompt" else 4
         if later is None:
             later = min(rank, 2) if type(rank) is int else rank
-        return Corrections(self.outliers, rank, later, self.statistics)
+        return Corrections(self.outliers, rank, later, statistics=self.statistics)
 
     def _tiering(self) -> Shares:
         kivi = self._backbone == "kivi"

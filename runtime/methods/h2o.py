@@ -9,7 +9,7 @@ from calib.runtime.stages.saliency import Accumulated
 from calib.runtime.stages.tiering import HeavyRecent
 from calib.runtime.stages.transform import Identity
 from calib.runtime.tiered.plan import TieredPlan
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.tiering import Sinks
 from calib.runtime.stages.transform import Identity
 from calib.runtime.tiered.plan import TieredPlan
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from calib.runtime.stages.saliency import Accumulated, Normalised, Probes
 from calib.runtime.stages.tiering import Shares
 from calib.runtime.stages.transform import Identity, MeasuredRange, MeasuredScale
 from calib.runtime.tiered.plan import TieredPlan
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 SALIENCY: dict[str, Saliency] = {"normalised": Normalised(), "accumulated": Accumulated()}
 

@@ -22,7 +22,7 @@ class LayerPlan:
 
     keys: StreamPlan
     values: StreamPlan
-    relocates = False
+    rotation_remedy = None
     asks_ids = False
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from calib.runtime.stages.shared_table import SharedTable
+
 Stage = TypeVar("Stage")
 
 
@@ -18,11 +20,13 @@ def own_tensors(stage: Any) -> list[Tensor]:
 
 
 def moved(stage: Stage, device: torch.device) -> Stage:
-    """The same stage with its tensors on `device`, in storage of their own."""
+    """The same stage with its tensors on `device`, in storage of their own; what layers share stays shared."""
     own: dict[str, Any] = {}
     for name, value in vars(stage).items():
         if isinstance(value, Tensor):
             own[name] = value.to(device, copy=True)
+        elif isinstance(value, SharedTable):
+            own[name] = value.on(device)
         elif is_dataclass(value):
             own[name] = moved(value, device)
     return replace(stage, **own)  # type: ignore[type-var]

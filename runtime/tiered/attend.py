@@ -10,6 +10,7 @@ the new tokens), summed over the query rows of a KV head. `Seen` holds those sum
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from calib.runtime.tiered.met import MetTier
 from calib.runtime.tiered.reading import Asked, TieredReading
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.tier import Tier
+from calib.runtime.tiered.turned import turned_to_places
 from calib.runtime.window import Window
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
@@ -76,6 +78,7 @@ class TieredAttention:
     logits: Logits
     rotation: Rotation | None = None
     kept: float | None = None
+    before_rope: bool = False
 
     @property
     def is_prompt(self) -> bool:
@@ -129,11 +132,14 @@ class TieredAttention:
     def _parts(
         self, reading: TieredReading, query: Tensor, new_keys: Tensor, new_values: Tensor, watch: Watch | None
     ) -> Iterator[_Part]:
+        turned = None
+        if self.before_rope and self.rotation is not None:
+            turned = partial(turned_to_places, self.forward, self.rotation)
         for number, (tier, tiles) in enumerate(zip(self.tiers, reading.tiers, strict=True)):
             if not tiles:
                 continue
             asked = self._relocated(query) if tier.relocated else query
-            met = MetTier(tier, self.rows, asked, reading.records, tiles[-1].stop)
+            met = MetTier(tier, self.rows, asked, reading.records, tiles[-1].stop, turned)
             for tile in tiles:
                 hidden = tile.hidden
                 if reading.back is not None:

@@ -41,12 +41,15 @@ class _Step(NamedTuple):
 class BudgetStore(TieredStore):
     """`mass [rows, kv_heads, slots]` float32: attention that each important token has got since it came."""
 
-    needs_positions = True
-
     def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
         super().__init__(plan, keys, values, rows, place)
         self.tiering: HeavyRecent = plan.tiering
         self.mass = torch.zeros(keys.shape[0], self.heads, 0, device=keys.device)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Where scores tie the earlier token stays."""
+        return True
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
         """Every query counts."""

@@ -20,6 +20,7 @@ from calib.runtime.store import Footprint, Place
 from calib.runtime.tiered.attend import Watch
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.store import TieredStore
+from calib.runtime.tiered.turned import turned_back
 from calib.runtime.window import Window, allocated
 
 
@@ -29,7 +30,7 @@ class ChunkStore(TieredStore):
     def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
         super().__init__(plan, keys, values, rows, place)
         self.tiering: Shares = plan.tiering
-        self.windows = (Window(self.tiering.block, keys), Window(self.tiering.block, values))
+        self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
         slots = self.tiering.block if self.observes else 0
         self.mass = torch.zeros(keys.shape[0], self.heads, slots, device=keys.device)
 
@@ -43,6 +44,11 @@ class ChunkStore(TieredStore):
         for tier, tokens in zip(self.tiers, self.tiering.counts(max(firsts, default=0)), strict=False):
             tier.fit(tokens)
         super().prepare(forward)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether a slot's token is not the token of its number, and its key must be turned to its place."""
+        return bool(self.plan.before_rope and self.plan.saliency is not None)
 
     def _encoded(self, row: int, length: int) -> int:
         return self.tiering.encoded(length, self.rows.prompt(row))
@@ -151,6 +157,9 @@ class ChunkStore(TieredStore):
         self, rows: list[int], forward: Forward, chunk: range, keys: Tensor, values: Tensor, mass: Tensor | None
     ) -> None:
         places = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(len(rows), self.heads, -1)
+        if self.plan.before_rope:
+            assert self.place.rotation is not None
+            keys = turned_back(forward, self.place.rotation, keys, chunk)
         order = None
         if mass is not None and self.saliency is not None:
             if self.plan.one_set:
@@ -161,9 +170,11 @@ class ChunkStore(TieredStore):
             order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
         first = chunk.start == 0
         if first:
-            self.measure(rows, "keys", keys, None)
-            self.measure(rows, "values", values, None)
-        slots, at = self.rows.held(rows[0], chunk.start), 0
+            for role, tokens in (("keys", keys), ("values", values)):
+                self.measure(rows, role, tokens, None)
+                if role in self.dictionaries:
+                    self.dictionaries[role].sample(rows, tokens)
+        slots, at = self.rows.held(rows[0], chunk.start + self.tiering.window), 0
         offset = 0 if first else self.tiering.apart
         for number, count in enumerate(self.tiering.counts(len(chunk))[: self.plan.kinds], offset):
             own = (keys, values, places)
@@ -226,7 +237,7 @@ class ChunkStore(TieredStore):
         rows = len(self.rows.lengths)
         slots = max((self.rows.exact(row, n) for row, n in enumerate(self.rows.lengths)), default=0)
         size = rows * self.heads * sum(self.widths) * self.itemsize
-        weight.kinds["window"] += allocated(slots, self.tiering.block) * size
+        weight.kinds["window"] += allocated(slots, self.tiering.longest()) * size
         weight.kinds["saliency"] += rows * self.heads * (self.tiering.block if self.observes else 0) * 4
         return weight
 

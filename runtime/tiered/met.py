@@ -1,22 +1,30 @@
 """A tier as the queries of one forward meet it: packed, its transform folded away, what its segments share beside it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from calib.runtime.pages import Pages
 from calib.runtime.stages.codec.corrected import lists, segment_mix, segment_scores
+from calib.runtime.stages.codec.sparse import tokens_first
 from calib.runtime.stages.contract import Block
 from calib.runtime.tiered.reading import Tile
 from calib.runtime.tiered.tier import Tier
+
+Turned = Callable[[Tensor, Tier, Tile], Tensor]
 
 
 class MetTier:
     """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
 
-    def __init__(self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int) -> None:
-        self.tier = tier
+    def __init__(
+        self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int, turned: Turned | None = None
+    ) -> None:
+        """`turned` brings decoded keys to their places, where they are stored before RoPE."""
+        self.tier, self.turned = tier, turned
         self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
-        self.codecs = {role: stages.codec for role, stages in tier.plan.streams()}
+        self.codecs = {role: tier.codec(role, rows) for role in tier.transforms}
         self.query, self.constant = self.transforms["keys"].fold_query(query)
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
         self.bias: Tensor | None = None
@@ -27,6 +35,9 @@ class MetTier:
     def scores(self, tile: Tile) -> Tensor:
         """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
         codec, block = self.codecs["keys"], self._block("keys", tile)
+        if self.turned is not None:
+            keys = codec.decode(tokens_first(block), self.tier.widths["keys"])
+            return self.query @ self.turned(keys, self.tier, tile).mT
         found = codec.scores(self.query, block)
         if self.bias is not None:
             found = found + self.bias[..., tile.start : tile.stop]

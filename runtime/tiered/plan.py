@@ -18,7 +18,7 @@ from calib.runtime.tiered.chunks import ChunkStore
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.sinks import SinkStore
 from calib.runtime.tiered.store import TieredStore
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 STORES: dict[type[Any], type[TieredStore]] = {Shares: ChunkStore, HeavyRecent: BudgetStore, Sinks: SinkStore}
 
@@ -34,6 +34,7 @@ class TieredPlan:
         probes: which query rows are looked at (`Shares` alone).
         one_set: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
         kept: oracle eviction: the share of tokens that a query of a later forward attends to, the heaviest ones.
+        before_rope: keys are encoded as they were before RoPE, and turned to their places when attended (`Shares` alone).
     """
 
     tiers: tuple[TierPlan, ...]
@@ -42,11 +43,19 @@ class TieredPlan:
     probes: Probes | None = None
     one_set: bool = False
     kept: float | None = None
+    before_rope: bool = False
 
     @property
     def relocates(self) -> bool:
-        """Whether a tier is met at its place in the cache, which needs the model's RoPE."""
+        """Whether a tier is met at its place in the cache."""
         return any(tier.relocated for tier in self.tiers)
+
+    @property
+    def rotation_remedy(self) -> str | None:
+        """What to do where the model's RoPE is not one that can be followed; None where it need not be known."""
+        if self.before_rope:
+            return "use a method that keeps keys after RoPE, such as 'kivi'"
+        return "use positions='original'" if self.relocates else None
 
     @property
     def asks_ids(self) -> bool:

@@ -10,15 +10,17 @@ from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
 from calib.runtime.pool import PagePool
+from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.contract import Saliency
 from calib.runtime.stages.halves import HALF_MAX
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.tiered.attend import Seen, TieredAttention, Watch
+from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.rows import TieredRows
-from calib.runtime.tiered.tier import Tier
+from calib.runtime.tiered.tier import POSITIONS, Tier
 from calib.runtime.window import Window
 
 
@@ -43,16 +45,27 @@ class TieredStore(ABC):
             for number, tier in enumerate(plan.tiers):
                 stage = dict(tier.streams())[role].transform
                 self.transforms.setdefault(self._key(role, number), RowTransform(stage, like, dtype))
+        self.dictionaries = RowDictionary.of_streams(plan.tiers[0], keys, values, place)
         positions = rows.sliding is not None or self.needs_positions
         self.tiers = [
-            Tier(tier, {role: self._transform(role, number) for role in ("keys", "values")}, keys, values, positions)
+            Tier(
+                tier,
+                {role: self._transform(role, number) for role in ("keys", "values")},
+                keys,
+                values,
+                positions,
+                self.dictionaries,
+            )
             for number, tier in enumerate(plan.tiers)
         ]
         self.query_values = 0
         self.seen: dict[range, Seen] = {}
         self.queries: dict[range, Tensor] = {}
 
-    needs_positions = False
+    @property
+    def needs_positions(self) -> bool:
+        """Whether every token's place in its row is kept."""
+        return False
 
     @property
     def observes(self) -> bool:
@@ -93,7 +106,15 @@ class TieredStore(ABC):
     def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
         """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
         attention = TieredAttention(
-            self.tiers, self.windows, self.rows, forward, rows, logits, self.place.rotation, self.plan.kept
+            self.tiers,
+            self.windows,
+            self.rows,
+            forward,
+            rows,
+            logits,
+            self.place.rotation,
+            self.plan.kept,
+            self.plan.before_rope,
         )
         observe = observe and self.observes
         self.query_values = given.query.shape[1] * given.query.shape[3]
@@ -158,6 +179,8 @@ class TieredStore(ABC):
         """Row i becomes a copy of row `sources[i]`."""
         for transform in self.transforms.values():
             transform.permute(sources)
+        for dictionary in self.dictionaries.values():
+            dictionary.permute(sources)
         for number, pool in self._pools():
             pages = kept[number]
             if pages is not None:
@@ -173,6 +196,8 @@ class TieredStore(ABC):
             for role, stages in plan.streams():
                 self._transform(role, number).to(device, stages.transform)
             tier.further = None if tier.further is None else tier.further.to(device)
+        for role, dictionary in self.dictionaries.items():
+            dictionary.to(device, dict(self.plan.tiers[0].streams())[role].codec)
         for _, pool in self._pools():
             pool.to(device)
         for window in self.windows or ():
@@ -195,6 +220,9 @@ class TieredStore(ABC):
                 block |= {name: tensor[self.rows.records.rows[row]] for name, tensor in tier.records.tensors.items()}
             empty = (torch.zeros(self.heads, 0, width) for width in self.widths)
             keys, values = (part[0] for part in tier.decode([row], block)) if count else empty
+            if count and self.plan.before_rope and self.place.rotation is not None:
+                places = block[POSITIONS][0, :, :, 0] if tier.positions else torch.arange(keys.shape[1])
+                keys = Rotation.turned(keys, *self.place.rotation.at(places.long()))
             found.append((keys, values))
         return found
 
@@ -205,6 +233,7 @@ class TieredStore(ABC):
             weight.kinds.update(pool.bytes_by_kind(self.rows.tables[number].capacity))
         weight.kinds["outliers"] += sum(8 for tier in self.tiers if tier.further is not None)
         weight.kinds["parameters"] += sum(transform.bytes() for transform in self.transforms.values())
+        weight.kinds["dictionary"] += sum(dictionary.bytes() for dictionary in self.dictionaries.values())
         bytes_of = [tier.pool.bytes_per_token() for tier in self.tiers]
         weight.marginal = sum(share * size for share, size in zip(self.growth(), bytes_of, strict=False))
         draft = self.heads * sum(self.widths) + (self.query_values if self.observes else 0)

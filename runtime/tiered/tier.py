@@ -1,56 +1,17 @@
 """One tier of one layer: keys and values of the same tokens in the same slots, each stream in its own encoding."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import TIER_PAGE_TOKENS, TILE_TOKENS, Pages, PageTable, tile_tokens
+from calib.runtime.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
 from calib.runtime.pool import PagePool
 from calib.runtime.stages.codec.corrected import counted, counter
-from calib.runtime.stages.contract import Block, Codec, Field, Segment, Transform
-from calib.runtime.stages.transform import Measured
+from calib.runtime.stages.contract import Block, Codec, Field
+from calib.runtime.tiered.row_dictionary import RowDictionary, bound, sparse_part
 from calib.runtime.tiered.row_transform import RowTransform
+from calib.runtime.tiered.tier_plan import TierPlan
 
 POSITIONS = "positions"
-
-
-@dataclass(frozen=True)
-class TierStages:
-    """How one stream of a tier is encoded; a measured transform is fitted to each row's first chunk."""
-
-    transform: "Transform | Measured"
-    codec: Codec
-
-
-# What a segment is in a tier: nothing (tokens come in any numbers), a row's tokens, or a page's.
-Segments = Literal["none", "row", "page"]
-
-
-@dataclass(frozen=True)
-class TierPlan:
-    """A tier that is stored.
-
-    `relocated` ones are met with a query at its place inside the cache (StreamingLLM). Where all of a row's tokens are one
-    segment, what they share lies in the row's record; where a page's are, in the page, of `page_tokens`.
-    """
-
-    keys: TierStages
-    values: TierStages
-    relocated: bool = False
-    segments: Segments = "none"
-    page_tokens: int = TIER_PAGE_TOKENS
-
-    def streams(self) -> tuple[tuple[str, TierStages], tuple[str, TierStages]]:
-        """Both streams by name."""
-        return ("keys", self.keys), ("values", self.values)
-
-    def segment(self, heads: int, longest: int) -> Segment | None:
-        """The size that fields are laid out for; a row's segment has `longest` tokens at most."""
-        if self.segments == "none":
-            return None
-        return Segment(heads, longest if self.segments == "row" else self.page_tokens)
 
 
 class Tier:
@@ -60,13 +21,19 @@ class Tier:
     """
 
     def __init__(
-        self, plan: TierPlan, transforms: dict[str, RowTransform], keys: Tensor, values: Tensor, positions: bool
+        self,
+        plan: TierPlan,
+        transforms: dict[str, RowTransform],
+        keys: Tensor,
+        values: Tensor,
+        positions: bool,
+        dictionaries: dict[str, RowDictionary],
     ) -> None:
         """The first keys and values `[rows, kv_heads, n, head_dim]` fix shapes and the width of parameters.
 
-        `positions` keeps every token's place in its row, int32.
+        `positions` keeps every token's place in its row, int32. `dictionaries` are the rows' own atoms, where a stream has any.
         """
-        self.plan, self.transforms, self.positions = plan, transforms, positions
+        self.plan, self.transforms, self.positions, self.dictionaries = plan, transforms, positions, dictionaries
         self.relocated = plan.relocated
         self.widths, self.dtype = {"keys": keys.shape[3], "values": values.shape[3]}, keys.dtype
         self.wide: dict[str, bool] = {}
@@ -114,18 +81,31 @@ class Tier:
 
         Where a segment is a row's or a page's tokens, they are one. `records` is the table of the rows' records.
         """
-        if self.records is not None and records is not None:  # row by row: a prompt's float32 copies are as long as it
+        if len(rows) > 1 and (self.records is not None or self._row_by_row):
             for i, row in enumerate(rows):
                 own = slice(i, i + 1)
-                block = self.encode([row], keys[own], values[own], places[own])
-                self.write_block([row], table, first, block)
-                self.records.write_run(records.rows[row], 0, {name: part[0] for name, part in block.items()})
+                self.write([row], table, first, keys[own], values[own], places[own], records)
+            return
+        if self.records is not None and records is not None:
+            block = self.encode(rows, keys, values, places)
+            self.write_block(rows, table, first, block)
+            self.records.write_run(records.rows[rows[0]], 0, {name: part[0] for name, part in block.items()})
             return
         piece = max(1, TILE_TOKENS // len(rows)) if self.plan.segments == "none" else keys.shape[2]
         for at in range(0, keys.shape[2], piece):
             part = slice(at, at + piece)
             block = self.encode(rows, keys[:, :, part], values[:, :, part], places[:, :, part])
             self.write_block(rows, table, first + at, block)
+
+    @property
+    def _row_by_row(self) -> bool:
+        """Where pieces must not depend on how many rows there are: products are rounded by their shapes."""
+        return any(sparse_part(stages.codec) is not None for _, stages in self.plan.streams())
+
+    def codec(self, role: str, rows: range | list[int]) -> Codec:
+        """The codec of a stream for some rows."""
+        codec = dict(self.plan.streams())[role].codec
+        return bound(codec, self.dictionaries[role].of(rows)) if role in self.dictionaries else codec
 
     def write_block(self, rows: list[int], table: PageTable, first: int, block: Block) -> None:
         """Puts an encoded block `[len(rows), kv_heads, n, width]` into slots `first` ... of `rows`."""
@@ -135,8 +115,8 @@ class Tier:
     def encode(self, rows: range | list[int], keys: Tensor, values: Tensor, places: Tensor) -> Block:
         """The fields of tokens of `rows`."""
         block: dict[str, Tensor] = {}
-        for (role, stages), tokens in zip(self.plan.streams(), (keys, values), strict=True):
-            encoded = stages.codec.encode(self.transforms[role].of(rows).forward(tokens), self.wide[role])
+        for role, tokens in (("keys", keys), ("values", values)):
+            encoded = self.codec(role, rows).encode(self.transforms[role].of(rows).forward(tokens), self.wide[role])
             own = counted(encoded, self.further)
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.positions:
@@ -146,9 +126,10 @@ class Tier:
     def decode(self, rows: range | list[int], block: Block) -> tuple[Tensor, Tensor]:
         """Keys and values of a block, float32 `[len(rows), kv_heads, n, head_dim]`."""
         found = []
-        for role, stages in self.plan.streams():
+        for role in ("keys", "values"):
             own = {name.removeprefix(f"{role}."): part for name, part in block.items() if name.startswith(role)}
-            found.append(self.transforms[role].of(rows).inverse(stages.codec.decode(own, self.widths[role])))
+            decoded = self.codec(role, rows).decode(own, self.widths[role])
+            found.append(self.transforms[role].of(rows).inverse(decoded))
         return found[0], found[1]
 
     def places(self, pages: Pages) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any
 
 import oracle
 import torch
-from tolerances import STORED
+from tolerances import STORED, TIED
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from calib.runtime.cache import CompressedCache
+from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.tiering import HeavyRecent
 from calib.runtime.tiered.store import TieredStore
@@ -89,7 +90,8 @@ def odd_in_tiers(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
         index = owner[..., None].expand(found.shape)
         off = torch.stack([(found - choice.gather(1, index)).abs().amax(2) for choice in choices]).amin(0)
         is_exact = is_window or isinstance(store.tiers[number].plan.keys.codec, Exact)
-        odd = (off > (0 if is_exact else STORED * float(choices[0].abs().max()))).nonzero().tolist()
+        most = 0.0 if is_exact else TIED if store.plan.before_rope else STORED
+        odd = (off > most * float(choices[0].abs().max())).nonzero().tolist()
         if odd:
             return f"{'the window' if is_window else f'tier {number}'}: at (head, slot) {odd} lies no token given"
         whose.append(owner)
@@ -179,9 +181,15 @@ def paths(store: TieredStore, number: int) -> list[tuple[int, ...]]:
 
 def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor:
     """Tokens of a row as they come out of one tier after the other: keys and values, float64 `[kv_heads, T, 2 head_dim]`."""
+    turns = None
+    if store.plan.before_rope and path:
+        turns = store.place.rotation.along(0, keys.shape[2], keys.device)
+        keys = Rotation.turned(keys.float(), turns[0], -turns[1])
     for number in path:
         places = torch.arange(keys.shape[2]).expand(keys.shape[:3])
         keys, values = store.tiers[number].decode([row], store.tiers[number].encode([row], keys, values, places))
+    if turns is not None:
+        keys = Rotation.turned(keys, *turns)
     return torch.cat([keys, values], 3)[0].double()
 
 

@@ -15,9 +15,10 @@ amounts = st.one_of(st.integers(0, 90), st.floats(0, 0.5))
 
 @st.composite
 def shares(draw):
-    """Shares of one to four tiers that add up to 1, some of them 0, and a block."""
+    """Shares of one to four tiers that add up to 1, some of them 0, a block and perhaps a window."""
     parts = draw(st.lists(st.integers(0, 10), min_size=1, max_size=4).filter(any))
-    return Shares(tuple(part / sum(parts) for part in parts), draw(st.integers(1, 130)))
+    window = draw(st.one_of(st.just(0), st.integers(1, 90)))
+    return Shares(tuple(part / sum(parts) for part in parts), draw(st.integers(1, 130)), window=window)
 
 
 tierings = st.one_of(
@@ -52,15 +53,15 @@ def test_a_tier_never_shrinks(tiering, length, prompt):
 def test_chunks_follow_each_other(tiering, prompt, more):
     """Steps and one jump encode the same chunks, whose shares are those of the tiers, rounded down but for the last."""
     length = prompt + more
-    assert (
-        0
-        <= tiering.exact(length, prompt)
-        < max(tiering.block, tiering.first(prompt) * (tiering.encoded(length, prompt) == 0))
+    exact = tiering.exact(length, prompt)
+    waiting = tiering.first(prompt) if not tiering.encoded(length, prompt) else tiering.block
+    assert min(length, tiering.window) <= exact < tiering.window + waiting and exact < max(
+        prompt + 1, tiering.longest()
     )
     chunk, total, stop = tiering.chunk_of(0, prompt), [0] * len(tiering.shares), 0
-    while chunk.stop <= length:
+    while chunk.stop <= length - tiering.window:
         assert chunk.start == stop and all(tiering.chunk_of(place, prompt) == chunk for place in (chunk[0], chunk[-1]))
-        assert len(chunk) == (max(prompt, tiering.block) if not stop else tiering.block)
+        assert len(chunk) == (max(prompt - tiering.window, tiering.block) if not stop else tiering.block)
         counts = tiering.counts(len(chunk))
         assert sum(counts) == len(chunk)
         for share, count in list(zip(tiering.shares, counts, strict=True))[:-1]:
@@ -89,6 +90,8 @@ def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_recent_token(tiering, 
         (Shares((0.6, 0.4), 10), 4, {4: [0, 0], 9: [0, 0], 10: [6, 4], 20: [12, 8]}),
         (Shares((0.05, 0.05, 0.9), 10), 10, {10: [1, 1, 8]}),  # a positive share is a token at least
         (Shares((0.0, 1.0), 10), 10, {10: [0, 10]}),
+        (Shares((1.0,), 8, window=20), 50, {20: [0], 50: [30], 57: [30], 58: [38]}),
+        (Shares((1.0,), 8, window=20), 5, {27: [0], 28: [8], 35: [8], 36: [16]}),
         (HeavyRecent(ratio=0.2), 51, {5: [5, 0], 11: [11, 0], 51: [11, 40], 60: [11, 49]}),
         (HeavyRecent(3, 0.5), 10, {8: [8, 0], 9: [8, 1]}),
         (Sinks(4, 6), 3, {3: [3, 0], 9: [4, 5], 10: [4, 6], 30: [4, 6]}),

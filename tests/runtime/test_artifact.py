@@ -205,10 +205,19 @@ def test_a_missing_tensor_names_who_wants_it_what_there_is_and_who_measures_it()
         ("queries.mean_square", "query_energy"),
         ("values.clip.1x32", "clip"),
         ("values.high", "channel_range"),
+        ("keys.layer_groups", "layer_groups"),
+        ("values.divergence", "layer_groups"),
+        ("keys.dictionary", "dictionaries"),
     ],
 )
 def test_every_registered_tensor_has_its_calibrator(name, calibrator):
     with pytest.raises(ArtifactError, match=f"calibrator '{calibrator}' of"):
+        toy_artifact(tensors={}).tensor(name)
+
+
+@pytest.mark.parametrize("name", ["queries.dictionary", "keys.dictionary.0", "dictionary", "keys.layer_group"])
+def test_names_that_only_resemble_registered_ones_have_none(name):
+    with pytest.raises(ArtifactError, match="no calibrator of `calib fit` measures it"):
         toy_artifact(tensors={}).tensor(name)
 
 

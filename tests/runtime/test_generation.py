@@ -113,6 +113,7 @@ class Watch:
         held = self.before.get(self.cache.compressed.index(layer))
         forward = layer.state.forward
         output = torch.zeros(query.shape, dtype=torch.float64)
+        relocates = isinstance(layer.plan, TieredPlan) and layer.plan.relocates
         for row, (before, count) in enumerate(zip(forward.before, forward.counts, strict=True)):
             if not count:
                 continue
@@ -133,7 +134,7 @@ class Watch:
                 logits.sliding,
                 places,
                 layer.plan.kept if before and isinstance(layer.plan, TieredPlan) else None,
-                self.sinks(layer, row, before, asked) if before and layer.plan.relocates else None,
+                self.sinks(layer, row, before, asked) if before and relocates else None,
             )
         return output
 

@@ -25,7 +25,7 @@ from calib.runtime.stages.transform import (
     MeasuredScale,
 )
 from calib.runtime.tiered.plan import TieredPlan
-from calib.runtime.tiered.tier import TierPlan, TierStages
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=32)
 

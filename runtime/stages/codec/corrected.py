@@ -1,8 +1,8 @@
-"""A codec and what repairs it, together a codec again: x^ = D + L + S (GEAR, arXiv:2403.05527, Algorithm 1).
+"""A codec and what repairs it, together a codec again: x^ = D + L + Q + S (GEAR, arXiv:2403.05527, Algorithm 1, and Q).
 
-Outliers are taken out before the codec sees the tokens; low rank approximates what it then got wrong off the outliers; at
-an outlier the distance from both is kept. Attention meets the three parts one by one and never adds them up:
-q.x^ = q.D + (q B) A^T + q.S, and likewise for values.
+Outliers are taken out before the codec sees the tokens; low rank approximates what it then got wrong off the outliers; a
+second quantiser takes what is left after both; at an outlier the distance from all three is kept. Attention meets the
+parts one by one and never adds them up: q.x^ = q.D + (q B) A^T + q.Q + q.S, and likewise for values.
 """
 
 from collections.abc import Iterable
@@ -11,21 +11,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Block, Codec, Field, Segment
 from calib.runtime.stages.correction import LowRank, Outliers
+from calib.runtime.stages.correction.outliers import Found
 from calib.runtime.stages.halves import HALF_MAX
 
-OUTLIERS, LOW_RANK = "outliers.", "low_rank."
+OUTLIERS, LOW_RANK, RESIDUAL = "outliers.", "low_rank.", "residual."
 FURTHER = OUTLIERS + "further"  # no field: how many entries beyond a threshold found no slot, `[batch]`
 
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """`codec` with outliers, a low-rank part, or both."""
+    """`codec` with outliers, a low-rank part, its residual quantised once more, or several of these."""
 
     codec: Codec
     outliers: Outliers | None = None
     low_rank: LowRank | None = None
+    residual: UniformQuant | None = None
 
     def token_group(self) -> int:
         """The codec's."""
@@ -34,8 +37,11 @@ class Corrected:
     def fields(
         self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
     ) -> dict[str, Field]:
-        """The codec's fields, and `outliers.` and `low_rank.` ones."""
+        """The codec's fields, and `outliers.`, `low_rank.` and `residual.` ones."""
         fields, one = self.codec.fields(head_dim, dtype, wide, segment), segment or Segment(1, 1)
+        if self.residual is not None:
+            again = self.residual.fields(head_dim, dtype, wide, segment)
+            fields |= {RESIDUAL + name: replace(field, kind="residual") for name, field in again.items()}
         for prefix, part in self._parts():
             own = part.fields(head_dim, wide, one)
             if segment is None and any(f.tokens_per_row is None or f.shared for f in own.values()):
@@ -68,40 +74,52 @@ class Corrected:
         block = dict(self.codec.encode(filled, wide))
         distance = x - self.codec.decode(block, x.shape[-1])
         if self.low_rank is not None:
-            residual = distance if found is None or self.outliers is None else self.outliers.cleared(distance, found)
-            factors = self.low_rank.encode(residual, wide)
+            factors = self.low_rank.encode(self._cleared(distance, found), wide)
             block |= _named(LOW_RANK, factors)
-            if found is not None:
+            if found is not None or self.residual is not None:
                 distance = distance - self.low_rank.decode(factors, x.shape[-1])
+        if self.residual is not None:
+            again = self.residual.encode(self._cleared(distance, found), wide)
+            block |= _named(RESIDUAL, again)
+            distance = distance - self.residual.decode(again, x.shape[-1])
         if found is not None and self.outliers is not None:
             block |= _named(OUTLIERS, self.outliers.encode(distance, found, wide))
             if found.further is not None:
                 block[FURTHER] = found.further[None]
         return block
 
+    def _cleared(self, distance: Tensor, found: Found | None) -> Tensor:
+        return distance if found is None or self.outliers is None else self.outliers.cleared(distance, found)
+
     def decode(self, block: Block, channels: int) -> Tensor:
         """x^, float32 `[..., kv_heads, tokens, channels]`."""
         x = self.codec.decode(block, channels)
         if self.low_rank is not None:
             x = x + self.low_rank.decode(_part(LOW_RANK, block), channels)
+        if self.residual is not None:
+            x = x + self.residual.decode(_part(RESIDUAL, block), channels)
         if self.outliers is not None:
             x = x + self.outliers.decode(_part(OUTLIERS, block), x)
         return x
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """All three parts; of outliers those that are kept for each token. `segment_scores` adds the others."""
+        """All parts; of outliers those that are kept for each token. `segment_scores` adds the others."""
         scores = self.codec.scores(query, tile)
         if self.low_rank is not None:
             scores += self.low_rank.scores(query, _part(LOW_RANK, tile))
+        if self.residual is not None:
+            scores += self.residual.scores(query, _part(RESIDUAL, tile))
         if self.outliers is not None and not self.outliers.listed:
             scores += self.outliers.scores(query, _part(OUTLIERS, tile), scores.shape[-1])
         return scores
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """All three parts; of outliers those that are kept for each token. `segment_mix` adds the others."""
+        """All parts; of outliers those that are kept for each token. `segment_mix` adds the others."""
         mixed = self.codec.mix(weights, tile, channels)
         if self.low_rank is not None:
             mixed = mixed + self.low_rank.mix(weights, _part(LOW_RANK, tile), channels)
+        if self.residual is not None:
+            mixed = mixed + self.residual.mix(weights, _part(RESIDUAL, tile), channels)
         if self.outliers is not None and not self.outliers.listed:
             mixed = mixed + self.outliers.mix(weights, _part(OUTLIERS, tile), channels)
         return mixed

@@ -18,12 +18,14 @@ class Shares:
         block: tokens of a later chunk.
         apart: stored tiers of the first chunk where later chunks have as many of their own; 0: all chunks share them.
         whole: the first chunk is a multiple of so many tokens.
+        window: newest tokens that are in no chunk yet, and exact; the first chunk is the prompt without them.
     """
 
     shares: tuple[float, ...]
     block: int
     apart: int = 0
     whole: int = 1
+    window: int = 0
 
     def __post_init__(self) -> None:
         if any(type(share) not in (float, int) or not 0 <= share <= 1 for share in self.shares):
@@ -46,12 +48,13 @@ class Shares:
 
     def first(self, prompt: int) -> int:
         """Tokens of the first chunk."""
-        return max(prompt - prompt % self.whole, self.block)
+        left = max(0, prompt - self.window)
+        return max(left - left % self.whole, self.block)
 
     def encoded(self, length: int, prompt: int) -> int:
         """Tokens of the complete chunks once a row holds `length`."""
-        first = self.first(prompt)
-        return 0 if length < first else length - (length - first) % self.block
+        first, left = self.first(prompt), length - self.window
+        return 0 if left < first else left - (left - first) % self.block
 
     def chunk_of(self, position: int, prompt: int) -> range:
         """The positions of the chunk that a position belongs to."""
@@ -71,6 +74,10 @@ class Shares:
         if self.apart:
             return of_first[: self.apart] + of_block[: self.apart]
         return [one + more for one, more in zip(of_first, of_block, strict=True)]
+
+    def longest(self) -> int:
+        """The most tokens that ever stay exact, and one more."""
+        return self.window + self.block
 
     def rewritten(self, tier: int) -> bool:
         """Never: tiers grow at their end."""

@@ -1,0 +1,151 @@
+"""CSR (Zhang et al., 2024, arXiv:2412.11741): keys and values as a few atoms of a dictionary, one bit a channel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.contract import Geometry, check_choice
+from calib.runtime.stages.codec import Sparse
+from calib.runtime.stages.codec.coefficients import Coefficients
+from calib.runtime.stages.codec.sparse import Index
+from calib.runtime.stages.saliency import Normalised, Probes
+from calib.runtime.stages.shared_table import SharedTable
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.stages.transform import Identity
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.tier_plan import TierPlan, TierStages
+
+CHUNKS = {"keys": 1, "values": 2}  # s_n, where no artifact says
+ONLINE_PER_HEAD = 256  # atoms, where there is no artifact
+
+
+@dataclass(frozen=True)
+class Csr:
+    """CSR-s: x^ = sum of s coefficients times atoms (eq. 12), found by matching pursuit (eq. 2-4).
+
+    1. Attention over a prompt is exact. Keys are turned back to what they were before RoPE; values are cut into chunks.
+    2. Dictionary of a layer: offline atoms, trained by `calib fit` and shared by a group of layers and all heads; and `online`
+       ones that each row samples from its prompt, half uniformly, half where the offline ones represent worst.
+    3. Each key becomes `sparsity` pairs of an index and a coefficient, each chunk of a value its part of that number.
+       32 s / head_dim bits a value as the paper stores them ("int16", "fp16").
+    4. The newest `window` tokens stay exact; older ones are encoded `block` at a time, and never touched again.
+    5. Attention adds a token's atoms up, turns keys to their places, and attends.
+
+    Args:
+        sparsity: s; a multiple of the value chunks. 16, 8, 6 and 4 in the paper.
+        online: atoms sampled from each row's prompt; None is 0 with an artifact, and 256 a KV head without one. The paper has
+            as many as offline: 16 bits a channel each, which a prompt of T tokens pays for with 16 online / (kv_heads T) bits.
+        window: newest tokens that are exact; None is 64, with `tiers` none.
+        block: tokens encoded together; None is 16, with `tiers` 100.
+        coefficients: "fp16"; "fp8" (e4m3, at most 448); or a whole number of bits 2 ... 8 with a scale for each token and head.
+        index: "packed", the least number of bits for the dictionary's size, or "int16".
+        pursuit: "matching", or "orthogonal", which refits coefficients at every step: the same storage, a lower error.
+        value_chunks: s_n of the values; None is the artifact's, and 2 without one.
+        tiers: (s, share) of each tier, best first, by saliency as in `zipcache`; in place of `sparsity`. Shares sum to 1.
+        probes: with `tiers`, rows whose attention is looked at, as in `zipcache`.
+        probe_share: share of rows that are probes.
+    """
+
+    sparsity: int = 8
+    online: int | None = None
+    window: int | None = None
+    block: int | None = None
+    coefficients: str | int = "fp16"
+    index: Index = "packed"
+    pursuit: str = "matching"
+    value_chunks: int | None = None
+    tiers: Sequence[tuple[int, float]] | None = None
+    probes: str = "random+recent"
+    probe_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("index", self.index, ("packed", "int16"))
+        check_choice("pursuit", self.pursuit, ("matching", "orthogonal"))
+        for name, number, least in (("online", self.online, 0), ("window", self.window, 0), ("block", self.block, 1)):
+            if number is not None and (type(number) is not int or number < least):
+                raise ValueError(f"{name} must be a whole number from {least}, got {number!r}")
+        if self.value_chunks is not None and (type(self.value_chunks) is not int or self.value_chunks < 1):
+            raise ValueError(f"value_chunks must be a whole number from 1, got {self.value_chunks!r}; 2 is usual")
+        if self.tiers is not None and self.window:
+            raise ValueError(
+                f"window={self.window} with tiers: a tier's tokens are exact until their block is full; leave it out"
+            )
+        Coefficients(self.coefficients)
+        self._pairs_and_shares()
+        self._tiering()
+        self._probes()
+
+    def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
+        """The tiers of one layer."""
+        if artifact is None and self.online == 0:
+            raise ValueError(
+                "method 'csr' without an artifact has the online dictionary alone, got online=0; pass artifact=Artifact.load(...) "
+                "from `calib fit`, or online=256"
+            )
+
+        def stages(role: str, pairs: int) -> TierStages:
+            return TierStages(Identity(), self._codec(role, pairs, layer, geometry, artifact))
+
+        tiers = tuple(TierPlan(stages("keys", s), stages("values", s)) for s in self._pairs_and_shares()[0])
+        if len(tiers) == 1:
+            return TieredPlan(tiers, self._tiering(), before_rope=True)
+        return TieredPlan(tiers, self._tiering(), Normalised(), self._probes(), before_rope=True)
+
+    def _codec(self, role: str, pairs: int, layer: int, geometry: Geometry, artifact: Artifact | None) -> Sparse:
+        offline = None if artifact is None else _dictionary(artifact, role, layer)
+        chunks = CHUNKS[role]
+        if role == "values":
+            fitted = chunks if offline is None else max(1, geometry.head_dim // offline.tensor.shape[1])
+            chunks = self.value_chunks or fitted
+        if pairs % chunks:
+            raise ValueError(
+                f"sparsity={pairs} pairs do not share out over {chunks} chunks of a value; use a multiple of {chunks}"
+            )
+        online = self.online
+        if online is None:
+            online = ONLINE_PER_HEAD * geometry.kv_heads if offline is None else 0
+        orthogonal = self.pursuit == "orthogonal"
+        return Sparse(pairs // chunks, chunks, offline, online, Coefficients(self.coefficients), self.index, orthogonal)
+
+    def _pairs_and_shares(self) -> tuple[list[int], list[float]]:
+        tiers = [(self.sparsity, 1.0)] if self.tiers is None else self.tiers
+        if (
+            not isinstance(tiers, Sequence)
+            or not tiers
+            or any(not isinstance(t, Sequence) or len(t) != 2 for t in tiers)
+        ):
+            raise ValueError(f"tiers must be pairs (sparsity, share), best first, got {self.tiers!r}")
+        pairs, shares = [tier[0] for tier in tiers], [tier[1] for tier in tiers]
+        for number in pairs:
+            if type(number) is not int or number < 1:
+                raise ValueError(f"sparsity must be a whole number from 1, got {number!r}; 8 is usual")
+        if pairs != sorted(set(pairs), reverse=True):
+            raise ValueError(f"tiers must lose pairs from one to the next, got {pairs}; put the most precise first")
+        return pairs, shares
+
+    def _tiering(self) -> Shares:
+        shares = tuple(self._pairs_and_shares()[1])
+        if self.tiers is not None:
+            return Shares(shares, 100 if self.block is None else self.block)
+        return Shares(
+            shares, 16 if self.block is None else self.block, window=64 if self.window is None else self.window
+        )
+
+    def _probes(self) -> Probes:
+        return Probes(self.probes, self.probe_share)
+
+
+# Layers of a group, and caches of a model, read one dictionary.
+_tables: "WeakKeyDictionary[Artifact, WeakValueDictionary[tuple[str, int], SharedTable]]" = WeakKeyDictionary()
+
+
+def _dictionary(artifact: Artifact, stream: str, layer: int) -> SharedTable:
+    """The offline atoms of a layer's group, float16 `[N, d]`."""
+    atoms = artifact.tensor(f"{stream}.dictionary", wanted_by="csr")
+    group = int(artifact.tensor(f"{stream}.layer_groups", wanted_by="csr")[layer])
+    tables = _tables.setdefault(artifact, WeakValueDictionary())
+    table = tables.get((stream, group))
+    if table is None:
+        table = tables[stream, group] = SharedTable(atoms[group].clone())
+    return table

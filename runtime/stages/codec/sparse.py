@@ -1,0 +1,183 @@
+"""Sparse representation over a dictionary (CSR, arXiv:2412.11741): a vector is a few atoms and their coefficients.
+
+Which atoms is found by matching pursuit (eq. 2-4); what is stored are the pairs (index, coefficient), and x^ is their sum
+(eq. 12). The dictionary has an offline part, trained beforehand and shared by the layers of a group and all their heads,
+and may have an online part: atoms that each row sampled from its own prompt.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from calib.kernels.matching_pursuit.reference import desparsify, matching_pursuit, orthogonal_matching_pursuit
+from calib.kernels.pack.reference import bytes_per_token, pack_bytes, unpack_bytes
+from calib.runtime.draws import Draws
+from calib.runtime.stages.codec.coefficients import Coefficients
+from calib.runtime.stages.contract import Block, Field, Segment
+from calib.runtime.stages.halves import HALF_MAX
+from calib.runtime.stages.shared_table import SharedTable
+
+Index = Literal["packed", "int16"]
+MOST_ATOMS = 2**16
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """`sparsity` pairs for each of the `chunks` equal parts of a token's channels.
+
+    Args:
+        sparsity: s, pairs of a vector; at most its channels.
+        chunks: s_n, vectors of a token and head.
+        offline: atoms `[N, D / chunks]` float16, about unit vectors, or None.
+        columns: M, atoms of the online part.
+        coefficients: their format.
+        index: "packed" in ceil(log2(N + M)) bits, or "int16" as in the paper.
+        orthogonal: refits all coefficients after every step (orthogonal matching pursuit): the same storage, a lower error.
+        online: the online parts of the rows at hand, `[rows, M, D / chunks]` float16; bound when rows are.
+    """
+
+    sparsity: int
+    chunks: int = 1
+    offline: SharedTable | None = None
+    columns: int = 0
+    coefficients: Coefficients = field(default_factory=Coefficients)
+    index: Index = "packed"
+    orthogonal: bool = False
+    online: Tensor | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and head."""
+        return self.sparsity * self.chunks
+
+    @property
+    def atoms(self) -> int:
+        """N + M."""
+        return self.columns + (0 if self.offline is None else len(self.offline.tensor))
+
+    @property
+    def _index_bits(self) -> int:
+        return max(1, (self.atoms - 1).bit_length())
+
+    def token_group(self) -> int:
+        """Each token stands alone."""
+        return 1
+
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """`indices` and `coefficients`, with integer coefficients `scale`."""
+        if head_dim % self.chunks:
+            raise ValueError(f"value_chunks={self.chunks} does not divide {head_dim} channels; use a divisor")
+        width = head_dim // self.chunks
+        if self.sparsity > width:
+            raise ValueError(
+                f"sparsity: {self.sparsity} pairs for a vector of {width} channels keep nothing back; use at most {width}"
+            )
+        if self.offline is not None and self.offline.tensor.shape[1] != width:
+            raise ValueError(
+                f"the artifact's dictionary has atoms of {self.offline.tensor.shape[1]} channels, and vectors have {width} "
+                f"({head_dim} in {self.chunks} chunks); use the value_chunks it was fitted with, or fit again"
+            )
+        if not 1 <= self.atoms <= MOST_ATOMS:
+            raise ValueError(
+                f"a dictionary has 1 ... {MOST_ATOMS} atoms (16-bit indices), got {self.atoms} with online={self.columns}"
+            )
+        if self.index == "int16":
+            indices = Field(1, self.pairs, torch.int16, "codes")
+        else:
+            indices = Field(1, bytes_per_token(self.pairs, self._index_bits), torch.uint8, "codes")
+        return {"indices": indices} | self.coefficients.fields(self.pairs, wide)
+
+    def wide(self, x: Tensor) -> bool:
+        """Whether a coefficient, at most a vector's norm, could overflow float16."""
+        if not x.numel() or x.is_meta:  # a meta tensor has no values to ask for
+            return False
+        return bool(x.float().norm(dim=-1).max() > HALF_MAX)
+
+    def encode(self, x: Tensor, wide: bool | None = None) -> Block:
+        """`x [batch, kv_heads, tokens, D]` -> block; with an online part its rows are those of `online`."""
+        wide = self.wide(x) if wide is None else wide
+        # Row by row: how products are rounded must not depend on the other rows.
+        rows = [self._encode(tokens, number, wide) for number, tokens in enumerate(x.float().split(1))]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def _encode(self, x: Tensor, row: int, wide: bool) -> Block:
+        vectors = self._vectors(x)
+        index, coefficients = self._pursue(vectors, self._table(row))
+        index, coefficients = (part.view(*x.shape[:3], self.pairs) for part in (index, coefficients))
+        packed = index.to(torch.int16) if self.index == "int16" else pack_bytes(index, self._index_bits)
+        return {"indices": packed} | dict(self.coefficients.encode(coefficients, wide))
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """x^, float32 `[..., kv_heads, tokens, channels]`; eq. 12."""
+        index = block["indices"]
+        index = index.int() & 0xFFFF if self.index == "int16" else unpack_bytes(index, self._index_bits, self.pairs)
+        coefficients = self.coefficients.decode(block, self.pairs)
+        if self.online is not None and len(self.online) > 1:  # each row has atoms of its own behind the offline ones
+            first = self.atoms - self.columns
+            row = torch.arange(len(self.online), dtype=torch.int32, device=index.device)[:, None, None, None]
+            index = torch.where(index >= first, index + row * self.columns, index)
+        index, coefficients = (part.unflatten(-1, (self.chunks, self.sparsity)) for part in (index, coefficients))
+        return desparsify(index, coefficients, self._table(None)).flatten(-2)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """|x - x^| is at most the vector's norm: the residual's never rises (without the rounding of coefficients)."""
+        vectors = x.float().unflatten(-1, (self.chunks, -1))
+        return vectors.norm(dim=-1, keepdim=True).expand_as(vectors).flatten(-2)
+
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
+        """q.x^ of a tile of keys."""
+        return query @ self.decode(tokens_first(tile), query.shape[-1]).mT
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """The weighted sum of a tile of values."""
+        return weights @ self.decode(tokens_first(tile), channels)
+
+    def sampled(self, x: Tensor, draws: Draws) -> Tensor:
+        """The online part of a row from `x [1, kv_heads, T, D]`: float16 `[M, D / chunks]`, unit vectors, then zeros.
+
+        Half of it drawn from all vectors alike, half those of the rest that the offline atoms (without any: the drawn ones)
+        represent worst.
+        """
+        vectors = self._vectors(x.float().transpose(1, 2))
+        size = min(self.columns, len(vectors))
+        drawn = draws.at(torch.arange(len(vectors), device=x.device)).argsort(stable=True)
+        uniform, rest = drawn[: size - size // 2], drawn[size - size // 2 :].sort().values
+        known = _unit(vectors[uniform]) if self.offline is None else self.offline.tensor.float()
+        missing = vectors[rest] - desparsify(*self._pursue(vectors[rest], known), known)
+        worst = missing.square().sum(-1).argsort(descending=True, stable=True)[: size // 2]
+        atoms = x.new_zeros(self.columns, vectors.shape[-1], dtype=torch.float16)
+        atoms[:size] = _unit(vectors[torch.cat([uniform, rest[worst]])]).half()
+        return atoms
+
+    def bound(self, online: Tensor | None) -> "Sparse":
+        """The same for rows whose online parts are `online`."""
+        return replace(self, online=online)
+
+    def _pursue(self, vectors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
+        pursuit = orthogonal_matching_pursuit if self.orthogonal else matching_pursuit
+        return pursuit(vectors, atoms, self.sparsity)
+
+    def _vectors(self, x: Tensor) -> Tensor:
+        """`x [..., D]` -> `[..., D / chunks]` with everything before in one axis."""
+        return x.reshape(-1, x.shape[-1] // self.chunks)
+
+    def _table(self, row: int | None) -> Tensor:
+        """Atoms in float32: the offline ones, then those of a row, or of every row."""
+        parts = [] if self.offline is None else [self.offline.tensor]
+        if self.online is not None:
+            parts.append(self.online.flatten(0, 1) if row is None else self.online[row])
+        return torch.cat(parts).float() if len(parts) > 1 else parts[0].float()
+
+
+def tokens_first(tile: Block) -> Block:
+    """A tile, tokens last, as a block, tokens before width."""
+    return {name: part.mT for name, part in tile.items()}
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    norm = vectors.norm(dim=-1, keepdim=True)
+    return torch.where(norm > 0, vectors / norm, vectors)

@@ -1,0 +1,45 @@
+"""What a method decides for one tier: keys and values of the same tokens, each stream in its own encoding."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from calib.runtime.pages import TIER_PAGE_TOKENS
+from calib.runtime.stages.contract import Codec, Segment, Transform
+from calib.runtime.stages.transform import Measured
+
+
+@dataclass(frozen=True)
+class TierStages:
+    """How one stream of a tier is encoded; a measured transform is fitted to each row's first chunk."""
+
+    transform: "Transform | Measured"
+    codec: Codec
+
+
+# What a segment is in a tier: nothing (tokens come in any numbers), a row's tokens, or a page's.
+Segments = Literal["none", "row", "page"]
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """A tier that is stored.
+
+    `relocated` ones are met with a query at its place inside the cache (StreamingLLM). Where all of a row's tokens are one
+    segment, what they share lies in the row's record; where a page's are, in the page, of `page_tokens`.
+    """
+
+    keys: TierStages
+    values: TierStages
+    relocated: bool = False
+    segments: Segments = "none"
+    page_tokens: int = TIER_PAGE_TOKENS
+
+    def streams(self) -> tuple[tuple[str, TierStages], tuple[str, TierStages]]:
+        """Both streams by name."""
+        return ("keys", self.keys), ("values", self.values)
+
+    def segment(self, heads: int, longest: int) -> Segment | None:
+        """The size that fields are laid out for; a row's segment has `longest` tokens at most."""
+        if self.segments == "none":
+            return None
+        return Segment(heads, longest if self.segments == "row" else self.page_tokens)

@@ -1,0 +1,36 @@
+"""Keys that are stored before RoPE: turned back when they are encoded, and to their places when they are attended."""
+
+from torch import Tensor
+
+from calib.runtime.rotation import Rotation
+from calib.runtime.rows import Forward
+from calib.runtime.tiered.reading import Tile
+from calib.runtime.tiered.tier import Tier
+
+
+def turned_back(forward: Forward, rotation: Rotation, keys: Tensor, chunk: range) -> Tensor:
+    """Keys of the tokens of a `chunk`, `[rows, kv_heads, n, D]`, as they were before RoPE, float32.
+
+    A token's place is its number in its row. A caller whose positions differ from that (position_ids of his own) has keys
+    turned back less or more than RoPE turned them; the way forth is the same, so attention stays right.
+    """
+    cos, sin = _turns(forward, rotation, chunk.start, chunk.stop, keys)
+    return Rotation.turned(keys.float(), cos, -sin)
+
+
+def turned_to_places(forward: Forward, rotation: Rotation, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
+    """Decoded keys of a tile, `[rows, kv_heads, tokens, D]`, as RoPE leaves them at their tokens' places."""
+    if tier.positions:
+        turns = rotation.at(tier.places(tile.pages))
+    else:  # a single tier: slot t holds token t
+        turns = _turns(forward, rotation, tile.start, tile.stop, keys)
+    return Rotation.turned(keys, *turns)
+
+
+def _turns(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Worked out by the first layer that asks."""
+    key = ("turns", start, stop, like.device)
+    if key not in forward.readings:
+        forward.readings[key] = rotation.along(start, stop, like.device)
+    turns: tuple[Tensor, Tensor] = forward.readings[key]
+    return turns
