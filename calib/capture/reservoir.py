@@ -5,7 +5,7 @@ samples of disjoint parts of a corpus merge into exactly the sample of the whole
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 LAST = torch.iinfo(torch.int64).max
 
@@ -34,22 +34,26 @@ class Reservoir(nn.Module):
         capacity: tokens kept.
         width: numbers kept of each token.
         seed: another seed gives another sample.
+        dtype: of the numbers; those of a 16-bit model are kept in full in its own dtype.
 
-    Buffers: `priority` int64 `[capacity]`, ascending, the largest int64 where the place is empty; `rows` float32
+    Buffers: `priority` int64 `[capacity]`, ascending, the largest int64 where the place is empty; `rows`
     `[capacity, width]`.
     """
 
-    def __init__(self, capacity: int, width: int, seed: int) -> None:
+    def __init__(self, capacity: int, width: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         if capacity < 1 or width < 1:
             raise ValueError(f"capacity={capacity}, width={width}: both must be at least 1")
         self.seed = seed
         self.register_buffer("priority", torch.full((capacity,), LAST))
-        self.register_buffer("rows", torch.zeros(capacity, width))
+        self.register_buffer("rows", torch.zeros(capacity, width, dtype=dtype))
 
     def add(self, index: Tensor, rows: Tensor) -> None:
         """Offers tokens: `index` int64 `[tokens]`, their numbers in the corpus; `rows` `[tokens, width]`."""
-        self.merge_rows(priorities(self.seed, index), rows.float())
+        priority = priorities(self.seed, index)
+        # Once the sample is full few tokens enter, and only they are worth sorting and copying.
+        enters = priority < self.priority[-1].to(priority.device)
+        self.merge_rows(priority[enters], rows[enters].to(self.rows.dtype))
 
     def merge(self, other: "Reservoir") -> None:
         """Takes in another sample with the same seed of other tokens."""
@@ -59,11 +63,25 @@ class Reservoir(nn.Module):
 
     def merge_rows(self, priority: Tensor, rows: Tensor) -> None:
         """Takes in another sample's buffers."""
+        if not len(priority):
+            return
         priority = torch.cat([self.priority, priority.to(self.priority.device)])
         kept = priority.argsort(stable=True)[: len(self.priority)]
         self.rows = torch.cat([self.rows, rows.to(self.rows.device)])[kept]
         self.priority = priority[kept]
 
+    def synchronise(self, device: torch.device) -> None:
+        """Merges the samples of all processes, which exchange them on `device`: afterwards each holds that of the whole."""
+        gathered = {}
+        for name in ("priority", "rows"):
+            part = getattr(self, name).to(device).contiguous()
+            gathered[name] = [torch.empty_like(part) for _ in range(distributed.get_world_size())]
+            distributed.all_gather(gathered[name], part)
+        # Every process merges them all in the same order, its own among them: into an empty reservoir.
+        self.priority = torch.full_like(self.priority, LAST)
+        for priority, rows in zip(gathered["priority"], gathered["rows"], strict=True):
+            self.merge_rows(priority, rows)
+
     def sample(self) -> Tensor:
-        """The tokens' rows, float32 `[at most capacity, width]`, in order of priority."""
+        """The tokens' rows, `[at most capacity, width]`, in order of priority."""
         return self.rows[self.priority < LAST]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from calib.capture.batches import CapturedBatch
 from calib.capture.language_model import check_dtype
 from calib.capture.sample import LayerSample
 from calib.errors import UsageError
+from calib.neural_dict.options import DictionaryOptions
+from calib.runtime.rotation import Rotation
 from calib.statistics.balancer import Balancers
 from calib.statistics.channel_range import ChannelRanges
 from calib.statistics.channel_scale import ChannelScales
@@ -23,6 +26,7 @@ from calib.statistics.outlier_thresholds import SHARES, OutlierThresholds
 from calib.statistics.query_energy import QueryEnergy
 from calib.statistics.residual_basis import BITS as RESIDUAL_BITS
 from calib.statistics.residual_basis import FORMS, RANK, ResidualBasis
+from calib.statistics.vector_samples import VectorSamples
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Stage:
     Attributes:
         name: of the stage, its folder and its checkpoint.
         part: `train` or `heldout`.
-        statistics: the entries of `Calibration.statistics` that it fills.
+        statistics: the entries of `Calibration.statistics` that it fills, as far as the fit has them.
         needs: the entries whose tensors it reads.
     """
 
@@ -44,9 +48,9 @@ class Stage:
 
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
 STAGES = (
-    Stage("statistics", "train", (*MEASURED, "outlier_thresholds")),
+    Stage("statistics", "train", (*MEASURED, "outlier_thresholds", "vectors")),
     Stage("clip", "train", ("clip", "residual_basis"), needs=MEASURED),
-    Stage("evaluate", "heldout", ("heldout",), needs=(*MEASURED, "clip")),
+    Stage("evaluate", "heldout", ("heldout", "heldout_vectors"), needs=(*MEASURED, "clip")),
 )
 
 
@@ -72,6 +76,7 @@ class Calibration(LightningModule):
             tokens x channels, such as "*x1" or 1x64; half is 1x(head_dim / 2). A stream with an empty list, or without
             one, has no bases and costs nothing. A form and width holds float64 [layers, kv_heads, head_dim, head_dim]
             throughout the fit: 134 MB each for Llama 2 7B.
+        dictionary: layer groups and sparse dictionaries; see its fields.
         checkpoint_batches: batches between checkpoints within a stage.
     """
 
@@ -87,6 +92,7 @@ class Calibration(LightningModule):
         residual_bits: list[int] = list(RESIDUAL_BITS),  # noqa: B006
         residual_rank: int = RANK,
         residual_forms: dict[str, list[str]] = {stream: list(names) for stream, names in FORMS.items()},  # noqa: B006, B008
+        dictionary: DictionaryOptions = DictionaryOptions(),  # noqa: B008  (frozen)
         checkpoint_batches: int = 8,
     ) -> None:
         super().__init__()
@@ -100,6 +106,7 @@ class Calibration(LightningModule):
         self.outlier_shares = tuple(outlier_shares)
         self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
         self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
+        self.dictionary = dictionary
         # Checked here and not hours later, when the model is known: the rules need no real shape.
         ClipFactors(Shape(1, 1, 1, 32), self.bits, self.clip_factors, query_rows)
         OutlierThresholds(Shape(1, 1, 1, 1), 0, self.outlier_shares)
@@ -121,16 +128,27 @@ class Calibration(LightningModule):
             self.shape, self.residual_bits, self.residual_rank, self.residual_forms
         )
         self.statistics["heldout"] = HeldoutError(self.shape, self.bits, self.query_rows)
+        if self.dictionary.atoms:
+            rotation = partial(Rotation.of, model, "fit without dictionaries: --model.dictionary.atoms 0")
+            for name, capacity in (
+                ("vectors", self.dictionary.samples),
+                ("heldout_vectors", self.dictionary.heldout_samples),
+            ):
+                self.statistics[name] = VectorSamples(self.shape, seed, capacity, model.dtype, rotation)
 
     def begin(self, stage: Stage, seen: int = 0) -> None:
         """Makes `stage` the one under way, `seen` of its batches being in the statistics already."""
         self.stage = stage
         self.progress = {"stage": stage.name, "seen": seen, "finished": False}
         fitted = self.tensors(stage.needs)
-        for name in stage.statistics:
+        for name in self.filled():
             for attribute in ("ranges", "fitted"):
                 if hasattr(self.statistics[name], attribute):
                     setattr(self.statistics[name], attribute, fitted)
+
+    def filled(self) -> list[str]:
+        """The statistics that the stage under way fills."""
+        return [name for name in self.stage.statistics if name in self.statistics]
 
     def statistic(self, name: str) -> Statistic:
         """One of the statistics."""
@@ -145,7 +163,7 @@ class Calibration(LightningModule):
     def observe(self, sample: LayerSample) -> None:
         """The sink of a capture: one layer's sample goes to every statistic of the stage."""
         check_shape(sample, self.shape)
-        for name in self.stage.statistics:
+        for name in self.filled():
             self.statistic(name).observe(sample)
 
     def training_step(self, batch: CapturedBatch, batch_idx: int) -> None:
@@ -171,7 +189,7 @@ class Calibration(LightningModule):
     def finish(self, device: torch.device) -> None:
         """Ends the stage: merges what the processes have measured, exchanging it on `device`."""
         if distributed.is_available() and distributed.is_initialized():
-            for name in self.stage.statistics:
+            for name in self.filled():
                 self.statistic(name).synchronise(device)
         self.progress["finished"] = True
 

@@ -9,11 +9,13 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from calib.capture.data import CaptureData
 from calib.fit.calibration import Calibration
+from calib.fit.dictionaries import fit_dictionaries
+from calib.fit.dictionary_tasks import check_dictionaries
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
 from calib.fit.provenance import provenance, settings
 from calib.fit.stages import run_stages
-from calib.fit.table import print_table
+from calib.fit.table import print_groups, print_table
 from calib.loggers import OfflineFirstWandbLogger, TableCSVLogger
 from calib.runtime.artifact import Artifact
 from calib.runtime.fingerprint import fingerprint
@@ -41,6 +43,8 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     config = settings(calibration, corpus, seed, data.batch_size)
     identity = fingerprint(model)
     calibration.prepare(model, seed)
+    if calibration.dictionary.atoms:
+        check_dictionaries(calibration.dictionary, calibration.shape, corpus.train.numel())
     for logger in cli.trainer.loggers:
         logger.log_hyperparams(config)
     save_config(cli, folder)
@@ -51,8 +55,9 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
         "config_hash": identity["config_hash"],
     }
     run_stages(calibration, data, cli.stage_trainer, folder, plan, resume)
-    metrics = fit_metrics(calibration)
-    tensors = calibration.tensors(tuple(calibration.statistics))
+    dictionaries = fit_dictionaries(calibration, cli.stage_trainer, folder, plan, seed, resume)
+    metrics = fit_metrics(calibration, dictionaries)
+    tensors = calibration.tensors(tuple(calibration.statistics)) | dictionaries.tensors
     artifact = Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
     report(cli, artifact, metrics, output, calibration)
 
@@ -61,15 +66,19 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
 def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Path, calibration: Calibration) -> None:
     """Writes the artifact, logs table and file, prints."""
     artifact.save(output)
-    columns = list(metrics["layers"][0])
-    rows = [[row[column] for column in columns] for row in metrics["layers"]]
     for logger in cli.trainer.loggers:
         logger.log_metrics({f"fit/{name}": value for name, value in metrics["overall"].items()})
         if isinstance(logger, OfflineFirstWandbLogger | TableCSVLogger):
-            logger.log_table("fit/layers", columns, rows)
+            for name in ("layers", "dictionaries"):
+                if found := metrics.get(name):
+                    # One kind of value a column: a list of layers as text.
+                    rows = [[str(x) if isinstance(x, list) else x for x in row.values()] for row in found]
+                    logger.log_table(f"fit/{name}", list(found[0]), rows)
             logger.log_file(output, "calibration")
             logger.close()
     print_table(metrics, calibration.bits)
+    if "dictionaries" in metrics:
+        print_groups(metrics["dictionaries"])
     size = os.path.getsize(output)
     print(
         f"wrote {output} ({size / 1e3:.1f} kB, {len(artifact.tensors)} tensors); figures and checkpoints in {cli.folder}"

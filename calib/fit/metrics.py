@@ -5,14 +5,16 @@ from typing import Any
 from torch import Tensor
 
 from calib.fit.calibration import Calibration, named_errors
+from calib.fit.dictionaries import Dictionaries
 from calib.statistics.heldout_error import HeldoutError
 from calib.statistics.outlier_thresholds import OutlierThresholds
 
 PERCENTILE = 0.999
 
 
-def fit_metrics(calibration: Calibration) -> dict[str, Any]:
-    """`layers`: one dict of numbers for each layer; `overall`: the held-out errors over all layers.
+def fit_metrics(calibration: Calibration, dictionaries: Dictionaries) -> dict[str, Any]:
+    """`layers`: one dict of numbers for each layer; `overall`: the held-out errors over all layers; `dictionaries`, where
+    there are any: one dict for each group of layers (`fit/dictionaries.py`).
 
     Of a layer: `keys_low`, `keys_high` (over all channels); `keys_outlier`, the widest channel's half range over the
     median channel's; `keys_tail`, the largest |k| over its 99.9th percentile; the same of values; and the relative
@@ -33,7 +35,9 @@ def fit_metrics(calibration: Calibration) -> dict[str, Any]:
             largest = max(-row[f"{stream}_low"], row[f"{stream}_high"])
             row[f"{stream}_tail"] = tail_ratio(largest, tokens)
         layers.append(row | named_errors(errors[layer], calibration.bits))
-    return {"layers": layers, "overall": named_errors(heldout.overall(), calibration.bits)}
+    overall = named_errors(heldout.overall(), calibration.bits)
+    groups = {"dictionaries": dictionaries.groups} if dictionaries.groups else {}
+    return {"layers": layers, "overall": overall, **groups}
 
 
 def outlier_ratio(low: Tensor, high: Tensor) -> float:

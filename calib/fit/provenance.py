@@ -1,5 +1,6 @@
 """Where an artifact's numbers come from, as plain JSON that does not depend on folders, dates or the machine's name."""
 
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +23,8 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
         "residual_bits": list(calibration.residual_bits),
         "residual_rank": calibration.residual_rank,
         "residual_forms": {stream: list(names) for stream, names in calibration.residual_forms.items()},
+        # Without dictionaries nothing depends on how they would have been trained.
+        "dictionary": asdict(calibration.dictionary) if calibration.dictionary.atoms else {"atoms": 0},
         "batch_size": batch_size,
         "seed": seed,
         "data": corpus.origin,

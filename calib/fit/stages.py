@@ -2,49 +2,24 @@
 
     runs/NAME/statistics.ckpt   runs/NAME/clip.ckpt   runs/NAME/evaluate.ckpt
 
+Dictionaries, which are trained and not measured, come after them (`dictionaries.py`).
 A checkpoint holds all statistics so far. `--ckpt_path last` goes on from the newest one: stages that were finished are
 not run again, and the unfinished one continues with the batch after its last checkpoint. Batches come in the same order
 and sums are carried in full, so the artifact has the bytes of an uninterrupted run.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
 from calib.capture.data import CaptureData
-from calib.errors import RunError, UsageError
 from calib.fit.calibration import STAGES, Calibration
+from calib.fit.checkpoint import StageCheckpoint, load_checkpoint
 
 MakeTrainer = Callable[[str, list[Callback]], Trainer]
-
-
-class StageCheckpoint(Callback):
-    """Saves the stage under way every few batches, whole or not at all.
-
-    With several processes each holds statistics of its own until the stage ends, so only finished stages are saved.
-    """
-
-    def __init__(self, path: Path, every: int) -> None:
-        self.path, self.every = path, every
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Saves where it is time."""
-        if trainer.world_size == 1 and (batch_idx + 1) % self.every == 0:
-            self.save(trainer)
-
-    def save(self, trainer: Trainer) -> None:
-        """Writes under a temporary name and renames: a killed run leaves the checkpoint before."""
-        temporary = self.path.with_suffix(".partial")
-        trainer.save_checkpoint(temporary, weights_only=True)
-        if trainer.is_global_zero:
-            os.replace(temporary, self.path)
 
 
 def run_stages(
@@ -75,7 +50,7 @@ def run_stages(
             done[name] = progress["seen"]
             finished |= {name} if progress["finished"] else set()
     else:
-        remove(paths)
+        remove(folder)
     for stage in STAGES:
         if stage.name in finished:
             continue
@@ -95,10 +70,10 @@ def run_stages(
 
 
 @rank_zero_only
-def remove(paths: Mapping[str, Path]) -> None:
+def remove(folder: Path) -> None:
     """Removes the checkpoints of an earlier run: none of them may be taken for this one's later on."""
-    for path in paths.values():
-        path.unlink(missing_ok=True)
+    for path in folder.glob("*.ckpt"):
+        path.unlink()
 
 
 def restore(
@@ -109,20 +84,7 @@ def restore(
     for name, path in paths.items():
         if not path.exists():
             break
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            state, progress, before = checkpoint["state_dict"], checkpoint["calibration"], checkpoint["plan"]
-            calibration.load_state_dict(state)
-        except Exception as error:  # a damaged file fails in many ways; each means the same
-            raise RunError(
-                f"the checkpoint {path} cannot be read ({type(error).__name__}); start anew without --ckpt_path last"
-            ) from error
-        for key in sorted(before.keys() | plan.keys()):
-            if before.get(key) != plan.get(key):
-                raise UsageError(
-                    f"the unfinished run in {path.parent} had {key} = {before.get(key)}, now it is {plan.get(key)}: "
-                    "give it the same settings, or start anew without --ckpt_path last"
-                )
+        progress = load_checkpoint(calibration, path, plan, "calibration")
         found.append((name, progress))
         if not progress["finished"]:
             break

@@ -1,4 +1,5 @@
-"""The table that a fit prints: per layer, what keys and values look like and what compressing them costs."""
+"""The tables that a fit prints: per layer, what keys and values look like and what compressing them costs; per group of
+layers, how well its dictionary fits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from calib.layer_groups.grouping import in_words
 from calib.statistics.heldout_error import SETTINGS
 
 SHORT = {"calibrated": "calibr."}
@@ -44,7 +46,25 @@ def print_table(metrics: Mapping[str, Any], bits: Sequence[int]) -> None:
         "prompt: ranges of the running text; clipped: the same with calibrated clip;\n"
         "calibr.: calibrated key ranges (no parameters stored), value scales and clip"
     )
-    console = Console()
-    if console.width < WIDTH:
-        console = Console(width=WIDTH)
-    console.print(table)
+    wide(Console()).print(table)
+
+
+def print_groups(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Prints one line for each group of layers that shares a dictionary."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = "Dictionaries by group of layers; held-out squared error"
+    for heading in ("group", "layers", "vectors", "atoms", "k-means", "trained", "epochs", "dead"):
+        table.add_column(heading, justify="left" if heading in ("group", "layers") else "right", no_wrap=True)
+    for before, row in zip((None, *groups), groups, strict=False):
+        if before and before["stream"] != row["stream"]:
+            table.add_section()
+        losses = (f"{row[name]:.4f}" for name in ("initial_loss", "loss"))
+        counts = (str(row[name]) for name in ("epochs", "dead"))
+        name = f"{row['stream']}.{row['group']}"
+        table.add_row(name, in_words(row["layers"]), str(row["samples"]), str(row["atoms"]), *losses, *counts)
+    wide(Console()).print(table)
+
+
+def wide(console: Console) -> Console:
+    """`console`, or one that is wide enough for the tables."""
+    return console if console.width >= WIDTH else Console(width=WIDTH)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from calib.capture.reservoir import Reservoir
 from calib.capture.sample import LayerSample
@@ -77,16 +77,7 @@ class OutlierThresholds(Statistic):
     def synchronise(self, device: torch.device) -> None:
         """Merges the samples of all processes."""
         for mine in self.layers:
-            gathered = {}
-            for name in ("priority", "rows"):
-                part = getattr(mine, name).to(device).contiguous()
-                gathered[name] = [torch.empty_like(part) for _ in range(distributed.get_world_size())]
-                distributed.all_gather(gathered[name], part)
-            # Every process merges them all in the same order, its own among them: into an empty reservoir.
-            whole = Reservoir(*mine.rows.shape, mine.seed).to(mine.rows.device)
-            for priority, rows in zip(gathered["priority"], gathered["rows"], strict=True):
-                whole.merge_rows(priority, rows)
-            mine.priority, mine.rows = whole.priority, whole.rows
+            mine.synchronise(device)
 
 
 def thresholds(x: Tensor, shares: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import pytest
 from calib.evaluate.paper_counting import (
     channel_separable_ratio,
     counted_bits,
+    csr_bits,
     gear_ratio,
     group_ratio,
     mikv_size,
@@ -89,6 +90,19 @@ def test_gear_counts_the_numbers_of_both_factors(tokens, width):
     assert gear_ratio(4, 0.02, 5, width, tokens) == pytest.approx(
         1 / (4 / 16 + 3 * 0.02 + 5 * (tokens + width) / (tokens * width))
     )
+
+
+@pytest.mark.parametrize(("sparsity", "printed"), [(16, 4.0), (8, 2.0), (6, 1.5), (4, 1.0)])
+def test_csr_table_1(sparsity, printed):
+    """CSR-16 stands beside 4-bit methods, CSR-8 beside 2-bit ones, CSR-6 and CSR-4 are 1.5 and 1 bit."""
+    assert csr_bits([(sparsity, 1.0)], 128) == printed
+    options = {"tiers": None, "sparsity": sparsity, "coefficients": "fp16"}
+    assert counted_bits("csr", options, 64, 128, 100, 100) == 2 * printed
+    assert counted_bits("csr", options | {"coefficients": 4}, 64, 128, 100, 100) is None
+
+
+def test_csr_tiers_count_by_their_shares():
+    assert csr_bits([(16, 0.25), (4, 0.75)], 128) == pytest.approx(0.25 * 4 + 0.75 * 1)
 
 
 def per_cent(size):

@@ -24,6 +24,7 @@ SMALL = [
     "--model.bits=[2,4]", "--model.clip_factors=[1,0.8,0.6]", "--model.query_rows=4", "--model.clip_sequences=4",
     "--data.length=64", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",
     "--model.checkpoint_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
+    "--model.dictionary.atoms=0",  # test_fit_dictionaries.py has them
 ]  # fmt: skip
 
 
@@ -254,6 +255,7 @@ def test_llama2_config_typed_in_any_folder_works_with_a_local_model_and_text(toy
         "--model.clip_sequences=1",
         "--model.dtype=float32",
         "--model.query_rows=2",
+        "--model.dictionary.atoms=16",
     ]
     assert main([*arguments, *less, "--trainer.logger=false", "--trainer.accelerator=cpu"]) == 0
     artifact = Artifact.load(tmp_path / "artifacts/llama2-7b.calib.safetensors")

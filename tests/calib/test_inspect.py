@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from toy_artifact import toy_artifact, toy_tensors
+from toy_artifact import TOY_FIGURES, toy_artifact, toy_tensors
 
 from calib.cli import main
 
@@ -74,6 +74,31 @@ def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path, caps
     assert "?[2Jgone?next [red]x[/red]" in out
 
 
+@pytest.mark.usefixtures("with_and_without_rich")
+def test_groups_of_layers_have_a_line_each(tmp_path, capsys):
+    toy_artifact(provenance={"metrics": {"dictionaries": TOY_FIGURES}}).save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    assert lines["keys.0"] == ["0", "16", "8", "0.2", "0.1", "3", "5"]
+    assert lines["keys.1"] == ["1", "16", "8", "0.4", "0.3", "2", "0"]
+    assert lines["values.0"] == ["0-1", "16", "4", "0.25", "0", "3", "1"]
+    assert "initial_loss" not in out  # shown in the table, not once more in the summary
+
+
+@pytest.mark.usefixtures("with_and_without_rich")
+@pytest.mark.parametrize(
+    "figures",
+    [None, [], "many", [5], [{"stream": "keys", "group": 0}], [TOY_FIGURES[0] | {"loss": -1}, TOY_FIGURES[1]]],
+)
+def test_groups_without_figures_are_shown_all_the_same(tmp_path, capsys, figures):
+    toy_artifact(provenance={"metrics": {"dictionaries": figures}}).save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["keys.0"] == ["0", "16", "8", "-", "-", "-", "-"]
+
+
 def test_json_is_all_that_is_on_stdout(path, capsys):
     assert main(["inspect", "--json", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -109,6 +134,11 @@ def test_json_of_a_tensor_without_entries(tmp_path, capsys):
         (["{path}", "--jsno"], "unrecognized arguments: --jsno"),
         (["{path}.missing"], "does not exist, expected an artifact file"),
         (["{folder}"], "is a folder, expected an artifact file"),
+        (["{path}", "--html", "{path}"], "must name a file that ends in .html"),
+        (["{path}", "--html", "{folder}"], "must name a file that ends in .html"),
+        (["{path}", "--html", ""], "must name a file that ends in .html"),
+        (["{path}", "--html"], "argument --html: expected one argument"),
+        (["{path}", "--json", "--html", "a.html"], "argument --html: not allowed with argument --json"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_status_2(path, capsys, arguments, message):

@@ -16,7 +16,7 @@ from calib.cli import main
 SMALL = [
     "--model.bits=[2]", "--model.clip_factors=[1]", "--model.query_rows=2", "--model.clip_sequences=1", "--data.length=64",
     "--data.sequences=2", "--data.heldout_sequences=1", "--data.batch_size=1", "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false", "--trainer.logger=false",
+    "--trainer.enable_progress_bar=false", "--trainer.logger=false", "--model.dictionary.atoms=0",
 ]  # fmt: skip
 
 

@@ -1,0 +1,67 @@
+"""The groups of layers that an artifact holds, with the figures of their dictionaries where the provenance has any."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from calib.runtime.artifact import Artifact
+from calib.runtime.tensor_registry import STREAMS
+
+LOSSES = ("initial_loss", "loss")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of one stream.
+
+    Attributes:
+        name: such as `keys.0`.
+        stream: `keys` or `values`.
+        layers: numbers of its layers, which follow one another.
+        atoms: of its dictionary, None where there is none.
+        channels: of an atom.
+        figures: of the fit, at least both losses; empty where the provenance has none.
+    """
+
+    name: str
+    stream: str
+    layers: Sequence[int]
+    atoms: int | None
+    channels: int | None
+    figures: Mapping[str, float]
+
+
+def groups(artifact: Artifact) -> list[Group]:
+    """All groups, keys first."""
+    metrics = artifact.provenance.get("metrics")
+    listed = metrics.get("dictionaries") if isinstance(metrics, dict) else None
+    rows = [row for row in listed if is_group(row)] if isinstance(listed, list) else []
+    figures = {(row["stream"], row["group"]): row for row in rows}
+    found = []
+    for stream in STREAMS:
+        if not artifact.has(f"{stream}.layer_groups"):
+            continue
+        numbers = artifact.tensor(f"{stream}.layer_groups").tolist()
+        dictionary = f"{stream}.dictionary"
+        atoms, channels = artifact.tensor(dictionary).shape[1:] if artifact.has(dictionary) else (None, None)
+        for number in range(numbers[-1] + 1):
+            layers = [layer for layer, group in enumerate(numbers) if group == number]
+            name, own = f"{stream}.{number}", figures.get((stream, number), {})
+            found.append(Group(name, stream, layers, atoms, channels, own))
+    return found
+
+
+def is_group(row: Any) -> bool:
+    """Whether `row` is the dict of a group's figures that `calib fit` writes."""
+    return (
+        isinstance(row, dict)
+        and row.get("stream") in STREAMS
+        and type(row.get("group")) is int
+        and all(is_number(row.get(name)) and row[name] >= 0 for name in LOSSES)
+        and all(is_number(row.get(name)) for name in ("epochs", "dead"))
+    )
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that can be drawn; JSON's true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53

@@ -1,0 +1,82 @@
+"""The page of an artifact: one HTML file without scripts that asks the network for nothing."""
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from calib.artifact_view.groups import Group, groups
+from calib.artifact_view.heat_map import heat_map
+from calib.artifact_view.loss_bars import loss_bars
+from calib.artifact_view.style import STYLE
+from calib.artifact_view.tables import Table, printable, tables
+from calib.runtime.artifact import Artifact
+from calib.runtime.tensor_registry import STREAMS
+
+
+def page(artifact: Artifact, path: Path) -> str:
+    """The page for the artifact in the file `path`: tables, heat maps of divergences, bars of losses.
+
+    Whatever comes out of the file is escaped, and a policy in the page forbids the browser to load anything.
+    """
+    first, *rest = tables(artifact, path)
+    title = words(path.name)
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">""",
+        f"<title>{title}</title>",
+        f"<style>\n{STYLE}</style>",
+        "</head>",
+        "<body>",
+        f"<h1>{title}</h1>",
+        *section(first, titled=False),
+        *drawings(artifact, groups(artifact)),
+        *(line for table in rest for line in section(table)),
+        "</body>",
+        "</html>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def drawings(artifact: Artifact, found: list[Group]) -> Iterator[str]:
+    """Divergences by stream, then losses, as far as the artifact has them."""
+    for stream in STREAMS:
+        if artifact.has(f"{stream}.divergence"):
+            layers = [group.layers for group in found if group.stream == stream]
+            yield f"<h2>How far apart the {stream} of two layers lie</h2>"
+            yield (
+                "<p>Jensen-Shannon divergence in nats: without colour 0, full colour ln 2"
+                f"{'; framed are the layers that share a dictionary' if layers else ''}.</p>"
+            )
+            yield heat_map(artifact.tensor(f"{stream}.divergence"), layers, stream)
+    if any(group.figures for group in found):
+        yield "<h2>What training the dictionaries is worth</h2>"
+        yield "<p>Mean of |x - x^|<sup>2</sup> / |x|<sup>2</sup> on held-out vectors, by group of layers.</p>"
+        yield loss_bars(found)
+
+
+def section(table: Table, titled: bool = True) -> Iterator[str]:
+    """One table under its title; on a narrow screen it scrolls sideways by itself."""
+    if titled:
+        yield f"<h2>{words(table.title)}</h2>"
+    named = any(table.header)
+    yield f'<div class="scroll"><table{"" if named else " class=pairs"}>'
+    if named:
+        yield row(table.header, "th")
+    for cells in table.rows:
+        yield row(cells, "td")
+    yield "</table></div>"
+
+
+def row(cells: object, tag: str) -> str:
+    """A table's row."""
+    assert isinstance(cells, list | tuple)
+    return f"<tr>{''.join(f'<{tag}>{words(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def words(text: str) -> str:
+    """Text out of the file, fit for a page."""
+    return escape(printable(text), quote=True)

@@ -1,0 +1,133 @@
+"""The tables of an artifact: model, data, seed, versions; groups of layers; fit metrics by layer; tensors."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from calib.artifact_view.groups import Group, groups, is_group
+from calib.layer_groups.grouping import in_words
+from calib.runtime.artifact import Artifact
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts. A header of empty names is not shown; `by_layer` tables may be cut between columns."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    by_layer: bool = False
+
+
+def tables(artifact: Artifact, path: Path) -> list[Table]:
+    """Everything there is to show of the artifact in the file `path`; names and values as they are, unescaped."""
+    metrics = artifact.provenance.get("metrics", {})
+    layers = metrics["layers"] if isinstance(metrics, dict) and is_table(metrics.get("layers")) else None
+    return [
+        summary(artifact, path),
+        *([group_table(found)] if (found := groups(artifact)) else []),
+        *([layer_table(layers)] if layers else []),
+        tensor_table(artifact),
+    ]
+
+
+def summary(artifact: Artifact, path: Path) -> Table:
+    """What the file says about itself, a line each."""
+    model, provenance = artifact.fingerprint, dict(artifact.provenance)
+    metrics = provenance.pop("metrics", {})
+    if isinstance(metrics, dict):
+        shown = {"layers": is_table, "dictionaries": is_group_list}
+        metrics = {key: value for key, value in metrics.items() if key not in shown or not shown[key](value)}
+    config = provenance.pop("config", None)
+    first = ("data", "seed", "versions")
+    rows = [
+        ("file", f"{path.name}, {path.stat().st_size:,} bytes, every checksum right"),
+        (
+            "model",
+            f"{model['architecture']}, {model['layers']} layers, {model['heads']} heads, {model['kv_heads']} KV heads, "
+            f"head_dim {model['head_dim']}, vocabulary {model['vocab_size']}",
+        ),
+        ("rope", inline(model["rope"])),
+        *((key, inline(provenance[key])) for key in first if key in provenance),
+        *((str(key), inline(value)) for key, value in provenance.items() if key not in first),
+        *([("metrics", inline(metrics))] if metrics else []),
+        *([("config", "the resolved configuration: shown by --json")] if config is not None else []),
+    ]
+    return Table("artifact", ["", ""], rows)
+
+
+def group_table(found: Sequence[Group]) -> Table:
+    """The groups of layers of both streams, and how well their dictionaries fit."""
+    header = ["group", "layers", "atoms", "channels", "k-means", "trained", "epochs", "dead"]
+    rows = [
+        [
+            group.name,
+            in_words(group.layers),
+            *map(number, (group.atoms, group.channels)),
+            *(number(group.figures.get(name)) for name in ("initial_loss", "loss", "epochs", "dead")),
+        ]
+        for group in found
+    ]
+    return Table("groups of layers; relative squared error of their dictionaries", header, rows)
+
+
+def layer_table(layers: Sequence[Mapping[str, float]]) -> Table:
+    """One row for each layer, whose number leads it."""
+    names = list(dict.fromkeys(name for row in layers for name in row if name != "layer"))
+    rows = [
+        [str(row.get("layer", index)), *(number(row.get(name)) for name in names)] for index, row in enumerate(layers)
+    ]
+    return Table("fit metrics by layer", ["layer", *names], rows, by_layer=True)
+
+
+def tensor_table(artifact: Artifact) -> Table:
+    """One row for each tensor."""
+    rows = [
+        [name, inline(list(tensor.shape)), *map(number, spread(tensor).values())]
+        for name, tensor in artifact.tensors.items()
+    ]
+    bits = f", clip factors at {', '.join(map(str, artifact.clip_bits))} bits" if artifact.clip_bits else ""
+    return Table(f"{len(rows)} tensors{bits}", ["tensor", "shape", "min", "median", "max"], rows)
+
+
+def spread(tensor: Tensor) -> dict[str, float | None]:
+    """Least, median (the lower one of two) and greatest entry; None for a tensor without entries."""
+    if tensor.numel() == 0:
+        return {"min": None, "median": None, "max": None}
+    entries = tensor.double().flatten()
+    return {"min": entries.min().item(), "median": entries.median().item(), "max": entries.max().item()}
+
+
+def is_table(value: object) -> bool:
+    """Whether a metric is a list of dicts of numbers, one for each layer."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, dict) and all(isinstance(cell, int | float) for cell in row.values()) for row in value)
+    )
+
+
+def is_group_list(value: object) -> bool:
+    """Whether a metric is a list of groups' figures."""
+    return isinstance(value, list) and bool(value) and all(map(is_group, value))
+
+
+def number(value: object) -> str:
+    """A number as it is shown; a dash where there is none."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def inline(value: Any) -> str:
+    """A JSON value on one line, without the quotes and braces of the outermost level."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {inline(entry)}" for key, entry in sorted(value.items())) or "none"
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def printable(text: str) -> str:
+    """`text` with a question mark for every character that would not be printed: a terminal or a browser obeys some."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,83 @@
+"""What the samples of a fit give the dictionaries to be trained on: vectors of a group's layers, values in chunks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from calib.errors import UsageError
+from calib.layer_groups.grouping import check_paper
+from calib.neural_dict.options import DictionaryOptions
+from calib.neural_dict.training import Task
+from calib.runtime.tensor_registry import STREAMS
+from calib.statistics.contract import Shape
+
+
+def check_dictionaries(options: DictionaryOptions, shape: Shape, tokens: int) -> None:
+    """UsageError where a model of these sizes and a corpus of so many tokens cannot give such dictionaries."""
+    if options.groups == "paper-32":
+        check_paper(shape.layers)
+    if shape.head_dim % options.value_chunks:
+        raise UsageError(
+            f"model.dictionary.value_chunks={options.value_chunks}: must divide the model's head_dim {shape.head_dim}"
+        )
+    for stream in STREAMS:
+        channels = shape.head_dim // chunks(stream, options)
+        if sparsity(stream, options) > channels:
+            raise UsageError(
+                f"model.dictionary.{stream}_sparsity={sparsity(stream, options)}: must be at most {channels}, the "
+                "channels of an atom"
+            )
+    vectors = min(options.samples, tokens * shape.kv_heads)
+    if options.atoms * shape.kv_heads > vectors:
+        raise UsageError(
+            f"model.dictionary.atoms={options.atoms} for each of {shape.kv_heads} KV heads: a dictionary of "
+            f"{options.atoms * shape.kv_heads} atoms needs as many vectors and has {vectors}, of "
+            f"model.dictionary.samples={options.samples} and {tokens} tokens; give more of them, or fewer atoms (0 for none)"
+        )
+
+
+def sparsity(stream: str, options: DictionaryOptions) -> int:
+    """Pairs of a vector while the stream's dictionaries are trained."""
+    return options.keys_sparsity if stream == "keys" else options.values_sparsity
+
+
+def chunks(stream: str, options: DictionaryOptions) -> int:
+    """Equal parts that a vector of the stream is cut into."""
+    return options.value_chunks if stream == "values" else 1
+
+
+def group_tasks(
+    stream: str,
+    groups: Sequence[Sequence[int]],
+    samples: Mapping[int, Tensor],
+    heldout: Mapping[int, Tensor],
+    options: DictionaryOptions,
+    kv_heads: int,
+) -> list[Task]:
+    """One task for each group, called `keys.0` and so on.
+
+    Args:
+        stream: `keys` or `values`.
+        groups: the layers of each.
+        samples: of each layer, float32 `[V, head_dim]`.
+        heldout: the same, of held-out text.
+        options: of the fit.
+        kv_heads: of the model.
+    """
+    parts = chunks(stream, options)
+
+    def vectors(of: Mapping[int, Tensor], layers: Sequence[int]) -> Tensor:
+        whole = torch.cat([of[layer] for layer in layers])
+        return whole.reshape(-1, whole.shape[-1] // parts)
+
+    return [
+        Task(
+            f"{stream}.{number}",
+            vectors(samples, layers),
+            vectors(heldout, layers),
+            options.atoms * kv_heads,
+            sparsity(stream, options),
+        )
+        for number, layers in enumerate(groups)
+    ]

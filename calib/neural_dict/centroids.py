@@ -1,0 +1,60 @@
+"""Where a dictionary starts: the centroids of k-means, to unit length (CSR, arXiv:2412.11741, Algorithm 1, line 12).
+
+Mini-batches (Sculley, WWW 2010): a centroid is the mean of all vectors that were nearest to it when their batch came.
+The samples are passed over a few times in a seeded order. Everything stays on their device.
+"""
+
+import torch
+from torch import Generator, Tensor
+
+from calib.neural_dict.loss import scattered
+
+PASSES = 3
+BATCH = 4096  # vectors; more where there are more centroids, so that a batch has four for each
+TILE_ELEMENTS = 2**24  # distances in memory at once
+
+
+def centroids(samples: Tensor, count: int, draw: Generator) -> Tensor:
+    """`count` unit rows `[count, d]` from `samples [V, d]` (float32, V >= count); `draw` is a generator of the CPU.
+
+    A centroid that no vector of a pass was nearest to begins anew at one of the vectors that lie farthest from theirs.
+    """
+    centres = samples[shuffled(samples, draw)[:count]]
+    seen = samples.new_zeros(count, dtype=torch.int64)
+    batches = max(1, len(samples) // max(BATCH, 4 * count))
+    for _ in range(PASSES):
+        before = seen.clone()
+        for part in shuffled(samples, draw).tensor_split(batches):
+            batch = samples[part]
+            distance, nearest = nearest_centres(batch, centres)
+            found = seen.new_zeros(count).index_add_(0, nearest, torch.ones_like(nearest))
+            seen += found
+            summed = scattered(torch.ones_like(distance)[:, None], nearest[:, None], batch, count)
+            centres = centres + (summed - found[:, None] * centres) / seen.clamp(min=1)[:, None]
+        empty = (seen == before).nonzero()[:, 0]
+        farthest = distance.topk(min(len(empty), len(batch))).indices
+        centres[empty[: len(farthest)]] = batch[farthest]
+        seen[empty] = 0
+    return unit_rows(centres, draw)
+
+
+def nearest_centres(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distance `[V]` of each row of `x [V, d]` to the nearest of `centres [N, d]`, and its place int64 `[V]`."""
+    lengths, found = centres.square().sum(1), []
+    for rows in x.split(max(1, TILE_ELEMENTS // len(centres))):
+        found.append(torch.addmm(lengths, rows, centres.mT, alpha=-2).min(1))
+    distance, place = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return distance + x.square().sum(1), place
+
+
+def shuffled(samples: Tensor, draw: Generator) -> Tensor:
+    """A random order of the samples, the same on every device."""
+    return torch.randperm(len(samples), generator=draw).to(samples.device)
+
+
+def unit_rows(rows: Tensor, draw: Generator | None = None) -> Tensor:
+    """ReNorm (eq. 9): `rows [N, d]` to length 1. A row of zeros gets a direction from `draw`, or stays without it."""
+    if draw is not None:
+        zero = (rows == 0).all(1, keepdim=True)
+        rows = torch.where(zero, torch.randn(rows.shape, generator=draw).to(rows), rows)
+    return torch.nn.functional.normalize(rows, dim=1)

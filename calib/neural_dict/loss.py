@@ -1,0 +1,80 @@
+"""What a dictionary is trained to lower (CSR, arXiv:2412.11741, eq. 8, 10, 11), with gradients written out.
+
+    L_MSE = mean over the batch of |x - sum_j c_j d_j|^2         dL/dd_i = -2/B sum of c (x - x^) over the pairs (i, c)
+    L_div = |I - W W^T|_F^2 / N^2                                dL/dW   = 4 (W W^T W - W) / N^2
+
+The pairs of a vector (its atoms and their coefficients, found by matching pursuit) are constants: which atom is the
+strongest has no useful derivative. W holds atoms as rows `[N, d]`; its N x N matrix of products is never formed, since
+|I - W W^T|_F^2 = |W^T W|_F^2 - 2 |W|_F^2 + N and (W W^T) W = W (W^T W) need only `[d, d]`.
+
+Eq. 8 prints a sum over the samples; a mean is meant, since with a sum the weight of eq. 11 would always be 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.kernels.matching_pursuit.reference import desparsify
+
+SHARE, LIMIT = 0.1, 1.0  # of eq. 11
+
+
+class _Reconstruction(torch.autograd.Function):
+    """L_MSE of a batch, with a gradient for the atoms alone."""
+
+    @staticmethod
+    def forward(ctx: Any, atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor) -> Tensor:
+        residual = x - desparsify(index, coefficient, atoms)
+        ctx.save_for_backward(residual, index, coefficient)
+        ctx.count = len(atoms)
+        return residual.square().sum() / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        residual, index, coefficient = ctx.saved_tensors
+        scaled = coefficient * (gradients[0] * (-2 / len(residual)))
+        return scattered(scaled, index, residual, ctx.count), None, None, None
+
+
+class _Diversity(torch.autograd.Function):
+    """L_div."""
+
+    @staticmethod
+    def forward(ctx: Any, atoms: Tensor) -> Tensor:
+        count, moment = len(atoms), atoms.mT @ atoms
+        ctx.save_for_backward(atoms, moment)
+        return (moment.square().sum() - 2 * moment.trace() + count) / count**2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        atoms, moment = ctx.saved_tensors
+        return (atoms @ moment - atoms) * (gradients[0] * (4 / len(atoms) ** 2))
+
+
+def reconstruction(atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor) -> Tensor:
+    """L_MSE of `x [B, d]` as pairs `[B, s]` of `atoms [N, d]`: a scalar, differentiable by the atoms (eq. 8)."""
+    return _Reconstruction.apply(atoms, x, index, coefficient)
+
+
+def diversity(atoms: Tensor) -> Tensor:
+    """L_div of `atoms [N, d]` of any length: a scalar, differentiable (eq. 10)."""
+    return _Diversity.apply(atoms)
+
+
+def diversity_weight(mse: Tensor, penalty: Tensor) -> Tensor:
+    """beta from the losses of the batch before: min(0.1 L_MSE / L_div, 1), no gradient (eq. 11).
+
+    Where L_div is 0 there is nothing to weigh, and the limit stands.
+    """
+    mse, penalty = mse.detach(), penalty.detach()
+    return torch.where(penalty > 0, SHARE * mse / penalty, LIMIT).clamp(max=LIMIT)
+
+
+def scattered(coefficient: Tensor, index: Tensor, rows: Tensor, count: int) -> Tensor:
+    """`[count, d]`: for each pair (i, c) of a row of `rows [B, d]`, c times the row added to place i."""
+    added = (coefficient[..., None] * rows[:, None]).flatten(0, 1)
+    summed = rows.new_zeros(count, rows.shape[-1])
+    if rows.is_cuda:  # where index_add_ adds in any order, and this in a fixed one
+        return summed.index_put_((index.flatten(),), added, accumulate=True)
+    return summed.index_add_(0, index.flatten(), added)

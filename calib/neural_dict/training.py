@@ -1,0 +1,111 @@
+"""Training the dictionaries of a fit: one Trainer, one checkpoint, any number of processes.
+
+    runs/NAME/dictionaries.ckpt
+
+The checkpoint is written when an epoch ends and holds everything that the next one depends on, so a run that is killed
+and resumed gives the bytes of an uninterrupted one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from calib.errors import UsageError
+from calib.fit.checkpoint import StageCheckpoint, load_checkpoint
+from calib.neural_dict.dictionary import FIGURES, NeuralDictionary, Task
+from calib.neural_dict.module import PARTS, NeuralDictionaries
+from calib.neural_dict.options import DictionaryOptions
+
+STAGE = "dictionaries"
+
+__all__ = ["Fitted", "Task", "train"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A trained dictionary.
+
+    Attributes:
+        atoms: float32 `[N, d]` on the CPU, rows of length 1: those of the epoch with the least `loss`, or the centroids.
+        initial_loss: mean of |x - x^|^2 / |x|^2 over the held-out vectors, with the centroids of k-means.
+        loss: the same with `atoms`.
+        epochs: that were run.
+        dead: atoms that no vector chose in the last epoch.
+    """
+
+    atoms: Tensor
+    initial_loss: float
+    loss: float
+    epochs: int
+    dead: int
+
+
+def train(
+    tasks: Sequence[Task],
+    options: DictionaryOptions,
+    seed: int,
+    make_trainer: Callable[[str, list[Callback]], Trainer],
+    path: Path,
+    plan: Mapping[str, Any],
+    resume: bool,
+) -> dict[str, Fitted]:
+    """Trains a dictionary for every task; returns them by name, in every process.
+
+    Args:
+        tasks: in an order that all processes share; each is trained by one of them.
+        options: of the training.
+        seed: another seed gives other dictionaries; a dictionary does not depend on the other tasks.
+        make_trainer: a Trainer for the stage of that name, with the given callbacks; it reads its data once.
+        path: of the checkpoint.
+        plan: what the dictionaries depend on: plain numbers and texts.
+        resume: go on from the checkpoint where there is one; otherwise it is removed.
+
+    Raises:
+        UsageError: fewer samples than atoms, no held-out vector, more pairs than channels, or a checkpoint of other settings.
+        RunError: a checkpoint that cannot be read.
+    """
+    for task in tasks:
+        check(task)
+    module = NeuralDictionaries(tasks, options, seed, plan)
+    if not resume:
+        remove(path)
+    elif path.exists():
+        module.epoch = load_checkpoint(module, path, module.plan, "dictionaries")["epoch"]
+    if module.left():
+        trainer = make_trainer(STAGE, [StageCheckpoint(path, PARTS, whole=True)])
+        trainer.fit(module, train_dataloaders=module.left())
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+    return {dictionary.task.name: result(dictionary) for dictionary in module.all()}
+
+
+def check(task: Task) -> None:
+    """UsageError where a dictionary cannot be trained."""
+    (vectors, width), name = task.samples.shape, f"dictionary {task.name}"
+    if task.atoms > vectors:
+        raise UsageError(
+            f"{name}: {task.atoms} atoms need as many samples and there are {vectors}: give more text or more "
+            "model.dictionary.samples, or fewer model.dictionary.atoms"
+        )
+    if not len(task.heldout):
+        raise UsageError(f"{name}: no held-out vector to validate on: give more data.heldout_sequences")
+    if not 1 <= task.sparsity <= width:
+        raise UsageError(f"{name}: {task.sparsity} pairs for a vector of {width} channels: must be 1 to {width}")
+
+
+@rank_zero_only
+def remove(path: Path) -> None:
+    """Removes the checkpoint of an earlier run: it may not be taken for this one's later on."""
+    path.unlink(missing_ok=True)
+
+
+def result(dictionary: NeuralDictionary) -> Fitted:
+    """What the training of one group gave."""
+    initial, best = dictionary.losses.tolist()
+    figures = dict(zip(FIGURES, dictionary.figures.tolist(), strict=True))
+    return Fitted(dictionary.best.cpu().clone(), initial, best, int(dictionary.epochs[0]), int(figures["dead"]))
