@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit test test-all test-oldest contract lint tables importance gear-table bench clean
+.PHONY: fit test test-all test-oldest contract lint tables importance gear-table csr-table bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -36,15 +36,15 @@ importance: .venv/dev.stamp  ## what importance is worth: the table of docs/resu
 	$(BIN)/python benchmarks/salient_answers.py --write
 
 # The tasks are the last entry of the file, so that TEXT is one more.
-gear-table: .venv/dev.stamp fit  ## GEAR's table of docs/results/gear, a quarter of an hour; TEXT=FILE adds its perplexity
+gear-table csr-table: %-table: .venv/dev.stamp fit  ## the tables of docs/results/gear and csr, a quarter of an hour each; TEXT=FILE adds its perplexity
 	mkdir -p runs/eval
-	cp configs/eval/gear.yaml runs/eval/gear.yaml
+	cp configs/eval/$*.yaml runs/eval/$*.yaml
 	[ -z "$(TEXT)" ] || echo '  - {task: perplexity, title: "$(notdir $(TEXT))", text: "$(TEXT)", natural_spacing: true, tokens: 12800}' \
-		>> runs/eval/gear.yaml
-	$(BIN)/calib eval --config runs/eval/gear.yaml --output runs/eval/gear
-	cp runs/eval/gear/report.md docs/results/gear/table.md
-	cp runs/eval/gear/results.json benchmarks/results/gear.json
-	$(BIN)/python benchmarks/gear_errors.py --write
+		>> runs/eval/$*.yaml
+	$(BIN)/calib eval --config runs/eval/$*.yaml --output runs/eval/$*
+	cp runs/eval/$*/report.md docs/results/$*/table.md
+	cp runs/eval/$*/results.json benchmarks/results/$*.json
+	$(BIN)/python benchmarks/$*_errors.py --write
 
 bench: .venv/dev.stamp  ## decode speed against QuantizedCache, what a method adds to a prefill, what corrections cost
 	$(BIN)/python benchmarks/decode_cpu.py --write

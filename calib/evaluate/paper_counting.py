@@ -1,7 +1,7 @@
 """Sizes as the papers count them, which leave out what a cache holds besides: positions, pages, the exact window.
 
 They are printed only under the label `paper counting`, beside the true bits. ZipCache: arXiv:2405.14256. MiKV:
-arXiv:2402.18096. GEAR: arXiv:2403.05527. Widths: `width` is the channels of all KV heads of a layer (hd in ZipCache's
+arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. Widths: `width` is the channels of all KV heads of a layer (hd in ZipCache's
 formulas, d in GEAR's), `batch` ZipCache's b, `length` the tokens (l, n). Formulas count 16-bit parameters.
 """
 
@@ -89,6 +89,14 @@ def gear_bits(options: Mapping[str, Any], width: int, length: float) -> float | 
     return float(bits) if codes_alone and options["backbone"] in ("uniform", "channel") else None
 
 
+def csr_bits(tiers: Sequence[tuple[int, float]], head_dim: int) -> float:
+    """32 s / d a value ("Analysis for CSR"): an index and a coefficient of 16 bits each for s pairs of d channels.
+
+    tiers: (s, share). CSR-4 is 1 bit at head_dim 128. Dictionaries, outliers and the exact window are not counted.
+    """
+    return sum(32 * pairs * share for pairs, share in tiers) / head_dim
+
+
 def counted_bits(
     method: str, options: Mapping[str, Any], head_dim: int, width: int, prompt: float, length: float
 ) -> float | None:
@@ -101,6 +109,9 @@ def counted_bits(
         return None
     if method in GEAR_METHODS:
         return gear_bits(options, width, length)
+    if method == "csr":
+        tiers = options["tiers"] or [(options["sparsity"], 1.0)]
+        return csr_bits(tiers, head_dim) if options["coefficients"] == "fp16" else None
     if method == "zipcache":
         ratio = options["ratio"]
         tiers = [(bits, share) for bits, share in options["tiers"]]

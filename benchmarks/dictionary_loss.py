@@ -1,0 +1,110 @@
+"""What a dictionary's size, its pairs, chunks of values, L_div and re-seeding are worth: tables 3 to 6 of CSR, and ours.
+
+    python benchmarks/dictionary_loss.py [--model artifacts/tiny-llama] [--write]
+
+Keys before RoPE and values of the embedded model on generated documents and text, a dictionary for each layer, trained as
+`calib fit` trains them. Every figure is the mean over layers of |x - x^|^2 / |x|^2 on held-out sequences, at the best epoch.
+"""
+
+import argparse
+from dataclasses import replace
+
+import torch
+from protocol import keep
+from torch import Tensor
+
+from calib.capture.capture import stream
+from calib.capture.data import CaptureData
+from calib.capture.sample import LayerSample
+from calib.neural_dict.dictionary import FIGURES, NeuralDictionary, Task
+from calib.neural_dict.options import DictionaryOptions
+
+RESULT = "dictionary_loss.json"
+SAMPLES, HELDOUT = 32768, 4096  # vectors of a layer and stream
+
+Vectors = dict[str, dict[int, tuple[Tensor, Tensor]]]
+
+
+def vectors(path: str, seed: int = 0) -> Vectors:
+    """For each stream and layer float32 `[SAMPLES, head_dim]` to train on and `[HELDOUT, head_dim]` held out."""
+    data = CaptureData(path, name="generated", sequences=48, heldout_sequences=16, seed=seed)
+    model, _, corpus = data.load()
+    found: dict[str, dict[int, list[Tensor]]] = {"keys": {}, "values": {}}
+
+    def observe(sample: LayerSample) -> None:
+        assert sample.keys_before_rope is not None
+        for name, x in (("keys", sample.keys_before_rope), ("values", sample.values)):
+            found[name].setdefault(sample.layer, []).append(x.transpose(1, 2).flatten(0, 2).float())
+
+    for part in (corpus.train, corpus.heldout):
+        mask = torch.ones_like(part, dtype=torch.bool)
+        stream(model, part, mask, torch.arange(part.numel()).view_as(part), observe)
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: {
+            layer: (some(train, SAMPLES, draw), some(heldout, HELDOUT, draw))
+            for layer, (train, heldout) in layers.items()
+        }
+        for name, layers in found.items()
+    }
+
+
+def some(x: Tensor, count: int, draw: torch.Generator) -> Tensor:
+    """`count` rows of `x`."""
+    return x[torch.randperm(len(x), generator=draw)[:count]]
+
+
+def trained(
+    found: Vectors, name: str, atoms: int, sparsity: int, chunks: int, options: DictionaryOptions
+) -> dict[str, object]:
+    """A dictionary for each layer of a stream: losses before and after, by epoch, atoms never chosen in the last one."""
+    curves, dead = [], []
+    for layer, pair in found[name].items():
+        samples, heldout = (x.reshape(len(x) * chunks, -1) for x in pair)
+        dictionary = NeuralDictionary(Task(f"{name}.{layer}", samples, heldout, atoms, sparsity), options, 0)
+        dictionary.begin()
+        curve = [dictionary.losses[0].item()]
+        while not dictionary.stopped:
+            dictionary.train_part(0, 1)
+            dictionary.end_epoch()
+            curve.append(dictionary.losses[1].item())
+        curves.append(curve + curve[-1:] * (options.epochs + 1 - len(curve)))
+        dead.append(int(dictionary.figures[FIGURES.index("dead")]))
+    mean = torch.tensor(curves).mean(0).tolist()
+    row = {"stream": name, "atoms": atoms, "sparsity": sparsity, "chunks": chunks}
+    row |= {"diversity": options.diversity, "reseed": options.reseed, "centroids": mean[0], "loss": mean[-1]}
+    return {**row, "epochs": mean, "dead": sum(dead) / len(dead)}
+
+
+def main(path: str, write: bool) -> None:
+    """Runs and prints every row."""
+    found, options = vectors(path), DictionaryOptions()
+    plain = [("keys", 512, 8, 1), ("values", 512, 4, 2)]
+    sizes = [(stream, n, s, parts) for stream, _, s, parts in plain for n in (1024, 2048, 4096)]
+    pairs = [("keys", 512, s, parts) for s in (4, 8) for parts in (1, 2)]
+    pairs += [("values", 512, s, parts) for s in (4, 8) for parts in (1, 2, 4)]
+    long = replace(options, epochs=20, patience=20)
+    ablation = [
+        (*one, replace(long, diversity=diversity, reseed=reseed))
+        for one in [*plain, ("keys", 1024, 8, 1)]
+        for diversity in (True, False)
+        for reseed in (True, False)
+    ]
+    asked = [*((*one, options) for one in dict.fromkeys(plain + pairs)), *ablation, *((*one, options) for one in sizes)]
+    rows = []
+    for one in asked:
+        rows.append(trained(found, *one))
+        print(
+            {key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items() if key != "epochs"},
+            flush=True,
+        )
+    if write:
+        keep(RESULT, {"samples": SAMPLES, "heldout": HELDOUT, "rows": rows})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="artifacts/tiny-llama")
+    parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
+    arguments = parser.parse_args()
+    main(arguments.model, arguments.write)
