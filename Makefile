@@ -36,6 +36,8 @@ importance: .venv/dev.stamp  ## what importance is worth: the table of docs/resu
 	$(BIN)/python benchmarks/salient_answers.py --write
 
 # The tasks are the last entry of the file, so that TEXT is one more.
+gear-table: BEHIND := gear_errors
+csr-table: BEHIND := dictionary_loss
 gear-table csr-table: %-table: .venv/dev.stamp fit  ## the tables of docs/results/gear and csr, a quarter of an hour each; TEXT=FILE adds its perplexity
 	mkdir -p runs/eval
 	cp configs/eval/$*.yaml runs/eval/$*.yaml
@@ -44,12 +46,14 @@ gear-table csr-table: %-table: .venv/dev.stamp fit  ## the tables of docs/result
 	$(BIN)/calib eval --config runs/eval/$*.yaml --output runs/eval/$*
 	cp runs/eval/$*/report.md docs/results/$*/table.md
 	cp runs/eval/$*/results.json benchmarks/results/$*.json
-	$(BIN)/python benchmarks/$*_errors.py --write
+	$(BIN)/python benchmarks/$(BEHIND).py --write
 
-bench: .venv/dev.stamp  ## decode speed against QuantizedCache, what a method adds to a prefill, what corrections cost
+bench: .venv/dev.stamp  ## decode speed against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost
 	$(BIN)/python benchmarks/decode_cpu.py --write
 	$(BIN)/python benchmarks/prefill_cpu.py --write
 	$(BIN)/python benchmarks/correction_cpu.py --write
+	$(BIN)/python benchmarks/pursuit_cpu.py --write
+	$(BIN)/python benchmarks/neural_dict_cpu.py --write
 
 clean:
 	rm -rf .venv .venv-oldest build dist runs *.egg-info

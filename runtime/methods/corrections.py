@@ -60,6 +60,11 @@ class Corrections:
                 f"residual_group must be a whole number of channels, at least 1, or nothing, got {self.residual_group!r}"
             )
 
+        if self.residual_group is not None and not self.residual_bits:
+            raise ValueError(
+                f"residual_group={self.residual_group} without residual_bits; give the bits, or leave it out"
+            )
+
     @property
     def asked(self) -> bool:
         """Whether anything is corrected."""

@@ -33,7 +33,7 @@ class Csr:
     5. Attention adds a token's atoms up, turns keys to their places, and attends.
 
     Args:
-        sparsity: s; a multiple of the value chunks. 16, 8, 6 and 4 in the paper.
+        sparsity: s; a multiple of the value chunks. 16, 8, 6 and 4 in the paper; None is 8, with `tiers` none.
         online: atoms sampled from each row's prompt; None is 0 with an artifact, and 256 a KV head without one. The paper has
             as many as offline: 16 bits a channel each, which a prompt of T tokens pays for with 16 online / (kv_heads T) bits.
         window: newest tokens that are exact; None is 64, with `tiers` none.
@@ -43,11 +43,11 @@ class Csr:
         pursuit: "matching", or "orthogonal", which refits coefficients at every step: the same storage, a lower error.
         value_chunks: s_n of the values; None is the artifact's, and 2 without one.
         tiers: (s, share) of each tier, best first, by saliency as in `zipcache`; in place of `sparsity`. Shares sum to 1.
-        probes: with `tiers`, rows whose attention is looked at, as in `zipcache`.
+        probes: with `tiers`, rows whose attention is looked at, as in `zipcache`: "random+recent", "random", "recent" or "all".
         probe_share: share of rows that are probes.
     """
 
-    sparsity: int = 8
+    sparsity: int | None = None
     online: int | None = None
     window: int | None = None
     block: int | None = None
@@ -71,6 +71,9 @@ class Csr:
             raise ValueError(
                 f"window={self.window} with tiers: a tier's tokens are exact until their block is full; leave it out"
             )
+        if self.tiers is not None and self.sparsity is not None:
+            raise ValueError(f"sparsity={self.sparsity} with tiers, which have their own; leave it out")
+        check_choice("probes", self.probes, ("random+recent", "random", "recent", "all"))
         Coefficients(self.coefficients)
         self._pairs_and_shares()
         self._tiering()
@@ -98,9 +101,17 @@ class Csr:
         if role == "values":
             fitted = chunks if offline is None else max(1, geometry.head_dim // offline.tensor.shape[1])
             chunks = self.value_chunks or fitted
+        width = geometry.head_dim // chunks
+        if geometry.head_dim % chunks:
+            raise ValueError(f"value_chunks={chunks} does not divide {geometry.head_dim} channels; use a divisor")
         if pairs % chunks:
             raise ValueError(
                 f"sparsity={pairs} pairs do not share out over {chunks} chunks of a value; use a multiple of {chunks}"
+            )
+        if role == "values" and offline is not None and width != offline.tensor.shape[1]:
+            raise ValueError(
+                f"value_chunks={chunks}: vectors have {width} channels, and atoms of the artifact's dictionary "
+                f"{offline.tensor.shape[1]} channels; leave value_chunks out, or fit again"
             )
         online = self.online
         if online is None:
@@ -109,7 +120,7 @@ class Csr:
         return Sparse(pairs // chunks, chunks, offline, online, Coefficients(self.coefficients), self.index, orthogonal)
 
     def _pairs_and_shares(self) -> tuple[list[int], list[float]]:
-        tiers = [(self.sparsity, 1.0)] if self.tiers is None else self.tiers
+        tiers = [(8 if self.sparsity is None else self.sparsity, 1.0)] if self.tiers is None else self.tiers
         if (
             not isinstance(tiers, Sequence)
             or not tiers
@@ -119,7 +130,8 @@ class Csr:
         pairs, shares = [tier[0] for tier in tiers], [tier[1] for tier in tiers]
         for number in pairs:
             if type(number) is not int or number < 1:
-                raise ValueError(f"sparsity must be a whole number from 1, got {number!r}; 8 is usual")
+                name = "sparsity" if self.tiers is None else "tiers: sparsity"
+                raise ValueError(f"{name} must be a whole number from 1, got {number!r}; 8 is usual")
         if pairs != sorted(set(pairs), reverse=True):
             raise ValueError(f"tiers must lose pairs from one to the next, got {pairs}; put the most precise first")
         return pairs, shares

@@ -68,7 +68,7 @@ def test_the_bytes_written_out_by_hand():
     assert pack_bytes(torch.tensor([0b1101000000111]), 13).tolist() == [0b00000111, 0b1010, 1]
     # No bit is lost where parts fill their bytes: 8 numbers of 13 bits.
     assert bytes_per_token(8, 13) == 13 and bytes_per_token(4, 13) == 7
-    with pytest.raises(ValueError, match="1 ... 16 bits, got 17"):
+    with pytest.raises(ValueError, match=r"1 \.\.\. 16 bits, got 17"):
         pack_bytes(torch.tensor([1]), 17)
 
 

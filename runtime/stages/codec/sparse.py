@@ -78,12 +78,13 @@ class Sparse:
             )
         if self.offline is not None and self.offline.tensor.shape[1] != width:
             raise ValueError(
-                f"the artifact's dictionary has atoms of {self.offline.tensor.shape[1]} channels, and vectors have {width} "
-                f"({head_dim} in {self.chunks} chunks); use the value_chunks it was fitted with, or fit again"
+                f"the artifact's dictionary has atoms of {self.offline.tensor.shape[1]} channels, and vectors have {width}; "
+                "fit again"
             )
         if not 1 <= self.atoms <= MOST_ATOMS:
             raise ValueError(
-                f"a dictionary has 1 ... {MOST_ATOMS} atoms (16-bit indices), got {self.atoms} with online={self.columns}"
+                f"a dictionary has 1 ... {MOST_ATOMS} atoms (16-bit indices), got {self.atoms} with online={self.columns}; "
+                f"use online of at most {MOST_ATOMS - self.atoms + self.columns}"
             )
         if self.index == "int16":
             indices = Field(1, self.pairs, torch.int16, "codes")
@@ -146,7 +147,8 @@ class Sparse:
         size = min(self.columns, len(vectors))
         drawn = draws.at(torch.arange(len(vectors), device=x.device)).argsort(stable=True)
         uniform, rest = drawn[: size - size // 2], drawn[size - size // 2 :].sort().values
-        known = _unit(vectors[uniform]) if self.offline is None else self.offline.tensor.float()
+        known = _unit(vectors[uniform]).half() if self.offline is None else self.offline.tensor
+        known = known.float()
         missing = vectors[rest] - desparsify(*self._pursue(vectors[rest], known), known)
         worst = missing.square().sum(-1).argsort(descending=True, stable=True)[: size // 2]
         atoms = x.new_zeros(self.columns, vectors.shape[-1], dtype=torch.float16)

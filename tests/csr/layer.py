@@ -1,0 +1,133 @@
+"""A row of one layer under CSR in float64: when tokens are encoded, and attention over what is stored of them."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from csr.coder import Coder, Word
+from csr.spec import Spec
+from importance.chunks import ZipCache
+from importance.draws import count
+from importance.layer import LayerOracle
+
+
+class Coded(LayerOracle):
+    """Tokens that are words of a dictionary; the oracle goes on with what a cache has stored, once it has been shown it.
+
+    `words` are the tokens encoded and not shown yet, by head and token: keys, values.
+    """
+
+    spec: Spec
+    coders: tuple[Coder, Coder]
+    words: dict[tuple[int, int], tuple[Word, Word]]
+
+    @property
+    def sure(self) -> bool:
+        """Whether float32 must have come to the same dictionary."""
+        return all(coder.sure for coder in self.coders)
+
+    def measure(self, stop: int) -> None:
+        """The row's own atoms, from its first `stop` tokens."""
+        for coder, tokens in zip(self.coders, (self.keys, self.values), strict=True):
+            coder.measure(tokens[:, :stop])
+
+    def spell(self, tier: int, head: int, tokens: np.ndarray) -> None:
+        """Encodes `tokens [n]` of a head into a tier."""
+        found = [
+            coder.encode(held[head, tokens], tokens, tier)
+            for coder, held in zip(self.coders, (self.keys, self.values), strict=True)
+        ]
+        self.tier[head, tokens] = tier
+        for token, keys, values in zip(tokens, *found, strict=True):
+            self.words[head, int(token)] = keys, values
+            self.keys[head, token], self.values[head, token] = keys.approximation, values.approximation
+
+    def settle(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> float:
+        """As of all oracles, but the error is in tolerances; tokens that are alike may be in any order."""
+        tokens, given = self.tokens(tier)[head], np.concatenate([keys, values], -1).astype(np.float64)
+        if len(tokens) != len(given):
+            return math.inf
+        held = np.concatenate([self.keys[head, tokens], self.values[head, tokens]], -1)
+        return self.adopt(head, tokens, given[self.matched(held, given)])
+
+    def matched(self, held: np.ndarray, given: np.ndarray) -> np.ndarray:
+        """Which of `given` each of `held [count, 2 D]` is: those stand in the order of the tokens."""
+        return np.arange(len(held))
+
+    def adopt(self, head: int, tokens: np.ndarray, given: np.ndarray) -> float:
+        """Takes over stored tokens `given [n, 2 D]`; returns the largest error in tolerances.
+
+        What was shown before may not have changed: it is decoded anew by the same products, in other tiles perhaps.
+        """
+        worst = 0.0
+        for token, both in zip(tokens, given, strict=True):
+            words = self.words.pop((head, int(token)), None)
+            for number, (held, found) in enumerate(zip((self.keys, self.values), np.split(both, 2), strict=True)):
+                if words is None:
+                    still = 2.0**-20 * abs(held[head, token]).max() + 1e-30
+                    worst = max(worst, float(abs(held[head, token] - found).max() / still))
+                else:
+                    worst = max(worst, words[number].error(found))
+                held[head, token] = found
+        return worst
+
+
+class CsrLayer(Coded):
+    """A window of exact tokens; what leaves it is encoded, a chunk at a time."""
+
+    def __init__(self, spec: Spec, coders: tuple[Coder, Coder]) -> None:
+        super().__init__([spec.sparsity])
+        self.spec, self.coders, self.words, self.encoded = spec, coders, {}, 0
+
+    def store(self, before: int) -> None:
+        """Encodes every chunk that the window has left behind."""
+        for start, stop in self.spec.spans(self.prompt, self.length):
+            if start < self.encoded:
+                continue
+            if not start:
+                self.measure(stop)
+            for head in range(len(self.tier)):
+                self.spell(0, head, np.arange(start, stop))
+            self.encoded = stop
+
+
+class CsrTiers(Coded, ZipCache):
+    """Tiers by saliency as ZipCache has them, s pairs in place of bits; one dictionary, from the first chunk."""
+
+    def __init__(self, spec: Spec, coders: tuple[Coder, Coder], layer: int) -> None:
+        assert spec.tiers is not None
+        probes = {"probes": spec.probes, "probe_share": spec.probe_share}
+        ZipCache.__init__(self, spec.tiers, recompress=spec.block, layer=layer, seed=spec.seed, **probes)
+        self.spec, self.coders, self.words = spec, coders, {}
+
+    def store(self, before: int) -> None:
+        """Before anything is encoded the dictionary is completed."""
+        if not self.encoded and self.first() <= self.length:
+            self.measure(self.first())
+        super().store(before)
+
+    def encode(self, head: int, start: int, saliency: np.ndarray) -> None:
+        """One chunk of one head."""
+        taken = 0
+        for tier, share in enumerate(self.shares):
+            last = tier == len(self.bits) - 1
+            stop = len(saliency) if last else min(len(saliency), taken + count(share, len(saliency)))
+            tokens = np.sort(self.greatest(saliency, stop)[taken:]) + start
+            taken = stop
+            if len(tokens):
+                self.spell(tier, head, tokens)
+
+    def matched(self, held: np.ndarray, given: np.ndarray) -> np.ndarray:
+        """The nearest, each of them once."""
+        found = abs(held[:, None] - given).mean(-1).argmin(1) if len(held) else np.zeros(0, dtype=int)
+        assert len(set(found)) == len(found), "two tokens are nearest to one that is stored"
+        return found
+
+
+def layer_of(spec: Spec, layer: int, offline: Sequence[np.ndarray], frequencies: np.ndarray) -> CsrLayer | CsrTiers:
+    """The oracle of one row; `offline` are the atoms of keys and of values, `[N, d]` each."""
+    keys, values = (
+        Coder(spec, stream, layer, atoms, frequencies)
+        for stream, atoms in zip(("keys", "values"), offline, strict=True)
+    )
+    return CsrLayer(spec, (keys, values)) if spec.tiers is None else CsrTiers(spec, (keys, values), layer)

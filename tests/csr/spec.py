@@ -1,0 +1,47 @@
+"""Options of CSR with nothing left open, and when which tokens are encoded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Options of the method `csr` for one layer; `online` is the number of a row's own atoms (M), never None here.
+
+    With `tiers` there is no window, and `block` is as ZipCache's `recompress`.
+    """
+
+    sparsity: int = 8
+    value_chunks: int = 2
+    online: int = 0
+    coefficients: str | int = "fp16"
+    pursuit: str = "matching"
+    window: int = 64
+    block: int = 16
+    tiers: Sequence[tuple[int, float]] | None = None
+    probes: str = "random+recent"
+    probe_share: float = 0.1
+    corrections: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    wide: bool = False  # keys or values exceed float16
+
+    def chunks(self, stream: str) -> int:
+        """Vectors of one head of one token."""
+        return self.value_chunks if stream == "values" else 1
+
+    def steps(self, stream: str, tier: int = 0) -> int:
+        """Pairs of one vector."""
+        sparsity = self.sparsity if self.tiers is None else self.tiers[tier][0]
+        return sparsity // self.chunks(stream)
+
+    def first(self, prompt: int) -> int:
+        """Tokens of the first chunk."""
+        return max(prompt if self.tiers is not None else prompt - self.window, self.block)
+
+    def spans(self, prompt: int, length: int) -> list[tuple[int, int]]:
+        """First and last + 1 token of every chunk of a row without tiers that holds `length` tokens."""
+        usable, first = length - self.window, self.first(prompt)
+        if usable < first:
+            return []
+        return [(0, first)] + [(stop - self.block, stop) for stop in range(first + self.block, usable + 1, self.block)]

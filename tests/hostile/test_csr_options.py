@@ -1,0 +1,238 @@
+"""Wrong requests to CSR, and artifacts that do not suit them: one line each, with the value, the range and the remedy."""
+
+import pytest
+import torch
+from csr.scenarios import dictionaries
+from one_line import message
+from toy_models import COMMON, HEADS_4_2_32, random_model
+from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from calib.runtime import Artifact, compress
+from calib.runtime.artifact import ArtifactError
+
+NAN = float("nan")
+TIERS = [[16, 0.2], [4, 0.8]]
+ATOMS = 128  # of the artifact's dictionaries: 64 for each of 2 KV heads
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")  # head_dim 32
+
+
+@pytest.fixture(scope="module")
+def artifact(model):
+    return dictionaries(model, ATOMS // 2, value_chunks=2)
+
+
+def changed(artifact: Artifact, **tensors: torch.Tensor | None) -> Artifact:
+    """With other tensors (`keys_dictionary=...`), without those that are None."""
+    named = {name.replace("_", ".", 1): tensor for name, tensor in tensors.items()}
+    kept = {name: tensor for name, tensor in (artifact.tensors | named).items() if tensor is not None}
+    return Artifact(kept, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
+
+
+def atoms(groups: int, count: int, width: int) -> torch.Tensor:
+    """Random unit rows."""
+    rows = torch.randn(groups, count, width, generator=torch.Generator().manual_seed(0))
+    return (rows / rows.norm(dim=-1, keepdim=True)).half()
+
+
+def refused(model, artifact, options, kind=ValueError) -> str:
+    """The line, from a model that is as it was."""
+    before = model.config._attn_implementation
+    with pytest.raises(kind, match=r"\S") as error:
+        compress(model, "csr", artifact, **options)
+    assert model.config._attn_implementation == before
+    return message(error)
+
+
+NO_FORMAT = "coefficients must be 'fp16', 'fp8' or a whole number of bits 2 ... 8, got"
+WRONG_OPTIONS = [
+    ({"sparsity": 8, "tiers": [[16, 0.2], [4, 0.8]]}, ["sparsity=8 with tiers", "leave it out"]),
+    ({"corrections": {"residual_group": 8}}, ["residual_group=8 without residual_bits", "leave it out"]),
+    ({"corrections": {"residual_bits": 9}}, ["residual_bits must be a whole number 0 ... 8, got 9"]),
+    ({"corrections": {"outliers": 0.02, "statistics": "calibrated"}}, ["statistics='calibrated'"]),
+    *(
+        ({"sparsity": wrong}, ["sparsity must be a whole number from 1", repr(wrong), "8 is usual"])
+        for wrong in (0, -1, 2.5, "8", True, [8], NAN)
+    ),
+    *(({"sparsity": wrong}, ["sparsity", str(wrong), "32 channels", "at most 32"]) for wrong in (34, 64, 10**9)),
+    *(({"sparsity": wrong}, [f"sparsity={wrong}", "2 chunks", "multiple of 2"]) for wrong in (1, 7)),
+    ({"sparsity": 6, "value_chunks": 4}, ["sparsity=6", "4 chunks", "multiple of 4"]),
+    *(
+        ({"value_chunks": wrong}, ["value_chunks must be a whole number from 1", repr(wrong), "2 is usual"])
+        for wrong in (0, -1, 1.5, "2", True, [2])
+    ),
+    # Whatever the sparsity: more of it would be no remedy.
+    *(({"value_chunks": wrong}, [f"value_chunks={wrong}", "divide 32 channels"]) for wrong in (3, 5, 64)),
+    *(
+        ({"value_chunks": wrong, "sparsity": 3 * wrong}, [f"value_chunks={wrong}", "divide 32 channels"])
+        for wrong in (3, 5)
+    ),
+    *(({"online": wrong}, ["online must be a whole number from 0", repr(wrong)]) for wrong in (-1, 1.5, "3", True, [3])),
+    *(({"coefficients": wrong}, [f"{NO_FORMAT} {wrong!r}"]) for wrong in (1, 9, 0, 16, -4, 2.0, True, "4")),
+    *(({"coefficients": wrong}, [f"{NO_FORMAT} {wrong!r}"]) for wrong in ("fp32", "int8", "", None, [4], ["fp16"])),
+    *(
+        ({"index": wrong}, ["index must be one of packed, int16", repr(wrong)])
+        for wrong in ("int8", "", None, 16, ["packed"])
+    ),
+    *(
+        ({"pursuit": wrong}, ["pursuit must be one of matching, orthogonal", repr(wrong)])
+        for wrong in ("omp", "", None, 1, ["matching"])
+    ),
+    *(({"window": wrong}, ["window must be a whole number from 0", repr(wrong)]) for wrong in (-1, 1.5, "64", True)),
+    *(({"block": wrong}, ["block must be a whole number from 1", repr(wrong)]) for wrong in (0, -1, 1.5, "16", True)),
+    *(({"tiers": TIERS, "window": wrong}, [f"window={wrong}", "tiers", "leave it out"]) for wrong in (1, 64)),
+    ({"tiers": TIERS, "window": -1}, ["window", "-1"]),
+    ({"tiers": TIERS, "block": 0}, ["block must be a whole number from 1", "0"]),
+    *(
+        ({"tiers": wrong}, ["tiers must be pairs (sparsity, share)", "best first", repr(wrong)])
+        for wrong in ([], 5, "16,4", [16, 4], [[16]], [[16, 0.2, 1], [4, 0.8]], {16: 0.2, 4: 0.8})
+    ),
+    ({"tiers": [[4, 0.2], [16, 0.8]]}, ["tiers", "[4, 16]", "most precise first"]),
+    ({"tiers": [[8, 0.5], [8, 0.5]]}, ["tiers", "[8, 8]"]),
+    ({"tiers": [[16, 0.2], [4, 0.7]]}, ["add up to 1", "[0.2, 0.7]", "0.9", "last tier"]),
+    ({"tiers": [[16, NAN], [4, 0.7]]}, ["0 to 1", "nan"]),
+    ({"tiers": [[16, 0.2], [5, 0.8]]}, ["5", "2 chunks", "multiple of 2"]),
+    ({"tiers": [[34, 0.2], [4, 0.8]]}, ["34", "at most 32"]),
+    *(
+        ({"tiers": [[16, 0.2], [wrong, 0.8]]}, ["sparsity must be a whole number from 1", repr(wrong)])
+        for wrong in (0, -4, 4.0, "4", None, True)
+    ),
+    *(
+        ({"tiers": TIERS, "probes": wrong}, ["probes must be one of random+recent, random, recent, all", repr(wrong)])
+        for wrong in ("promt", "", None, 3, ["all"], "special")  # there is no option for a special probe's ids
+    ),
+    *(
+        ({"tiers": TIERS, "probe_share": wrong}, ["probe_share", "(0, 1]", repr(wrong)])
+        for wrong in (0, -0.1, 1.5, NAN, "0.1", None, True)
+    ),
+    *(
+        ({"corrections": {"residual_bits": wrong}}, ["residual_bits must be a whole number 0 ... 8", repr(wrong)])
+        for wrong in (9, 16, -1, 2.5, "2", True)
+    ),
+    *(
+        ({"corrections": {"residual_bits": 2, "residual_group": wrong}}, ["residual_group", "at least 1", repr(wrong)])
+        for wrong in (0, -8, 1.5, "8", True)
+    ),
+    *(
+        ({"corrections": {"residual_bits": 2, "residual_group": wrong}}, [f"group of {wrong}", "divide 32", "divisor"])
+        for wrong in (5, 64)
+    ),
+    ({"corrections": {"outliers": 2}}, ["outliers must be a share from 0 to 1, got 2"]),
+    *(({"corrections": {"rank": rank}}, ["rank", "one by one", "gear, zipcache"]) for rank in (2, 0.1)),
+    ({"corrections": {"residual_bit": 2}}, ["'residual_bit'", "did you mean 'residual_bits'?"]),
+    ({"sparsty": 3}, ["'sparsty'", "'csr'", "did you mean 'sparsity'?"]),
+    ({"atoms": 3}, ["'atoms'", "'csr'", "known: sparsity"]),
+    ({"statistics": "prompt"}, ["'statistics'", "'csr'", "known: sparsity"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["artifact", "online"])
+@pytest.mark.parametrize(("options", "parts"), WRONG_OPTIONS, ids=lambda part: str(part)[:60])
+def test_wrong_options(model, artifact, options, parts, own):
+    text = refused(model, None if own else artifact, options)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("index", ["packed", "int16"])
+def test_more_atoms_than_an_index_can_name(model, artifact, index):
+    """65,536 with those of the artifact; one less is taken."""
+    for chosen, online in ((artifact, 2**16 - ATOMS), (None, 2**16)):
+        compress(model, "csr", chosen, online=online, index=index).release()
+        text = refused(model, chosen, {"online": online + 1, "index": index})
+        assert all(part in text for part in ("65536", "65537", f"online={online + 1}", "16-bit")), text
+    many = changed(artifact, keys_dictionary=atoms(2, 2**16 + 1, 32))
+    text = refused(model, many, {"index": index})
+    assert all(part in text for part in ("65536", "65537", "16-bit")), text
+
+
+def test_no_atoms_at_all(model, artifact):
+    for options in ({"online": 0}, {"online": 0, "tiers": TIERS}):
+        text = refused(model, None, options)
+        assert all(part in text for part in ("without an artifact", "online=0", "Artifact.load")), text
+    compress(model, "csr", artifact, online=0).release()
+    compress(model, "csr", online=1).release()
+
+
+# --- artifacts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"online": 64}, {"tiers": TIERS}], ids=str)
+@pytest.mark.parametrize("stream", ["keys", "values"])
+def test_an_artifact_without_dictionaries(model, artifact, stream, options):
+    text = refused(model, changed(artifact, **{f"{stream}_dictionary": None}), options, ArtifactError)
+    expected = ["method 'csr'", f"'{stream}.dictionary'", "'dictionaries' of `calib fit`", "it holds "]
+    assert all(part in text for part in expected), text
+
+
+def test_an_artifact_without_layer_groups(artifact):
+    """The artifact itself cannot be made, or read."""
+    with pytest.raises(ArtifactError, match=r"'keys\.dictionary'.*'keys\.layer_groups' is not.*calib fit") as error:
+        changed(artifact, keys_layer_groups=None)
+    message(error)
+
+
+@pytest.mark.parametrize(("chunks", "width"), [(1, 32), (4, 8), (8, 4)])
+def test_value_chunks_that_a_dictionary_was_not_fitted_for(model, artifact, chunks, width):
+    """It has atoms of 16 channels: 2 chunks of 32."""
+    text = refused(model, artifact, {"value_chunks": chunks})
+    assert all(part in text for part in ("16 channels", str(width), "leave value_chunks out", "fit again")), text
+    other = dictionaries(model, ATOMS // 2, value_chunks=chunks)
+    compress(model, "csr", other).release()  # without the option it is the artifact's
+    text = refused(model, other, {"value_chunks": 2})
+    assert all(part in text for part in (f"{width} channels", "16", "value_chunks")), text
+
+
+def test_keys_of_another_width(model, artifact):
+    """Keys come in one piece, whatever `value_chunks` says: to name it would be no remedy."""
+    text = refused(model, changed(artifact, keys_dictionary=atoms(2, ATOMS, 16)), {})
+    assert all(part in text for part in ("16 channels", "32", "fit again")), text
+    assert "value_chunks" not in text, text
+
+
+@pytest.mark.parametrize("width", [12, 64])
+def test_a_dictionary_that_fits_no_head(artifact, width):
+    with pytest.raises(
+        ArtifactError, match=rf"'values\.dictionary'.*{width} channels.*divisor of head_dim 32"
+    ) as error:
+        changed(artifact, values_dictionary=atoms(2, ATOMS, width))
+    message(error)
+
+
+def test_an_artifact_of_another_model(artifact):
+    other = random_model("llama", num_key_value_heads=1)
+    refused(other, artifact, {}, ArtifactError)
+
+
+# --- models whose keys cannot be turned back ----------------------------------------------------------------------------
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+@pytest.mark.parametrize("options", [{}, {"tiers": TIERS}], ids=str)
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: random_model("llama", rope_parameters=DYNAMIC), "RoPE of type 'dynamic', whose frequencies change"),
+        (lambda: random_model("llama", rope_parameters=LONG), "RoPE of type 'longrope', whose frequencies change"),
+        (
+            lambda: CohereForCausalLM(CohereConfig(**COMMON, **HEADS_4_2_32)).eval(),
+            "does not rotate its channels in halves",
+        ),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=101, pad_token_id=0)).eval(),
+            "has 0 rotary embeddings, expected one",
+        ),
+    ],
+    ids=["dynamic", "longrope", "interleaved", "none"],
+)
+def test_a_rope_that_cannot_be_turned(make, reason, options):
+    """The remedy is another method: `csr` has no option for it."""
+    model = make()
+    text = refused(model, None, options)
+    assert text.startswith(type(model).__name__) and reason in text and "such as 'kivi'" in text, text
+    assert "positions" not in text
