@@ -8,12 +8,10 @@ turn; median and quartiles of the ratios taken turn by turn, beside an A/A pair.
 """
 
 import argparse
-import random
-import time
 from collections.abc import Callable
 
 import torch
-from protocol import keep, quartiles
+from protocol import keep, show, turn_by_turn
 from torch import Tensor
 
 from calib.runtime.stages.codec import Corrected, UniformQuant
@@ -93,21 +91,8 @@ def steps(codecs: dict[str, Corrected], x: Tensor) -> dict[str, Callable[[], obj
 @torch.no_grad()
 def measure(role: str, count: int, turns: int) -> dict[str, object]:
     """Milliseconds of every step, and the ratios."""
-    codecs, shuffled = stages(role, tokens(4 * count, 1)), random.Random(0)
-    names = list(steps(codecs, tokens(count, 2)))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns + 2):
-        timed = steps(codecs, tokens(count, 3 + turn))
-        for name in shuffled.sample(names, len(names)):
-            start = time.perf_counter()
-            timed[name]()
-            seconds[name].append(time.perf_counter() - start)
-    seconds = {name: values[2:] for name, values in seconds.items()}  # the first two warm up
-    ratios = {
-        name: quartiles([above / below for above, below in zip(seconds[one], seconds[other], strict=True)])
-        for name, (one, other) in RATIOS.items()
-    }
-    return {"milliseconds": {name: quartiles([1e3 * s for s in v]) for name, v in seconds.items()}, "ratios": ratios}
+    codecs = stages(role, tokens(4 * count, 1))
+    return turn_by_turn(lambda turn: steps(codecs, tokens(count, 3 + turn)), turns, RATIOS)
 
 
 if __name__ == "__main__":
@@ -119,8 +104,6 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     found = {role: measure(role, asked.tokens, asked.turns) for role in ("keys", "values")}
     for role, run in found.items():
-        for name, (low, median, high) in run["ratios"].items():  # type: ignore[attr-defined]
-            print(f"{role:<7} {name:<48} {median:6.2f}  ({low:.2f} ... {high:.2f})")
-        print({name: times[1] for name, times in run["milliseconds"].items()})  # type: ignore[attr-defined]
+        show(run, f"{role:<7} ")
     if asked.write:
         keep(RESULT, {"tokens": asked.tokens, "kv_heads": HEADS, "head_dim": CHANNELS, **found})

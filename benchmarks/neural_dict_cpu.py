@@ -11,12 +11,11 @@ of our pursuit as constants, and autograd for the rest. Speeds are printed after
 """
 
 import argparse
-import random
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from protocol import keep, quartiles
+from protocol import Steps, keep, show, turn_by_turn
 from torch import Tensor
 
 from calib.kernels.matching_pursuit.reference import matching_pursuit
@@ -109,20 +108,12 @@ def measure(count: int, sparsity: int, turns: int) -> dict[str, object]:
         "ours again": second.train_batch,
         "matching pursuit": lambda x: matching_pursuit(x, first.atoms, sparsity),
     }
-    shuffled, names = random.Random(0), list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns + 2):
+
+    def of_turn(turn: int) -> Steps:
         x = vectors(BATCH, 5 + turn)
-        for name in shuffled.sample(names, len(names)):
-            start = time.perf_counter()
-            steps[name](x)
-            seconds[name].append(time.perf_counter() - start)
-    seconds = {name: values[2:] for name, values in seconds.items()}  # the first two warm up
-    ratios = {
-        name: quartiles([above / below for above, below in zip(seconds[one], seconds[other], strict=True)])
-        for name, (one, other) in RATIOS.items()
-    }
-    return {"milliseconds": {name: quartiles([1e3 * s for s in v]) for name, v in seconds.items()}, "ratios": ratios}
+        return {name: partial(step, x) for name, step in steps.items()}
+
+    return turn_by_turn(of_turn, turns, RATIOS)
 
 
 if __name__ == "__main__":
@@ -134,9 +125,7 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     torch.set_num_threads(2)
     run = measure(asked.atoms, asked.sparsity, asked.turns)
-    for name, (low, median, high) in run["ratios"].items():  # type: ignore[attr-defined]
-        print(f"{name:<32} {median:6.2f}  ({low:.2f} ... {high:.2f})")
-    print({name: times[1] for name, times in run["milliseconds"].items()})  # type: ignore[attr-defined]
+    show(run)
     if asked.write:
         sizes = {"vectors": BATCH, "channels": CHANNELS, "atoms": asked.atoms, "sparsity": asked.sparsity}
         keep(RESULT, {**sizes, **run})

@@ -1,8 +1,11 @@
-"""What every benchmark here does the same way: models by name, quartiles, and the header of a run's file."""
+"""What every benchmark here does the same way: models by name, turns, quartiles, and the header of a run's file."""
 
 import json
 import platform
+import random
 import statistics
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +28,38 @@ def load(name: str) -> PreTrainedModel:
 def quartiles(values: list[float]) -> list[float]:
     """Lower quartile, median, upper quartile."""
     return [round(value, 3) for value in statistics.quantiles(values, n=4)]
+
+
+Steps = Mapping[str, Callable[[], object]]
+
+
+def turn_by_turn(
+    steps: Callable[[int], Steps], turns: int, ratios: Mapping[str, tuple[str, str]], warm: int = 2
+) -> dict[str, object]:
+    """Milliseconds of every step of `steps(turn)`, in another order each turn, and `ratios` (above, below) turn by turn.
+
+    All in one process, so that what slows the machine down slows both sides of a ratio; the first `warm` turns are not kept.
+    """
+    shuffled, seconds = random.Random(0), dict[str, list[float]]()
+    for turn in range(turns + warm):
+        timed = steps(turn)
+        for name in shuffled.sample(list(timed), len(timed)):
+            start = time.perf_counter()
+            timed[name]()
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+    kept = {name: values[warm:] for name, values in seconds.items()}
+    found = {
+        name: quartiles([above / below for above, below in zip(kept[one], kept[other], strict=True)])
+        for name, (one, other) in ratios.items()
+    }
+    return {"milliseconds": {name: quartiles([1e3 * s for s in v]) for name, v in kept.items()}, "ratios": found}
+
+
+def show(run: Mapping[str, object], title: str = "") -> None:
+    """Prints the ratios and the median milliseconds of a run."""
+    for name, (low, median, high) in run["ratios"].items():  # type: ignore[attr-defined]
+        print(f"{title}{name:<52} {median:7.2f}  ({low:.2f} ... {high:.2f})")
+    print({name: times[1] for name, times in run["milliseconds"].items()})  # type: ignore[attr-defined]
 
 
 def keep(name: str, content: dict[str, object]) -> None:

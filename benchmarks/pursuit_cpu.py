@@ -4,19 +4,18 @@
 
 One process, float32, normal data, fresh vectors for every turn; every step in turn, in another order each turn;
 median and quartiles of the ratios taken turn by turn, beside an A/A pair. Before anything is timed the answers are compared.
-scikit-learn gets its inputs in the layout it wants; both settings of `precompute` are timed, the faster one counts.
+scikit-learn gets its inputs in the layout it wants, and its default settings.
 Then mean |x - x^|^2 / |x|^2 of both pursuits: on normal data, on clusters, and on the embedded model's own keys (before
 RoPE) and values, whose dictionary are the centroids of other vectors of the layer.
 """
 
 import argparse
-import random
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from protocol import keep, load, quartiles
+from protocol import keep, load, quartiles, show, turn_by_turn
 from sklearn.linear_model import orthogonal_mp
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -39,7 +38,7 @@ WIDTH, SPARSITY = 128, 8
 CLOSE = 1e-3  # of two mean relative errors: a near tie may be decided either way
 
 BATCHED, ORTHOGONAL = "matching pursuit", "orthogonal matching pursuit"
-PEERS = ("scikit-learn", "scikit-learn, precompute")
+PEER = "scikit-learn"
 
 # Pairs of steps: the first is divided by the second.
 RATIOS = {
@@ -47,8 +46,8 @@ RATIOS = {
     "loop (torch) / matching pursuit": ("loop (torch)", BATCHED),
     "loop (numpy) / matching pursuit": ("loop (numpy)", BATCHED),
     "loop with a Gram matrix (numpy) / matching pursuit": ("loop with a Gram matrix (numpy)", BATCHED),
-    "scikit-learn / matching pursuit": ("scikit-learn, the faster", BATCHED),
-    "scikit-learn / orthogonal matching pursuit": ("scikit-learn, the faster", ORTHOGONAL),
+    "scikit-learn / matching pursuit": (PEER, BATCHED),
+    "scikit-learn / orthogonal matching pursuit": (PEER, ORTHOGONAL),
     "products / Gram": ("by products", "by Gram"),
 }
 
@@ -96,8 +95,7 @@ def steps(x: Tensor, atoms: Tensor) -> dict[str, Callable[[], object]]:
         "loop (torch)": lambda: loop_torch(x, atoms),
         "loop (numpy)": lambda: loop_numpy(array, table),
         "loop with a Gram matrix (numpy)": lambda: loop_numpy(array, table, gram=True),
-        PEERS[0]: lambda: orthogonal_mp(columns, targets, n_nonzero_coefs=SPARSITY, precompute=False),
-        PEERS[1]: lambda: orthogonal_mp(columns, targets, n_nonzero_coefs=SPARSITY, precompute=True),
+        PEER: lambda: orthogonal_mp(columns, targets, n_nonzero_coefs=SPARSITY),
     }
 
 
@@ -118,7 +116,7 @@ def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
         )
         errors[name] = mean_error(x, restored)
     for name, error in errors.items():
-        expected = errors[ORTHOGONAL if name in (ORTHOGONAL, *PEERS) else BATCHED]
+        expected = errors[ORTHOGONAL if name in (ORTHOGONAL, PEER) else BATCHED]
         if abs(error - expected) > CLOSE * expected:
             raise SystemExit(f"{name} errs by {error:.6f}, {expected:.6f} expected: not the same answer")
     return errors
@@ -126,25 +124,11 @@ def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
 
 def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
     """Milliseconds of every step, and the ratios."""
-    shuffled, draw = random.Random(0), torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     atoms = normalize(torch.randn(count, WIDTH, generator=draw), dim=-1)
     errors = compare(torch.randn(min(vectors, 256), WIDTH, generator=draw), atoms)
-    names = list(steps(atoms[:1], atoms))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns + 1):
-        timed = steps(torch.randn(vectors, WIDTH, generator=draw), atoms)
-        for name in shuffled.sample(names, len(names)):
-            start = time.perf_counter()
-            timed[name]()
-            if turn:  # the first warms up
-                seconds[name].append(time.perf_counter() - start)
-    seconds["scikit-learn, the faster"] = min((seconds[name] for name in PEERS), key=np.median)
-    ratios = {
-        name: quartiles([above / below for above, below in zip(seconds[one], seconds[other], strict=True)])
-        for name, (one, other) in RATIOS.items()
-    }
-    times = {name: quartiles([1e3 * value for value in values]) for name, values in seconds.items()}
-    return {"mean_relative_error": errors, "milliseconds": times, "ratios": ratios}
+    run = turn_by_turn(lambda _: steps(torch.randn(vectors, WIDTH, generator=draw), atoms), turns, RATIOS, warm=1)
+    return {"mean_relative_error": errors, **run}
 
 
 def forms(vectors: int, turns: int) -> list[dict[str, object]]:
@@ -226,9 +210,7 @@ def main() -> None:
     threadpool_limits(asked.threads)  # numpy's and scikit-learn's
     torch.manual_seed(0)
     run = measure(asked.vectors, asked.atoms, asked.turns)
-    for name, (low, median, high) in run["ratios"].items():  # type: ignore[attr-defined]
-        print(f"{name:<52} {median:7.2f}  ({low:.2f} ... {high:.2f})")
-    print({name: times[1] for name, times in run["milliseconds"].items()})  # type: ignore[attr-defined]
+    show(run)
     table = forms(asked.vectors, asked.turns)
     for row in table:
         print(row)
