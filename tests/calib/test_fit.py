@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from toy_language_model import save_text, save_toy, toy_model
+from toy_language_model import save_toy, toy_model
 from transformers import AutoModelForCausalLM
 
 from calib.capture.data import CaptureData
@@ -26,14 +26,6 @@ SMALL = [
     "--model.checkpoint_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
     "--model.dictionary.atoms=0",  # test_fit_dictionaries.py has them
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    save_toy(folder / "llama")
-    save_text(folder / "text.txt")
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_language_model import save_text, save_toy, toy_model
+from toy_language_model import save_toy, toy_model
 
 from calib.capture.data import CaptureData
 from calib.cli import main
@@ -28,14 +28,6 @@ SMALL = [
     "--model.dictionary.batch_size=64", "--model.dictionary.learning_rate=0.01",
 ]  # fmt: skip
 KINDS = ("layer_groups", "divergence", "dictionary")
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    save_toy(folder / "llama")
-    save_text(folder / "text.txt")
-    return folder
 
 
 @pytest.fixture(autouse=True)

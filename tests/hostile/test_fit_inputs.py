@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_language_model import save_text, save_toy, toy_model, toy_tokenizer
+from toy_language_model import save_toy, toy_model, toy_tokenizer
 
 from calib.cli import main
 
@@ -18,14 +18,6 @@ SMALL = [
     "--data.sequences=2", "--data.heldout_sequences=1", "--data.batch_size=1", "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false", "--trainer.logger=false", "--model.dictionary.atoms=0",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    save_toy(folder / "llama")
-    save_text(folder / "text.txt")
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,14 @@
+"""What tests of several rooms start from."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A folder with a toy model `llama` and a `text.txt` to fit it on."""
+    from toy_language_model import save_text, save_toy  # not for tests that need no model
+
+    folder = tmp_path_factory.mktemp("toy")
+    save_toy(folder / "llama")
+    save_text(folder / "text.txt")
+    return folder
