@@ -1,16 +1,18 @@
 """What a dictionary's size, its pairs, chunks of values, L_div and re-seeding are worth: tables 3 to 6 of CSR, and ours.
 
-    python benchmarks/dictionary_loss.py [--model artifacts/tiny-llama] [--write]
+    python benchmarks/dictionary_loss.py [--model artifacts/tiny-llama] [--streams keys values "rotated keys"] [--write]
 
-Keys before RoPE and values of the embedded model on generated documents and text, a dictionary for each layer, trained as
-`calib fit` trains them. Every figure is the mean over layers of |x - x^|^2 / |x|^2 on held-out sequences, at the best epoch.
+Keys before RoPE and values of the embedded model on generated documents and text, and keys after RoPE to compare with (figure
+3): a dictionary for each layer, trained as `calib fit` trains them. Every figure is the mean over layers of |x - x^|^2 / |x|^2
+on held-out sequences, at the best epoch.
 """
 
 import argparse
+import json
 from dataclasses import replace
 
 import torch
-from protocol import keep
+from protocol import RESULTS, keep
 from torch import Tensor
 
 from calib.capture.capture import stream
@@ -20,6 +22,7 @@ from calib.neural_dict.dictionary import FIGURES, NeuralDictionary, Task
 from calib.neural_dict.options import DictionaryOptions
 
 RESULT = "dictionary_loss.json"
+STREAMS = ("keys", "values", "rotated keys")
 SAMPLES, HELDOUT = 32768, 4096  # vectors of a layer and stream
 
 Vectors = dict[str, dict[int, tuple[Tensor, Tensor]]]
@@ -29,11 +32,11 @@ def vectors(path: str, seed: int = 0) -> Vectors:
     """For each stream and layer float32 `[SAMPLES, head_dim]` to train on and `[HELDOUT, head_dim]` held out."""
     data = CaptureData(path, name="generated", sequences=48, heldout_sequences=16, seed=seed)
     model, _, corpus = data.load()
-    found: dict[str, dict[int, list[Tensor]]] = {"keys": {}, "values": {}}
+    found: dict[str, dict[int, list[Tensor]]] = {name: {} for name in STREAMS}
 
     def observe(sample: LayerSample) -> None:
         assert sample.keys_before_rope is not None
-        for name, x in (("keys", sample.keys_before_rope), ("values", sample.values)):
+        for name, x in zip(STREAMS, (sample.keys_before_rope, sample.values, sample.keys), strict=True):
             found[name].setdefault(sample.layer, []).append(x.transpose(1, 2).flatten(0, 2).float())
 
     for part in (corpus.train, corpus.heldout):
@@ -76,8 +79,8 @@ def trained(
     return {**row, "epochs": mean, "dead": sum(dead) / len(dead)}
 
 
-def main(path: str, write: bool) -> None:
-    """Runs and prints every row."""
+def main(path: str, streams: list[str], write: bool) -> None:
+    """Runs and prints every row of these streams; a file that is there keeps its rows of the others."""
     found, options = vectors(path), DictionaryOptions()
     plain = [("keys", 512, 8, 1), ("values", 512, 4, 2)]
     sizes = [(stream, n, s, parts) for stream, _, s, parts in plain for n in (1024, 2048, 4096)]
@@ -90,21 +93,26 @@ def main(path: str, write: bool) -> None:
         for diversity in (True, False)
         for reseed in (True, False)
     ]
-    asked = [*((*one, options) for one in dict.fromkeys(plain + pairs)), *ablation, *((*one, options) for one in sizes)]
+    rotated = [("rotated keys", 512, s, 1) for s in (4, 8)]
+    asked = [*((*one, options) for one in dict.fromkeys(plain + pairs)), *ablation]
+    asked += [(*one, options) for one in [*sizes, *rotated]]
     rows = []
-    for one in asked:
+    for one in [one for one in asked if one[0] in streams]:
         rows.append(trained(found, *one))
         print(
             {key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items() if key != "epochs"},
             flush=True,
         )
     if write:
+        before = json.loads((RESULTS / RESULT).read_text())["rows"] if (RESULTS / RESULT).exists() else []
+        rows = [row for row in before if row["stream"] not in streams] + rows
         keep(RESULT, {"samples": SAMPLES, "heldout": HELDOUT, "rows": rows})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="artifacts/tiny-llama")
+    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=STREAMS, metavar="STREAM")
     parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
     arguments = parser.parse_args()
-    main(arguments.model, arguments.write)
+    main(arguments.model, list(arguments.streams), arguments.write)

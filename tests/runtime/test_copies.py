@@ -96,6 +96,24 @@ def test_everything_moves(model, case):
     assert cache.memory().by_kind == size.by_kind | {"tables": cache.memory().by_kind["tables"]}
 
 
+def test_layers_of_a_group_share_their_dictionary_wherever_they_are(model):
+    """The toy artifact has a group a layer for keys, and one for the values of all."""
+    cache = BY_NAME["csr-offline"].open(model)
+    cache.release()
+    feed(cache, [Tokens.random(model, 60, seed=1)])
+    for device in ("cpu", "meta", "meta"):
+        cache.to(device)
+        keys, values = (
+            [getattr(layer.plan.tiers[0], role).codec.offline for layer in cache.compressed]
+            for role in ("keys", "values")
+        )
+        assert len(set(map(id, values))) == 1 and len(set(map(id, keys))) == len(keys) == 2
+        distinct = [keys[0], keys[1], values[0]]
+        assert all(table.tensor.device.type == device for table in distinct)
+        rest = cache.memory().by_kind["tables"] - sum(table.tensor.nbytes for table in distinct)
+        assert 0 < rest < 1000  # tables of pages, and the frequencies of RoPE
+
+
 def test_layers_that_are_not_compressed_move_along():
     model = random_model("qwen3-mixed")
     with BY_NAME["kivi-2-short"].open(model) as cache:
