@@ -32,6 +32,8 @@ def quartiles(values: list[float]) -> list[float]:
 
 Steps = Mapping[str, Callable[[], object]]
 
+PAUSE = 0.1  # seconds before a step: threads of numpy and of torch go on spinning for a while, at each other's cost
+
 
 def turn_by_turn(
     steps: Callable[[int], Steps], turns: int, ratios: Mapping[str, tuple[str, str]], warm: int = 2
@@ -44,6 +46,7 @@ def turn_by_turn(
     for turn in range(turns + warm):
         timed = steps(turn)
         for name in shuffled.sample(list(timed), len(timed)):
+            time.sleep(PAUSE)
             start = time.perf_counter()
             timed[name]()
             seconds.setdefault(name, []).append(time.perf_counter() - start)

@@ -33,7 +33,8 @@ class Corrections:
         rank: of the residual's factors; a float is a share of min(tokens, channels); 0 is none.
         decode_rank: rank of every chunk after the first; None is `rank`.
         residual_bits: what is left after the codec and low rank is quantised once more at so many bits, 1 ... 8; 0: it is
-            not. A scale and a zero point a token and head.
+            not. A scale and a zero point a token and head; at 1 bit the levels lie in the middles of the halves of the range
+            (clip 0.5: at its ends they would add to what is left).
         residual_group: channels that share these two; None is a head's.
         statistics: "prompt" ranks entries and iterates; "calibrated" takes thresholds and bases from the artifact.
     """
@@ -132,7 +133,7 @@ class _Bound:
         if isinstance(codec, Exact) or not (rank or self.options.outliers or bits):
             return codec
         outliers = self._outliers(role, transform, segments) if self.options.outliers else None
-        residual = UniformQuant(bits, (1, self.options.residual_group)) if bits else None
+        residual = UniformQuant(bits, (1, self.options.residual_group), 0.5 if bits == 1 else 1.0) if bits else None
         return Corrected(codec, outliers, self._low_rank(role, codec, rank) if rank else None, residual)
 
     def _outliers(self, role: str, transform: Any, segments: bool) -> Outliers:

@@ -70,6 +70,8 @@ class Corrections:
         group = self.group or len(left)
         parts = left.reshape(-1, group)
         high, low, levels = parts.max(-1), parts.min(-1), 2**self.bits - 1
+        if self.bits == 1:  # the middles of both halves
+            high, low = (3 * high + low) / 4, (3 * low + high) / 4
         scales = self.stored((high - low) / levels, 2 * error / levels)
         zeros = self.stored(low, error)
         spreads = [(s.repeat(group), z.repeat(group)) for s in scales for z in zeros]

@@ -124,6 +124,7 @@ TIERED = [
 CORRECTED = [
     csr("turns", corrections={"outliers": 0.02}),
     csr("turns", corrections={"outliers": 0.25}, gqa=4, sparsity=4),
+    csr("turns", corrections={"residual_bits": 1}, sparsity=4),
     csr("turns", corrections={"residual_bits": 2}),
     csr("turns", corrections={"residual_bits": 2, "residual_group": 8}, gqa=1),
     csr("turns", corrections={"residual_bits": 4, "residual_group": 16}, sparsity=4, coefficients=4),
