@@ -49,6 +49,12 @@ def test_a_fit_leaves_metrics_table_and_artifact_in_an_offline_run(tmp_path):
         assert last[f"fit/{name}"] == pytest.approx(value)
     assert [row["statistics/sequences"] for row in logged if "statistics/sequences" in row] == [2, 4]
     assert any("evaluate/error_2bit_clipped" in row for row in logged)
+    for stream in ("keys", "values"):  # a curve for each group: the centroids, and every epoch
+        for group in artifact.tensors[f"{stream}.layer_groups"].unique().tolist():
+            name = f"dictionaries/{stream}.{group}"
+            curve = [row[f"{name}/validation"] for row in logged if f"{name}/validation" in row]
+            epochs = sum(f"{name}/loss" in row and f"{name}/beta" in row for row in logged)
+            assert len(curve) == epochs + 1 > 1
     assert last["fit/layers._type"] == "table-file"
     (table,) = (folder / "wandb").glob(f"offline-run-*/files/{last['fit/layers.path']}")
     content = json.loads(table.read_text())
