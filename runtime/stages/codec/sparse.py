@@ -73,9 +73,7 @@ class Sparse:
             raise ValueError(f"value_chunks={self.chunks} does not divide {head_dim} channels; use a divisor")
         width = head_dim // self.chunks
         if self.sparsity > width:
-            raise ValueError(
-                f"sparsity: {self.sparsity} pairs for a vector of {width} channels keep nothing back; use at most {width}"
-            )
+            raise ValueError(f"sparsity: {self.sparsity} pairs for a vector of {width} channels; use at most {width}")
         if self.offline is not None and self.offline.tensor.shape[1] != width:
             raise ValueError(
                 f"the artifact's dictionary has atoms of {self.offline.tensor.shape[1]} channels, and vectors have {width}; "
