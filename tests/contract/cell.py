@@ -16,7 +16,6 @@ from contract.watch import Watched, difference, watching
 from tolerances import FORWARD, MEMORY
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from calib.runtime.attention import NAME
 from calib.runtime.cache import CompressedCache
@@ -164,12 +163,10 @@ def agree(found: Outcome, expected: Outcome, tolerance: float) -> bool:
 
 
 def share_of_16_bits(cache: CompressedCache) -> float:
-    """Measured bytes as a part of what a cache of 16 bits a value needs for the rows' real tokens."""
-    values = 0
-    for layer in cache.layers:
-        sliding = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else cache.rows.sliding
+    """Bytes of the compressed layers as a part of what 16 bits a value need for the rows' real tokens."""
+    values, sliding = 0, cache.rows.sliding
+    for layer in cache.compressed:
         most = float("inf") if sliding is None else sliding - 1
-        held = getattr(layer, "store", None)
-        per_token = held.footprint().values if held else 2 * layer.keys.shape[1] * layer.keys.shape[3]
-        values += sum(per_token * min(length, most) for length in cache.rows.lengths)
-    return cache.memory().measured_bytes / (2 * values)
+        values += sum(layer.store.footprint().values * min(length, most) for length in cache.rows.lengths)
+    memory = cache.memory()
+    return (memory.measured_bytes - memory.by_kind["uncompressed"]) / (2 * values)

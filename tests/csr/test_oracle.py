@@ -269,7 +269,8 @@ def test_values_have_a_scale_for_both_chunks():
 
 
 def test_corrections_by_hand():
-    """8 and -8 go, their places get the mean 1; pairs say 0, and two bits in four levels of 0 ... 3 are exact."""
+    """8 and -8 go, their places get the mean 1; pairs say 0, and two bits in four levels of 0 ... 3 are exact; one bit has the
+    middles of the halves of 0 ... 8 and of -8 ... 1."""
     spec = Spec(sparsity=1, value_chunks=1, corrections={"outliers": 0.34, "residual_bits": 2})
     own = Corrections.of(spec)
     y = np.array([[8.0, 0, 2, 3, -8, 1, 0, 0]])
@@ -279,4 +280,13 @@ def test_corrections_by_hand():
     assert found.nominal.tolist() == y[0].tolist() and found.distance(y[0]) == 0
     assert found.distance(y[0] + np.eye(8)[3]) > 0.9 and found.distance(y[0] + np.eye(8)[0]) > 0.9
     coarse = Corrections.of(replace(spec, corrections={"residual_bits": 1, "residual_group": 4}))
-    assert coarse.around(y[0], y[0], outliers[0] & False, np.zeros(8)).nominal.tolist() == [8, 0, 0, 0, -8, 1, 1, 1]
+    assert coarse.around(y[0], y[0], outliers[0] & False, np.zeros(8)).nominal.tolist() == [
+        6,
+        2,
+        2,
+        2,
+        -5.75,
+        -1.25,
+        -1.25,
+        -1.25,
+    ]

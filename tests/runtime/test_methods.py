@@ -45,7 +45,7 @@ def clip(artifact, name: str, bits: int, layer: int) -> torch.Tensor:
 
 
 def test_the_methods_are_these():
-    published = {"full", "h2o", "kivi", "mikv", "oracle", "rtn", "streaming_llm", "zipcache"}
+    published = {"csr", "full", "h2o", "kivi", "mikv", "oracle", "rtn", "streaming_llm", "zipcache"}
     assert set(METHODS) == published | {"gear", "gear_l", "group_wise", "outlier_reduced", "uniform"}
     assert {case.method for case in CASES} == set(METHODS)
 
