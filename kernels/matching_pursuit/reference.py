@@ -21,7 +21,7 @@ BASES_ELEMENTS = 2**21
 # The largest Gram matrix, 256 MiB; and, in multiply-adds of a matrix product, an entry moved: a row's taken from the
 # matrix, scaled and subtracted, or one of a new matrix written. Measured on a CPU (benchmarks/pursuit_cpu.py).
 GRAM_ELEMENTS = 2**26
-UPDATE_COST = 24
+UPDATE_COST = 36
 
 # What is left of an atom outside the span of others below this is the rounding of its float16 entries.
 DEPENDENT = 2**-10
