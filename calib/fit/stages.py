@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from calib.capture.data import CaptureData
 from calib.fit.calibration import STAGES, Calibration
-from calib.fit.checkpoint import StageCheckpoint, load_checkpoint
+from calib.stage_checkpoint import StageCheckpoint, load_checkpoint
 
 MakeTrainer = Callable[[str, list[Callback]], Trainer]
 

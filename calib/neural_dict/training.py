@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from calib.errors import UsageError
-from calib.fit.checkpoint import StageCheckpoint, load_checkpoint
 from calib.neural_dict.dictionary import FIGURES, NeuralDictionary, Task
 from calib.neural_dict.module import PARTS, NeuralDictionaries
 from calib.neural_dict.options import DictionaryOptions
+from calib.stage_checkpoint import StageCheckpoint, load_checkpoint
 
 STAGE = "dictionaries"
 
