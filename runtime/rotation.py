@@ -62,14 +62,13 @@ class Rotation:
 
     def along(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions from `start` to before `stop`: float32 `[stop - start, r/2]`."""
-        # By angle addition, since a cosine costs more than the rotation it is for; the same sum wherever the stretch begins.
-        first = start // STRIDE * STRIDE
-        coarse = torch.arange(first, stop, STRIDE, device=device).double()[:, None] * self._on(device)
+        # By angle addition, since a cosine costs more than the rotation it is for.
+        coarse = torch.arange(start, stop, STRIDE, device=device).double()[:, None] * self._on(device)
         fine = torch.arange(STRIDE, device=device).double()[:, None] * self._on(device)
         (cos, sin), (inner_cos, inner_sin) = ((part.cos(), part.sin()) for part in (coarse, fine))
         cos, sin = cos[:, None], sin[:, None]
         found = (cos * inner_cos - sin * inner_sin, sin * inner_cos + cos * inner_sin)
-        cos, sin = (part.flatten(0, 1)[start - first : stop - first].float() for part in found)
+        cos, sin = (part.flatten(0, 1)[: stop - start].float() for part in found)
         return cos, sin
 
     def _on(self, device: torch.device) -> Tensor:

@@ -44,10 +44,3 @@ def test_positions_of_any_shape(rotation):
     cos, sin = rotation.at(positions)
     assert cos.shape == sin.shape == (2, 3, 7, len(rotation.frequencies))
     assert torch.equal(cos[1, 2, 3], rotation.at(positions[1, 2, 3])[0])
-
-
-def test_a_position_has_the_same_bits_wherever_the_stretch_begins(rotation):
-    whole = rotation.along(0, 700, torch.device("cpu"))
-    for start, stop in ((1, 2), (63, 200), (64, 65), (500, 700)):
-        for part, own in zip(whole, rotation.along(start, stop, torch.device("cpu")), strict=True):
-            assert torch.equal(part[start:stop], own)
