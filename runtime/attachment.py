@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from calib.runtime import attention
+from calib.runtime.guesses import Guesses
 from calib.runtime.rows import Rows
 
 # Holds on each model at this moment, and what its configs said before the first of them.
@@ -17,13 +18,19 @@ _held: "weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[Any, str | No
 class Attachment:
     """One hold, from its making to `release`. It does not keep the model alive."""
 
-    def __init__(self, model: PreTrainedModel, told: Rows | None = None) -> None:
-        """`told` rows hear the token ids of every forward, where the model is given any."""
+    def __init__(self, model: PreTrainedModel, told: Rows | None = None, guesses: Guesses | None = None) -> None:
+        """`told` rows hear the token ids of every forward, where the model is given any; `guesses` are taken along."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self._hooks = []
+        self._told, self._hooks = told is not None, []
+        if guesses is not None:
+            ours = weakref.ref(guesses)
+            self._hooks += [
+                model.register_forward_pre_hook(partial(_before, ours), with_kwargs=True),
+                model.register_forward_hook(partial(_after, ours), with_kwargs=True, always_call=True),
+            ]
         if told is not None:
             rows = weakref.ref(told)
-            self._hooks = [
+            self._hooks += [
                 model.get_input_embeddings().register_forward_pre_hook(partial(_tell, rows)),
                 # A forward through another cache, whose ids are not these rows', or one that failed.
                 model.base_model.register_forward_hook(partial(_forget, rows), always_call=True),
@@ -50,10 +57,10 @@ class Attachment:
         for config, implementation in saved:
             config._attn_implementation_internal = implementation
 
-    def again(self, rows: Rows) -> "Attachment | None":
-        """A hold of its own on the same model, for a copy of the cache with `rows`; None where this one has ended."""
+    def again(self, rows: Rows, guesses: Guesses | None) -> "Attachment | None":
+        """A hold of its own on the same model, for a copy of the cache; None where this one has ended."""
         model = self._current()
-        return None if model is None else Attachment(model, rows if self._hooks else None)
+        return None if model is None else Attachment(model, rows if self._told else None, guesses)
 
     def _current(self) -> PreTrainedModel | None:
         return None if self._model is None else self._model()
@@ -69,3 +76,13 @@ def _forget(told: "weakref.ref[Rows]", *_: Any) -> None:
     rows = told()
     if rows is not None:
         rows.ids = None
+
+
+def _before(guesses: "weakref.ref[Guesses]", *given: Any) -> Any:
+    ours = guesses()
+    return None if ours is None else ours.before(*given)
+
+
+def _after(guesses: "weakref.ref[Guesses]", *given: Any) -> Any:
+    ours = guesses()
+    return None if ours is None else ours.after(*given)

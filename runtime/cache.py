@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation import GenerationMode
 
 from calib.runtime.attachment import Attachment
+from calib.runtime.guesses import Guesses
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import KINDS, Memory, measure
 from calib.runtime.rows import Rows
@@ -24,10 +27,16 @@ class CompressedCache(Cache):
     """
 
     def __init__(
-        self, layers: list[CacheLayerMixin], rows: Rows, method: str, seed: int, attachment: Attachment | None
+        self,
+        layers: list[CacheLayerMixin],
+        rows: Rows,
+        method: str,
+        seed: int,
+        attachment: Attachment | None,
+        guesses: Guesses | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self.rows, self.method, self.seed = rows, method, seed
+        self.rows, self.method, self.seed, self.guesses = rows, method, seed, guesses
         self._hold(attachment)
 
     def _hold(self, attachment: Attachment | None) -> None:
@@ -42,7 +51,7 @@ class CompressedCache(Cache):
         memo[id(self)] = copied
         own = {name: value for name, value in vars(self).items() if name != "_attachment"}
         copied.__dict__.update(copy.deepcopy(own, memo))
-        copied._hold(self._attachment and self._attachment.again(copied.rows))
+        copied._hold(self._attachment and self._attachment.again(copied.rows, copied.guesses))
         return copied
 
     def release(self) -> None:
@@ -86,6 +95,7 @@ class CompressedCache(Cache):
                 "call cache.activate_past_recording() before a forward whose tokens may be taken back"
             )
         self.rows.confirm(removed)
+        self._forget_guesses()
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.seen -= removed
@@ -108,8 +118,9 @@ class CompressedCache(Cache):
                     if isinstance(getattr(layer, name, None), Tensor):
                         setattr(layer, name, getattr(layer, name).to(target))
                 layer.device = target
-        for table in self.rows.tables:
+        for table in self.rows.all_tables:
             table.leave_devices()
+        self._forget_guesses()
         return self
 
     def reset(self) -> None:
@@ -121,6 +132,7 @@ class CompressedCache(Cache):
                 layer.is_initialized = False
         super().reset()
         self.rows.clear()
+        self._forget_guesses()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`: windows are copied, pages shared until one is written."""
@@ -133,11 +145,44 @@ class CompressedCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`, in that order."""
         kept = self.rows.permute(indices.tolist())
+        if self.guesses is not None:
+            self.guesses.permute(indices)
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.permute(indices, kept)
             else:
                 layer.batch_select_indices(indices)
+
+    def _forget_guesses(self) -> None:
+        if self.guesses is not None:
+            self.guesses.forget()
+
+    def custom_generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """For `model.generate(..., past_key_values=cache, custom_generate=cache.custom_generate)`: greedy decoding or sampling.
+
+        It is transformers' own loop, and the same as without it, since a speculative cache takes its guesses along in any
+        loop; but what is not a step of one token a row is refused instead of done without speculation. transformers hands
+        no `streamer` to such a function: with one, leave `custom_generate` out.
+
+        Raises ValueError for beams and other modes, and where the model was given another cache.
+        """
+        mode = generation_config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            asked = "" if generation_config.num_beams == 1 else f" (num_beams={generation_config.num_beams})"
+            raise ValueError(
+                f"custom_generate decodes greedily or by sampling, got {mode.value}{asked}; leave custom_generate out for that"
+            )
+        if kwargs.get("past_key_values") is not self:
+            raise ValueError("custom_generate is this cache's own: pass past_key_values=cache as well")
+        return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def memory(self) -> Memory:
         """What the cache weighs now; `predicted_bytes` comes from shapes, `measured_bytes` from the tensors' storage."""
@@ -153,7 +198,7 @@ class CompressedCache(Cache):
                 kinds.update(weight.kinds)
                 marginal, values = marginal + weight.marginal, values + weight.values
                 further += layer.store.further()
-        kinds["tables"] += sum(table.predicted_bytes() for table in self.rows.tables)
+        kinds["tables"] += sum(table.predicted_bytes() for table in self.rows.all_tables)
         rotation = self.compressed[0].place.rotation  # shared by all layers
         kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
@@ -162,11 +207,13 @@ class CompressedCache(Cache):
             for layer in others
             if getattr(layer, "keys", None) is not None
         )
-        measured, seen = measure(self.layers), values * sum(self.rows.seen)
+        stores = [layer.store for layer in self.compressed if layer.store is not None]
+        on_host = measure([store.on_host() for store in stores])
+        measured, seen = measure(self.layers) - on_host, values * sum(self.rows.seen)
         return Memory(
             predicted_bytes=sum(kinds.values()),
             measured_bytes=measured,
-            host_bytes=0,
+            host_bytes=on_host,
             by_kind=dict(kinds),
             bits_per_value=8 * measured / seen if seen else 0.0,
             marginal_bits=8 * marginal / values if values else 0.0,

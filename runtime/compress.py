@@ -8,6 +8,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from calib.runtime.artifact import Artifact
 from calib.runtime.attachment import Attachment
 from calib.runtime.cache import CompressedCache
+from calib.runtime.guesses import Guesses
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods import Geometry, build
 from calib.runtime.rotation import Rotation
@@ -83,4 +84,7 @@ def compress(
     for number, (i, plan) in enumerate(plans.items()):
         layers[i] = CompressedLayer(plan, rows, Place(number, seed, rotation))
     asks_ids = any(plan.asks_ids for plan in plans.values())
-    return CompressedCache(layers, rows, method, seed, Attachment(model, rows if asks_ids else None))
+    speculative = any(plan.speculative for plan in plans.values()) and model.can_generate()
+    guesses = Guesses(rows, layers) if speculative else None
+    attachment = Attachment(model, rows if asks_ids else None, guesses)
+    return CompressedCache(layers, rows, method, seed, attachment, guesses)

@@ -63,14 +63,15 @@ class CompressedLayer(CacheLayerMixin):
         self._check_window(logits.sliding)
         forward = self.state.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
+        real = given.of_columns(slice(forward.width)) if forward.guess else given
         if forward.recorded:
             output = self._attended(forward, given, logits, observe=False)
-            forward.hold(Draft(partial(self._take_in, logits), self._draft(given)))
+            forward.hold(Draft(partial(self._take_in, logits), self._draft(real)))
         else:
             self.store.prepare(forward)  # before attention: the table already names the pages this forward will fill
             output = self._attended(forward, given, logits, observe=True)
-            self._store(forward, given)
-        self.seen += query.shape[2]
+            self._store(forward, real)
+        self.seen += forward.width
         return output
 
     def _check_window(self, asked: int | None) -> None:

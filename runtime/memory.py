@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 # The lines of the report: packed codes, their parameters, what corrects them, atoms of the rows' own, exact pages, the exact
-# window, positions of tokens in tiers, saliency, tables of the artifact and of pages, layers left uncompressed.
+# window, pairs fetched from the host, keys that stand for what is there, positions of tokens in tiers, saliency, tables of
+# the artifact and of pages, layers left uncompressed.
 KINDS = (
     *("codes", "parameters", "outliers", "low_rank", "residual", "dictionary", "exact", "window"),
-    *("positions", "saliency", "tables", "uncompressed"),
+    *("fetched", "representatives", "positions", "saliency", "tables", "uncompressed"),
 )
 
 
@@ -50,6 +51,7 @@ class Memory:
         return (
             f"{self.measured_bytes:,} bytes measured ({self.predicted_bytes:,} predicted), {self.bits_per_value:.2f} bits "
             f"per value ({self.bits_per_value / 0.16:.1f} % of 16), {self.marginal_bits:.2f} for one more token [{kinds}]"
+            f"{f'; {self.host_bytes:,} bytes in host memory' if self.host_bytes else ''}"
             f"{'' if self.compressed_layers == self.layers else self._share()}"
             f"{f'; {self.further:,} outliers found no slot' if self.further else ''}"
         )

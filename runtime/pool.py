@@ -1,6 +1,8 @@
 """One layer's pages as tensors: what lies on the page numbers that a table gives out."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -9,16 +11,30 @@ from torch import Tensor
 from calib.runtime.pages import PAGE_TOKENS, Pages, upload
 from calib.runtime.stages.contract import Block, Field
 
+# Zeros of a shape and dtype for a device: where a pool's pages live.
+Memory: TypeAlias = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+
+
+def device_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the device itself."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
 
 class PagePool:
     """One layer's pages: for each field of a stream a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]`, where
     heads share it `[pages, 1, ...]`. What a whole segment shares is one row of its page: a page is then no more than a segment.
+    Where `memory` gives tensors of another device, what is read comes to the pool's own.
     """
 
     def __init__(
-        self, fields: dict[str, Field], kv_heads: int, device: torch.device, page_tokens: int = PAGE_TOKENS
+        self,
+        fields: dict[str, Field],
+        kv_heads: int,
+        device: torch.device,
+        page_tokens: int = PAGE_TOKENS,
+        memory: Memory = device_memory,
     ) -> None:
-        self.page_tokens, self.kv_heads, self.device = page_tokens, kv_heads, device
+        self.page_tokens, self.kv_heads, self.device, self.memory = page_tokens, kv_heads, device, memory
         self.capacity = 0
         self.fields: dict[str, Field] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -30,7 +46,7 @@ class PagePool:
             if field == self.fields.get(name):
                 continue
             rows, heads = self.page_tokens // self.rows_of(field), 1 if field.shared else self.kv_heads
-            new = torch.zeros(self.capacity, heads, rows, field.width, dtype=field.dtype, device=self.device)
+            new = self.memory((self.capacity, heads, rows, field.width), field.dtype, self.device)
             if name in self.tensors and self.capacity:
                 old = self.tensors[name]
                 # Indices in 16 bits have no sign.
@@ -48,7 +64,7 @@ class PagePool:
         if capacity == self.capacity:
             return
         for name, old in self.tensors.items():
-            new = old.new_zeros(capacity, *old.shape[1:])
+            new = self.memory((capacity, *old.shape[1:]), old.dtype, self.device)
             new[: self.capacity] = old
             self.tensors[name] = new
         self.capacity = capacity
@@ -56,7 +72,8 @@ class PagePool:
     def to(self, device: torch.device) -> None:
         """Moves every page."""
         self.device = device
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = self.memory(tuple(tensor.shape), tensor.dtype, device).copy_(tensor)
 
     def bytes_by_kind(self, capacity: int) -> Counter[str]:
         """Bytes of so many pages, from shapes."""
@@ -72,7 +89,8 @@ class PagePool:
     def keep(self, pages: list[int]) -> None:
         """Keeps these pages alone, in this order."""
         for name, tensor in self.tensors.items():
-            self.tensors[name] = tensor[upload(pages, torch.int64, tensor.device)]
+            kept = self.memory((len(pages), *tensor.shape[1:]), tensor.dtype, self.device)
+            self.tensors[name] = kept.copy_(tensor[upload(pages, torch.int64, tensor.device)])
         self.capacity = len(pages)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -93,13 +111,15 @@ class PagePool:
                 continue
             name = full_name.removeprefix(part)
             block = (
-                tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[pages]
+                tensor[pages].unsqueeze(0) if isinstance(pages, slice) else tensor[_there(pages, tensor)]
             )  # [rows, n, heads, slots, w]
             if self.fields[full_name].kind == "exact":
                 # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
                 tile[name] = block.transpose(1, 2).flatten(2, 3).mT
             else:
                 tile[name] = block.permute(0, 2, 4, 1, 3).flatten(3)
+        if self.memory is not device_memory:
+            tile = {name: part if part.device == self.device else part.to(self.device) for name, part in tile.items()}
         return tile
 
     def write_run(self, pages: list[int], start: int, block: Block) -> None:
@@ -109,7 +129,7 @@ class PagePool:
         """
         for name, field in self.fields.items():
             target = self.tensors[name]
-            source = block[name].to(target.dtype)  # exact tokens come in float32, indices in int32
+            source = _there(block[name], target).to(target.dtype)  # exact tokens come in float32, indices in int32
             source = F.pad(source, (0, target.shape[-1] - source.shape[-1]))  # a segment that is not the longest
             row_tokens = self.rows_of(field)
             page_rows = self.page_tokens // row_tokens
@@ -132,10 +152,11 @@ class PagePool:
         Slots that differ by head, and their pages, are int64 `[n, kv_heads]`.
         """
         for name, tensor in self.tensors.items():
+            at, own, tokens = (_there(part, tensor) for part in (pages, slots, block[name][:, :, 0].to(tensor.dtype)))
             if slots.ndim == 2:
-                tensor[pages, self._heads(tensor), slots] = block[name][:, :, 0].to(tensor.dtype)
+                tensor[at, self._heads(tensor), own] = tokens
             else:
-                tensor[pages, :, slots] = block[name][:, :, 0].to(tensor.dtype)
+                tensor[at, :, own] = tokens
 
     def read_tokens(self, pages: Tensor, slots: Tensor) -> Block:
         """One token for each of n rows and each head: page number and slot int64 `[n, kv_heads]` -> `[n, kv_heads, 1, width]`."""
@@ -143,3 +164,8 @@ class PagePool:
 
     def _heads(self, tensor: Tensor) -> Tensor:
         return torch.arange(self.kv_heads, device=tensor.device)
+
+
+def _there(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` where `like` is: pages may lie elsewhere than attention runs."""
+    return tensor if tensor.device == like.device else tensor.to(like.device)

@@ -7,6 +7,11 @@ a forward of several tokens, never in a decode step.
 
 While past recording is on (prompt lookup, assisted decoding), a forward may hold drafts: its tokens stay as they came,
 in no window and no page, until `confirm` says how many of them are kept, and are then stored as if only those had come.
+
+While `guessing`, the last column of the next forward is a guess: it is attended and scored, and is never one of the row's
+tokens.
+
+A ledger may lead another, whose pages hold the same tokens elsewhere (on the host): both are advanced together.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +42,8 @@ class Forward:
     `columns[r]` are the real tokens' places among the forward's `width` columns, None where all are real. `pending`
     layers have yet to store it. `oldest[r]` is where the pages begin that a later forward can still read. `copies` are
     the shared pages of each table that must be duplicated before anything is written. `drafts` are its tokens while
-    unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them.
+    unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them. With a `guess` one more column, the
+    last, is attended and counts nowhere. `followed` is the same forward in the ledger that this one leads.
     """
 
     before: list[int]
@@ -52,6 +58,8 @@ class Forward:
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     readings: dict[Hashable, Any] = field(default_factory=dict)  # what its layers read, worked out by the first
     ids: Tensor | None = None
+    guess: bool = False
+    followed: "Forward | None" = None
 
     @cached_property
     def after(self) -> list[int]:
@@ -92,7 +100,7 @@ class Forward:
         """A layer has stored the forward; after the last one nothing of it is kept on the device."""
         self._layer_done()
         if not self.pending:
-            self.columns = self.ids = None
+            self.columns = self.ids = self.followed = None
 
     def tensor(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
         """`numbers` on the device as int64 `[n]`; uploaded once for all layers under this `name`."""
@@ -103,8 +111,10 @@ class Forward:
     def _layer_done(self) -> None:
         self.pending -= 1
         if not self.pending:
-            self.tensors.clear()
-            self.readings.clear()
+            for forward in (self, self.followed):
+                if forward is not None:
+                    forward.tensors.clear()
+                    forward.readings.clear()
 
 
 class Rows(ABC):
@@ -113,16 +123,32 @@ class Rows(ABC):
     def __init__(self, layers: int, sliding: int | None = None, page_tokens: Sequence[int] = (PAGE_TOKENS,)) -> None:
         """The number of layers that share these rows, their sliding window, and the pages of every table they fill."""
         self.layers, self.sliding, self._page_tokens = layers, sliding, tuple(page_tokens)
+        self.follower: Rows | None = None
         self.clear()
 
     def clear(self) -> None:
         """Forgets every row, and that past recording was asked for."""
+        if self.follower is not None:
+            self.follower.clear()
         self.lengths: list[int] = []
         self.tables = [PageTable(tokens) for tokens in self._page_tokens]
         self.steps = 0
         self.forward: Forward | None = None
-        self.recording = False
+        self.recording = self.guessing = False
         self.ids: Tensor | None = None
+
+    def lead(self, follower: "Rows") -> None:
+        """From now on `follower` takes in what this ledger does."""
+        self.follower = follower
+
+    @property
+    def all_tables(self) -> list[PageTable]:
+        """The ledger's own and those of the one it leads."""
+        return self.tables + ([] if self.follower is None else self.follower.all_tables)
+
+    @abstractmethod
+    def encoded(self, row: int, length: int) -> int:
+        """How many tokens of `row`, always its first, have a key that is not exact any more once it holds `length`."""
 
     @abstractmethod
     def reserve(self, forward: Forward) -> None:
@@ -131,7 +157,8 @@ class Rows(ABC):
     def begin(self, step: int, batch: int, width: int, mask: Tensor | None) -> Forward:
         """The forward number `step`, as the layer that asks counts them; starts it where this layer is the first.
 
-        `mask [batch, at least width]` is the padding mask of all columns so far; None where nothing is padding.
+        `mask [batch, at least width]` is the padding mask of all columns so far; None where nothing is padding. A guess is
+        one of the `width` columns, and the mask has it too.
         """
         if step == self.steps and self.forward is not None:
             return self.forward
@@ -139,14 +166,22 @@ class Rows(ABC):
             raise RuntimeError(INTERRUPTED)
         self.confirm()
         if not self.lengths:
-            self.lengths = [0] * batch
-            for table in self.tables:
-                table.rows = [[] for _ in range(batch)]
+            self._open(batch)
         if len(self.lengths) != batch:
             raise ValueError(f"the cache holds {len(self.lengths)} rows and got {batch}; use a cache for each batch")
+        if self.guessing:
+            width, mask = width - 1, None if mask is None else mask[:, :-1]
         counts, columns = self._real_columns(width, mask)
-        forward = Forward(list(self.lengths), counts, columns, width, self.layers, self.recording, ids=self.ids)
-        self.ids = None
+        if self.guessing and columns is not None:
+            raise ValueError(
+                f"a guess follows real tokens of every row, got {counts} of {width}; leave the padded ones out"
+            )
+        ids = None if self.ids is None else self.ids[:, :width]
+        forward = Forward(
+            list(self.lengths), counts, columns, width, self.layers, self.recording, ids=ids, guess=self.guessing
+        )
+        forward.followed = self._followed(forward)
+        self.ids, self.guessing = None, False
         if not self.recording:
             self._take_in(forward)
         self.steps, self.forward = step, forward
@@ -173,32 +208,35 @@ class Rows(ABC):
         if not drafts:
             return
         self.forward = kept = forward.without(removed)
+        kept.followed = self._followed(kept)
         kept.pending = len(drafts)
         self._take_in(kept)
         for draft in drafts:
             draft.store(kept, *(part[:, :, : kept.width] for part in draft.parts))
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
-        """Row i becomes a copy of row `sources[i]`. Returns for each table what `PageTable.permute` does."""
+        """Row i becomes a copy of row `sources[i]`. Returns for each of `all_tables` what `PageTable.permute` does."""
         self.confirm()
         if not self.lengths:
-            return [None] * len(self.tables)
+            return [None] * len(self.all_tables)
         self.lengths = [self.lengths[source] for source in sources]
-        return [table.permute(sources) for table in self.tables]
+        kept = [table.permute(sources) for table in self.tables]
+        return kept + ([] if self.follower is None else self.follower.permute(sources))
 
     def _real_columns(self, width: int, mask: Tensor | None) -> tuple[list[int], list[Tensor] | None]:
         batch = len(self.lengths)
         # A decode step adds one real token to each row; a row that holds none yet may still be in its padding.
-        if mask is None or (width == 1 and all(self.lengths)):
+        if mask is None or (width <= 1 and all(self.lengths)):
             return [width] * batch, None
         on_host = mask.cpu()
-        hidden = on_host[:, :-width].sum(-1).tolist()
+        first = on_host.shape[1] - width
+        hidden = on_host[:, :first].sum(-1).tolist()
         if hidden != self.lengths:
             raise ValueError(
                 f"attention_mask shows {hidden} earlier tokens and the cache holds {self.lengths}; tokens once stored "
                 "cannot be masked: pass the mask of the whole sequence, padding 0 and everything else 1"
             )
-        new = on_host[:, -width:]
+        new = on_host[:, first:]
         counts = new.sum(-1).tolist()
         if all(count == width for count in counts):
             return counts, None
@@ -208,3 +246,19 @@ class Rows(ABC):
         """Advances the lengths once the pages are there."""
         self.reserve(forward)
         self.lengths = forward.after
+        if self.follower is not None and forward.followed is not None:
+            self.follower._take_in(forward.followed)
+
+    def _open(self, batch: int) -> None:
+        """Empty rows."""
+        self.lengths = [0] * batch
+        for table in self.tables:
+            table.rows = [[] for _ in range(batch)]
+        if self.follower is not None:
+            self.follower._open(batch)
+
+    def _followed(self, forward: Forward) -> Forward | None:
+        """The same forward for the ledger that this one leads: pages and what is worked out from them are its own."""
+        if self.follower is None:
+            return None
+        return Forward(forward.before, forward.counts, forward.columns, forward.width, forward.pending)

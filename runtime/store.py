@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from calib.runtime.beside import Beside
 from calib.runtime.logits import Logits
 from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward, Rows
@@ -28,7 +29,7 @@ class Given(NamedTuple):
         """Some rows of it."""
         return Given(*(part[rows.start : rows.stop] for part in self))
 
-    def of_columns(self, columns: Tensor) -> "Given":
+    def of_columns(self, columns: Tensor | slice) -> "Given":
         """Some columns of it."""
         return Given(*(part[:, :, columns] for part in self))
 
@@ -44,11 +45,13 @@ class Place:
 
 @dataclass
 class Footprint:
-    """Bytes of one layer from shapes: by kind, of one more token, and the values (keys and values) of a token."""
+    """Bytes of one layer from shapes: by kind, of one more token, and the values (keys and values) of a token; apart from
+    these the bytes in host memory."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     marginal: float = 0.0
     values: int = 0
+    host: int = 0
 
 
 class Store(Protocol):
@@ -68,10 +71,18 @@ class Store(Protocol):
         """Room for what the forward adds, before it is attended."""
         ...
 
-    def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
+    def attend(
+        self,
+        forward: Forward,
+        rows: range,
+        logits: Logits,
+        given: Given,
+        observe: bool,
+        beside: Beside | None = None,
+    ) -> Tensor:
         """Attention of `rows` over everything held and what they are `given`, no padding; changes nothing stored.
 
-        With `observe` what storing will need of the probabilities is kept until `store`.
+        With `observe` what storing will need of the probabilities is kept until `store`. What lies `beside` is attended, too.
         """
         ...
 
@@ -91,6 +102,10 @@ class Store(Protocol):
         """What this layer weighs, from shapes alone."""
         ...
 
+    def on_host(self) -> list[Tensor]:
+        """Tensors that lie in host memory on purpose."""
+        ...
+
     def further(self) -> int:
         """Outliers beyond calibrated thresholds that found no slot so far (waits for the device)."""
         ...
@@ -107,6 +122,11 @@ class Plan(Protocol):
     @property
     def asks_ids(self) -> bool:
         """Whether storing must know token ids."""
+        ...
+
+    @property
+    def speculative(self) -> bool:
+        """Whether a decode step takes a guess along."""
         ...
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:

@@ -13,8 +13,7 @@ from calib.evaluate.request import MethodEntry
 from calib.evaluate.tasks import Column
 from calib.runtime import Artifact, Memory, compress
 from calib.runtime.canonical_json import plain, sha256
-from calib.runtime.methods import Geometry
-from calib.runtime.methods.corrections import CorrectedMethod
+from calib.runtime.methods import Geometry, options_asked
 
 Result = dict[str, Any]
 
@@ -43,10 +42,7 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """All options of the method on this column, those left at their default included, as plain JSON."""
         built = self.entry.build(self.column.title)
-        asked = vars(built)
-        if isinstance(built, CorrectedMethod):
-            asked = {**vars(built.method), "corrections": vars(built.corrections)}
-        options: dict[str, Any] = plain(asked, self.entry.label)
+        options: dict[str, Any] = plain(options_asked(built), self.entry.label)
         return options
 
     def key(self, base: dict[str, Any]) -> str:

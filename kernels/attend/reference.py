@@ -97,9 +97,13 @@ class RunningSoftmax:
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """The final probabilities of a part's `scores`, once every part was taken."""
+        return (scores - self.normaliser()).exp_()
+
+    def normaliser(self) -> Tensor:
+        """log-sum-exp of each row `[..., rows, 1]`, once every part was taken."""
         if self.top is None or self.mass is None:
             raise ValueError("nothing was attended")
-        return (scores - (self.top + self.mass.log())).exp_()
+        return self.top + self.mass.log()
 
     def output(self) -> Tensor:
         """Attention output `[..., rows, D]`; 0 for a row that met no token at all (padding)."""

@@ -18,6 +18,7 @@ def attention_mass(
     scale: float,
     softcap: float | None = None,
     sliding: int | None = None,
+    behind: tuple[int, int] | None = None,
 ) -> Tensor:
     """Column sums of the causal softmax: sum_k A[k, i] over the given rows k and the query heads of a KV head.
 
@@ -26,6 +27,7 @@ def attention_mass(
         keys: `[rows, kv_heads, T, D]`.
         places: int64 `[n]` on the host, rising: the place of each probe row among the keys.
         scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own place are seen.
+        behind: a row counts for the tokens that it is so many places behind (least and most); None: for all that it sees.
 
     Returns:
         float32 `[rows, kv_heads, T]`.
@@ -47,5 +49,10 @@ def attention_mass(
         if sliding is not None:
             hidden |= columns[:stop] <= own - sliding
         logits.unflatten(2, (group, -1)).masked_fill_(hidden, -torch.inf)
-        mass[..., :stop] += logits.softmax(-1).sum(-2)
+        probabilities = logits.softmax(-1)
+        if behind is not None:
+            apart = own - columns[:stop]
+            counted = (apart >= behind[0]) & (apart <= behind[1])
+            probabilities.unflatten(2, (group, -1)).mul_(counted)
+        mass[..., :stop] += probabilities.sum(-2)
     return mass

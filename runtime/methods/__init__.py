@@ -11,10 +11,13 @@ from calib.runtime.methods.csr import Csr
 from calib.runtime.methods.full import Full
 from calib.runtime.methods.gear import Gear, GearL, GroupWise, OutlierReduced, Uniform
 from calib.runtime.methods.h2o import H2O
+from calib.runtime.methods.infllm import InfLLM
 from calib.runtime.methods.kivi import Kivi
 from calib.runtime.methods.mikv import MiKV
+from calib.runtime.methods.offload import Offload
 from calib.runtime.methods.oracle import Oracle
 from calib.runtime.methods.rtn import Rtn
+from calib.runtime.methods.specache import SpeCache
 from calib.runtime.methods.streaming_llm import StreamingLLM
 from calib.runtime.methods.zipcache import ZipCache
 
@@ -25,17 +28,20 @@ METHODS: dict[str, type[Any]] = {
     "gear_l": GearL,
     "group_wise": GroupWise,
     "h2o": H2O,
+    "infllm": InfLLM,
     "kivi": Kivi,
     "mikv": MiKV,
+    "offload": Offload,
     "oracle": Oracle,
     "outlier_reduced": OutlierReduced,
     "rtn": Rtn,
+    "specache": SpeCache,
     "streaming_llm": StreamingLLM,
     "uniform": Uniform,
     "zipcache": ZipCache,
 }
 
-__all__ = ["METHODS", "Geometry", "Method", "build", "method_class", "options_of"]
+__all__ = ["METHODS", "Geometry", "Method", "build", "method_class", "options_asked", "options_of"]
 
 
 def method_class(name: str) -> type[Any]:
@@ -54,12 +60,15 @@ def options_of(name: str) -> list[str]:
 def build(name: str, options: dict[str, Any]) -> Method:
     """The method `name` with `options`; an unknown option is refused with the nearest known one.
 
-    `corrections` is a mapping of the options of `Corrections`.
+    `corrections` is a mapping of the options of `Corrections`; the option `low` of a method is one of another method's name,
+    its `method`, and options.
     """
     if "corrections" in options and issubclass(method_class(name), Gear):
         raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
     own = {option: value for option, value in options.items() if option != "corrections"}
     _check_options(own, options_of(name), f"method '{name}'")
+    if isinstance(own.get("low"), Mapping) and "method" in own["low"]:
+        own["low"] = build(own["low"]["method"], {key: value for key, value in own["low"].items() if key != "method"})
     method: Method = method_class(name)(**own)
     if options.get("corrections") is None:
         return method
@@ -68,6 +77,20 @@ def build(name: str, options: dict[str, Any]) -> Method:
         raise ValueError(f"corrections must be a mapping such as {{outliers: 0.02, rank: 4}}, got {asked!r}")
     _check_options(asked, [option.name for option in fields(Corrections)], "corrections")
     return CorrectedMethod(method, Corrections(**asked))
+
+
+def options_asked(method: Any) -> dict[str, Any]:
+    """All options of a built method, those left at their default included, in the form that `build` takes."""
+    if isinstance(method, CorrectedMethod):
+        return options_asked(method.method) | {"corrections": vars(method.corrections)}
+    return {option: _nested(value) for option, value in vars(method).items()}
+
+
+def _nested(value: Any) -> Any:
+    """A method among another's options as a mapping; any other value as it is."""
+    own = value.method if isinstance(value, CorrectedMethod) else value
+    name = next((name for name, chosen in METHODS.items() if type(own) is chosen), None)
+    return value if name is None else {"method": name} | options_asked(value)
 
 
 def _check_options(options: Mapping[str, Any], known: list[str], of: str) -> None:

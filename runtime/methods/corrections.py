@@ -9,6 +9,7 @@ from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics, check_statistics
 from calib.runtime.methods.contract import Geometry
 from calib.runtime.ordered.store import LayerPlan
+from calib.runtime.placed.plan import PlacedPlan
 from calib.runtime.stages.codec import Codec, Corrected, Exact, UniformQuant
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.correction import LowRank, Outliers
@@ -75,16 +76,17 @@ class Corrections:
         self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None, asker: str = "corrections"
     ) -> Plan:
         """`plan` of layer number `layer` with every codec corrected; `asker` needs what is missing in an artifact."""
+        if isinstance(plan, PlacedPlan):  # what the host holds is exact
+            return replace(plan, low=self.over(plan.low, layer, artifact, form, asker))
         check_statistics(self.statistics, artifact, asker)
         form = form or Form(across_heads=isinstance(plan, TieredPlan) and plan.saliency is None and _chunks(plan))
         bound = _Bound(self, form, layer, artifact if self.statistics == "calibrated" else None, asker)
         if isinstance(plan, LayerPlan):
-            return LayerPlan(
-                *(
-                    replace(stream, codec=bound.codec(role, stream.codec, stream.transform, self.rank, segments=False))
-                    for role, stream in (("keys", plan.keys), ("values", plan.values))
-                )
+            keys, values = (
+                replace(stream, codec=bound.codec(role, stream.codec, stream.transform, self.rank, segments=False))
+                for role, stream in (("keys", plan.keys), ("values", plan.values))
             )
+            return replace(plan, keys=keys, values=values)
         assert isinstance(plan, TieredPlan)
         if plan.before_rope and self.statistics == "calibrated":
             raise ValueError(
@@ -228,6 +230,8 @@ class CorrectedMethod:
 
 
 def _codecs(plan: Plan) -> list[Codec]:
+    if isinstance(plan, PlacedPlan):
+        return _codecs(plan.low)
     if isinstance(plan, LayerPlan):
         return [plan.keys.codec, plan.values.codec]
     assert isinstance(plan, TieredPlan)

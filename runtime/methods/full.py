@@ -5,10 +5,6 @@ from dataclasses import dataclass
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.contract import Geometry
 from calib.runtime.ordered.store import LayerPlan
-from calib.runtime.ordered.stream import StreamPlan
-from calib.runtime.stages.codec import Exact
-from calib.runtime.stages.schedule import Residual
-from calib.runtime.stages.transform import Identity
 
 
 @dataclass(frozen=True)
@@ -17,5 +13,4 @@ class Full:
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """The same two streams for every layer."""
-        stream = StreamPlan(Identity(), Exact(), Residual(0))
-        return LayerPlan(stream, stream)
+        return LayerPlan.exact()

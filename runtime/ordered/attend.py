@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.attend.reference import RunningSoftmax
+from calib.runtime.beside import Beside, newest
 from calib.runtime.logits import Logits
 from calib.runtime.ordered.reading import Asked, LevelStep, Reading
 from calib.runtime.ordered.rows import OrderedRows
@@ -37,6 +38,7 @@ class LayerAttention:
     forward: Forward
     rows: range
     logits: Logits
+    beside: Beside | None = None
 
     def output(self, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         """Attention of queries none of whose columns is padding.
@@ -58,11 +60,12 @@ class LayerAttention:
             windows = (self.keys.window.tokens.shape[2], self.values.window.tokens.shape[2])
             queries = range(at, at + tile.shape[2])
             asked = Asked(self.rows, queries, logits.sliding, windows, self.keys.tile_tokens, query.device)
-            level = LevelStep.of(self.state, self.forward, asked)
+            level = LevelStep.of(self.state, self.forward, asked) if self.beside is None else None
             if level is not None:
                 mixed = self._level_step(level, grouped, new_keys, new_values)
             else:
-                mixed = self._general(Reading.of(self.state, self.forward, asked), grouped, new_keys, new_values)
+                reading = Reading.of(self.state, self.forward, asked)
+                mixed = self._general(reading, len(queries), grouped, new_keys, new_values)
             outputs.append(mixed.unflatten(2, (-1, tile.shape[2])).flatten(1, 2).to(query.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -84,13 +87,18 @@ class LayerAttention:
             softmax.add(self._mix(of_tile, step.last))
         return softmax.output()
 
-    def _general(self, reading: Reading, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-        """Any rows, several queries, sliding windows."""
+    def _general(self, reading: Reading, queries: int, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        """Any rows, several `queries` columns, sliding windows, pairs beside."""
         new_keys, new_values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
-        scored, softmax = _Scorer(self.keys, query), RunningSoftmax()
-        for pages, hidden in reading.tiles[:-1]:
-            softmax.add(self._mix(softmax.weights(_masked(self.logits.capped(scored.packed(pages)), hidden)), pages))
-        # The last tile, the window and the new tokens are one part: most caches are no longer than that.
+        scored, softmax, beside = _Scorer(self.keys, query), RunningSoftmax(), self.beside
+        met: list[tuple[slice | Tensor, Tensor]] = []
+        for (pages, hidden), start in zip(reading.tiles[:-1], reading.starts[:-1], strict=True):
+            scores = self.logits.capped(scored.packed(pages))
+            stretch = slice(start, start + scores.shape[-1])
+            scores = _masked(scores, hidden if beside is None else _either(hidden, beside.hides(stretch)))
+            softmax.add(self._mix(softmax.weights(scores), pages))
+            met.append((stretch, scores))
+        # The last tile, the window, the new tokens and what lies beside are one part: most caches are no longer than that.
         parts = [scored.packed(pages) for pages, _ in reading.tiles[-1:]]
         tile = sum(part.shape[-1] for part in parts)
         if reading.window is not None:
@@ -100,14 +108,33 @@ class LayerAttention:
             parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
         window = sum(part.shape[-1] for part in parts) - tile
         parts.append(scored.exact(new_keys))
-        weights = softmax.weights(_masked(self.logits.capped(torch.cat(parts, -1)), reading.hidden))
-        of_tile, of_window, of_new = weights.split([tile, window, new_keys.shape[2]], -1)
+        hidden, sizes = reading.hidden, [tile, window, new_keys.shape[2]]
+        if beside is not None:
+            parts.append(scored.exact(beside.keys))
+            sizes.append(beside.keys.shape[2])
+            hidden = self._hidden_beside(reading, beside)
+        scores = _masked(self.logits.capped(torch.cat(parts, -1)), hidden)
+        of_tile, of_window, of_new, *of_beside = softmax.weights(scores).split(sizes, -1)
         softmax.add(of_new @ new_values.float())
         if window:
             softmax.add(of_window @ self._window(self.values).float())
         if tile:
             softmax.add(self._mix(of_tile, reading.tiles[-1][0]))
+        if beside is not None:
+            softmax.add(of_beside[0] @ beside.values.float())
+            if beside.asks:
+                heads = beside.places.shape[1]
+                met.append((torch.cat([reading.last.expand(-1, heads, -1), beside.places], -1), scores))
+                normaliser = newest(softmax.normaliser(), query.shape[2] // queries)
+                for places, part in met:
+                    beside.add(places, part, normaliser)
         return softmax.output()
+
+    def _hidden_beside(self, reading: Reading, beside: Beside) -> Tensor:
+        """The mask of the last part, bool `[rows, kv_heads, n or 1, tokens]`: tokens that are attended beside are hidden."""
+        held, apart = _either(reading.hidden, beside.hides(reading.last)), beside.hidden(reading.back)
+        queries = max(held.shape[2], apart.shape[2])
+        return torch.cat([part.expand(-1, -1, queries, -1) for part in (held, apart)], -1)
 
     def _window(self, stream: Stream) -> Tensor:
         if len(self.rows) == stream.window.tokens.shape[0]:
@@ -143,3 +170,7 @@ def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
         return scores
     by_group = scores.unflatten(2, (-1, hidden.shape[2])) if hidden.shape[2] > 1 else scores.unsqueeze(3)
     return by_group.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(2, 3)
+
+
+def _either(hidden: Tensor | None, more: Tensor) -> Tensor:
+    return more if hidden is None else hidden | more

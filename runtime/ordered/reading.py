@@ -5,6 +5,7 @@ else (ragged rows, several queries, sliding windows) with an index and masks.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class LevelStep:
     @staticmethod
     def of(state: OrderedRows, forward: Forward, asked: Asked) -> "LevelStep | None":
         """The step of a forward, made by the first layer that asks; None where the rows are not level."""
-        if forward.width > 1 or asked.sliding is not None or state.keys.window() != state.values.window():
+        if asked.queries.stop > 1 or asked.sliding is not None or state.keys.window() != state.values.window():
             return None
         key = (LevelStep, asked)
         if key not in forward.readings:
@@ -94,18 +95,40 @@ class Reading:
     Attributes:
         tiles: (pages, hidden) of the tokens whose key and value are packed, at most `tile` over all rows each;
             `hidden` bool `[rows, 1, query rows or 1, tokens]` or None. The last one's mask is part of `hidden` below.
+        starts: the place of each tile's first token; the last tile has `last_tokens`.
         recent: pages of keys already packed whose values are still exact, or None.
         window: int64 `[rows, 1, 1, slots]`: where the key of each slot of the value window is found among the key
             window's slots followed by the `recent` pages' tokens; None without a window.
+        places: int64 `[rows, 1, slots]`: the token of each of those slots, negative where none lies.
         new: the new tokens that are read: none after the last query, none before the first one's sliding window.
+        held: int64 `[rows, 1]`: the place of each row's first new token.
         hidden: mask of the last tile, the window and those new tokens together, or None where all are seen.
+        back: int64 `[rows, 1, queries, 1]`: a token at this place or before is behind the query's sliding window.
     """
 
     tiles: list[tuple[Pages, Tensor | None]]
+    starts: list[int]
+    last_tokens: int
     recent: Pages | None
     window: Tensor | None
+    places: Tensor | None
     new: slice
+    held: Tensor
     hidden: Tensor | None
+    back: Tensor | None
+
+    @cached_property
+    def last(self) -> Tensor:
+        """int64 `[rows, 1, tokens]`: the places of the last tile's tokens, the window's and the new ones that are read; where
+        no token lies any place that is not negative."""
+        device, rows = self.held.device, len(self.held)
+        parts = [
+            torch.arange(start, start + self.last_tokens, device=device).expand(rows, 1, -1)
+            for start in self.starts[-1:]
+        ]
+        parts += [] if self.places is None else [self.places.clamp(min=0)]
+        parts.append((self.held + torch.arange(self.new.start, self.new.stop, device=device))[:, None])
+        return torch.cat(parts, -1)
 
     @staticmethod
     def of(state: OrderedRows, forward: Forward, asked: Asked) -> "Reading":
@@ -143,12 +166,16 @@ class _Planner:
             (self.state.table.select(self.rows, span.start, span.stop, self.device), self._tile_hidden(span))
             for span in spans
         ]
-        window, absent, recent = self._window()
+        window, places, absent, recent = self._window()
         masks = [(mask, len(span) * PAGE_TOKENS) for (_, mask), span in zip(tiles[-1:], spans[-1:], strict=True)]
         masks += [(absent, self.windows[1])] if window is not None else []
         first = 0 if self.sliding is None else max(0, self.queries.start - self.sliding + 1)
         masks.append((self._new_hidden(first), self.queries.stop - first))
-        return Reading(tiles, recent, window, slice(first, self.queries.stop), self._joined(masks))
+        new = slice(first, self.queries.stop)
+        starts = [span.start * PAGE_TOKENS for span in spans]
+        back = None if self.sliding is None else self._query_places() - self.sliding
+        last = len(spans[-1]) * PAGE_TOKENS if spans else 0
+        return Reading(tiles, starts, last, recent, window, places, new, self.held, self._joined(masks), back)
 
     def _tile_hidden(self, span: range) -> Tensor | None:
         """Tokens of a span of pages that a row does not read from pages, or that its queries do not see."""
@@ -164,11 +191,11 @@ class _Planner:
         places = self.held + torch.arange(first, self.queries.stop, device=self.device)
         return self._unseen(places, places[:, None, None, :] > self._query_places())
 
-    def _window(self) -> tuple[Tensor | None, Tensor | None, Pages | None]:
-        """Index of the value window's keys, the mask of its slots, and the pages of keys packed ahead of their values."""
+    def _window(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Pages | None]:
+        """Index of the value window's keys, the slots' tokens, their mask, and the pages of keys packed ahead of their values."""
         slots, size = self.windows[1], self.state.values.window()
         if slots == 0 or self.attended == self.before:
-            return None, None, None
+            return None, None, None, None
         # The newest token that falls on each slot, and whether the row holds it there.
         tokens = self.held - 1 - (self.held - 1 - torch.arange(slots, device=self.device)) % size
         absent = (tokens < self.limit) | (tokens < 0)
@@ -185,7 +212,7 @@ class _Planner:
             encoded = tokens < self._upload("packed", self.packed)
             places = torch.where(encoded, self.windows[0] + tokens - self._upload("first", first) * PAGE_TOKENS, places)
         index = torch.where(absent, torch.zeros_like(places), places)[:, None, None]
-        return index, self._unseen(tokens, absent[:, None, None]), recent
+        return index, tokens[:, None], self._unseen(tokens, absent[:, None, None]), recent
 
     def _unseen(self, places: Tensor, hidden: Tensor) -> Tensor:
         """`hidden`, and beyond it what the sliding window hides of the tokens at `places [rows or 1, tokens]`."""

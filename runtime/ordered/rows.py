@@ -22,6 +22,10 @@ class OrderedRows(Rows):
         """Tokens of which key and value are both encoded: what attention reads from pages alone."""
         return min(self.keys.packed(length), self.values.packed(length))
 
+    def encoded(self, row: int, length: int) -> int:
+        """Tokens whose key is."""
+        return self.keys.packed(length)
+
     def reserve(self, forward: Forward) -> None:
         """Pages for what both schedules encode; those that a sliding window has left behind are given back."""
         table, pages, writes = self.table, [], []

@@ -1,29 +1,40 @@
 """A store whose tokens keep their order: two streams with a schedule each, pages shared by one table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from calib.runtime.beside import Beside
+from calib.runtime.host_pairs import HostPairs
 from calib.runtime.logits import Logits
 from calib.runtime.ordered.attend import LayerAttention
 from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.ordered.stream import Stream, StreamPlan
 from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.pool import device_memory
 from calib.runtime.rows import Forward
+from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.codec.corrected import counts_of
+from calib.runtime.stages.schedule import Residual
+from calib.runtime.stages.transform import Identity
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.window import allocated
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The stages of one layer's keys and values; refuses what the storage cannot hold."""
+    """The stages of one layer's keys and values; refuses what the storage cannot hold.
+
+    With `on_host` the pages lie in host memory, a token's key beside its value, and a tile is fetched when it is attended.
+    """
 
     keys: StreamPlan
     values: StreamPlan
+    on_host: bool = False
     rotation_remedy = None
     asks_ids = False
+    speculative = False
 
     def __post_init__(self) -> None:
         reach = 4 * max(self.keys.schedule.window(), self.values.schedule.window()) + 2
@@ -43,6 +54,12 @@ class LayerPlan:
                 "values would be encoded before the keys of the same tokens; encode keys at least as early"
             )
 
+    @staticmethod
+    def exact(on_host: bool = False) -> "LayerPlan":
+        """Every token in pages as the model made it."""
+        stream = StreamPlan(Identity(), Exact(), Residual(0))
+        return LayerPlan(stream, stream, on_host)
+
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for groups that do not divide the head."""
         for stream in (self.keys, self.values):
@@ -54,7 +71,13 @@ class LayerPlan:
 
     def open(self, keys: Tensor, values: Tensor, rows: OrderedRows, place: Place) -> "OrderedStore":
         """Both streams, empty."""
-        return OrderedStore((Stream("keys", self.keys, keys), Stream("values", self.values, values)), rows)
+        pairs = HostPairs(keys.shape[3], values.shape[3]) if self.on_host else None
+        memory = {role: device_memory if pairs is None else pairs.of(role) for role in ("keys", "values")}
+        streams = (
+            Stream("keys", self.keys, keys, memory["keys"]),
+            Stream("values", self.values, values, memory["values"]),
+        )
+        return OrderedStore(streams, rows, pairs)
 
     def tables(self) -> list[Tensor]:
         """Those of both streams."""
@@ -62,30 +85,39 @@ class LayerPlan:
 
     def to(self, device: torch.device) -> "LayerPlan":
         """Both streams' stages on `device`."""
-        return LayerPlan(self.keys.to(device), self.values.to(device))
+        return replace(self, keys=self.keys.to(device), values=self.values.to(device))
 
 
 class OrderedStore:
-    """Keys and values of one layer, each a `Stream`."""
+    """Keys and values of one layer, each a `Stream`; `pairs` is the host memory that their pages lie in, if they do."""
 
     observes = False
 
-    def __init__(self, streams: tuple[Stream, Stream], rows: OrderedRows) -> None:
-        self.streams, self.rows = streams, rows
+    def __init__(self, streams: tuple[Stream, Stream], rows: OrderedRows, pairs: HostPairs | None = None) -> None:
+        self.streams, self.rows, self.pairs = streams, rows, pairs
 
     @property
     def plan(self) -> LayerPlan:
         """The stages, where the streams are."""
-        return LayerPlan(*(stream.plan for stream in self.streams))
+        keys, values = (stream.plan for stream in self.streams)
+        return LayerPlan(keys, values, on_host=self.pairs is not None)
 
     def prepare(self, forward: Forward) -> None:
         """Pages for both streams."""
         for stream in self.streams:
             stream.prepare(forward, self.rows.table)
 
-    def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
+    def attend(
+        self,
+        forward: Forward,
+        rows: range,
+        logits: Logits,
+        given: Given,
+        observe: bool,
+        beside: Beside | None = None,
+    ) -> Tensor:
         """See `LayerAttention`; nothing here depends on what was attended."""
-        return LayerAttention(*self.streams, self.rows, forward, rows, logits).output(*given)
+        return LayerAttention(*self.streams, self.rows, forward, rows, logits, beside).output(*given)
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into windows and pages, as the schedules say."""
@@ -118,8 +150,11 @@ class OrderedStore:
         weight = Footprint()
         for stream in self.streams:
             pool, itemsize = stream.pool, stream.window.tokens.element_size()
-            weight.kinds.update(pool.bytes_by_kind(self.rows.table.capacity))
-            weight.marginal += pool.bytes_per_token()
+            if self.pairs is None:
+                weight.kinds.update(pool.bytes_by_kind(self.rows.table.capacity))
+                weight.marginal += pool.bytes_per_token()
+            else:
+                weight.host += pool.bytes_by_kind(self.rows.table.capacity).total()
             weight.kinds["outliers"] += 0 if stream.further is None else 8
             slots = max(map(stream.plan.schedule.slots, self.rows.lengths), default=0)
             size = len(self.rows.lengths) * pool.kv_heads * stream.head_dim * itemsize
@@ -127,6 +162,10 @@ class OrderedStore:
             weight.kinds["window"] += held * size
             weight.values += pool.kv_heads * stream.head_dim
         return weight
+
+    def on_host(self) -> list[Tensor]:
+        """The pages, where they lie there."""
+        return [] if self.pairs is None or self.pairs.pairs is None else [self.pairs.pairs]
 
     def further(self) -> int:
         """Of both streams."""

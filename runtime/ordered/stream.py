@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.pages import TILE_TOKENS, PageTable, tile_tokens
-from calib.runtime.pool import PagePool
+from calib.runtime.pool import Memory, PagePool, device_memory
 from calib.runtime.rows import Forward
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.contract import Block, Codec, Schedule, Transform
@@ -34,14 +34,16 @@ class StreamPlan:
 class Stream:
     """Storage of one stream. Tokens arrive in the window or, where the schedule says so, go straight to pages."""
 
-    def __init__(self, role: str, plan: StreamPlan, like: Tensor) -> None:
-        """`like [rows, kv_heads, tokens, head_dim]`: the first tokens, which fix shapes, dtype and parameter width."""
+    def __init__(self, role: str, plan: StreamPlan, like: Tensor, memory: Memory = device_memory) -> None:
+        """`like [rows, kv_heads, tokens, head_dim]`: the first tokens, which fix shapes, dtype and parameter width; `memory`
+        is where pages lie."""
         self.role, self.plan = role, plan.to(like.device)
         self.head_dim = like.shape[3]
         self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
         self.wide = plan.codec.wide(self.plan.transform.forward(like)) if like.shape[2] else False
         self.window = Window(plan.schedule.window(), like)
-        self.pool = PagePool(plan.codec.fields(self.head_dim, like.dtype, self.wide), like.shape[1], like.device)
+        fields = plan.codec.fields(self.head_dim, like.dtype, self.wide)
+        self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.further = counter(plan.codec, like.device)
 
     def prepare(self, forward: Forward, table: PageTable) -> None:

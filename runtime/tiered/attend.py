@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.attend.reference import RunningSoftmax
+from calib.runtime.beside import Beside, newest
 from calib.runtime.logits import Logits
-from calib.runtime.pages import TIER_PAGE_TOKENS
+from calib.runtime.pages import TIER_PAGE_TOKENS, upload
 from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward
 from calib.runtime.stages.saliency.probes import share_of
 from calib.runtime.tiered.met import MetTier
-from calib.runtime.tiered.reading import Asked, TieredReading
+from calib.runtime.tiered.reading import Asked, TieredReading, Tile
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.tier import Tier
 from calib.runtime.tiered.turned import turned_to_places
@@ -57,13 +58,15 @@ class Watch:
 class _Part:
     """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted.
 
-    `listed`: the tier whose records have more to add once the final probabilities of all its parts are known.
+    `listed`: the tier whose records have more to add once the final probabilities of all its parts are known. `places` of its
+    tokens, `[rows, kv_heads or 1, tokens]` or a stretch, where something is asked about them.
     """
 
     scores: Tensor
     mix: Callable[[Tensor], Tensor]
     watched: bool
     listed: MetTier | None = None
+    places: Tensor | slice | None = None
 
 
 @dataclass
@@ -79,6 +82,7 @@ class TieredAttention:
     rotation: Rotation | None = None
     kept: float | None = None
     before_rope: bool = False
+    beside: Beside | None = None
 
     @property
     def is_prompt(self) -> bool:
@@ -111,7 +115,7 @@ class TieredAttention:
             reading = TieredReading.of(self.state, self.forward, asked)
             # Query rows of a KV head: group-major, then the tokens of the tile.
             grouped = (tile.float() * self.logits.scale).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-            softmax, watched = RunningSoftmax(), []
+            softmax, watched, asked_about = RunningSoftmax(), [], []
             listed: dict[MetTier, list[Tensor]] = {}
             parts = self._parts(reading, grouped, new_keys, new_values, watch)
             for part in parts if self.kept is None else self._heaviest(list(parts), queries):
@@ -119,11 +123,18 @@ class TieredAttention:
                 softmax.add(part.mix(weights))
                 if part.watched:
                     watched.append(part.scores)
+                if part.places is not None:
+                    asked_about.append(part)
                 if part.listed is not None:
                     listed.setdefault(part.listed, []).append(part.scores)
             mixed = softmax.output()
             for tier, scores in listed.items():
                 mixed = mixed + tier.listed_mix(softmax.probabilities(torch.cat(scores, -1)))
+            if self.beside is not None and asked_about:
+                normaliser = newest(softmax.normaliser(), query.shape[1] // kv_heads)
+                for part in asked_about:
+                    assert part.places is not None
+                    self.beside.add(part.places, part.scores, normaliser)
             if watch is not None and seen is not None:
                 self._look(watch, seen, watched, softmax, reading, queries)
             outputs.append(mixed.unflatten(2, (-1, len(queries))).flatten(1, 2).to(query.dtype))
@@ -141,22 +152,61 @@ class TieredAttention:
             asked = self._relocated(query) if tier.relocated else query
             met = MetTier(tier, self.rows, asked, reading.records, tiles[-1].stop, turned)
             for tile in tiles:
-                hidden = tile.hidden
+                hidden, places = tile.hidden, None
+                if reading.back is not None or self.beside is not None:
+                    places = self._places(tier, tile)
                 if reading.back is not None:
-                    gone = tier.places(tile.pages)[:, :, None] <= reading.back
+                    assert isinstance(places, Tensor)
+                    gone = places[:, :, None] <= reading.back
                     hidden = gone if hidden is None else gone | hidden
+                if self.beside is not None and places is not None:
+                    twins = self.beside.hides(places)
+                    hidden = twins if hidden is None else twins | hidden
                 yield _Part(
                     _masked(self.logits.capped(met.scores(tile)), hidden),
                     lambda weights, met=met, tile=tile: met.mix(weights, tile),  # type: ignore[misc]
                     watch is not None and watch.tier and number == 0,
                     met if met.lists_values else None,
+                    places if self._asks else None,
                 )
+        if self.beside is not None and self.beside.places.shape[2]:
+            yield self._fetched(self.beside, query, reading.back)
         keys, values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         if self.windows is not None and reading.window:
             held = (window.tokens[self.rows.start : self.rows.stop, :, : reading.window] for window in self.windows)
             keys, values = (torch.cat(pair, 2) for pair in zip(held, (keys, values), strict=True))
         exact = _masked(self.logits.capped(query @ keys.float().mT), reading.hidden)
-        yield _Part(exact, lambda weights: weights @ values.float(), watch is not None)
+        places = self._exact_places(reading, query.device) if self._asks else None
+        yield _Part(exact, lambda weights: weights @ values.float(), watch is not None, places=places)
+
+    @property
+    def _asks(self) -> bool:
+        return self.beside is not None and self.beside.asks
+
+    def _fetched(self, beside: Beside, query: Tensor, back: Tensor | None) -> _Part:
+        """The pairs beside, met where the query is turned to."""
+        asked = query if beside.turns is None else Rotation.turned(query, *beside.turns)
+        scores = _masked(self.logits.capped(asked @ beside.keys.float().mT), beside.hidden(back))
+        places = beside.places if beside.asks else None
+        return _Part(scores, lambda weights: weights @ beside.values.float(), False, places=places)
+
+    @staticmethod
+    def _places(tier: Tier, tile: Tile) -> Tensor | slice:
+        """Of a tile's tokens; a tier without positions is the only one, and slot t holds token t."""
+        return tier.places(tile.pages) if tier.positions else slice(tile.start, tile.stop)
+
+    def _exact_places(self, reading: TieredReading, device: torch.device) -> Tensor:
+        """int64 `[rows, 1, tokens]` of the window's slots and the new tokens; another's where a slot is not in use."""
+        key = ("exact places", self.rows, reading.window, reading.new.stop, device)
+        if key not in self.forward.readings:
+            before = [self.forward.before[row] for row in self.rows]
+            exact = [self.state.exact(row, length) for row, length in zip(self.rows, before, strict=True)]
+            start, used = (upload(part, torch.int64, device)[:, None, None] for part in (before, exact))
+            slots = torch.arange(reading.window, device=device)
+            new = torch.arange(reading.new.start, reading.new.stop, device=device)
+            self.forward.readings[key] = torch.cat([start - used + slots, start + new], -1)
+        places: Tensor = self.forward.readings[key]
+        return places
 
     @torch.no_grad()
     def _look(
@@ -203,7 +253,9 @@ class TieredAttention:
         key = ("relocated", self.rows, query.device)
         if key not in self.forward.readings:
             before = [self.forward.before[row] for row in self.rows]
-            dropped = [sum(self.state.held(row, n)) - n for row, n in zip(self.rows, before, strict=True)]
+            dropped = [self.state.kept(row, n) - n for row, n in zip(self.rows, before, strict=True)]
+            if self.beside is not None and self.beside.turns is not None:
+                dropped = [places + (places < 0) for places in dropped]  # what was fetched takes one place
             self.forward.readings[key] = self.rotation.turns(dropped, query.device)
         return Rotation.turned(query, *self.forward.readings[key])
 

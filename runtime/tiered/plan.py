@@ -11,16 +11,22 @@ from calib.runtime.stages.codec import Corrected
 from calib.runtime.stages.contract import Saliency, Tiering
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.saliency import Probes
-from calib.runtime.stages.tiering import HeavyRecent, Shares, Sinks
+from calib.runtime.stages.tiering import HeavyRecent, Local, Shares, Sinks
 from calib.runtime.store import Place
 from calib.runtime.tiered.budget import BudgetStore
 from calib.runtime.tiered.chunks import ChunkStore
+from calib.runtime.tiered.local import LocalStore
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.sinks import SinkStore
 from calib.runtime.tiered.store import TieredStore
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
-STORES: dict[type[Any], type[TieredStore]] = {Shares: ChunkStore, HeavyRecent: BudgetStore, Sinks: SinkStore}
+STORES: dict[type[Any], type[TieredStore]] = {
+    Shares: ChunkStore,
+    HeavyRecent: BudgetStore,
+    Sinks: SinkStore,
+    Local: LocalStore,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class TieredPlan:
         one_set: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
         kept: oracle eviction: the share of tokens that a query of a later forward attends to, the heaviest ones.
         before_rope: keys are encoded as they were before RoPE, and turned to their places when attended (`Shares` alone).
+        positions: every token's place in its row is kept, though neither the tiering nor a sliding window needs it.
+        representatives: keys that stand for a block that has left (`Local` alone).
     """
 
     tiers: tuple[TierPlan, ...]
@@ -44,6 +52,9 @@ class TieredPlan:
     one_set: bool = False
     kept: float | None = None
     before_rope: bool = False
+    positions: bool = False
+    representatives: int = 0
+    speculative = False
 
     @property
     def relocates(self) -> bool:

@@ -43,6 +43,14 @@ class TieredRows(Rows):
         """Slots in use of the exact window then."""
         return self.tiering.exact(length, self.prompt(row))
 
+    def kept(self, row: int, length: int) -> int:
+        """Tokens of `row` in the cache when it has seen `length`."""
+        return sum(self.held(row, length)) + self.exact(row, length)
+
+    def encoded(self, row: int, length: int) -> int:
+        """All that are not in the window."""
+        return length - self.exact(row, length)
+
     def prompt(self, row: int) -> int:
         """Tokens of the row's first forward; 0 before it is stored."""
         return self.prompts[row] if self.prompts else 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.probe_saliency.reference import attention_mass
+from calib.runtime.beside import Beside
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
 from calib.runtime.pool import PagePool
@@ -46,7 +47,7 @@ class TieredStore(ABC):
                 stage = dict(tier.streams())[role].transform
                 self.transforms.setdefault(self._key(role, number), RowTransform(stage, like, dtype))
         self.dictionaries = RowDictionary.of_streams(plan.tiers[0], keys, values, place)
-        positions = rows.sliding is not None or self.needs_positions
+        positions = rows.sliding is not None or plan.positions or self.needs_positions
         self.tiers = [
             Tier(
                 tier,
@@ -103,7 +104,15 @@ class TieredStore(ABC):
             pool.grow(self.rows.tables[number].capacity)
             pool.copy(forward.copies[number])
 
-    def attend(self, forward: Forward, rows: range, logits: Logits, given: Given, observe: bool) -> Tensor:
+    def attend(
+        self,
+        forward: Forward,
+        rows: range,
+        logits: Logits,
+        given: Given,
+        observe: bool,
+        beside: Beside | None = None,
+    ) -> Tensor:
         """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
         attention = TieredAttention(
             self.tiers,
@@ -115,6 +124,7 @@ class TieredStore(ABC):
             self.place.rotation,
             self.plan.kept,
             self.plan.before_rope,
+            beside,
         )
         observe = observe and self.observes
         self.query_values = given.query.shape[1] * given.query.shape[3]
@@ -239,6 +249,10 @@ class TieredStore(ABC):
         draft = self.heads * sum(self.widths) + (self.query_values if self.observes else 0)
         weight.kinds["window"] += self.rows.unconfirmed * len(self.rows.lengths) * draft * self.itemsize
         return weight
+
+    def on_host(self) -> list[Tensor]:
+        """None."""
+        return []
 
     def further(self) -> int:
         """Of all tiers."""

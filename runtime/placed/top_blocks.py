@@ -1,0 +1,88 @@
+"""InfLLM's store (arXiv:2402.04617): blocks that have left the local window come back where a query needs them.
+
+A block is known on the device by its representatives: the keys that the queries behind them looked at most. The blocks whose
+representatives fit the queries of a forward best are fetched and attended, exactly. All their tokens take one place, that
+just before the local window; keys are kept before RoPE for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.runtime.beside import NOWHERE, Beside
+from calib.runtime.logits import Logits
+from calib.runtime.pages import PAGE_TOKENS
+from calib.runtime.placed.store import PlacedStore
+from calib.runtime.rotation import Rotation
+from calib.runtime.rows import Forward
+from calib.runtime.store import Given
+from calib.runtime.tiered.turned import turned_back
+
+
+class TopBlocksStore(PlacedStore):
+    """`low` is a `LocalStore`: initial tokens, local ones, and the representatives of the blocks that left."""
+
+    low: Any
+
+    def attend(
+        self,
+        forward: Forward,
+        rows: range,
+        logits: Logits,
+        given: Given,
+        observe: bool,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        """What the device holds, and the blocks that its representatives call for."""
+        tiering = self.low.tiering
+        blocks = [tiering.blocks(forward.before[row]) for row in rows]
+        if not self.policy.fetched or not any(blocks):
+            return self.on_device(forward, rows, logits, given, observe)
+        turns = self.low.turns_to_blocks(forward, rows, given.query.device)
+        chosen = self._chosen(forward, rows, blocks, logits, given.query, turns)
+        self.residents.fit(chosen.shape[2], self.policy.fetched * self.policy.block)
+        reach = max(forward.before[row] for row in rows) + PAGE_TOKENS
+        self.residents.hold(rows, chosen, self.host, reach)
+        residents = Beside(*self.residents.of(rows), reach, turns)
+        return self.on_device(forward, rows, logits, given, observe, residents)
+
+    def _chosen(
+        self,
+        forward: Forward,
+        rows: range,
+        blocks: list[int],
+        logits: Logits,
+        query: Tensor,
+        turns: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """The tokens of the best blocks, int64 `[rows, kv_heads, n]`: the sum over the queries and a block's representatives of
+        their products, in the mean over the query heads."""
+        keys = self.low.representatives[rows.start : rows.stop, :, : max(blocks)]  # [rows, kv_heads, blocks, r, D]
+        asked = query.float() * logits.scale
+        if turns is not None:
+            asked = Rotation.turned(asked, *turns)
+        asked = asked.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)  # linear in the query
+        scores = (keys.float().sum(3) @ asked[..., None])[..., 0]
+        there = forward.tensor(f"blocks of {rows}", blocks, query.device)[:, None, None]
+        scores = scores.masked_fill(torch.arange(max(blocks), device=query.device) >= there, -torch.inf)
+        best, numbers = scores.topk(min(self.policy.fetched, max(blocks)), -1)
+        size, initial = self.policy.block, self.low.tiering.initial
+        tokens = initial + numbers[..., None] * size + torch.arange(size, device=query.device)
+        return tokens.masked_fill((best == -torch.inf)[..., None], NOWHERE).flatten(2)
+
+    def keys_on_host(self, forward: Forward, keys: Tensor) -> Tensor:
+        """Before RoPE, where blocks take one place."""
+        if not self.low.relocates:
+            return keys
+        turned = torch.zeros_like(keys)
+        for alike in forward.alike:
+            own = forward.real(keys, alike)
+            span = range(forward.before[alike[0]], forward.before[alike[0]] + own.shape[2])
+            assert self.place.rotation is not None
+            back = turned_back(forward, self.place.rotation, own, span).to(keys.dtype)
+            if forward.columns is None:
+                turned[alike] = back
+            else:
+                turned[alike[0], :, forward.columns[alike[0]].to(keys.device)] = back[0]
+        return turned

@@ -1,0 +1,198 @@
+"""Initial and local tokens, exact; of the blocks that leave the window nothing stays but some of their keys (InfLLM)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.kernels.probe_saliency.reference import attention_mass
+from calib.runtime.logits import Logits
+from calib.runtime.pages import upload
+from calib.runtime.rows import Forward
+from calib.runtime.stages.tiering import Local
+from calib.runtime.store import Footprint, Place
+from calib.runtime.tiered.attend import Seen, Watch
+from calib.runtime.tiered.rows import TieredRows
+from calib.runtime.tiered.store import TieredStore
+from calib.runtime.tiered.turned import turned_back
+from calib.runtime.window import Window, allocated
+
+
+class LocalStore(TieredStore):
+    """The window holds the local tokens, slot i the i-th; `mass [rows, kv_heads, slots]` what the queries behind them saw.
+
+    `representatives [rows, kv_heads, blocks, r, D]` are keys in the model's dtype, before RoPE where the plan relocates.
+    """
+
+    def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
+        super().__init__(plan, keys, values, rows, place)
+        self.tiering: Local = plan.tiering
+        self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
+        self.mass = torch.zeros(*keys.shape[:2], 0, device=keys.device)
+        self.representatives = keys.new_zeros(*keys.shape[:2], 0, plan.representatives, keys.shape[3])
+
+    @property
+    def relocates(self) -> bool:
+        """Whether tokens before the window are met just before it."""
+        return bool(self.plan.relocates)
+
+    @property
+    def observes(self) -> bool:
+        """What is attended decides which keys stand for a block."""
+        return True
+
+    def turns_to_blocks(self, forward: Forward, rows: range, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """What brings a query to where it meets keys before RoPE as if they stood just before the window."""
+        if not self.relocates:
+            return None
+        assert self.place.rotation is not None
+        key = ("turns to blocks", rows, device)
+        if key not in forward.readings:
+            places = [1 - self.tiering.first(forward.before[row]) for row in rows]
+            forward.readings[key] = self.place.rotation.turns(places, device)
+        turns: tuple[Tensor, Tensor] = forward.readings[key]
+        return turns
+
+    def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
+        """Every query; which tokens it counts for is said below."""
+        return torch.arange(length)
+
+    @torch.no_grad()
+    def _seen_of_prompt(self, forward: Forward, rows: range, logits: Logits, query: Tensor, keys: Tensor) -> Seen:
+        length, window = keys.shape[2], self.tiering.window
+        mass = attention_mass(
+            query, keys, torch.arange(length), logits.scale, logits.softcap, logits.sliding, behind=(1, window)
+        )
+        return Seen(mass[:, :, :0], mass)
+
+    def watch(self, forward: Forward, rows: range, device: torch.device) -> Watch | None:
+        """Every query, for the tokens that it follows within the window."""
+        key = ("behind", rows, device)
+        if key not in forward.readings:
+            before = [forward.before[row] for row in rows]
+            first = [self.tiering.first(length) for length in before]
+            start, begin = (upload(part, torch.int64, device)[:, None] for part in (before, first))
+            columns = torch.arange(forward.counts[rows.start], device=device)
+            slots = torch.arange(max(b - f for b, f in zip(before, first, strict=True)), device=device)
+            places = torch.cat([begin + slots, start + columns], -1)
+            behind = (start + columns)[:, :, None] - places[:, None]
+            forward.readings[key] = ((behind >= 1) & (behind <= self.tiering.window)).float()
+        return Watch(False, forward.readings[key])
+
+    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Initial tokens to their tier, the others to the window, and out of it in whole blocks."""
+        held = [self.tiering.exact(n, 0) for n in forward.before]
+        left = [self.tiering.exact(n, 0) for n in forward.after]
+        self._resize(max(held + left))
+        step = forward.width == 1 and forward.columns is None
+        going_on = [row for row, count in enumerate(held) if step and left[row] == count + 1]
+        if going_on:
+            self._append(going_on, held, forward, keys, values)
+        for rows in self.rows.alike(forward):
+            rows = [row for row in rows if row not in going_on]
+            if rows:
+                self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
+        self._resize(max(left))
+        self.seen.clear()
+        self.queries.clear()
+
+    def _append(self, rows: list[int], held: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """One token each for `rows` that no block leaves."""
+        assert self.windows is not None
+        slots = [held[row] for row in rows]
+        seen, fresh = self.seen_by(list(range(len(held))), 1)
+        index: Any = forward.tensor("rows that go on", rows, keys.device)
+        at: Any = forward.tensor("their slots", slots, keys.device)
+        if len(rows) == len(held) and len(set(slots)) == 1:
+            index, at = slice(None), slots[0]
+        for window, new in zip(self.windows, (keys, values), strict=True):
+            window.tokens[index, :, at] = new[index, :, 0]
+        self.mass[index, :, : seen.shape[2]] += seen[index]
+        self.mass[index, :, at] = fresh[index, :, 0]
+
+    def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Tokens of rows that are alike, `[len(rows), kv_heads, n, D]`."""
+        assert self.windows is not None
+        before, after = forward.before[rows[0]], forward.after[rows[0]]
+        local = self.tiering.exact(before, 0)
+        held, fresh = self.seen_by(rows, after - before)
+        mass = torch.cat([self.mass[rows][:, :, :local], fresh], 2)
+        mass[:, :, : min(local, held.shape[2])] += held[:, :, :local]
+        windows = (window.in_order(rows, 0, local) for window in self.windows)
+        keys, values = (torch.cat(pair, 2) for pair in zip(windows, (keys, values), strict=True))
+        place = before - local  # of the first of them
+        initial = max(0, min(after, self.tiering.initial) - place)
+        if initial:
+            places = torch.arange(place, place + initial, device=keys.device).expand(len(rows), self.heads, -1)
+            first = (keys[:, :, :initial], values[:, :, :initial])
+            self.tiers[0].write(rows, self.rows.tables[0], place, *first, places)
+        leaving = (self.tiering.blocks(after) - self.tiering.blocks(before)) * self.tiering.block
+        if leaving:
+            start = place + initial
+            span = slice(initial, initial + leaving)
+            self._represent(rows, forward, range(start, start + leaving), keys[:, :, span], mass[:, :, span])
+        rest = slice(initial + leaving, None)
+        for window, tokens in zip(self.windows, (keys, values), strict=True):
+            window.write(rows, 0, tokens[:, :, rest])
+        own = mass[:, :, rest]
+        self.mass[rows] = torch.nn.functional.pad(own, (0, self.mass.shape[2] - own.shape[2]))
+
+    def _represent(self, rows: list[int], forward: Forward, span: range, keys: Tensor, mass: Tensor) -> None:
+        """Keeps the keys that stand for the blocks of a span of tokens, those with the most mass."""
+        size = self.tiering.block
+        if self.relocates:
+            assert self.place.rotation is not None
+            keys = turned_back(forward, self.place.rotation, keys, span)
+        chosen = mass.unflatten(2, (-1, size)).sort(dim=-1, descending=True, stable=True).indices
+        chosen = chosen[..., : self.representatives.shape[3]]
+        blocks = keys.unflatten(2, (-1, size))
+        found = blocks.gather(3, chosen[..., None].expand(*chosen.shape, keys.shape[3]))
+        first = self.tiering.blocks(forward.before[rows[0]])
+        self._fit(first + found.shape[2])
+        self.representatives[rows, :, first : first + found.shape[2]] = found.to(self.representatives.dtype)
+
+    def _fit(self, blocks: int) -> None:
+        """Room for the representatives of so many blocks."""
+        have = self.representatives
+        if blocks > have.shape[2]:
+            self.representatives = torch.cat(
+                [have, have.new_zeros(*have.shape[:2], blocks - have.shape[2], *have.shape[3:])], 2
+            )
+
+    def _resize(self, slots: int) -> None:
+        for window in self.windows or ():
+            window.resize(slots)
+        size = allocated(slots, self.tiering.longest())
+        kept = self.mass[:, :, :size]
+        self.mass = (
+            torch.nn.functional.pad(kept, (0, size - kept.shape[2])) if size != self.mass.shape[2] else self.mass
+        )
+
+    def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
+        """Also the mass and the representatives."""
+        super().permute(sources, kept)
+        index = sources.to(self.mass.device)
+        self.mass, self.representatives = self.mass[index], self.representatives[index]
+        self._resize(max((self.tiering.exact(n, 0) for n in self.rows.lengths), default=0))
+
+    def to(self, device: torch.device) -> None:
+        """Also the mass and the representatives."""
+        super().to(device)
+        self.mass, self.representatives = self.mass.to(device), self.representatives.to(device)
+
+    def footprint(self) -> Footprint:
+        """Also the window, the mass and the representatives."""
+        weight = super().footprint()
+        rows, lengths = len(self.rows.lengths), self.rows.lengths
+        slots = allocated(max((self.tiering.exact(n, 0) for n in lengths), default=0), self.tiering.longest())
+        weight.kinds["window"] += slots * rows * self.heads * sum(self.widths) * self.itemsize
+        weight.kinds["saliency"] += slots * rows * self.heads * 4
+        # As many blocks as any row ever had that is still there, or was when they were counted.
+        blocks, keys = self.representatives.shape[2:4]
+        weight.marginal += keys * self.heads * self.widths[0] * self.itemsize / self.tiering.block
+        weight.kinds["representatives"] += blocks * keys * rows * self.heads * self.widths[0] * self.itemsize
+        return weight
+
+    def growth(self) -> list[float]:
+        """Nothing in the long run but the representatives, which no tier holds."""
+        return [0.0]
