@@ -62,10 +62,18 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class _Pinned:
-    """Pinned memory in the terms of the CUDA array interface: its address means the same to host and device."""
+    """Pinned memory in the terms of the CUDA array interface: its address means the same to host and device.
+
+    It lives as long as any tensor made of it. Its allocator does not know that kernels read it, so that before it is given
+    back, when pages grow or a cache goes, everything queued must be done.
+    """
 
     def __init__(self, host: Tensor) -> None:
-        self.host = host  # lives as long as any tensor made of it
+        self.host = host
+
+    def __del__(self) -> None:
+        if torch is not None and torch.cuda.is_initialized():  # the interpreter may be leaving
+            torch.cuda.synchronize()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

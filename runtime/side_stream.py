@@ -23,7 +23,9 @@ class SideStream:
         if self.device.type != "cuda":
             yield
             return
-        stream = self._streams.setdefault(self.device, torch.cuda.Stream(self.device))
+        if self.device not in self._streams:
+            self._streams[self.device] = torch.cuda.Stream(self.device)
+        stream = self._streams[self.device]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield

@@ -41,6 +41,7 @@ class PlacedStore(ABC):
 
     def prepare(self, forward: Forward) -> None:
         """Room in both places."""
+        self.residents.side.wait()  # where pages grow they are copied, and nothing may be on its way to them
         self.low.prepare(forward)
         self.host.prepare(_followed(forward))
 
@@ -58,7 +59,9 @@ class PlacedStore(ABC):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into both places, the host first: a token may be fetched as soon as the device has no exact one."""
-        self.host.store(_followed(forward), self.keys_on_host(forward, keys), values)
+        on_host = self.keys_on_host(forward, keys)
+        with self.residents.side.work(on_host, values):
+            self.host.store(_followed(forward), on_host, values)
         self.low.store(forward, keys, values)
 
     def keys_on_host(self, forward: Forward, keys: Tensor) -> Tensor:
@@ -79,16 +82,19 @@ class PlacedStore(ABC):
 
     def exact_on_host(self, forward: Forward, rows: range, logits: Logits, given: Given) -> Tensor:
         """Attention over every token as the host has it, fetched tile by tile."""
+        self.residents.side.wait()
         return self.host.attend(_followed(forward), rows, logits, given, observe=False)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Row i becomes a copy of row `sources[i]`."""
+        self.residents.side.wait()
         self.low.permute(sources, kept[:-1])
         self.host.permute(sources, kept[-1:])
         self.residents.permute(sources)
 
     def to(self, device: torch.device) -> None:
         """Moves what is on the device; the host's part stays, and is seen from there."""
+        self.residents.side.wait()
         self.low.to(device)
         self.host.to(device)
         self.residents.to(device)
