@@ -1,7 +1,7 @@
 """Sizes as the papers count them, which leave out what a cache holds besides: positions, pages, the exact window.
 
 They are printed only under the label `paper counting`, beside the true bits. ZipCache: arXiv:2405.14256. MiKV:
-arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. Widths: `width` is the channels of all KV heads of a layer
+arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. SpeCache: arXiv:2503.16163. Widths: `width` is the channels of all KV heads of a layer
 (hd in ZipCache's formulas, d in GEAR's), `batch` ZipCache's b, `length` the tokens (l, n). Formulas count 16-bit
 parameters.
 """
@@ -98,6 +98,15 @@ def csr_bits(tiers: Sequence[tuple[int, float]], head_dim: int) -> float:
     return sum(32 * pairs * share for pairs, share in tiers) / head_dim
 
 
+def specache_size(bits: int, group: int, exact: int, length: float) -> float:
+    """Share of the 16-bit cache on the device: (B + 32/g)/16 + exact/L, for a window of 64 tokens and 64 fetched ones 128/L.
+
+    The paper prints no formula; this one gives all its sizes, with L the longest input: 4,096, 8,192 or 32,768 tokens. KIVI's
+    rows have the same sizes there, for a window of 128. The copy on the host is not counted.
+    """
+    return (bits + 2 * 16 / group) / 16 + exact / length
+
+
 def counted_bits(
     method: str, options: Mapping[str, Any], head_dim: int, width: int, prompt: float, length: float
 ) -> float | None:
@@ -113,6 +122,10 @@ def counted_bits(
     if method == "csr":
         tiers = options["tiers"] or [(options["sparsity"] or 8, 1.0)]
         return csr_bits(tiers, head_dim) if options["coefficients"] == "fp16" else None
+    if method == "specache":
+        if options["low"] is not None:
+            return None
+        return 16 * specache_size(options["bits"], options["group"], options["residual"] + options["k"], length)
     if method == "zipcache":
         ratio = options["ratio"]
         tiers = [(bits, share) for bits, share in options["tiers"]]

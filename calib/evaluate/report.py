@@ -16,9 +16,10 @@ FORMAT = 1
 FAILED = "failed"
 INTERVAL = "In brackets the 95 % interval."
 COUNTING = (
-    "Bits are true bits per value: every byte the cache holds at the end (codes, parameters, positions, exact tokens, "
-    "pages with their empty slots, tables), over the values of the tokens seen. `paper counting` is what the method's "
-    "paper counts (`calib/evaluate/paper_counting.py`); `marginal` is what one more token will take."
+    "Bits are true bits per value: every byte the cache holds on the device at the end (codes, parameters, positions, "
+    "exact tokens, pages with their empty slots, tables), over the values of the tokens seen; bytes placed in host memory "
+    "stand apart, as `host`. `paper counting` is what the method's paper counts (`calib/evaluate/paper_counting.py`); "
+    "`marginal` is what one more token will take."
 )
 
 
@@ -151,7 +152,16 @@ def overview(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[
 
 def details(evaluation: Evaluation, results: Mapping[str, Result], column: Column) -> Iterator[str]:
     """One column with everything its cells weigh."""
-    sizes = ["bits per value", "paper counting", "share of 16 bits", "marginal", "bytes", "predicted", "seconds"]
+    sizes = [
+        "bits per value",
+        "paper counting",
+        "share of 16 bits",
+        "marginal",
+        "bytes",
+        "predicted",
+        "host",
+        "seconds",
+    ]
     yield from heading(["method", column.measure_name, *sizes])
     for _, label, cells in rows(evaluation, results):
         for _, result in (pair for pair in cells if pair[0].column is column):
@@ -161,7 +171,7 @@ def details(evaluation: Evaluation, results: Mapping[str, Result], column: Colum
 def weights(result: Result) -> list[str]:
     """A cell's sizes in words, none of a cell that failed."""
     if "error" in result:
-        return [""] * 7
+        return [""] * 8
     size = result["sizes"]
     counted = size["paper_counting"]
     return [
@@ -171,6 +181,7 @@ def weights(result: Result) -> list[str]:
         f"{size['marginal_bits']:.2f}",
         f"{size['measured_bytes']:,}",
         f"{size['predicted_bytes']:,}",
+        f"{size['host_bytes']:,}" if size["host_bytes"] else "",
         f"{result['seconds']:.1f}",
     ]
 

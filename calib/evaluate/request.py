@@ -10,6 +10,7 @@ from calib.evaluate.tasks import Task, build_task
 from calib.runtime.methods import Method, build
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAPPINGS = ("corrections", "low")  # options that are mappings of options
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class MethodEntry:
         label: what the row is called; no two rows alike.
         method: a name from `calib methods`.
         options: the method's own. A value that is a mapping holds one value a column, by the column's title;
-            `corrections`, a mapping themselves, do where their values are mappings.
+            those of `MAPPINGS`, mappings themselves, do where their values are mappings.
         group: the heading it stands under, "" for none.
         uses_artifact: whether the method is given the artifact; without one it works as published.
     """
@@ -35,7 +36,7 @@ class MethodEntry:
         """The options for the column `title`; raises UsageError where a mapping has no value for it."""
         found = {}
         for name, value in self.options.items():
-            by_column = isinstance(value, Mapping) and (name != "corrections" or any(map(is_mapping, value.values())))
+            by_column = isinstance(value, Mapping) and (name not in MAPPINGS or any(map(is_mapping, value.values())))
             if by_column and title not in value:
                 raise UsageError(
                     f"methods: '{self.label}': {name} has no value for the column '{title}' "
@@ -135,7 +136,7 @@ def method_entries(content: Any) -> tuple[MethodEntry, ...]:
         method, label = options.pop("method", None), options.pop("name", None)
         if not isinstance(method, str):
             raise UsageError(f"methods[{place}] has no `method` (a name from `calib methods`): {item!r}")
-        parts = [options, options.get("corrections")]
+        parts = [options, *(options.get(name) for name in MAPPINGS)]
         calibrated = any(is_mapping(part) and part.get("statistics") == "calibrated" for part in parts)
         uses = options.pop("artifact", calibrated)
         if not isinstance(uses, bool):
