@@ -47,7 +47,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return _seen_by_device(pinned_zeros(shape, dtype), device)
     except RuntimeError as error:
         size = torch.Size(shape).numel() * dtype.itemsize
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         warnings.warn(
             f"{size:,} bytes of host memory could not be pinned ({reason}): the cache goes on with ordinary memory, and "
             "every fetch waits for the host; raise the limit of locked memory (ulimit -l) or compress a smaller batch",

@@ -65,17 +65,19 @@ class SpeCache:
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> PlacedPlan:
         """The low-bit copy's plan, and which tokens are fetched."""
         low: Plan = (self.low or self._kivi(artifact)).plan(layer, geometry, artifact)
-        check_keeps_all(low)
+        check_keeps_all(low, repr(self.low))
         return PlacedPlan(low, TopTokens(self.k, self.speculative))
 
 
-def check_keeps_all(plan: Plan) -> None:
-    """Raises ValueError where `plan` is no low-bit copy: it lies on the host itself, or drops tokens."""
+def check_keeps_all(plan: Plan, method: str) -> None:
+    """Raises ValueError, which names the `method`, where its plan is no low-bit copy: it lies on the host, or drops tokens."""
     if isinstance(plan, PlacedPlan) or (isinstance(plan, LayerPlan) and plan.on_host):
-        raise ValueError("low: this method lies on the host itself; use one that keeps every token on the device")
+        raise ValueError(f"low: {method} lies on the host itself; use a method that keeps every token on the device")
     if not isinstance(plan, TieredPlan):
         return
     stored, tiering = plan.kinds, plan.tiering
     evicts = isinstance(tiering, Sinks | Local) or (isinstance(tiering, Shares) and len(tiering.shares) > stored)
     if evicts or (isinstance(tiering, HeavyRecent) and stored < 2) or plan.kept is not None:
-        raise ValueError("low: this method drops tokens, and what is dropped has no score; use one that keeps them all")
+        raise ValueError(
+            f"low: {method} drops tokens, and what is dropped has no score; use a method that keeps them all"
+        )
