@@ -10,7 +10,7 @@ from calib.errors import UsageError
 
 HELP = """\
 Every key of the configuration can be given as a flag:
-  --model --dtype --device --artifact --seed --batch_size --limit --threads
+  --model --dtype --device --artifact --seed --batch_size --limit --threads --products
   --tasks.retrieval.cases 50  --tasks.perplexity.text FILE      in every task of that name
 Several --config are merged from left to right. Finished cells are kept below the output folder and not run again.
 """

@@ -16,6 +16,7 @@ from calib.capture.language_model import find_model, load
 from calib.errors import UsageError
 from calib.evaluate.cell import Cell, Result
 from calib.evaluate.cell_files import CellFiles
+from calib.evaluate.products import multiply_in_float32
 from calib.evaluate.request import MethodEntry, Request
 from calib.evaluate.tasks import Column, Subject
 from calib.runtime import Artifact
@@ -62,6 +63,8 @@ def prepare(request: Request) -> Evaluation:
     artifact, artifact_hash = read_artifact(request.artifact)
     model, tokenizer = load(request.model, request.dtype)
     model.to(device)
+    if request.products == "float32":
+        multiply_in_float32(model)
     subject = Subject(model, tokenizer, request.seed, request.batch_size, request.limit)
     columns = [column for task in request.tasks for column in task.columns(subject)]
     cells = [
@@ -79,6 +82,7 @@ def prepare(request: Request) -> Evaluation:
         "device": device.type,
         "seed": request.seed,
         "batch_size": request.batch_size,
+        **({} if request.products == "model" else {"products": request.products}),
         "versions": {"calib": __version__, **{name: version(name) for name in VERSIONS}},
     }
     return Evaluation(request, subject, columns, cells, base, identity)

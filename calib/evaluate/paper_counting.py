@@ -1,9 +1,9 @@
 """Sizes as the papers count them, which leave out what a cache holds besides: positions, pages, the exact window.
 
 They are printed only under the label `paper counting`, beside the true bits. ZipCache: arXiv:2405.14256. MiKV:
-arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. SpeCache: arXiv:2503.16163. Widths: `width` is the channels of all KV heads of a layer
-(hd in ZipCache's formulas, d in GEAR's), `batch` ZipCache's b, `length` the tokens (l, n). Formulas count 16-bit
-parameters.
+arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. SpeCache: arXiv:2503.16163. Widths: `width` is the channels
+of all KV heads of a layer (hd in ZipCache's formulas, d in GEAR's), `batch` ZipCache's b, `length` the tokens (l, n).
+Formulas count 16-bit parameters.
 """
 
 from collections.abc import Mapping, Sequence

@@ -34,6 +34,7 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
             "limit": request.limit,
             "artifact": next((cell.artifact_hash for cell in evaluation.cells if cell.artifact_hash), None),
             **{key: evaluation.base[key] for key in ("dtype", "device", "seed", "batch_size")},
+            "products": request.products,
         },
         "model": evaluation.identity,
         "versions": {**evaluation.base["versions"], "python": platform.python_version()},
@@ -80,9 +81,12 @@ def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str
 def about(evaluation: Evaluation) -> Iterator[str]:
     """What was run on what, in words."""
     base, versions = evaluation.base, evaluation.base["versions"]
+    products = (
+        "" if evaluation.request.products == "model" else ", linear layers multiplied in float32 and rounded once"
+    )
     yield (
         f"{model_name(evaluation.request.model)} in {base['dtype']} on {base['device']}, seed {base['seed']}, "
-        f"{base['batch_size']} rows at once; "
+        f"{base['batch_size']} rows at once{products}; "
         + ", ".join(f"{name} {number}" for name, number in versions.items())
         + ". Nothing on this page is entered by hand."
     )

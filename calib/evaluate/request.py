@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 from calib.config_messages import unknown
 from calib.errors import UsageError
+from calib.evaluate.products import PRODUCTS
 from calib.evaluate.tasks import Task, build_task
 from calib.runtime.methods import Method, build
 
@@ -69,6 +70,7 @@ class Request:
         batch_size: rows the model runs at once.
         limit: rows of each cell at most (cases, sequences), or None.
         threads: torch's threads, or None for its own choice.
+        products: `model`, or `float32`: how linear layers of a 16-bit model multiply (`calib/evaluate/products.py`).
     """
 
     name: str
@@ -82,6 +84,7 @@ class Request:
     batch_size: int = 16
     limit: int | None = None
     threads: int | None = None
+    products: str = "model"
 
     def __post_init__(self) -> None:
         for key, kind in (("model", str), ("device", str), ("artifact", str | None)):
@@ -89,6 +92,8 @@ class Request:
                 raise UsageError(f"invalid value {getattr(self, key)!r} for '{key}' (expected text)")
         if self.dtype not in DTYPES:
             raise UsageError(f"invalid value {self.dtype!r} for 'dtype' (expected one of {', '.join(DTYPES)})")
+        if self.products not in PRODUCTS:
+            raise UsageError(f"invalid value {self.products!r} for 'products' (expected one of {', '.join(PRODUCTS)})")
         for key, least in (("seed", 0), ("batch_size", 1), ("limit", 1), ("threads", 1)):
             value = getattr(self, key)
             if (value is not None or key in ("seed", "batch_size")) and (type(value) is not int or value < least):

@@ -64,10 +64,14 @@ class TopBlocksStore(PlacedStore):
             asked = Rotation.turned(asked, *turns)
         asked = asked.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)  # linear in the query
         scores = (keys.float().sum(3) @ asked[..., None])[..., 0]
-        there = forward.tensor(f"blocks of {rows}", blocks, query.device)[:, None, None]
-        scores = scores.masked_fill(torch.arange(max(blocks), device=query.device) >= there, -torch.inf)
-        best, numbers = scores.topk(min(self.policy.fetched, max(blocks)), -1)
         size, initial = self.policy.block, self.low.tiering.initial
+        block = torch.arange(max(blocks), device=query.device)
+        missing = block >= forward.tensor(f"blocks of {rows}", blocks, query.device)[:, None, None]
+        if logits.sliding is not None:  # behind the model's own window nobody sees a block
+            held = forward.tensor(f"held by {rows}", [forward.before[row] for row in rows], query.device)[:, None, None]
+            missing = missing | (initial + (block + 1) * size <= held - logits.sliding)
+        scores = scores.masked_fill(missing, -torch.inf)
+        best, numbers = scores.topk(min(self.policy.fetched, max(blocks)), -1)
         tokens = initial + numbers[..., None] * size + torch.arange(size, device=query.device)
         return tokens.masked_fill((best == -torch.inf)[..., None], NOWHERE).flatten(2)
 
