@@ -80,6 +80,7 @@ def ask(tmp_path, model, capsys, content, *words):
         ({"limit": -1}, "invalid value -1 for 'limit'"),
         ({"threads": 1.5}, "invalid value 1.5 for 'threads'"),
         ({"dtype": "int4"}, "invalid value 'int4' for 'dtype' (expected one of auto, float32"),
+        ({"products": "int8"}, "invalid value 'int8' for 'products' (expected one of model, float32)"),
         ({"device": "tpu9"}, "invalid value 'tpu9' for 'device'"),
         ({"device": 0}, "invalid value 0 for 'device'"),
         ({"model": ["x"]}, "invalid value ['x'] for 'model' (expected text)"),
