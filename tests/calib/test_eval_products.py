@@ -29,7 +29,7 @@ def test_a_model_goes_on_in_its_dtype():
         multiply_in_float32(model)
         after = model(ids, use_cache=True)
     assert after.logits.dtype == torch.bfloat16 and after.past_key_values.layers[0].keys.dtype == torch.bfloat16
-    assert 0 < (after.logits.float() - before.logits.float()).abs().max() < 0.1 * before.logits.float().abs().max()
+    assert (after.logits.float() - before.logits.float()).abs().max() <= 0.02 * before.logits.float().abs().max()
 
 
 def test_a_float32_model_is_left_alone():
