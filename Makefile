@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit test test-all test-oldest contract lint tables importance gear-table csr-table bench clean
+.PHONY: fit test test-all test-oldest contract lint tables importance gear-table csr-table specache-table bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -35,13 +35,15 @@ importance: .venv/dev.stamp  ## what importance is worth: the table of docs/resu
 	cp runs/eval/importance/results.json benchmarks/results/importance.json
 	$(BIN)/python benchmarks/salient_answers.py --write
 
-# The tasks are the last entry of the file, so that TEXT is one more.
+# The tasks are the last entry of the file, so that TEXT is one more; rows with a value a column take that of text for it.
 gear-table: BEHIND := gear_errors
 csr-table: BEHIND := dictionary_loss
-gear-table csr-table: %-table: .venv/dev.stamp fit  ## the tables of docs/results/gear and csr, a quarter of an hour each; TEXT=FILE adds its perplexity
+specache-table: BEHIND := hit_rate
+specache-table: STEPS := chunk: 1, tokens: 5120
+gear-table csr-table specache-table: %-table: .venv/dev.stamp fit  ## the tables of docs/results/gear, csr and specache; TEXT=FILE adds its perplexity
 	mkdir -p runs/eval
-	cp configs/eval/$*.yaml runs/eval/$*.yaml
-	[ -z "$(TEXT)" ] || echo '  - {task: perplexity, title: "$(notdir $(TEXT))", text: "$(TEXT)", natural_spacing: true, tokens: 12800}' \
+	sed 's/perplexity: \([0-9]*\)}/perplexity: \1, "$(notdir $(TEXT))": \1}/g' configs/eval/$*.yaml > runs/eval/$*.yaml
+	[ -z "$(TEXT)" ] || echo '  - {task: perplexity, title: "$(notdir $(TEXT))", text: "$(TEXT)", natural_spacing: true, $(or $(STEPS),tokens: 12800)}' \
 		>> runs/eval/$*.yaml
 	$(BIN)/calib eval --config runs/eval/$*.yaml --output runs/eval/$*
 	cp runs/eval/$*/report.md docs/results/$*/table.md

@@ -65,6 +65,7 @@ def test_a_run_writes_every_cell_and_a_page(config, tmp_path, capsys):
         "device": "cpu",
         "seed": 3,
         "batch_size": 3,
+        "products": "model",
     }
     assert document["model"]["architecture"] == "llama" and document["versions"]["calib"]
     for cell in document["cells"]:

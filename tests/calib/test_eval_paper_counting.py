@@ -11,6 +11,7 @@ from calib.evaluate.paper_counting import (
     gear_ratio,
     group_ratio,
     mikv_size,
+    specache_size,
     token_ratio,
     zipcache_ratio,
 )
@@ -105,6 +106,26 @@ def test_csr_tiers_count_by_their_shares():
     assert csr_bits([(16, 0.25), (4, 0.75)], 128) == pytest.approx(0.25 * 4 + 0.75 * 1)
 
 
+@pytest.mark.parametrize(
+    ("length", "bits", "group", "printed"),
+    [
+        (4096, 2, 32, 22),
+        (4096, 2, 64, 19),
+        (8192, 2, 32, 20),
+        (8192, 2, 64, 17),
+        (8192, 1, 32, 14),
+        (8192, 1, 64, 11),
+        (32768, 2, 32, 19),
+        (32768, 2, 64, 16),
+        (32768, 1, 32, 13),
+        (32768, 1, 64, 10),
+    ],
+)
+def test_specache_table_1(length, bits, group, printed):
+    """LLaMA-2 at 4k, LLaMA-3 at 8k, Mistral at 32k tokens; tables 2 and the needle's have the same."""
+    assert per_cent(specache_size(bits, group, 64 + 64, length)) == printed
+
+
 def per_cent(size):
     """Rounded half up, as the table's 32.5 % becomes 33."""
     return math.floor(100 * size + 0.5 + 1e-9)
@@ -147,6 +168,11 @@ def options_of(method, **options):
         ("gear", options_of("gear"), None),
         ("gear", options_of("gear", backbone="kivi"), None),
         ("gear", options_of("gear", outliers=0.0, rank=0), None),
+        ("specache", options_of("specache"), 2 + 1 + 16 * 128 / 400),
+        ("specache", options_of("specache", bits=1, group=64, residual=128, k=0), 1 + 0.5 + 16 * 128 / 400),
+        ("specache", options_of("specache", low={"method": "csr"}), None),
+        ("infllm", options_of("infllm"), None),
+        ("offload", options_of("offload"), None),
         ("full", {}, None),
         ("kivi", {"bits": 2}, None),
     ],
