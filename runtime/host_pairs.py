@@ -36,8 +36,8 @@ class HostPairs:
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in host memory. For a CUDA device they are pinned, and the tensor is the device's own view of them: kernels
-    read and write them in place, without a copy and without the host waiting. Memory that cannot be pinned is said so
-    once, and then copied to and from the device by the host.
+    read and write them in place, without a copy and without the host waiting. Where memory cannot be pinned a warning says
+    so, and it is copied to and from the device by the host.
     """
     if device.type != "cuda":
         return torch.zeros(shape, dtype=dtype)

@@ -38,12 +38,14 @@ class Case:
     @property
     def tiered(self) -> bool:
         """Whether tokens lie in tiers, in any order, and some perhaps nowhere."""
-        return self.method not in ("full", "kivi", "rtn")
+        return self.method not in ("full", "kivi", "offload", "rtn", "specache")
 
     @property
     def observes(self) -> bool:
         """Whether what is attended decides what is stored."""
-        return self.method in ("zipcache", "mikv", "h2o") or (self.method == "csr" and "tiers" in self.options)
+        return self.method in ("zipcache", "mikv", "h2o", "infllm") or (
+            self.method == "csr" and "tiers" in self.options
+        )
 
     @property
     def by_forwards(self) -> bool:
@@ -61,7 +63,18 @@ class Case:
     @property
     def relocates(self) -> bool:
         """Whether some tokens are met at other positions than their own."""
-        return self.method == "streaming_llm" and self.options.get("positions", "cache") == "cache"
+        relocating = self.method in ("infllm", "streaming_llm")
+        return relocating and self.options.get("positions", "cache") == "cache"
+
+    @property
+    def guesses(self) -> bool:
+        """Whether a decode step takes a guess along."""
+        return self.method == "specache" and self.options.get("speculative", True)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all tokens lie in host memory."""
+        return self.method in ("infllm", "offload", "specache")
 
     def open(self, model: PreTrainedModel, seed: int = 0) -> CompressedCache:
         """An empty cache of this case on `model`."""
@@ -200,6 +213,27 @@ CASES = [
         "csr",
         4.625,
         {"sparsity": 4, "online": 64, "window": 0, "block": 20, "corrections": {"outliers": 0.02, "residual_bits": 2}},
+        contract=True,
+    ),
+    # Nothing on the device, everything on the host.
+    Case("offload", "offload", 0.0, contract=True),
+    # The low-bit copy alone: what is fetched is the same 16 tokens' room.
+    Case("specache", "specache", 3.0, {"k": 16, "residual": 32}, contract=True),
+    Case("specache-late", "specache", 3.0, {"k": 16, "residual": 32, "speculative": False}, contract=True),
+    # 2 of 8 keys of 16 bits.
+    Case("infllm", "infllm", 2.0, {"initial": 8, "window": 40, "block": 8, "representatives": 2, "fetched": 3}),
+    Case(
+        "infllm-original",
+        "infllm",
+        0.66666667,
+        {
+            "initial": 4,
+            "window": 12,
+            "block": 12,
+            "representatives": 1,
+            "fetched": 1,
+            "positions": "original",
+        },
         contract=True,
     ),
     # 2.5 and the same again for what that got wrong.

@@ -11,7 +11,10 @@ from calib.runtime.cache import CompressedCache
 from calib.runtime.logits import Logits
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.pages import PageTable
+from calib.runtime.placed.store import PlacedStore
 from calib.runtime.pool import PagePool
+from calib.runtime.rows import Rows
+from calib.runtime.tiered.local import LocalStore
 from calib.runtime.tiered.store import TieredStore
 
 
@@ -89,13 +92,24 @@ def _padded(part: Tensor, columns: int) -> Tensor:
 
 def stored(cache: CompressedCache, row: int, layers: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Everything stored of one row, by name, `[kv_heads, tokens, width]` each: packed fields in the order of their slots,
-    exact windows; of tiers also the mass of what is held and what was measured for the row."""
+    exact windows; of tiers also the mass of what is held and what was measured for the row.
+
+    Of a store in two places both; pairs that were fetched for a while are no part of what is stored.
+    """
     bits = {}
     for number, layer in enumerate(cache.compressed):
         if layers is None or number in layers:
-            parts = in_tiers if isinstance(layer.store, TieredStore) else in_order
-            bits |= {f"{number}.{name}": part.clone() for name, part in parts(layer.store, row)}
+            bits |= {f"{number}.{name}": part.clone() for name, part in parts_of(layer.store, row)}
     return bits
+
+
+def parts_of(store: OrderedStore | TieredStore | PlacedStore, row: int) -> Iterator[tuple[str, Tensor]]:
+    """What any store has of a row."""
+    if isinstance(store, PlacedStore):
+        yield from parts_of(store.low, row)
+        yield from ((f"host {name}", part) for name, part in parts_of(store.host, row))
+        return
+    yield from in_tiers(store, row) if isinstance(store, TieredStore) else in_order(store, row)
 
 
 def in_order(store: OrderedStore, row: int) -> Iterator[tuple[str, Tensor]]:
@@ -129,6 +143,9 @@ def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
         if transform.measured is not None:
             for name, tensor in vars(transform.stage).items():
                 yield f"{role} {name} {number}", tensor[row]
+    if isinstance(store, LocalStore):
+        count = store.tiering.blocks(length)
+        yield "representatives", store.representatives[row, :, :count].flatten(1, 2)
 
 
 def trimmed(numbers: Tensor) -> Tensor:
@@ -137,8 +154,19 @@ def trimmed(numbers: Tensor) -> Tensor:
     return numbers[..., : int(used[-1]) + 1 if len(used) else 0]
 
 
-def pools_of(store: OrderedStore | TieredStore) -> list[list[PagePool]]:
+def ledgers(cache: CompressedCache) -> list[tuple[Rows, int, PageTable]]:
+    """Every table of a cache with the ledger it belongs to and its number there, as `pools_of` lists their pools."""
+    found, rows = [], cache.rows
+    while rows is not None:
+        found += [(rows, number, table) for number, table in enumerate(rows.tables)]
+        rows = rows.follower
+    return found
+
+
+def pools_of(store: OrderedStore | TieredStore | PlacedStore) -> list[list[PagePool]]:
     """The pools that each table of pages serves: both streams of an ordered store, one of each tier, all records."""
+    if isinstance(store, PlacedStore):
+        return pools_of(store.low) + pools_of(store.host)
     if isinstance(store, TieredStore):
         records = [tier.records for tier in store.tiers if tier.records is not None]
         return [[tier.pool] for tier in store.tiers] + ([records] if records else [])

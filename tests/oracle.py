@@ -15,8 +15,10 @@ from torch import Tensor
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
+from calib.runtime.placed.store import PlacedStore
 from calib.runtime.stages.codec import Codec, Corrected, Exact, Sparse
 from calib.runtime.stages.transform import Balancer, ChannelRange, ChannelScale, Identity
 from calib.runtime.tiered.row_transform import RowTransform
@@ -120,21 +122,30 @@ class Held(NamedTuple):
 
 
 def held_tokens(layer: CompressedLayer, row: int) -> Held:
-    """All tokens a layer holds of one row: in order, GARBAGE where it let go; those of tiers in any order."""
-    if isinstance(layer.store, TieredStore):
-        return in_tiers(layer.store, row)
-    keys, values = (in_order(layer, stream, row) for stream in layer.store.streams)
+    """All tokens a layer holds of one row: in order, GARBAGE where it let go; those of tiers in any order.
+
+    Of a store in two places those that the device has by itself, as it has them.
+    """
+    store = layer.store
+    return held_by(store.low if isinstance(store, PlacedStore) else store, row)
+
+
+def held_by(store: OrderedStore | TieredStore, row: int) -> Held:
+    """All tokens a store holds of one row."""
+    if isinstance(store, TieredStore):
+        return in_tiers(store, row)
+    keys, values = (in_order(store, stream, row) for stream in store.streams)
     return Held(keys, values, torch.arange(keys.shape[1]).expand(keys.shape[:2]))
 
 
-def in_order(layer: CompressedLayer, stream: Stream, row: int) -> Tensor:
+def in_order(store: OrderedStore, stream: Stream, row: int) -> Tensor:
     """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`; GARBAGE where it let go."""
-    length, schedule = layer.state.lengths[row], stream.plan.schedule
+    length, schedule = store.rows.lengths[row], stream.plan.schedule
     packed, ring = schedule.packed(length), stream.window.tokens[row].double()
     exact = ring[:, [token % schedule.window() for token in range(packed, length)]]
     if not packed:
         return exact
-    numbers = layer.state.table.rows[row][: -(-packed // PAGE_TOKENS)]
+    numbers = store.rows.table.rows[row][: -(-packed // PAGE_TOKENS)]
     held = [place for place, page in enumerate(numbers) if page != NOWHERE]
     pages = torch.full((len(numbers), ring.shape[0], PAGE_TOKENS, ring.shape[2]), GARBAGE, dtype=torch.float64)
     if held:
@@ -208,9 +219,9 @@ def attention(
     """Causal attention of one row in float64, the last query at the last key, one query at a time.
 
     `query [heads, n, D]`, `keys` and `values [kv_heads, total, D]` -> `[heads, n, D]`. `places [kv_heads, total]` are the
-    tokens' own places where they do not lie in order; the last n are the queries'. Oracle eviction keeps the share `kept`
-    of the tokens there would be without holes, those of the greatest logits. The first of `sinks` tokens are met with
-    the queries given beside their number.
+    tokens' own places where they do not lie in order, -1 where there is none; the last n are the queries'. Oracle eviction
+    keeps the share `kept` of the tokens there would be without holes, those of the greatest logits. The first of `sinks`
+    tokens are met with the queries given beside their number.
     """
     heads, length, _ = query.shape
     total, group = keys.shape[1], heads // keys.shape[0]
@@ -228,6 +239,7 @@ def attention(
                 logits = torch.tanh(logits / softcap) * softcap
             if sliding is not None:
                 logits[own <= place - sliding] = -torch.inf
+            logits[own < 0] = -torch.inf
             if kept is not None:
                 seen = int(place) + 1 if sliding is None else min(int(place) + 1, sliding)
                 most = max(1, math.floor(kept * seen + 1e-9))

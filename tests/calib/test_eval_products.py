@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from toy_models import random_model
 from torch import nn
+from toy_models import random_model
 
 from calib.evaluate.products import multiply_in_float32
 

@@ -6,6 +6,7 @@ That is also the promise that neither batch, padding, chunks nor drafts leave a 
 tokens depend on what was attended, every token held must be one of those given, once, as its tier encodes it.
 """
 
+from functools import partial
 from typing import Any
 
 import oracle
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from calib.runtime.cache import CompressedCache
+from calib.runtime.placed.store import PlacedStore
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.tiering import HeavyRecent
@@ -29,7 +31,7 @@ class Mirror:
         self.cache, self.exact = cache, DynamicCache()
         self.exact.layers = [DynamicLayer() for _ in cache.compressed]
         for layer, own in zip(cache.compressed, self.exact.layers, strict=True):
-            listen(layer, "update", own.update)
+            listen(layer, "update", partial(take_in, layer, own))
         listen(cache, "reorder_cache", self.exact.reorder_cache)
         listen(cache, "crop", self.exact.crop)
 
@@ -42,15 +44,51 @@ class Mirror:
             assert real.sum(1).tolist() == lengths, f"rows of {lengths} tokens, given {real.sum(1).tolist()}"
             for row in range(len(lengths)):
                 tokens = [part[row : row + 1, :, real[row]] for part in (given.keys, given.values)]
-                odd = (odd_in_tiers if isinstance(layer.store, TieredStore) else odd_in_order)(layer, row, *tokens)
+                odd = odd_in(layer.store, row, *tokens)
                 assert not odd, f"layer {number}, row {row}: {odd}"
 
 
-def odd_in_order(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
+def take_in(layer: Any, own: DynamicLayer, keys: Tensor, values: Tensor, *rest: Any) -> None:
+    """What arrives at a layer, but for a guess: that should leave no trace."""
+    rows = layer.state
+    begun = rows.steps == layer.steps + 1  # by a layer before this one
+    columns = slice(keys.shape[2] - (rows.forward.guess if begun else rows.guessing))
+    own.update(keys[:, :, columns], values[:, :, columns])
+
+
+def odd_in(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
+    """What of a row is not as it should be, of those given, `[1, kv_heads, T, head_dim]`."""
+    if isinstance(store, PlacedStore):
+        found = {part: odd_in(getattr(store, part), row, keys, values) for part in ("low", "host")}
+        found["residents"] = odd_residents(store, row, keys, values)
+        return "; ".join(f"{part}: {odd}" for part, odd in found.items() if odd)
+    return (odd_in_tiers if isinstance(store, TieredStore) else odd_in_order)(store, row, keys, values)
+
+
+def odd_residents(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
+    """Which pairs that were fetched are not those of their places; where keys are held before RoPE, which values.
+
+    Behind a sliding window nobody looks at them.
+    """
+    given, found, sliding = torch.cat([keys, values], 3)[0], store.residents, store.host.rows.sliding
+    seen = -1 if sliding is None else keys.shape[2] - sliding
+    first = keys.shape[3] if getattr(store.low, "relocates", False) else 0
+    odd = []
+    for head, places in enumerate(found.places[row]):
+        there = (places >= 0) & (places > seen)
+        own = places[there].long()
+        if len(own.unique()) < len(own) or bool((own >= keys.shape[2]).any()):
+            return f"places {own.tolist()} of {keys.shape[2]} tokens"
+        same = (found.pairs[row, head, there] == given[head, own])[:, first:].all(1)
+        odd += [(head, int(place)) for place in own[~same]]
+    return f"at (head, place) {odd} lies another pair" if odd else ""
+
+
+def odd_in_order(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
     """Which tokens of a row are not what the streams should hold of those given, `[1, kv_heads, T, head_dim]`."""
-    (length, sliding), found = (keys.shape[2], layer.state.sliding), oracle.held_tokens(layer, row)
+    (length, sliding), found = (keys.shape[2], store.rows.sliding), oracle.held_by(store, row)
     kept = slice(0 if sliding is None else max(0, length - sliding + 1), None)
-    for stream, held, tokens in zip(layer.store.streams, found[:2], (keys, values), strict=True):
+    for stream, held, tokens in zip(store.streams, found[:2], (keys, values), strict=True):
         expected = stored(stream, tokens)[0]
         off = (held - expected)[:, kept].abs().amax((0, 2))
         odd = (off > STORED * expected.abs().max()).nonzero()[:, 0].tolist()
@@ -68,13 +106,13 @@ def stored(stream: Any, tokens: Tensor) -> Tensor:
     return torch.cat([decoded.double(), tokens[:, :, packed:].double()], 2)
 
 
-def odd_in_tiers(layer: Any, row: int, keys: Tensor, values: Tensor) -> str:
+def odd_in_tiers(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
     """What of a row is none of the tokens given, `[1, kv_heads, T, head_dim]`, as its tier may hold them; or is held twice.
 
     Where a token should be depends on attention: test_importance knows. Here each one held is found among those given, by
     its place where the tier keeps it, elsewhere by what it looks like.
     """
-    store, held, at = layer.store, oracle.held_tokens(layer, row), 0
+    held, at = oracle.held_by(store, row), 0
     if store.plan.kinds < len(store.tiers):
         return odd_in_segments(store, row, held, keys, values)
     whose, given = [], []

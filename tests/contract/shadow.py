@@ -3,7 +3,8 @@
 A `Shadow` is a float64 twin of a model with transformers' own attention. Before each forward through a compressed cache
 it decodes the cache (`oracle.held_tokens`: the formulas, none of the kernels), lays every row's tokens out in the columns
 where the padding mask is 1, and answers the same inputs. Padding, and tokens that a sliding window has left behind, are
-garbage that only a mask keeps out. Each forward starts from what is stored now, so no error is carried along.
+garbage that only a mask keeps out. Each forward starts from what is stored now, so no error is carried along. Where a
+forward itself chooses what comes from the host, the shadow answers when it is done, and takes that choice as it is.
 
 Tokens of tiers lie in any order and some are gone. Keys carry their positions, so it does not matter in which columns
 they lie: they take the row's first, and a mask for that layer alone hides the others. Under a sliding window it matters
@@ -11,13 +12,13 @@ which ones they are: then the mask goes by the places that the tiers keep.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import oracle
 import torch
-from oracle import GARBAGE
+from oracle import GARBAGE, Held
+from placed_tokens import Moment
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -26,7 +27,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.tiered.store import TieredStore
 
 SOFT_CAPPED = "float64_soft_capped"
 
@@ -46,11 +46,14 @@ class Shadow:
         self.sliding = slides[0] if len(slides) == len(layers) else None
         self._first: dict[str, CausalLMOutputWithPast] = {}  # answers to prompts: the same for every method
 
-    @torch.no_grad()
-    def answer(self, cache: CompressedCache, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-        """What the model should answer to a forward's keyword arguments `inputs`, before the cache has seen them."""
+    def asked(
+        self, cache: CompressedCache, inputs: dict[str, Any], guess: bool
+    ) -> Callable[[], CausalLMOutputWithPast]:
+        """A forward is about to bring the keyword arguments `inputs`, and a `guess` beside them: what is returned says,
+        once it is done, what the model should have answered to them."""
+        forward = self._forward(cache, inputs, guess)
         if cache.get_seq_length():
-            return self._forward(cache, inputs)
+            return forward
         prompt = str(
             {
                 name: entry.tolist() if isinstance(entry, Tensor) else entry
@@ -59,11 +62,13 @@ class Shadow:
             }
         )
         if prompt not in self._first:
-            self._first[prompt] = self._forward(cache, inputs)
+            self._first[prompt] = forward()
             self._first[prompt].past_key_values = None
-        return self._first[prompt]
+        return lambda: self._first[prompt]
 
-    def _forward(self, cache: CompressedCache, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+    def _forward(
+        self, cache: CompressedCache, inputs: dict[str, Any], guess: bool
+    ) -> Callable[[], CausalLMOutputWithPast]:
         own = {name: value for name, value in inputs.items() if name not in ("past_key_values", "attention_mask")}
         held, (rows, width) = cache.get_seq_length(), inputs["input_ids"].shape
         mask = inputs.get("attention_mask")
@@ -74,28 +79,37 @@ class Shadow:
             )
         # Not what is left in the mask of what is held.
         own.setdefault("position_ids", torch.arange(held, held + width)[None])
-        laid = {
-            number: laid_out(layer, real[:, :held])
+        before = {
+            number: [Moment(layer, row) for row in range(rows)]
             for number, layer in enumerate(cache.layers)
             if isinstance(layer, CompressedLayer) and layer.store is not None and held
         }
         past = DynamicCache()
-        past.layers = [self._layer(layer, laid.get(number)) for number, layer in enumerate(cache.layers)]
+        past.layers = [self._layer(layer) for layer in cache.layers]
         own["attention_mask"] = mask if self.sliding is None else self._seen(real, width)
-        with self._masks_of(laid, real, width):
-            return self.twin(past_key_values=past, **own)
 
-    def _layer(self, layer: Any, laid: "Columns | None") -> DynamicLayer:
-        if not isinstance(layer, CompressedLayer):
-            past = copy.copy(layer)  # a layer that slides beside full ones stays as transformers keeps it
-            if layer.is_initialized:
-                past.keys, past.values = layer.keys.double(), layer.values.double()
-            past.record_past = False
-            return past
-        past = DynamicLayer()
-        if laid is not None:
-            past.keys, past.values = laid.keys, laid.values
-            past.dtype, past.device, past.is_initialized = past.keys.dtype, past.keys.device, True
+        @torch.no_grad()
+        def answer() -> CausalLMOutputWithPast:
+            laid = {
+                number: laid_out([moment.met(width + guess, guess) for moment in moments], real[:, :held])
+                for number, moments in before.items()
+            }
+            for number, columns in laid.items():
+                layer = past.layers[number]
+                layer.keys, layer.values = columns.keys, columns.values
+                layer.dtype, layer.device, layer.is_initialized = layer.keys.dtype, layer.keys.device, True
+            with self._masks_of(laid, real, width):
+                return self.twin(past_key_values=past, **own)
+
+        return answer
+
+    def _layer(self, layer: Any) -> DynamicLayer:
+        if isinstance(layer, CompressedLayer):
+            return DynamicLayer()
+        past = copy.copy(layer)  # a layer that slides beside full ones stays as transformers keeps it
+        if layer.is_initialized:
+            past.keys, past.values = layer.keys.double(), layer.values.double()
+        past.record_past = False
         return past
 
     def _seen(self, real: Tensor, width: int, held: Tensor | None = None) -> Tensor:
@@ -146,19 +160,23 @@ class Columns(NamedTuple):
     places: Tensor | None
 
 
-def laid_out(layer: CompressedLayer, real: Tensor) -> Columns:
-    """What a layer holds, in the columns where `real [rows, columns]` is True."""
+def laid_out(rows: list[Held], real: Tensor) -> Columns:
+    """What the `rows` of a layer hold, in the columns where `real [rows, columns]` is True."""
     keys, values, places = [], [], []
-    for row, own in enumerate(real):
-        held = oracle.held_tokens(layer, row)
+    for held, own in zip(rows, real, strict=True):
         at = own.nonzero()[: held.keys.shape[1], 0]
         for columns, part in ((keys, held.keys), (values, held.values)):
             columns.append(torch.full((part.shape[0], len(own), part.shape[2]), GARBAGE, dtype=torch.float64))
             columns[-1][:, at] = part
         places.append(torch.full((len(held.keys), len(own)), -1))
         places[-1][:, at] = 0 if held.places is None else held.places
-    tiered = isinstance(layer.store, TieredStore)
-    return Columns(torch.stack(keys), torch.stack(values), torch.stack(places) if tiered else None)
+    ordered = all(held.places is not None and in_order(held.places) for held in rows)
+    return Columns(torch.stack(keys), torch.stack(values), None if ordered else torch.stack(places))
+
+
+def in_order(places: Tensor) -> bool:
+    """Whether every token `places [kv_heads, T]` lies where it stands."""
+    return torch.equal(places, torch.arange(places.shape[1]).expand(places.shape))
 
 
 def soft_capped(

@@ -53,23 +53,28 @@ def watching(
     @functools.wraps(original)
     def forward(**inputs: Any) -> CausalLMOutputWithPast:
         cache = inputs.get("past_key_values")
-        if not isinstance(cache, Cache):
+        guess = isinstance(cache, CompressedCache) and cache.rows.guessing
+        # Before a speculative cache's first step there is a forward of a guess alone, which no caller sees.
+        if not isinstance(cache, Cache) or (guess and inputs["input_ids"].shape[1] == 1):
             return original(**inputs)
-        expected = shadow.answer(cache, inputs) if shadow and isinstance(cache, CompressedCache) else None
+        true = without_guess(inputs) if guess else inputs
+        answer = shadow.asked(cache, true, guess) if shadow and isinstance(cache, CompressedCache) else None
         found = original(**inputs)
-        real = real_columns(inputs, found.logits.shape[1])
-        if expected is not None:
-            seen.worst = max(seen.worst, difference(found.logits[real], expected.logits[real]))
-        if answers and expected is not None:
-            found.logits = expected.logits.to(found.logits.dtype)
-            if found.hidden_states is not None:
-                found.hidden_states = tuple(state.to(found.logits.dtype) for state in expected.hidden_states)
+        logits = found.logits[:, : found.logits.shape[1] - guess]
+        real = real_columns(true, logits.shape[1])
+        if answer is not None:
+            expected = answer()
+            seen.worst = max(seen.worst, difference(logits[real], expected.logits[real]))
+            if answers:  # a guess stays as it is
+                logits.copy_(expected.logits)
+                for mine, other in zip(found.hidden_states or (), expected.hidden_states or (), strict=True):
+                    mine[:, : other.shape[1]] = other
         if given is not None and len(seen.inputs) < len(given):
-            found.logits[real] = given[len(seen.inputs)]
-        seen.inputs.append(inputs["input_ids"].clone())
-        seen.widths.append(inputs["input_ids"].shape[1])
-        seen.masks[cache] = inputs.get("attention_mask")
-        seen.logits.append(found.logits[real].clone())
+            logits[real] = given[len(seen.inputs)]
+        seen.inputs.append(true["input_ids"].clone())
+        seen.widths.append(true["input_ids"].shape[1])
+        seen.masks[cache] = true.get("attention_mask")
+        seen.logits.append(logits[real].clone())
         return found
 
     model.forward = forward
@@ -77,6 +82,17 @@ def watching(
         yield seen
     finally:
         del model.forward
+
+
+def without_guess(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward as its caller gave them, without the guess behind each row."""
+    true = dict(inputs)
+    for name in ("input_ids", "attention_mask", "position_ids", "cache_position"):
+        if isinstance(inputs.get(name), Tensor):
+            true[name] = inputs[name][..., :-1]
+    if inputs.get("logits_to_keep"):
+        true["logits_to_keep"] = inputs["logits_to_keep"] - 1
+    return true
 
 
 def real_columns(inputs: dict[str, Any], kept: int) -> Tensor:

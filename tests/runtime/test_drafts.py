@@ -5,7 +5,7 @@ import pytest
 import torch
 from cases import BY_NAME, CASES
 from layer_walk import Tokens, decoded, differing, feed, forwards, stored
-from tolerances import MEMORY
+from tolerances import FLOAT32_ATTENTION, MEMORY
 from toy_models import random_model
 
 from calib.runtime.logits import Logits
@@ -22,7 +22,8 @@ def model():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_stored_is_what_plain_decoding_stores(model, case):
     """Where attention decides what is stored, tokens of one forward have seen each other: there it is what forwards of
-    the accepted tokens alone would have stored, to the last bit, mass included."""
+    the accepted tokens alone would have stored, to the last bit, mass included; but what rejected ones had fetched may lie
+    in the way, and a sum has another order."""
     tokens, near = Tokens.random(model, 300, seed=1), Tokens.random(model, 5, seed=2, magnitude=1000)
     # Huge enough to spoil whatever they touch: scales, maxima, sums of attention.
     poison = Tokens.random(model, 150, seed=2, magnitude=1e30)
@@ -41,7 +42,8 @@ def test_what_is_stored_is_what_plain_decoding_stores(model, case):
         sizes.append(kept)
         assert drafted.rows.lengths == [at] and drafted.get_seq_length() == at
     forwards(plain, tokens, sizes if case.by_forwards else [120] + [1] * (at - 120))
-    assert not differing(stored(drafted, 0), stored(plain, 0), mass=0)
+    mass = FLOAT32_ATTENTION if case.on_host else 0
+    assert not differing(stored(drafted, 0), stored(plain, 0), mass)
     assert drafted.memory().by_kind == plain.memory().by_kind
 
 

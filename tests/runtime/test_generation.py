@@ -4,6 +4,7 @@ import oracle
 import pytest
 import torch
 from cases import BY_NAME, CASES
+from placed_tokens import moments
 from tolerances import ATTENTION, LOGITS, LOGITS_ONE_CODE
 from toy_models import FAMILIES, NEW, generate, left_padded, random_model
 from transformers import DynamicCache
@@ -97,7 +98,7 @@ class Watch:
 
         def watched(layer, query, mask, logits):
             if layer is self.cache.compressed[0]:
-                self.before = dict(enumerate(oracle.contents(cache)))
+                self.before = dict(enumerate(moments(cache)))
             new_keys, new_values = layer._arrived
             output = original(layer, query, mask, logits)
             expected = self.expected(layer, query, new_keys, new_values, logits).detach()
@@ -109,20 +110,22 @@ class Watch:
         monkeypatch.setattr(CompressedLayer, "attend", watched)
 
     def expected(self, layer, query, new_keys, new_values, logits):
-        """The oracle's answer; zeros at padded queries."""
+        """The oracle's answer; zeros at padded queries. A guess is one more column of every row."""
         held = self.before.get(self.cache.compressed.index(layer))
         forward = layer.state.forward
         output = torch.zeros(query.shape, dtype=torch.float64)
         relocates = isinstance(layer.plan, TieredPlan) and layer.plan.relocates
         for row, (before, count) in enumerate(zip(forward.before, forward.counts, strict=True)):
+            count += forward.guess
             if not count:
                 continue
             real = slice(query.shape[2] - count, None)
             keys, values = (new[row, :, real].double() for new in (new_keys, new_values))
             places = torch.arange(before, before + count).expand(keys.shape[:2])
             if before:
-                keys, values = (torch.cat(pair, 1) for pair in zip(held[row][:2], (keys, values), strict=True))
-                old = held[row].places
+                met = held[row].met(count, forward.guess)
+                keys, values = (torch.cat(pair, 1) for pair in zip(met[:2], (keys, values), strict=True))
+                old = met.places
                 places = None if old is None else torch.cat([old, places], 1)
             asked = query[row, :, real]
             output[row, :, real] = oracle.attention(
@@ -145,19 +148,23 @@ class Watch:
         return sinks, oracle.turned(query, layer.place.rotation.frequencies, sinks + window - before)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# What InfLLM fetches stands at other places than its own, by the queries: tests/placement has that.
+WATCHED = [case for case in CASES if not (case.on_host and case.relocates)]
+
+
+@pytest.mark.parametrize("case", WATCHED, ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_attention_is_that_of_the_decoded_pages(family, case, monkeypatch):
     model = random_model(family)
     with case.open(model) as cache:
         watch = Watch(model, cache, monkeypatch)
         generate(model, left_padded([31, 190, 120]), cache, max_new_tokens=12)
-    assert watch.compared == 12 * len(cache.compressed)
+    assert watch.compared == (12 + case.guesses) * len(cache.compressed)
     assert watch.worst < ATTENTION[torch.float32]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", WATCHED, ids=str)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "mistral-sliding")])
 @pytest.mark.parametrize("lengths", [RAGGED, [1, 300], [64]], ids=str)
 def test_attention_is_that_of_the_decoded_pages_everywhere(family, case, lengths, monkeypatch):
@@ -165,7 +172,7 @@ def test_attention_is_that_of_the_decoded_pages_everywhere(family, case, lengths
     with case.open(model) as cache:
         watch = Watch(model, cache, monkeypatch)
         generate(model, left_padded(lengths), cache, max_new_tokens=40)
-    assert watch.compared == 40 * len(cache.compressed)
+    assert watch.compared == (40 + case.guesses) * len(cache.compressed)
     assert watch.worst < ATTENTION[torch.float32]
 
 
@@ -217,7 +224,7 @@ def test_beams_attend_the_decoded_pages(name, monkeypatch):
     assert watch.worst < ATTENTION[torch.float32]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", WATCHED, ids=str)
 def test_chunked_prefill_and_several_turns_on_one_cache(case, monkeypatch):
     model, text = random_model("llama"), left_padded([260])["input_ids"]
     with case.open(model) as cache:
@@ -229,7 +236,7 @@ def test_chunked_prefill_and_several_turns_on_one_cache(case, monkeypatch):
         second = generate(model, {"input_ids": turn}, cache, max_new_tokens=3).sequences
     assert second.shape[1] == turn.shape[1] + 3
     assert cache.get_seq_length() == second.shape[1] - 1 == cache.rows.lengths[0]
-    assert watch.compared == 2 * (3 + 3 + 3)
+    assert watch.compared == 2 * (3 + 3 + 3 + 2 * case.guesses)
     assert watch.worst < ATTENTION[torch.float32]
 
 

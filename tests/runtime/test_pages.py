@@ -6,11 +6,12 @@ import oracle
 import pytest
 import torch
 from cases import CASES
-from layer_walk import Tokens, differing, feed, slots_of, stored
+from layer_walk import Tokens, differing, feed, ledgers, slots_of, stored
 from tolerances import FLOAT32, STORED
 from toy_models import random_model
 
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS, PageTable
+from calib.runtime.placed.store import PlacedStore
 from calib.runtime.pool import PagePool
 from calib.runtime.stages.contract import Field
 from calib.runtime.tiered.rows import TieredRows
@@ -212,8 +213,8 @@ def test_beams_share_pages_until_they_part(model, case):
         feed(cache, new)
         for row, token in enumerate(new):
             fed[row].append(token)
-    for tier, table in enumerate(cache.rows.tables):
-        full_pages = full_pages_of_prompt(cache, tier)
+    for rows, tier, table in ledgers(cache):
+        full_pages = full_pages_of_prompt(rows, tier)
         assert all(table.rows[0][:full_pages] == row[:full_pages] for row in table.rows)
     for row, pieces in enumerate(fed):
         alone = case.open(model)
@@ -225,17 +226,17 @@ def test_beams_share_pages_until_they_part(model, case):
 
 def held_pages(cache) -> list[set[int]]:
     """Page numbers in use, of each table."""
-    return [{page for row in table.rows for page in row} for table in cache.rows.tables]
+    return [{page for row in table.rows for page in row} for table in cache.rows.all_tables]
 
 
-def full_pages_of_prompt(cache, tier: int) -> int:
-    """Pages of a table that a prompt of 300 tokens has filled for good."""
-    if not isinstance(cache.rows, TieredRows):
-        return cache.rows.packed(300) // PAGE_TOKENS
-    if tier == cache.rows.stored:  # records
+def full_pages_of_prompt(rows, tier: int) -> int:
+    """Pages of a ledger's table that a prompt of 300 tokens has filled for good."""
+    if not isinstance(rows, TieredRows):
+        return rows.packed(300) // PAGE_TOKENS
+    if tier == rows.stored:  # records
         return 1
-    page = cache.rows.tables[tier].page_tokens
-    return 0 if cache.rows.tiering.rewritten(tier) else cache.rows.held(0, 300)[tier] // page
+    page = rows.tables[tier].page_tokens
+    return 0 if rows.tiering.rewritten(tier) else rows.held(0, 300)[tier] // page
 
 
 def test_decoding_by_the_codec_and_by_the_oracle_agree(model):
@@ -254,6 +255,7 @@ def test_decoding_by_the_codec_and_by_the_oracle_agree(model):
 
 def decoded(store, role: str) -> Iterator[torch.Tensor]:
     """What the pages of the first row hold, by the stages themselves: `[kv_heads, tokens, head_dim]` of each tier."""
+    store = store.low if isinstance(store, PlacedStore) else store
     if isinstance(store, TieredStore):
         for keys, values in store.decoded(0):
             yield keys if role == "keys" else values

@@ -8,6 +8,7 @@ from cases import CASES
 from toy_models import left_padded, random_model
 
 from calib.runtime.pages import TILE_TOKENS
+from calib.runtime.placed.store import PlacedStore
 from calib.runtime.stages.codec import Corrected, Exact, Sparse, UniformQuant
 from calib.runtime.tiered.store import TieredStore
 
@@ -41,7 +42,9 @@ def read(model, cache, inputs) -> None:
 
 
 def fields(store, tier: int, stream: str) -> dict[str, tuple[torch.Tensor, int]]:
-    """The packed fields of a stream, or of one in a tier, by their own names, and the tokens that a row of each holds."""
+    """The packed fields of a stream, or of one in a tier, by their own names, and the tokens that a row of each holds; of a
+    store in two places those on the device."""
+    store = store.low if isinstance(store, PlacedStore) else store
     if isinstance(store, TieredStore):
         pool, prefix = store.tiers[tier].pool, f"{stream}."
     else:
@@ -60,7 +63,7 @@ def fields(store, tier: int, stream: str) -> dict[str, tuple[torch.Tensor, int]]
 )
 def test_one_overwritten_word_changes_the_output(model, case, tier, stream):
     inputs, answers = left_padded([PROMPT]), []
-    slot = 2 if case.method == "streaming_llm" else 7  # among four sinks
+    slot = 2 if case.method in ("infllm", "streaming_llm") else 7  # among four sinks
     for spoil in (False, True):
         with case.open(model) as cache, torch.no_grad():
             read(model, cache, inputs)
@@ -107,6 +110,7 @@ def test_what_lies_beyond_the_rows_is_not_read(model, case):
 
 def used_slots(store, tier: int, stream: str) -> int:
     """How many slots of its pages hold tokens of the second row."""
+    store = store.low if isinstance(store, PlacedStore) else store
     if isinstance(store, TieredStore):
         return store.counts(1)[tier]
     return store.streams[stream == "values"].plan.schedule.packed(210)

@@ -1,0 +1,221 @@
+"""Wrong requests to SpeCache, InfLLM and offload: one line each, with the value, the range and the remedy."""
+
+import pytest
+import torch
+from one_line import message
+from toy_models import COMMON, HEADS_4_2_32, generate, left_padded, random_model
+from transformers import CohereConfig, CohereForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from calib.runtime import compress
+
+NAN = float("nan")
+NO_COUNT = (-1, 1.5, "64", None, True, [8], NAN)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")  # head_dim 32
+
+
+def refused(model, method: str, options: dict) -> str:
+    """The line, from a model that is as it was."""
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"\S") as error:
+        compress(model, method, **options)
+    assert model.config._attn_implementation == before
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    return message(error)
+
+
+LOW = "low must be a mapping such as {method: csr, sparsity: 8}"
+EVICTS = ["drops tokens", "keeps them all"]
+APART = ["lies on the host itself", "keeps every token on the device"]
+SPECACHE = [
+    *(({"k": wrong}, ["k must be a whole number of tokens, at least 0", repr(wrong), "64"]) for wrong in NO_COUNT),
+    *(
+        ({"speculative": wrong}, ["speculative must be True or False", repr(wrong)])
+        for wrong in (None, 0, 1, "yes", "False", [True])
+    ),
+    *(
+        ({"bits": wrong}, ["bits must be a whole number 1 ... 8", repr(wrong)])
+        for wrong in (0, 9, 16, -2, 2.0, "2", None, True)
+    ),
+    *(
+        ({"group": wrong}, ["group must be a whole number", "at least 1", repr(wrong), "32 is usual"])
+        for wrong in (0, -1, 1.5, "32", None, True)
+    ),
+    ({"group": 24}, ["24", "does not divide a page of 128", "1, 2, 4"]),
+    ({"group": 64}, ["group of 64", "32 channels", "divisor of 32"]),
+    *(
+        ({"residual": wrong}, ["residual must be a whole number", "at least 1", repr(wrong), "rtn"])
+        for wrong in (0, -1, 1.5, "64", None, True)
+    ),
+    ({"residual": 48}, ["48", "groups of 32", "a residual that 32 divides"]),
+    *(({"clip": wrong}, ["clip must be a number in (0, 1]", repr(wrong)]) for wrong in (0, -1, 2, "1", True, NAN)),
+    *(({"low": wrong}, [LOW, repr(wrong)]) for wrong in ("csr", ["csr"], 0, "", [], True, {}, {"sparsity": 8})),
+    ({"low": {"method": "csrr"}}, ["unknown method 'csrr'", "did you mean 'csr'?"]),
+    *(({"low": {"method": wrong}}, ["unknown method", repr(wrong), "csr"]) for wrong in (None, 3, ["csr"])),
+    ({"low": {"method": "csr", "sparsty": 3}}, ["'sparsty'", "'csr'", "did you mean 'sparsity'?"]),
+    ({"low": {"method": "csr", "sparsity": 0}}, ["sparsity must be a whole number from 1", "0"]),
+    ({"low": {"method": "kivi", "bits": 9}}, ["bits must be a whole number 1 ... 8", "9"]),
+    ({"low": {"method": "kivi", "statistics": "calibrated"}}, ["needs an artifact", "Artifact.load"]),
+    ({"low": {"method": "kivi", "corrections": 5}}, ["corrections must be a mapping", "5"]),
+    ({"low": {"method": "gear", "corrections": {"rank": 2}}}, ["'gear'", "options of its own"]),
+    *(
+        ({"low": {"method": method, **options}}, [name, *EVICTS])
+        for name, method, options in (
+            ("H2O(", "h2o", {}),
+            ("StreamingLLM(", "streaming_llm", {}),
+            ("positions='original'", "streaming_llm", {"positions": "original"}),
+            ("ZipCache(", "zipcache", {"tiers": [[4, 0.5], [0, 0.5]]}),
+            ("Oracle(", "oracle", {}),
+        )
+    ),
+    *(
+        ({"low": {"method": method}}, [f"{name}(", *APART])
+        for name, method in (("SpeCache", "specache"), ("InfLLM", "infllm"), ("Offload", "offload"))
+    ),
+    # Corrections of the low-bit copy, wherever they stand, are checked as any.
+    ({"corrections": 5}, ["corrections must be a mapping", "5"]),
+    ({"corrections": {"outliers": 2}}, ["outliers must be a share from 0 to 1, got 2"]),
+    ({"corrections": {"outlier": 0.1}}, ["'outlier'", "did you mean 'outliers'?"]),
+    *(
+        ({"low": {"method": "rtn"}, **own}, [f"{next(iter(own))}={next(iter(own.values()))}", "say it within `low`"])
+        for own in ({"bits": 4}, {"group": 16}, {"residual": 32}, {"clip": 0.5})
+    ),
+    ({"kk": 2}, ["'kk'", "'specache'", "did you mean 'k'?"]),
+    ({"window": 2}, ["'window'", "'specache'", "known: k, speculative"]),
+]  # fmt: skip
+
+INFLLM = [
+    *(
+        ({name: wrong}, [f"{name} must be a whole number", f"at least {least}", repr(wrong)])
+        for name, least in (("initial", 0), ("window", 1), ("block", 1), ("representatives", 1), ("fetched", 0))
+        for wrong in (-1, *([0] if least else []), 1.5, "4", None, True, [4], NAN)
+    ),
+    *(
+        ({"positions": wrong}, ["positions must be one of cache, original", repr(wrong)])
+        for wrong in ("cash", "", None, 1, ["cache"], {}, True)
+    ),
+    ({"block": 2}, ["representatives must be at most a block's tokens", "4 of 2"]),
+    ({"representatives": 129}, ["representatives", "129 of 128"]),
+    ({"corrections": {"outliers": 0.05}}, ["corrections", "leave them out"]),
+    ({"corrections": {"residual_bits": 2}}, ["corrections", "leave them out"]),
+    ({"corrections": "all"}, ["corrections must be a mapping", "'all'"]),
+    ({"windw": 2}, ["'windw'", "'infllm'", "did you mean 'window'?"]),
+    ({"k": 2}, ["'k'", "'infllm'", "known: initial, window"]),
+]
+
+OFFLOAD = [
+    ({"corrections": {"outliers": 0.05}}, ["quantises nothing that could be corrected", "leave them out"]),
+    ({"corrections": {"residual_bits": 2}}, ["quantises nothing that could be corrected", "leave them out"]),
+    *(({name: 2}, [f"'{name}'", "'offload'", "known: corrections"]) for name in ("bits", "on_host", "k")),
+]
+
+WRONG = [
+    (method, *row)
+    for method, rows in (("specache", SPECACHE), ("infllm", INFLLM), ("offload", OFFLOAD))
+    for row in rows
+]
+
+
+@pytest.mark.parametrize(("method", "options", "parts"), WRONG, ids=lambda part: str(part)[:60])
+def test_wrong_options(model, method, options, parts):
+    text = refused(model, method, options)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("specache", {"k": 0}),
+        ("specache", {"k": 10**9, "bits": 1}),
+        ("specache", {"low": {"method": "rtn"}, "k": 3}),
+        ("specache", {"low": {"method": "mikv"}}),
+        ("specache", {"low": {"method": "gear"}}),
+        ("specache", {"low": {"method": "zipcache"}}),
+        ("specache", {"corrections": {}}),
+        ("infllm", {"initial": 0, "window": 1, "block": 1, "representatives": 1}),
+        ("infllm", {"fetched": 0}),
+        ("infllm", {"block": 4}),
+        ("infllm", {"corrections": {}}),
+        ("offload", {"corrections": {}}),
+    ],
+    ids=str,
+)
+def test_what_lies_at_the_edge_is_taken(model, method, options):
+    with compress(model, method, **options) as cache:
+        generate(model, left_padded([70]), cache, max_new_tokens=3)
+        assert cache.memory().host_bytes > 0
+
+
+def test_corrections_are_those_of_the_low_bit_copy(model):
+    """The same wherever they are said."""
+    found, corrections = [], {"outliers": 0.05}
+    for options in (
+        {"corrections": corrections},
+        {"low": {"method": "kivi", "residual": 64, "corrections": corrections}},
+        {},
+    ):
+        with compress(model, "specache", k=4, **options) as cache:
+            found.append(torch.stack(generate(model, left_padded([200]), cache).logits))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+# --- models whose keys cannot be turned back --------------------------------------------------------------------------
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: random_model("llama", rope_parameters=DYNAMIC), "RoPE of type 'dynamic', whose frequencies change"),
+        (
+            lambda: CohereForCausalLM(CohereConfig(**COMMON, **HEADS_4_2_32)).eval(),
+            "does not rotate its channels in halves",
+        ),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=101, pad_token_id=0)).eval(),
+            "has 0 rotary embeddings, expected one",
+        ),
+    ],
+    ids=["dynamic", "interleaved", "none"],
+)
+def test_a_rope_that_cannot_be_turned(make, reason):
+    model = make()
+    text = refused(model, "infllm", {})
+    assert text.startswith(type(model).__name__) and reason in text and "use positions='original'" in text, text
+    text = refused(model, "specache", {"low": {"method": "csr"}})
+    assert reason in text and "'kivi'" in text, text
+    for method, options in (("infllm", {"positions": "original", "window": 20, "block": 8}), ("specache", {"k": 9})):
+        with compress(model, method, **options) as cache:
+            assert generate(model, left_padded([60]), cache).sequences.shape[0] == 1
+
+
+# --- ways of generating -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"num_beams": 4}, ["beam_search", "num_beams=4"]),
+        ({"num_beams": 2, "do_sample": True}, ["beam_sample", "num_beams=2"]),
+        ({"prompt_lookup_num_tokens": 3}, ["assisted_generation"]),
+    ],
+    ids=str,
+)
+def test_custom_generate_decodes_one_token_at_a_time(model, options, parts):
+    with compress(model, "specache") as cache, pytest.raises(ValueError, match="custom_generate") as error:
+        generate(model, left_padded([30]), cache, custom_generate=cache.custom_generate, **options)
+    text = message(error)
+    assert all(part in text for part in (*parts, "greedily or by sampling", "leave custom_generate out")), text
+
+
+def test_custom_generate_is_of_this_cache(model):
+    with compress(model, "specache") as cache, compress(model, "specache") as other:
+        for wrong in (other, DynamicCache(config=model.config)):
+            with pytest.raises(ValueError, match="this cache's own") as error:
+                generate(model, left_padded([30]), wrong, custom_generate=cache.custom_generate)
+            assert "past_key_values=cache" in message(error)
+        assert not other.rows.lengths and not cache.rows.lengths

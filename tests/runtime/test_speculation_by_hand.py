@@ -1,0 +1,287 @@
+"""The model called token by token through a speculative cache: every way of calling it, copies, two caches, interruptions."""
+
+import copy
+from itertools import count
+
+import pytest
+import torch
+from tolerances import LOGITS
+from toy_models import generate, left_padded, random_model
+
+from calib.runtime import compress
+from calib.runtime.layer import CompressedLayer
+
+EVERYTHING = {"method": "specache", "k": 1000, "residual": 32}
+SOME = EVERYTHING | {"k": 8}
+PROMPT, STEPS = 100, 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    """Tokens `[1, PROMPT + STEPS + 9]` as the model goes on by itself, and its logits without a cache."""
+    tokens = generate(model, left_padded([PROMPT]), None, max_new_tokens=STEPS + 9).sequences
+    with torch.no_grad():
+        return tokens, model(tokens).logits
+
+
+class Widths:
+    """Columns of each forward that reaches the first layer of any cache, and whether the last is a guess."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.seen: list[tuple[int, bool]] = []
+        update = CompressedLayer.update
+
+        def updated(layer, keys, *rest, **named):
+            if layer.place.layer == 0:
+                self.seen.append((keys.shape[2], layer.state.guessing))
+            return update(layer, keys, *rest, **named)
+
+        monkeypatch.setattr(CompressedLayer, "update", updated)
+
+
+def mask_of(columns: int):
+    return torch.ones(1, columns, dtype=torch.long)
+
+
+def place_of(column: int):
+    return torch.tensor([[column]])
+
+
+def embedded(model, token, cache, at):
+    return model(inputs_embeds=model.get_input_embeddings()(token), past_key_values=cache).logits
+
+
+def by_base_model(model, token, cache, at):
+    return model.lm_head(model.model(token, past_key_values=cache).last_hidden_state)
+
+
+# How a caller may bring one token, and whether a guess can be taken along.
+CALLS = {
+    "positional": (lambda m, t, c, at: m(t, past_key_values=c).logits, True),
+    "by name": (lambda m, t, c, at: m(input_ids=t, past_key_values=c).logits, True),
+    "with a mask": (lambda m, t, c, at: m(t, attention_mask=mask_of(at + 1), past_key_values=c).logits, True),
+    "with a place": (lambda m, t, c, at: m(t, position_ids=place_of(at), past_key_values=c).logits, True),
+    "mask and place": (
+        lambda m, t, c, at: m(t, attention_mask=mask_of(at + 1), position_ids=place_of(at), past_key_values=c).logits,
+        True,
+    ),
+    "last logits": (lambda m, t, c, at: m(t, logits_to_keep=1, past_key_values=c).logits, True),
+    "hidden states": (lambda m, t, c, at: m(t, output_hidden_states=True, past_key_values=c).logits, True),
+    "embeddings": (embedded, False),
+    "base model": (by_base_model, False),
+    "chosen logits": (lambda m, t, c, at: m(t, logits_to_keep=torch.tensor([0]), past_key_values=c).logits, False),
+    "a tuple": (lambda m, t, c, at: m(t, past_key_values=c, return_dict=False)[0], False),
+    "labels": (lambda m, t, c, at: m(t, labels=t, past_key_values=c).logits, False),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+@torch.no_grad()
+def test_a_token_at_a_time(model, text, way, monkeypatch):
+    """Where a guess can be added it is; elsewhere the step finds its tokens itself. The answer has one column."""
+    (tokens, logits), (call, guesses), widths = text, CALLS[way], Widths(monkeypatch)
+    with compress(model, **EVERYTHING) as cache:
+        model(tokens[:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, PROMPT + STEPS):
+            found = call(model, tokens[:, at : at + 1], cache, at)
+            torch.testing.assert_close(found, logits[:, at : at + 1], atol=LOGITS, rtol=0)
+            assert cache.rows.lengths == [at + 1] == [cache.get_seq_length()] and not cache.rows.guessing
+    steps = [(1, True)] + [(2, True)] * STEPS if guesses else [(1, False)] * STEPS
+    assert widths.seen == [(PROMPT, False), *steps]
+
+
+@torch.no_grad()
+def test_ways_of_calling_may_alternate(model, text):
+    """A forward that is no step forgets the guess; the next one begins with a new one."""
+    tokens, logits = text
+    with compress(model, **EVERYTHING) as cache:
+        model(tokens[:, :PROMPT], past_key_values=cache)
+        at = PROMPT
+        for size, way in zip([1, 1, 3, 1, 1, 1, 2, 1], ["positional", "base model"] * 4, strict=True):
+            found = CALLS[way][0](model, tokens[:, at : at + size], cache, at)
+            torch.testing.assert_close(found, logits[:, at : at + size], atol=LOGITS, rtol=0)
+            if way == "positional":
+                assert (cache.guesses.tokens is None) == (size > 1)
+            at += size
+        assert cache.rows.lengths == [at]
+
+
+@torch.no_grad()
+def test_what_is_known_of_the_guess(model, text):
+    """It is what the model likes best behind the step's true token and the last guess; the first of all behind the true
+    token alone, to the low-bit copy, before anything is fetched."""
+    tokens, at = text[0], PROMPT
+    with compress(model, method="kivi", residual=32) as low:
+        model(tokens[:, :PROMPT], past_key_values=low)
+        guess = model(tokens[:, at : at + 1], past_key_values=low).logits[:, -1].argmax(-1)
+    with compress(model, **EVERYTHING) as cache:
+        model(tokens[:, :PROMPT], past_key_values=cache)
+        assert cache.guesses.tokens is None
+        for at in range(PROMPT, PROMPT + STEPS):
+            model(tokens[:, at : at + 1], past_key_values=cache)
+            expected = model(torch.cat([tokens[:, : at + 1], guess[:, None]], 1)).logits[:, -1].argmax(-1)
+            assert torch.equal(cache.guesses.tokens, expected)
+            guess = expected
+
+
+@torch.no_grad()
+def test_a_row_with_padding_is_guessed_as_alone(model):
+    """Guesses stand behind their own row's true token, whatever the padding."""
+    inputs, told = left_padded([90, 41]), []
+    token, mask = inputs["input_ids"][:, -1:], inputs["attention_mask"]
+    with compress(model, **EVERYTHING) as cache:
+        model(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        for _ in range(5):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            model(token, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache)
+            told.append(cache.guesses.tokens)
+    for row, length in enumerate((90, 41)):
+        with compress(model, **EVERYTHING) as cache:
+            model(inputs["input_ids"][row : row + 1, -length:], past_key_values=cache)
+            for guess in told:
+                model(token[row : row + 1], past_key_values=cache)
+                assert torch.equal(cache.guesses.tokens, guess[row : row + 1])
+
+
+@torch.no_grad()
+def test_guesses_move_with_their_rows(model):
+    inputs, moved = left_padded([120, 60, 90]), torch.tensor([2, 0, 0, 1])
+    with compress(model, **EVERYTHING) as cache:
+        model(**inputs, past_key_values=cache)
+        model(inputs["input_ids"][:, -1:], past_key_values=cache)
+        guesses, tokens = cache.guesses.tokens, inputs["input_ids"][moved, -1:]
+        assert len(set(guesses.tolist())) == 3
+        branch = copy.deepcopy(cache)
+        cache.batch_select_indices(moved)
+        assert torch.equal(cache.guesses.tokens, guesses[moved])
+        found = model(tokens, past_key_values=cache).logits
+        expected = model(inputs["input_ids"][:, -1:], past_key_values=branch).logits
+        torch.testing.assert_close(found, expected[moved], atol=LOGITS, rtol=0)
+        assert torch.equal(cache.guesses.tokens, branch.guesses.tokens[moved])
+    branch.release()
+
+
+def test_a_copy_in_the_middle_goes_on_alike(model):
+    inputs = left_padded([120, 60])
+    with compress(model, **SOME) as cache:
+        first = generate(model, inputs, cache, max_new_tokens=7).sequences
+        branch = copy.deepcopy(cache)
+        assert branch.guesses is not cache.guesses and torch.equal(branch.guesses.tokens, cache.guesses.tokens)
+        assert branch.guesses.rows is branch.rows
+        turn = {"input_ids": first, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 7).long()], 1)}
+        answers = [generate(model, turn, one).sequences for one in (branch, cache)]
+        assert torch.equal(*answers)
+        places = [[layer.store.residents.places for layer in one.compressed] for one in (branch, cache)]
+        assert all(torch.equal(*pair) for pair in zip(*places, strict=True))
+    branch.release()
+
+
+def test_two_caches_of_one_model(model):
+    """By turns: each goes on with its own guess, and says what it says alone."""
+    inputs, options = left_padded([120, 60]), [SOME, SOME | {"bits": 4}, {"method": "kivi", "residual": 32}]
+    alone = []
+    for wanted in options:
+        with compress(model, **wanted) as cache:
+            alone.append(generate(model, inputs, cache, max_new_tokens=20).sequences)
+    caches = [compress(model, **wanted) for wanted in options]
+    with torch.no_grad():
+        mask = inputs["attention_mask"]
+        tokens = [inputs["input_ids"]] * 3
+        for step in range(20):
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            for number, cache in enumerate(caches):
+                new = slice(None) if not step else slice(-1, None)
+                told = {"attention_mask": mask, "position_ids": places[:, new], "past_key_values": cache}
+                best = model(tokens[number][:, new], **told).logits[:, -1:].argmax(-1)
+                tokens[number] = torch.cat([tokens[number], best], 1)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    assert all(torch.equal(*pair) for pair in zip(tokens, alone, strict=True))
+    for number, cache in enumerate(caches):
+        cache.release()
+        hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+        assert hooks == (1, 1) if number == 0 else hooks == (0, 0)
+
+
+def test_release_in_the_middle(model):
+    """A streamer that releases the cache: what comes after fails and does not answer wrongly."""
+    steps = count()
+
+    class Released:
+        def put(self, value):
+            if next(steps) == 4:
+                cache.release()
+
+        def end(self):
+            pass
+
+    before = model.config._attn_implementation
+    cache = compress(model, **SOME)
+    with pytest.raises(Exception, match=r"(?i)layer|attribute|must be Tensor"):
+        generate(model, left_padded([100]), cache, streamer=Released())
+    assert model.config._attn_implementation == before and not cache.rows.guessing
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert cache.memory().measured_bytes > 0
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp", "model.layers.0.self_attn", "model.embed_tokens"])
+@pytest.mark.parametrize("forward", ["pre-decoding", "step"])
+@torch.no_grad()
+def test_an_interrupted_step(model, text, error, where, forward):
+    """Nothing is taken for a guess afterwards: not after `reset`, and not where every layer has stored the step."""
+    tokens, logits = text
+    with compress(model, **EVERYTHING) as cache:
+        model(tokens[:, :PROMPT], past_key_values=cache)
+        at = PROMPT
+        if forward == "step":
+            model(tokens[:, at : at + 1], past_key_values=cache)
+            at += 1
+
+        def stop(*_):
+            hook.remove()
+            raise error
+
+        hook = model.get_submodule(where).register_forward_hook(stop)
+        with pytest.raises(error):
+            model(tokens[:, at : at + 1], past_key_values=cache)
+        if where != "model.layers.0.self_attn":  # else the layers disagree, and say so
+            at = cache.rows.lengths[0]
+            found = model(tokens[:, at : at + 8], past_key_values=cache).logits
+            torch.testing.assert_close(found, logits[:, at : at + 8], atol=LOGITS, rtol=0)
+            assert cache.rows.lengths == [at + 8] == [cache.get_seq_length()]
+        else:
+            with pytest.raises(RuntimeError, match=r"interrupted.*cache\.reset"):
+                model(tokens[:, at : at + 8], past_key_values=cache)
+        cache.reset()
+        found = model(tokens[:, :PROMPT], past_key_values=cache).logits
+        torch.testing.assert_close(found, logits[:, :PROMPT], atol=LOGITS, rtol=0)
+        found = model(tokens[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
+        torch.testing.assert_close(found, logits[:, PROMPT : PROMPT + 1], atol=LOGITS, rtol=0)
+        assert not cache.rows.guessing
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
+@torch.no_grad()
+def test_arguments_without_names(family):
+    """Mask and places by position, in a padded batch, beside layers that slide."""
+    model, inputs, told = random_model(family), left_padded([100, 70]), []
+    for named in (True, False):
+        mask, guesses = inputs["attention_mask"], []
+        with compress(model, **EVERYTHING) as cache:
+            model(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+            for _ in range(6):
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+                token, places = inputs["input_ids"][:, -1:], mask.sum(1, keepdim=True) - 1
+                if named:
+                    found = model(token, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+                else:
+                    found = model(token, mask, places, past_key_values=cache).logits
+                guesses.append(cache.guesses.tokens)
+            told.append((found, guesses))
+    torch.testing.assert_close(told[0][0], told[1][0], atol=LOGITS, rtol=0)
+    assert torch.equal(torch.stack(told[0][1]), torch.stack(told[1][1]))
