@@ -27,8 +27,6 @@ QUICK = [
     ("rtn-4", "ragged rows"),
     ("zipcache", "ragged rows"),
     ("h2o", "one row"),
-    ("specache", "ragged rows"),
-    ("infllm", "one row"),
 ]
 CELLS = [(case.name, lengths) for case in CASES for lengths in LENGTHS]
 
