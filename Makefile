@@ -56,6 +56,7 @@ bench: .venv/dev.stamp  ## decode speed against QuantizedCache, what a method ad
 	$(BIN)/python benchmarks/correction_cpu.py --write
 	$(BIN)/python benchmarks/pursuit_cpu.py --write
 	$(BIN)/python benchmarks/neural_dict_cpu.py --write
+	$(BIN)/python benchmarks/specache_cpu.py --batches 1 --turns 11 --write
 
 clean:
 	rm -rf .venv .venv-oldest build dist runs *.egg-info
