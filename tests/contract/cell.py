@@ -21,6 +21,7 @@ from calib.runtime.attention import NAME
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import measure
+from calib.runtime.tiered.store import TieredStore
 
 SHARE = 0.6  # of what 16 bits need: more is not compressing
 DRAFT_NOISE = 0.1
@@ -178,7 +179,8 @@ def share_of_16_bits(cache: CompressedCache) -> float:
     """Bytes of the compressed layers as a part of what 16 bits a value need for the rows' real tokens."""
     values, sliding = 0, cache.rows.sliding
     for layer in cache.compressed:
-        most = float("inf") if sliding is None else sliding - 1
+        # Tiers keep what a sliding window has left behind: their tokens lie in no order that pages could be given back in.
+        most = float("inf") if sliding is None or isinstance(layer.store, TieredStore) else sliding - 1
         values += sum(layer.store.footprint().values * min(length, most) for length in cache.rows.lengths)
     memory = cache.memory()
     return (memory.measured_bytes - memory.by_kind["uncompressed"]) / (2 * values)
