@@ -1,6 +1,12 @@
 """What tests of several rooms start from."""
 
+import os
+
 import pytest
+
+# Kernels are defined for the interpreter or for the compiler when their module is imported; no machine of the tests has a
+# GPU, and what is compiled is compiled by a process of its own (test_ahead_of_time.py).
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="module")

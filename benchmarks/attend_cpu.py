@@ -1,0 +1,159 @@
+"""Decode attention of one layer on the CPU: our packed pages against quanto's dequantise + cat + SDPA, and against exact SDPA.
+
+    python benchmarks/attend_cpu.py [--tokens 16384] [--turns 31] [--threads 2] [--write]
+
+One process, float32, one row, 8 KV heads of 128, with as many query heads (H8) and with four times as many (H32, as an 8B
+model has them). Each cache holds the same tokens in one layer; a step brings one token more, takes it in and attends to
+everything, as a decode step does. Ours is `update` and `attend` of a compressed layer: `kivi` in groups of 32 with 128 exact
+tokens, as QuantizedCache has them, and `rtn`. Theirs are transformers' own layers and SDPA: QuantizedCache's of quanto, whose
+`update` dequantises and concatenates, and DynamicCache's. The turns fit into the window: no side quantises a block in between
+(decode_cpu.py counts that).
+
+Tokens: some channels of the keys are eight times as large, and the queries make attention peaked; the new ones are fresh
+in every turn. Before anything is timed our answers are compared with float64 attention over what the pages decode to. Every
+step in turn, in another order each turn; median and quartiles of the ratios taken turn by turn, beside an A/A pair.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from protocol import keep, show, turn_by_turn
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
+
+from calib.runtime import compress
+from calib.runtime.layer import CompressedLayer
+from calib.runtime.logits import Logits
+
+RESULT = "attend_cpu.json"
+KV_HEADS, CHANNELS, GROUP, WINDOW = 8, 128, 32, 128
+QUERY_HEADS = {"H8": 8, "H32": 32}
+CLOSE = 1e-4  # of the largest output: float32 sums in another order
+
+KIVI = ("kivi", {"group": GROUP, "residual": WINDOW})
+OURS = {"kivi": KIVI, "kivi again": KIVI, "rtn": ("rtn", {})}
+# Pairs of steps: the first is divided by the second.
+RATIOS = {
+    "A/A": ("kivi again", "kivi"),
+    "quanto / kivi": ("quanto", "kivi"),
+    "quanto / rtn": ("quanto", "rtn"),
+    "exact / kivi": ("exact", "kivi"),
+    "exact / rtn": ("exact", "rtn"),
+}
+
+Given = tuple[Tensor, Tensor, Tensor]
+Step = Callable[[Given], Tensor]
+
+
+def tokens(heads: int, count: int, seed: int) -> Given:
+    """Queries `[1, heads, count, D]`, keys and values `[1, KV_HEADS, count, D]`."""
+    draw = torch.Generator().manual_seed(seed)
+    query, keys, values = (torch.randn(1, n, count, CHANNELS, generator=draw) for n in (heads, KV_HEADS, KV_HEADS))
+    keys[..., 3::40] *= 8
+    return query, keys, values
+
+
+def our_layer(name: str, heads: int, bits: int) -> CompressedLayer:
+    """The layer of a method, driven by hand."""
+    shape = {"num_attention_heads": heads, "num_key_value_heads": KV_HEADS, "head_dim": CHANNELS}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    method, options = OURS[name]
+    cache = compress(LlamaForCausalLM(LlamaConfig(**sizes, **shape)), method, bits=bits, **options)
+    cache.release()
+    return cache.compressed[0]
+
+
+def our_step(layer: CompressedLayer) -> Step:
+    def step(given: Given) -> Tensor:
+        query, keys, values = given
+        layer.update(keys, values)
+        return layer.attend(query, None, Logits(CHANNELS**-0.5))
+
+    return step
+
+
+def their_step(layer: DynamicLayer | QuantoQuantizedLayer) -> Step:
+    def step(given: Given) -> Tensor:
+        query, keys, values = given
+        held = layer.update(keys, values)
+        return scaled_dot_product_attention(query, *held, is_causal=query.shape[2] > 1, enable_gqa=True)
+
+    return step
+
+
+def opened(heads: int, bits: int) -> tuple[dict[str, Step], dict[str, CompressedLayer]]:
+    """Every step by its name, and our layers among them."""
+    layers = {name: our_layer(name, heads, bits) for name in OURS}
+    quanto = QuantoQuantizedLayer(bits, axis_key=0, axis_value=0, q_group_size=GROUP, residual_length=WINDOW)
+    peers = {"quanto": their_step(quanto), "exact": their_step(DynamicLayer())}
+    return {**{name: our_step(layer) for name, layer in layers.items()}, **peers}, layers
+
+
+def decoded(layer: CompressedLayer, given: Given) -> Given:
+    """The tokens as the layer holds them: what its codecs make of those that lie in pages, the window exact."""
+    query, *streams = given
+    held = []
+    for stream, x in zip(layer.store.streams, streams, strict=True):  # type: ignore[union-attr]
+        count = stream.plan.schedule.packed(x.shape[2])
+        codec = stream.plan.codec
+        held.append(torch.cat([codec.decode(codec.encode(x[:, :, :count]), CHANNELS), x[:, :, count:]], 2))
+    return query, held[0], held[1]
+
+
+def check(
+    layers: dict[str, CompressedLayer], answers: dict[str, Tensor], before: Given, new: Given
+) -> dict[str, float]:
+    """Errors of the answers, relative to the largest of the exact one; ours must be attention over the decoded pages."""
+    for name, layer in layers.items():
+        held = decoded(layer, before)
+        expected = scaled_dot_product_attention(
+            new[0].double(),
+            *(torch.cat(pair, 2).double() for pair in zip(held[1:], new[1:], strict=True)),
+            enable_gqa=True,
+        )
+        off = float((answers[name] - expected).abs().max() / expected.abs().max())
+        if off > CLOSE:
+            raise SystemExit(f"{name} is off by {off:.1e} of the largest output: not attention over its own pages")
+    exact = answers["exact"]
+    return {name: float((answer - exact).norm() / exact.norm()) for name, answer in answers.items()}
+
+
+@torch.no_grad()
+def measure(heads: int, count: int, bits: int, turns: int) -> dict[str, object]:
+    """Milliseconds of every step, and the ratios."""
+    if turns + 4 > WINDOW // 2:
+        raise SystemExit(f"{turns} turns do not fit into the window of {WINDOW} tokens; at most {WINDOW // 2 - 4}")
+    before, first = tokens(heads, count, 0), tokens(heads, 1, 1)
+    steps, layers = opened(heads, bits)
+    for step in steps.values():
+        step(before)
+    errors = check(layers, {name: step(first) for name, step in steps.items()}, before, first)
+
+    def of(turn: int) -> dict[str, Callable[[], object]]:
+        new = tokens(heads, 1, 2 + turn)
+        return {name: lambda step=step: step(new) for name, step in steps.items()}
+
+    return {"relative_error": errors, **turn_by_turn(of, turns, RATIOS)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
+    parser.add_argument("--turns", type=int, default=31)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    rows = []
+    for name, heads in QUERY_HEADS.items():
+        for count in asked.tokens:
+            for bits in asked.bits:
+                run = measure(heads, count, bits, asked.turns)
+                rows.append({"heads": name, "tokens": count, "bits": bits, **run})
+                show(run, f"{name}, {count} tokens, {bits} bit: ")
+    if asked.write:
+        keep(RESULT, {"kv_heads": KV_HEADS, "head_dim": CHANNELS, "turns": asked.turns, "rows": rows})

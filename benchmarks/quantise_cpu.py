@@ -1,0 +1,124 @@
+"""Quantising and packing keys and values on the CPU: ours against quanto and hqq, each as QuantizedCache calls it.
+
+    python benchmarks/quantise_cpu.py [--tokens 2048] [--turns 15] [--threads 2] [--write]
+
+One process, float32, one layer's keys and values `[1, 8, tokens, 128]`. Ours are the codecs of `kivi` (keys in groups of 32
+tokens of a channel, values in groups of 32 channels of a token) and, to compare the same group, values' for both; from float
+tokens to packed words and 16-bit parameters. quanto: its MaxOptimizer and `quantize_weight`, and hqq: its `Quantizer.quantize`,
+with transformers' arguments and groups of 32. `clone` copies the same tokens: what memory alone costs. Data: normal with
+outlier channels and tokens, fresh in every turn. Before anything is timed every side decodes what it encoded, and its error is
+kept beside its speed. Every step in turn, in another order each turn; median and quartiles of the ratios taken turn by turn,
+beside an A/A pair.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from hqq.core.quantize import Quantizer
+from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+from protocol import keep, show, turn_by_turn
+from torch import Tensor
+
+from calib.runtime.stages.codec import UniformQuant
+
+RESULT = "quantise_cpu.json"
+HEADS, CHANNELS, GROUP = 8, 128, 32
+WORST = 2.0  # of one side's error to another's: beyond that they do not do the same
+
+# Pairs of steps: the first is divided by the second.
+RATIOS = {
+    "A/A": ("kivi again", "kivi"),
+    "quanto / kivi": ("quanto", "kivi"),
+    "quanto / by token": ("quanto", "by token"),
+    "hqq / kivi": ("hqq", "kivi"),
+    "hqq / by token": ("hqq", "by token"),
+    "kivi / clone": ("kivi", "clone"),
+}
+
+Pair = tuple[Tensor, Tensor]
+
+
+def tokens(count: int, seed: int) -> Pair:
+    """Keys and values `[1, HEADS, count, CHANNELS]`."""
+    draw = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(1, HEADS, count, CHANNELS, generator=draw) for _ in range(2))
+    keys[..., 3::40] *= 8
+    values[:, :, ::100] *= 4
+    return keys, values
+
+
+def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
+    """For each side what encodes keys and values."""
+    by_channel, by_token = UniformQuant(bits, (GROUP, 1)).encode, UniformQuant(bits, (1, GROUP)).encode
+    kind, optimizer = {4: qint4, 2: qint2}[bits], MaxOptimizer()
+
+    def quanto(x: Tensor) -> Tensor:
+        scale, zero = optimizer(x, kind, 0, GROUP)
+        return quantize_weight(x, kind, 0, scale, zero, GROUP)
+
+    def hqq(x: Tensor) -> object:
+        return Quantizer.quantize(x, axis=0, device="cpu", compute_dtype=x.dtype, nbits=bits, group_size=GROUP)
+
+    return {
+        "kivi": (by_channel, by_token),
+        "kivi again": (by_channel, by_token),
+        "by token": (by_token, by_token),
+        "quanto": (quanto, quanto),
+        "hqq": (hqq, hqq),
+        "clone": (torch.clone, torch.clone),
+    }
+
+
+def errors(bits: int, pair: Pair) -> dict[str, list[float]]:
+    """Relative error of keys and of values after decoding."""
+    found = {}
+    for name, encode in encoders(bits).items():
+        restored = []
+        for role, x in enumerate(pair):
+            held = encode[role](x)
+            if isinstance(held, dict):
+                group = (GROUP, 1) if name.startswith("kivi") and role == 0 else (1, GROUP)
+                restored.append(UniformQuant(bits, group).decode(held, CHANNELS))
+            elif isinstance(held, tuple):
+                restored.append(Quantizer.dequantize(*held))
+            else:
+                restored.append(held.dequantize() if name == "quanto" else held)  # type: ignore[attr-defined]
+        found[name] = [float((x - y).norm() / x.norm()) for x, y in zip(pair, restored, strict=True)]
+    for name in ("quanto", "hqq", "kivi"):
+        # Values are grouped alike, or nearly: a much smaller error would be of an easier task, a much larger one of no use.
+        if not 1 / WORST < found[name][1] / found["by token"][1] < WORST:
+            raise SystemExit(f"{name} errs by {found[name][1]:.4f} on values, ours by {found['by token'][1]:.4f}")
+    return found
+
+
+@torch.no_grad()
+def measure(count: int, bits: int, turns: int) -> dict[str, object]:
+    """Milliseconds of every step, and the ratios."""
+
+    def of(turn: int) -> dict[str, Callable[[], object]]:
+        keys, values = tokens(count, 1 + turn)
+        return {
+            name: lambda encode=encode: (encode[0](keys), encode[1](values)) for name, encode in encoders(bits).items()
+        }
+
+    return {"relative_error": errors(bits, tokens(count, 0)), **turn_by_turn(of, turns, RATIOS)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 2048, 16384])
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    rows = []
+    for count in asked.tokens:
+        for bits in asked.bits:
+            run = measure(count, bits, asked.turns)
+            rows.append({"tokens": count, "bits": bits, **run})
+            show(run, f"{count} tokens, {bits} bit: ")
+    if asked.write:
+        keep(RESULT, {"kv_heads": HEADS, "head_dim": CHANNELS, "group": GROUP, "turns": asked.turns, "rows": rows})

@@ -1,0 +1,54 @@
+"""Which form of an operation runs: plain torch (`reference.py`) or Triton (`triton.py`). Callers do not ask.
+
+Each operation has a function in its `operation.py` that takes the one or the other, by the device first and then by what
+its kernel serves (dtypes, widths; its README says what). Both give the same result: equal bits where bits are stored,
+float32 rounding elsewhere. `CALIB_KERNELS=reference` or `=triton` forces either; on a CPU Triton runs in its interpreter,
+for tests.
+"""
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+VARIABLE = "CALIB_KERNELS"
+
+# The first GPUs whose matrix instructions take what the kernels give them.
+CAPABILITY = (8, 0)
+
+
+def prefers_triton(device: torch.device) -> bool:
+    """Whether tensors on `device` go to Triton, where the operation's kernel serves them.
+
+    Raises RuntimeError where the variable forces what cannot run.
+    """
+    forced = os.environ.get(VARIABLE, "")
+    if forced not in ("", "reference", "triton"):
+        raise RuntimeError(f"{VARIABLE} must be 'reference' or 'triton', got {forced!r}; unset it to leave the choice to calib")
+    if forced == "reference":
+        return False
+    if forced == "triton":
+        _check_forced(device)
+        return True
+    return device.type == "cuda" and _serves(device.index)
+
+
+def _check_forced(device: torch.device) -> None:
+    if not _installed():
+        raise RuntimeError(f"{VARIABLE}=triton, but triton is not installed; install it or unset {VARIABLE}")
+    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    raise RuntimeError(
+        f"{VARIABLE}=triton, but the tensors are on {device.type!r}; move the model to a GPU, or set TRITON_INTERPRET=1 to interpret"
+    )
+
+
+@lru_cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache
+def _serves(index: int | None) -> bool:
+    return _installed() and torch.version.hip is None and torch.cuda.get_device_capability(index) >= CAPABILITY
