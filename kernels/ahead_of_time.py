@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ OPERATIONS = (
     "quantise",
     "probe_saliency",
     "matching_pursuit",
+    "neural_dict",
     "desparsify_attend",
     "host_gather",
     "top_k",
@@ -39,12 +41,12 @@ class Specialisation:
 
     Args:
         kernel: the function under `triton.jit`.
-        types: of each argument that is no constant: "*fp16" is a pointer, "i32" a number. Pointers are taken to be aligned to 16
-            bytes.
+        types: of each argument that is no constant: "*fp16" is a pointer, aligned to 16 bytes, "i32" a number, "i32:16" one that
+            16 divides. A launch finds out both by itself.
         constants: the values of the others.
         warps, stages: what the launch asks for.
         codes: codes that an iteration of the longest loop reads, all lanes together; 0: the loop is held to nothing.
-        most: instructions that one code may cost.
+        most: instructions that one code may cost; without it they are only counted.
     """
 
     kernel: Any
@@ -53,7 +55,7 @@ class Specialisation:
     warps: int = 4
     stages: int = 3
     codes: int = 0
-    most: float = 0.0
+    most: float = inf
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,10 @@ def compiled(one: Specialisation, capability: int) -> Any:
     from triton.compiler import ASTSource
 
     names = one.kernel.arg_names
-    signature = {name: "constexpr" if name in one.constants else one.types[name] for name in names}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    types = {name: "constexpr" if name in one.constants else one.types[name] for name in names}
+    signature = {name: kind.removesuffix(":16") for name, kind in types.items()}
+    aligned = [i for i, name in enumerate(names) if types[name].startswith("*") or types[name].endswith(":16")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     constants = {(names.index(name),): value for name, value in one.constants.items()}
     source = ASTSource(one.kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": one.warps, "num_stages": one.stages}
@@ -139,13 +143,18 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
         for name, one in declared(operation).items():
             for capability in CAPABILITIES:
                 figures = loop_figures(compiled(one, capability))
-                line = f"{operation:18} {name:34} sm_{capability}  {figures.registers:3} registers, {figures.spilled:3} spilled bytes"
+                line = f"{operation:18} {name:34} sm_{capability}"
+                line += f"  {figures.registers:3} registers, {figures.spilled:3} spilled bytes"
                 good = True
                 if one.codes:
-                    cost, matrix = figures.per_code(one.codes, one.warps), figures.matrix_per_128_codes(one.codes, one.warps)
+                    cost, matrix = (
+                        figures.per_code(one.codes, one.warps),
+                        figures.matrix_per_128_codes(one.codes, one.warps),
+                    )
                     good = cost <= one.most and not figures.spilled and not figures.conversions and matrix <= 1
-                    line += f", {cost:.2f} instructions a code (at most {one.most}), {matrix:.2f} matrix instructions per 128 codes"
-                    line += f", {figures.conversions} conversions"
+                    line += f", {cost:.2f} instructions a code"
+                    line += f" (at most {one.most})" if isfinite(one.most) else ""
+                    line += f", {matrix:.2f} matrix instructions per 128 codes, {figures.conversions} conversions"
                 yield line, good
 
 

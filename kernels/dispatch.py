@@ -25,7 +25,9 @@ def prefers_triton(device: torch.device) -> bool:
     """
     forced = os.environ.get(VARIABLE, "")
     if forced not in ("", "reference", "triton"):
-        raise RuntimeError(f"{VARIABLE} must be 'reference' or 'triton', got {forced!r}; unset it to leave the choice to calib")
+        raise RuntimeError(
+            f"{VARIABLE} must be 'reference' or 'triton', got {forced!r}; unset it to leave the choice to calib"
+        )
     if forced == "reference":
         return False
     if forced == "triton":
@@ -40,7 +42,7 @@ def _check_forced(device: torch.device) -> None:
     if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return
     raise RuntimeError(
-        f"{VARIABLE}=triton, but the tensors are on {device.type!r}; move the model to a GPU, or set TRITON_INTERPRET=1 to interpret"
+        f"{VARIABLE}=triton, but the tensors are on {device.type!r}; move the model to a GPU, or set TRITON_INTERPRET=1"
     )
 
 

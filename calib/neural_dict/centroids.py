@@ -7,7 +7,7 @@ The samples are passed over a few times in a seeded order. Everything stays on t
 import torch
 from torch import Generator, Tensor
 
-from calib.neural_dict.loss import scattered
+from calib.kernels.neural_dict.operation import scattered
 
 PASSES = 3
 BATCH = 4096  # vectors; more where there are more centroids, so that a batch has four for each

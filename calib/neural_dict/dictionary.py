@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from calib.kernels.matching_pursuit.reference import desparsify, matching_pursuit
+from calib.kernels.matching_pursuit.operation import matching_pursuit
+from calib.kernels.matching_pursuit.reference import desparsify
 from calib.neural_dict.centroids import centroids, unit_rows
 from calib.neural_dict.loss import diversity, diversity_weight, reconstruction
 from calib.neural_dict.options import DictionaryOptions

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.matching_pursuit.reference import desparsify
+from calib.kernels.neural_dict.operation import scattered
 
 SHARE, LIMIT = 0.1, 1.0  # of eq. 11
 
@@ -69,12 +70,3 @@ def diversity_weight(mse: Tensor, penalty: Tensor) -> Tensor:
     """
     mse, penalty = mse.detach(), penalty.detach()
     return torch.where(penalty > 0, SHARE * mse / penalty, LIMIT).clamp(max=LIMIT)
-
-
-def scattered(coefficient: Tensor, index: Tensor, rows: Tensor, count: int) -> Tensor:
-    """`[count, d]`: for each pair (i, c) of a row of `rows [B, d]`, c times the row added to place i."""
-    added = (coefficient[..., None] * rows[:, None]).flatten(0, 1)
-    summed = rows.new_zeros(count, rows.shape[-1])
-    if rows.is_cuda:  # where index_add_ adds in any order, and this in a fixed one
-        return summed.index_put_((index.flatten(),), added, accumulate=True)
-    return summed.index_add_(0, index.flatten(), added)

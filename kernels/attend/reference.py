@@ -87,6 +87,16 @@ class RunningSoftmax:
         self.top, self.mass = top, mass
         return weights
 
+    def join(self, top: Tensor, mass: Tensor, mixed: Tensor) -> None:
+        """Takes a part that was attended elsewhere: its own `top`, `mass` and `mixed`."""
+        if self.top is None or self.mass is None or self.mixed is None:
+            self.top, self.mass, self.mixed = top, mass, mixed
+            return
+        highest = torch.maximum(self.top, top)
+        stays, comes = torch.exp(self.top - highest), torch.exp(top - highest)
+        self.top = highest
+        self.mass, self.mixed = self.mass * stays + mass * comes, self.mixed * stays + mixed * comes
+
     def last_weights(self, scores: Tensor) -> Tensor:
         """`weights` of the last part, which has no masked row; the only part of a short cache is plain softmax."""
         return self.weights(scores) if self.top is not None else scores.softmax(-1)

@@ -9,20 +9,22 @@ already be encoded (KIVI): those keys are met in their pages, too. Tiles and par
 tokens are attended as they arrived: encoding comes after attention, so a prompt's own attention is exact.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calib.kernels.attend.operation import PackedStream, attend_pages, served
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.runtime.beside import Beside, newest
 from calib.runtime.logits import Logits
 from calib.runtime.ordered.reading import Asked, LevelStep, Reading
 from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.ordered.stream import Stream
-from calib.runtime.pages import Pages
+from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.rows import Forward
+from calib.runtime.stages.codec.in_pages import packed_stream
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
 QUERY_ROWS = 1024
@@ -60,12 +62,13 @@ class LayerAttention:
             windows = (self.keys.window.tokens.shape[2], self.values.window.tokens.shape[2])
             queries = range(at, at + tile.shape[2])
             asked = Asked(self.rows, queries, logits.sliding, windows, self.keys.tile_tokens, query.device)
-            level = LevelStep.of(self.state, self.forward, asked) if self.beside is None else None
+            in_one = served(grouped.shape[2], *self._streams())
+            level = None if in_one or self.beside is not None else LevelStep.of(self.state, self.forward, asked)
             if level is not None:
                 mixed = self._level_step(level, grouped, new_keys, new_values)
             else:
                 reading = Reading.of(self.state, self.forward, asked)
-                mixed = self._general(reading, len(queries), grouped, new_keys, new_values)
+                mixed = self._general(reading, len(queries), grouped, new_keys, new_values, in_one)
             outputs.append(mixed.unflatten(2, (-1, tile.shape[2])).flatten(1, 2).to(query.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -87,19 +90,44 @@ class LayerAttention:
             softmax.add(self._mix(of_tile, step.last))
         return softmax.output()
 
-    def _general(self, reading: Reading, queries: int, query: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-        """Any rows, several `queries` columns, sliding windows, pairs beside."""
+    def _streams(self) -> list[PackedStream | None]:
+        """Keys and values as a kernel reads them."""
+        return [packed_stream(stream.plan.codec, stream.pool, stream.head_dim) for stream in (self.keys, self.values)]
+
+    def _in_one(
+        self, reading: Reading, scored: "_Scorer", softmax: RunningSoftmax
+    ) -> list[tuple[slice | Tensor, Tensor]]:
+        """Takes in all packed tokens by one kernel; their places and scores, where something is asked about them."""
+        (keys, values), stretch, beside = self._streams(), reading.stretch, self.beside
+        if stretch is None:
+            return []
+        assert keys is not None and values is not None
+        slots = slice(reading.starts[0], reading.starts[0] + stretch.table.shape[1] * PAGE_TOKENS)
+        if beside is not None:
+            stretch = replace(stretch, hidden=beside.hides(slots)[:, :, 0])
+        found = attend_pages(
+            scored.folded, keys, values, stretch, scored.constant, self.logits.softcap,
+            scored=beside is not None and beside.asks, precise=self.values.window.tokens.dtype == torch.float32,
+        )  # fmt: skip
+        softmax.join(found.top, found.mass, self.values.plan.transform.fold_output(found.mixed, found.mass))
+        return [] if found.scores is None else [(slots, found.scores)]
+
+    def _general(
+        self, reading: Reading, queries: int, query: Tensor, new_keys: Tensor, new_values: Tensor, in_one: bool
+    ) -> Tensor:
+        """Any rows, several `queries` columns, sliding windows, pairs beside; `in_one`: all packed tokens by one kernel."""
         new_keys, new_values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         scored, softmax, beside = _Scorer(self.keys, query), RunningSoftmax(), self.beside
-        met: list[tuple[slice | Tensor, Tensor]] = []
-        for (pages, hidden), start in zip(reading.tiles[:-1], reading.starts[:-1], strict=True):
+        met = self._in_one(reading, scored, softmax) if in_one else []
+        tiles, masked = ([], reading.last_tokens) if in_one else (reading.tiles, 0)
+        for (pages, hidden), start in zip(tiles[:-1], reading.starts, strict=False):
             scores = self.logits.capped(scored.packed(pages))
             stretch = slice(start, start + scores.shape[-1])
             scores = _masked(scores, hidden if beside is None else _either(hidden, beside.hides(stretch)))
             softmax.add(self._mix(softmax.weights(scores), pages))
             met.append((stretch, scores))
         # The last tile, the window, the new tokens and what lies beside are one part: most caches are no longer than that.
-        parts = [scored.packed(pages) for pages, _ in reading.tiles[-1:]]
+        parts = [scored.packed(pages) for pages, _ in tiles[-1:]]
         tile = sum(part.shape[-1] for part in parts)
         if reading.window is not None:
             sources = scored.exact(self._window(self.keys))
@@ -108,31 +136,33 @@ class LayerAttention:
             parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
         window = sum(part.shape[-1] for part in parts) - tile
         parts.append(scored.exact(new_keys))
-        hidden, sizes = reading.hidden, [tile, window, new_keys.shape[2]]
+        hidden, last, sizes = reading.hidden, reading.last[..., masked:], [tile, window, new_keys.shape[2]]
+        hidden = None if hidden is None else hidden[..., masked:]
         if beside is not None:
             parts.append(scored.exact(beside.keys))
             sizes.append(beside.keys.shape[2])
-            hidden = self._hidden_beside(reading, beside)
+            hidden = self._hidden_beside(hidden, last, reading.back, beside)
         scores = _masked(self.logits.capped(torch.cat(parts, -1)), hidden)
         of_tile, of_window, of_new, *of_beside = softmax.weights(scores).split(sizes, -1)
         softmax.add(of_new @ new_values.float())
         if window:
             softmax.add(of_window @ self._window(self.values).float())
         if tile:
-            softmax.add(self._mix(of_tile, reading.tiles[-1][0]))
+            softmax.add(self._mix(of_tile, tiles[-1][0]))
         if beside is not None:
             softmax.add(of_beside[0] @ beside.values.float())
             if beside.asks:
                 heads = beside.places.shape[1]
-                met.append((torch.cat([reading.last.expand(-1, heads, -1), beside.places], -1), scores))
+                met.append((torch.cat([last.expand(-1, heads, -1), beside.places], -1), scores))
                 normaliser = newest(softmax.normaliser(), query.shape[2] // queries)
                 for places, part in met:
                     beside.add(places, part, normaliser)
         return softmax.output()
 
-    def _hidden_beside(self, reading: Reading, beside: Beside) -> Tensor:
+    @staticmethod
+    def _hidden_beside(hidden: Tensor | None, last: Tensor, back: Tensor | None, beside: Beside) -> Tensor:
         """The mask of the last part, bool `[rows, kv_heads, n or 1, tokens]`: tokens that are attended beside are hidden."""
-        held, apart = _either(reading.hidden, beside.hides(reading.last)), beside.hidden(reading.back)
+        held, apart = _either(hidden, beside.hides(last)), beside.hidden(back)
         queries = max(held.shape[2], apart.shape[2])
         return torch.cat([part.expand(-1, -1, queries, -1) for part in (held, apart)], -1)
 
@@ -144,7 +174,7 @@ class LayerAttention:
     def _mix(self, weights: Tensor, pages: Pages) -> Tensor:
         """Weighted sum of the values in `pages`."""
         mixed = self.values.plan.codec.mix(weights, self.values.pool.read(pages), self.values.head_dim)
-        return self.values.plan.transform.fold_output(mixed, weights)
+        return self.values.plan.transform.fold_output(mixed, weights.sum(-1, keepdim=True))
 
 
 class _Scorer:

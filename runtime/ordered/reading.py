@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.operation import Stretch
 from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.rows import Forward
@@ -93,7 +94,8 @@ class Reading:
     """Everything but the tokens themselves, for some query columns of some rows.
 
     Attributes:
-        tiles: (pages, hidden) of the tokens whose key and value are packed, at most `tile` over all rows each;
+        stretch: the tokens whose key and value are packed, all at once, for a kernel; None where there are none.
+        tiles: (pages, hidden) of the same tokens, at most `tile` over all rows each;
             `hidden` bool `[rows, 1, query rows or 1, tokens]` or None. The last one's mask is part of `hidden` below.
         starts: the place of each tile's first token; the last tile has `last_tokens`.
         recent: pages of keys already packed whose values are still exact, or None.
@@ -106,6 +108,7 @@ class Reading:
         back: int64 `[rows, 1, queries, 1]`: a token at this place or before is behind the query's sliding window.
     """
 
+    stretch: Stretch | None
     tiles: list[tuple[Pages, Tensor | None]]
     starts: list[int]
     last_tokens: int
@@ -175,7 +178,15 @@ class _Planner:
         starts = [span.start * PAGE_TOKENS for span in spans]
         back = None if self.sliding is None else self._query_places() - self.sliding
         last = len(spans[-1]) * PAGE_TOKENS if spans else 0
-        return Reading(tiles, starts, last, recent, window, places, new, self.held, self._joined(masks), back)
+        stretch = self._stretch(range(spans[0].start, spans[-1].stop), back) if spans else None
+        return Reading(stretch, tiles, starts, last, recent, window, places, new, self.held, self._joined(masks), back)
+
+    def _stretch(self, pages: range, back: Tensor | None) -> Stretch:
+        """By slots of `pages`: the first of them is token 0."""
+        first = pages.start * PAGE_TOKENS
+        numbers = self.state.table.numbers(self.device)[self.rows.start : self.rows.stop, pages.start : pages.stop]
+        unseen = None if back is None else (back - first).flatten(1).int()
+        return Stretch(numbers, (self.limit - first).int(), back=unseen)
 
     def _tile_hidden(self, span: range) -> Tensor | None:
         """Tokens of a span of pages that a row does not read from pages, or that its queries do not see."""

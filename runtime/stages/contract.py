@@ -106,8 +106,8 @@ class Transform(Protocol):
         """(q', constant): q.x = q'.y + constant; `constant` is `[..., kv_heads, rows, 1]` or None."""
         ...
 
-    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
-        """sum_t p_t x_t from `mixed` = sum_t p_t y_t and the `weights` p `[..., kv_heads, rows, tokens]`."""
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """sum_t p_t x_t from `mixed` = sum_t p_t y_t `[..., kv_heads, rows, head_dim]` and `mass` = sum_t p_t `[..., rows, 1]`."""
         ...
 
     def tensors(self) -> list[Tensor]:

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calib.kernels.attend.operation import Attended, Stretch, served
 from calib.kernels.attend.reference import RunningSoftmax
+from calib.kernels.desparsify_attend.operation import served as pairs_served
 from calib.runtime.beside import Beside, newest
 from calib.runtime.logits import Logits
 from calib.runtime.pages import TIER_PAGE_TOKENS, upload
@@ -27,7 +29,7 @@ from calib.runtime.tiered.met import MetTier
 from calib.runtime.tiered.reading import Asked, TieredReading, Tile
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.tier import Tier
-from calib.runtime.tiered.turned import turned_to_places
+from calib.runtime.tiered.turned import turned_to_places, turns_up_to
 from calib.runtime.window import Window
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
@@ -56,16 +58,17 @@ class Watch:
 
 @dataclass
 class _Part:
-    """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted.
+    """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted. What a
+    kernel attended in one has its mixture already, and its logits where anybody wants them.
 
-    `listed`: the tier whose records have more to add once the final probabilities of all its parts are known. `places` of its
-    tokens, `[rows, kv_heads or 1, tokens]` or a stretch, where something is asked about them.
+    `left`: what has more to add once the final probabilities of all its parts are known. `places` of its tokens,
+    `[rows, kv_heads or 1, tokens]` or a stretch, where something is asked about them.
     """
 
     scores: Tensor
-    mix: Callable[[Tensor], Tensor]
+    mix: Callable[[Tensor], Tensor] | Attended
     watched: bool
-    listed: MetTier | None = None
+    left: Callable[[Tensor], Tensor] | None = None
     places: Tensor | slice | None = None
 
 
@@ -116,20 +119,22 @@ class TieredAttention:
             # Query rows of a KV head: group-major, then the tokens of the tile.
             grouped = (tile.float() * self.logits.scale).unflatten(1, (kv_heads, -1)).flatten(2, 3)
             softmax, watched, asked_about = RunningSoftmax(), [], []
-            listed: dict[MetTier, list[Tensor]] = {}
+            left: dict[Callable[[Tensor], Tensor], list[Tensor]] = {}
             parts = self._parts(reading, grouped, new_keys, new_values, watch)
             for part in parts if self.kept is None else self._heaviest(list(parts), queries):
-                weights = softmax.weights(part.scores)
-                softmax.add(part.mix(weights))
+                if isinstance(part.mix, Attended):
+                    softmax.join(part.mix.top, part.mix.mass, part.mix.mixed)
+                else:
+                    softmax.add(part.mix(softmax.weights(part.scores)))
                 if part.watched:
                     watched.append(part.scores)
                 if part.places is not None:
                     asked_about.append(part)
-                if part.listed is not None:
-                    listed.setdefault(part.listed, []).append(part.scores)
+                if part.left is not None:
+                    left.setdefault(part.left, []).append(part.scores)
             mixed = softmax.output()
-            for tier, scores in listed.items():
-                mixed = mixed + tier.listed_mix(softmax.probabilities(torch.cat(scores, -1)))
+            for added, scores in left.items():
+                mixed = mixed + added(softmax.probabilities(torch.cat(scores, -1)))
             if self.beside is not None and asked_about:
                 normaliser = newest(softmax.normaliser(), query.shape[1] // kv_heads)
                 for part in asked_about:
@@ -151,6 +156,15 @@ class TieredAttention:
                 continue
             asked = self._relocated(query) if tier.relocated else query
             met = MetTier(tier, self.rows, asked, reading.records, tiles[-1].stop, turned)
+            wanted = watch is not None and watch.tier and number == 0
+            stretch = reading.stretches[number]
+            if stretch is not None and self.kept is None:
+                if served(query.shape[2], *met.streams()):
+                    yield self._in_one(met, tiles, stretch, wanted)
+                    continue
+                if self.beside is None and not wanted and pairs_served(met.query, *met.pairs()):
+                    yield self._pairs_in_one(met, stretch, query)
+                    continue
             for tile in tiles:
                 hidden, places = tile.hidden, None
                 if reading.back is not None or self.beside is not None:
@@ -165,8 +179,8 @@ class TieredAttention:
                 yield _Part(
                     _masked(self.logits.capped(met.scores(tile)), hidden),
                     lambda weights, met=met, tile=tile: met.mix(weights, tile),  # type: ignore[misc]
-                    watch is not None and watch.tier and number == 0,
-                    met if met.lists_values else None,
+                    wanted,
+                    met.listed_mix if met.lists_values else None,
                     places if self._asks else None,
                 )
         if self.beside is not None and self.beside.places.shape[2]:
@@ -178,6 +192,27 @@ class TieredAttention:
         exact = _masked(self.logits.capped(query @ keys.float().mT), reading.hidden)
         places = self._exact_places(reading, query.device) if self._asks else None
         yield _Part(exact, lambda weights: weights @ values.float(), watch is not None, places=places)
+
+    def _in_one(self, met: MetTier, tiles: list[Tile], stretch: Stretch, wanted: bool) -> _Part:
+        """A tier by one kernel."""
+        places: Tensor | slice | None = None
+        if self.beside is not None:
+            slots = Tile(stretch.table, 0, stretch.table.shape[1] * met.tier.pool.page_tokens, None)
+            places = self._places(met.tier, slots)
+            stretch = replace(stretch, hidden=self.beside.hides(places)[:, :, 0])
+        found = met.in_one(tiles, stretch, self.logits.softcap, wanted or self._asks or met.corrected)
+        scores = found.mass if found.scores is None else found.scores
+        left = partial(met.corrections, tiles) if met.corrected else None
+        return _Part(scores, found, wanted, left, places if self._asks else None)
+
+    def _pairs_in_one(self, met: MetTier, stretch: Stretch, query: Tensor) -> _Part:
+        """A tier of sparse pairs by one kernel."""
+        turns = None
+        if self.before_rope and self.rotation is not None:
+            longest = max(self.forward.before[row] for row in self.rows)
+            turns = turns_up_to(self.forward, self.rotation, longest, query)
+        found = met.pairs_in_one(stretch, turns, self.logits.softcap)
+        return _Part(found.mass, found, False)
 
     @property
     def _asks(self) -> bool:

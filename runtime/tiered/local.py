@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.kernels.probe_saliency.reference import attention_mass
+from calib.kernels.probe_saliency.operation import attention_mass
 from calib.runtime.logits import Logits
 from calib.runtime.pages import upload
 from calib.runtime.rows import Forward

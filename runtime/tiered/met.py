@@ -1,16 +1,21 @@
 """A tier as the queries of one forward meet it: packed, its transform folded away, what its segments share beside it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.operation import Attended, PackedStream, Stretch, attend_pages
+from calib.kernels.desparsify_attend.operation import desparsify_attend
+from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.runtime.pages import Pages
-from calib.runtime.stages.codec.corrected import lists, segment_mix, segment_scores
+from calib.runtime.stages.codec.corrected import Corrected, lists, segment_mix, segment_scores
+from calib.runtime.stages.codec.in_pages import packed_stream, sparse_pages
 from calib.runtime.stages.codec.sparse import tokens_first
 from calib.runtime.stages.contract import Block
 from calib.runtime.tiered.reading import Tile
-from calib.runtime.tiered.tier import Tier
+from calib.runtime.tiered.tier import POSITIONS, Tier
 
 Turned = Callable[[Tensor, Tier, Tile], Tensor]
 
@@ -32,18 +37,83 @@ class MetTier:
             self.shared = {role: tier.records.read(records, f"{role}.") for role in self.shared}
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
+    def streams(self) -> list[PackedStream | None]:
+        """Keys and values as a kernel reads them; None for keys that have to be turned."""
+        if self.turned is not None:
+            return [None, None]
+        pool, widths = self.tier.pool, self.tier.widths
+        return [packed_stream(self.codecs[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values")]
+
+    def in_one(self, tiles: list[Tile], stretch: Stretch, softcap: float | None, scored: bool) -> Attended:
+        """All tokens of the tier by one kernel; what corrects the values is left to `corrections`."""
+        keys, values = self.streams()
+        assert keys is not None and values is not None
+        if self.corrected:
+            stretch = replace(stretch, bias=torch.cat([self._added_scores(tile) for tile in tiles], -1))
+        if self.tier.positions and stretch.back is not None:
+            stretch = replace(stretch, places=self.tier.pool.tensors[POSITIONS])
+        precise = self.tier.dtype == torch.float32
+        found = attend_pages(self.query, keys, values, stretch, self.constant, softcap, scored, precise)
+        return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
+
+    def pairs(self) -> list[SparsePages | None]:
+        """Keys and values as sparse pairs, where that is what they are; their transform is then none."""
+        return [sparse_pages(self.codecs[role], self.tier.pool, f"{role}.") for role in ("keys", "values")]
+
+    def pairs_in_one(self, stretch: Stretch, turns: tuple[Tensor, Tensor] | None, softcap: float | None) -> Attended:
+        """All pairs of the tier by one kernel, which turns keys to their places by `turns`."""
+        keys, values = self.pairs()
+        assert keys is not None and values is not None
+        positions = self.tier.pool.tensors.get(POSITIONS)
+        asked = (self.query, keys, values, stretch.table, stretch.used, turns, positions, softcap, stretch.back)
+        top, mass, mixed = desparsify_attend(*asked)
+        return Attended(top[..., None], mass[..., None], mixed, None)
+
+    @property
+    def corrected(self) -> bool:
+        """Whether the codecs leave something to corrections."""
+        return any(isinstance(codec, Corrected) for codec in self.codecs.values())
+
+    def corrections(self, tiles: list[Tile], weights: Tensor) -> Tensor:
+        """What corrections add to the output of `in_one`, from the final `weights [..., slots]`."""
+        codec, mixed = self.codecs["values"], self.listed_mix(weights) if self.lists_values else None
+        for tile in tiles:
+            own, block = weights[..., tile.start : tile.stop], self._block("values", tile)
+            added = own.new_zeros(*own.shape[:-1], self.tier.widths["values"])
+            if isinstance(codec, Corrected):
+                added = codec.added_mix(own, block, added)
+            if self.tier.plan.segments == "page":
+                listed = segment_mix(codec, own, block, self.tier.widths["values"])
+                added = added if listed is None else added + listed
+            added = self.transforms["values"].fold_output(added, torch.zeros_like(own[..., :1]))
+            mixed = added if mixed is None else mixed + added
+        assert mixed is not None
+        return mixed
+
+    def _added_scores(self, tile: Tile) -> Tensor:
+        """What corrections add to the scores of a tile."""
+        codec, block = self.codecs["keys"], self._block("keys", tile)
+        found = self.query.new_zeros(*self.query.shape[:-1], tile.stop - tile.start)
+        if isinstance(codec, Corrected):
+            found = codec.added_scores(self.query, block, found)
+        return self._listed_scores(tile, block, found)
+
+    def _listed_scores(self, tile: Tile, block: Block, found: Tensor) -> Tensor:
+        """`found` with what the lists of segments add: of the rows' for all tiles at once, of the pages' here."""
+        if self.bias is not None:
+            return found + self.bias[..., tile.start : tile.stop]
+        if self.tier.plan.segments == "page":
+            listed = segment_scores(self.codecs["keys"], self.query, block, found.shape[-1])
+            return found if listed is None else found + listed
+        return found
+
     def scores(self, tile: Tile) -> Tensor:
         """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
         codec, block = self.codecs["keys"], self._block("keys", tile)
         if self.turned is not None:
             keys = codec.decode(tokens_first(block), self.tier.widths["keys"])
             return self.query @ self.turned(keys, self.tier, tile).mT
-        found = codec.scores(self.query, block)
-        if self.bias is not None:
-            found = found + self.bias[..., tile.start : tile.stop]
-        elif self.tier.plan.segments == "page":
-            listed = segment_scores(codec, self.query, block, found.shape[-1])
-            found = found if listed is None else found + listed
+        found = self._listed_scores(tile, block, codec.scores(self.query, block))
         return found if self.constant is None else found + self.constant
 
     def mix(self, weights: Tensor, tile: Tile) -> Tensor:
@@ -53,7 +123,7 @@ class MetTier:
         if self.tier.plan.segments == "page":
             listed = segment_mix(codec, weights, block, width)
             mixed = mixed if listed is None else mixed + listed
-        return self.transforms["values"].fold_output(mixed, weights)
+        return self.transforms["values"].fold_output(mixed, weights.sum(-1, keepdim=True))
 
     @property
     def lists_values(self) -> bool:
@@ -64,7 +134,7 @@ class MetTier:
         """What the values in the rows' records add, from the final `weights [..., slots]` of all tiles in order."""
         mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.widths["values"])
         assert mixed is not None
-        return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights))
+        return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights[..., :1]))
 
     def _block(self, role: str, tile: Tile) -> Block:
         return {**self.tier.pool.read(tile.pages, f"{role}."), **self.shared[role]}

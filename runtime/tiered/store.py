@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.kernels.probe_saliency.reference import attention_mass
+from calib.kernels.probe_saliency.operation import attention_mass
 from calib.runtime.beside import Beside
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits

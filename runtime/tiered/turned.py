@@ -27,6 +27,11 @@ def turned_to_places(forward: Forward, rotation: Rotation, keys: Tensor, tier: T
     return Rotation.turned(keys, *turns)
 
 
+def turns_up_to(forward: Forward, rotation: Rotation, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of all places before `stop`, where a kernel turns keys itself: float32 `[stop, rotated channels / 2]`."""
+    return _turns(forward, rotation, 0, stop, like)
+
+
 def _turns(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Worked out by the first layer that asks."""
     key = ("turns", start, stop, like.device)

@@ -105,6 +105,10 @@ class Corrected:
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """All parts; of outliers those that are kept for each token. `segment_scores` adds the others."""
         scores = self.codec.scores(query, tile)
+        return self.added_scores(query, tile, scores)
+
+    def added_scores(self, query: Tensor, tile: Block, scores: Tensor) -> Tensor:
+        """`scores` of the codec with what the other parts add to them, in place."""
         if self.low_rank is not None:
             scores += self.low_rank.scores(query, _part(LOW_RANK, tile))
         if self.residual is not None:
@@ -115,7 +119,11 @@ class Corrected:
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """All parts; of outliers those that are kept for each token. `segment_mix` adds the others."""
-        mixed = self.codec.mix(weights, tile, channels)
+        return self.added_mix(weights, tile, self.codec.mix(weights, tile, channels))
+
+    def added_mix(self, weights: Tensor, tile: Block, mixed: Tensor) -> Tensor:
+        """`mixed` of the codec with what the other parts add to it."""
+        channels = mixed.shape[-1]
         if self.low_rank is not None:
             mixed = mixed + self.low_rank.mix(weights, _part(LOW_RANK, tile), channels)
         if self.residual is not None:

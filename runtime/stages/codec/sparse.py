@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from calib.kernels.matching_pursuit.reference import desparsify, matching_pursuit, orthogonal_matching_pursuit
+from calib.kernels.matching_pursuit.operation import matching_pursuit
+from calib.kernels.matching_pursuit.reference import desparsify, orthogonal_matching_pursuit
 from calib.kernels.pack.reference import bytes_per_token, pack_bytes, unpack_bytes
 from calib.runtime.draws import Draws
 from calib.runtime.stages.codec.coefficients import Coefficients

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from calib.kernels.attend.reference import uniform_mix, uniform_scores
 from calib.kernels.pack.reference import pack, unpack, unpack_columns, words_per_token
+from calib.kernels.quantise.operation import encode_uniform
 from calib.kernels.quantise.reference import dequantise, measure, quantise
 from calib.runtime.stages.contract import Block, Field, Segment
-from calib.runtime.stages.halves import HALF_MAX, stored
+from calib.runtime.stages.halves import HALF_MAX
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,21 +84,21 @@ class UniformQuant:
         """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`."""
         if self.group is None:
             # One group that holds the whole head: the constants broadcast.
-            return {"words": pack(quantise(x, self._fixed(x), (x.shape[-2], x.shape[-1]), self.bits), self.bits)}
-        group = self._sizes(x.shape[-2], x.shape[-1])
-        if self.across_heads:
-            merged = x.transpose(1, 2).flatten(2)[:, None]
-            parameters = measure(merged, (group[0], merged.shape[-1]), self.bits, self.clip)
-        else:
-            parameters = measure(x, group, self.bits, self.clip)
-        parameters = stored(parameters, self.wide(x) if wide is None else wide)
-        return {"words": pack(quantise(x, parameters, group, self.bits), self.bits), "parameters": parameters}
+            return {
+                "words": pack(
+                    quantise(x, torch.cat(self.fixed(x), -1), (x.shape[-2], x.shape[-1]), self.bits), self.bits
+                )
+            }
+        group, wide = self._sizes(x.shape[-2], x.shape[-1]), self.wide(x) if wide is None else wide
+        dtype = torch.float32 if wide else torch.float16
+        words, parameters = encode_uniform(x, group, self.bits, self.clip, dtype, self.across_heads)
+        return {"words": words, "parameters": parameters}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """float32 `[..., kv_heads, tokens, channels]`."""
         codes = unpack(block["words"], self.bits, channels)
         if self.group is None:
-            return dequantise(codes, self._fixed(codes), (codes.shape[-2], channels))
+            return dequantise(codes, torch.cat(self.fixed(codes), -1), (codes.shape[-2], channels))
         tokens, columns = block["parameters"].shape[-2:]
         return dequantise(codes, block["parameters"], (codes.shape[-2] // tokens, 2 * channels // columns))
 
@@ -111,7 +112,7 @@ class UniformQuant:
             return merged[:, 0].unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
         eps = torch.finfo(torch.float32).eps
         if self.group is None:
-            scale, zero = self._fixed(x).chunk(2, -1)
+            scale, zero = self.fixed(x)
             return (x.float().abs() + zero).clamp(min=0) + scale / 2 + eps * zero.abs()
         group, levels = self._sizes(x.shape[-2], x.shape[-1]), 2**self.bits - 1
         scale, zero = measure(x, group, self.bits, self.clip).chunk(2, -1)
@@ -125,7 +126,7 @@ class UniformQuant:
         """`query [..., kv_heads, rows, D]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
         if self.group is not None:
             return uniform_scores(query, tile["words"], tile["parameters"], self.bits)
-        scale, zero = self._fixed(query).chunk(2, -1)
+        scale, zero = self.fixed(query)
         codes = unpack_columns(tile["words"], self.bits, query.shape[-1]).float()
         return (query * scale) @ codes + query.sum(-1, keepdim=True) * zero
 
@@ -133,15 +134,19 @@ class UniformQuant:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, channels]` from the codes."""
         if self.group is not None:
             return uniform_mix(weights, tile["words"], tile["parameters"], self.bits, channels)
-        scale, zero = self._fixed(weights).chunk(2, -1)
+        scale, zero = self.fixed(weights)
         codes = unpack_columns(tile["words"], self.bits, channels).float()
         return (weights @ codes.mT) * scale + weights.sum(-1, keepdim=True) * zero
 
-    def _fixed(self, like: Tensor) -> Tensor:
-        """Parameters of the calibrated range [-clip, clip], one group a head: float32 `[kv_heads or 1, 1, 2]`."""
+    def whole(self, channels: int) -> bool:
+        """Whether parameters are per channel or one for a whole axis of `channels`, not for groups of them."""
+        return self.group is not None and self.group[1] in (None, 1, channels)
+
+    def fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of the calibrated range [-clip, clip], where `group` is None: float32 `[kv_heads or 1, 1, 1]`."""
         # A tensor lies where the tokens do (StreamPlan.to): moving it here would make the host wait in every step.
         clip = self.clip if isinstance(self.clip, Tensor) else torch.full((1, 1, 1), self.clip, device=like.device)
-        return torch.cat([clip * (2 / (2**self.bits - 1)), -clip], -1)
+        return clip * (2 / (2**self.bits - 1)), -clip
 
     def _sizes(self, tokens: int, channels: int) -> tuple[int, int]:
         """The group in numbers for a block of `tokens` x `channels`; refuses what does not divide."""

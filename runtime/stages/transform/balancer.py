@@ -23,7 +23,7 @@ class Balancer:
         """q.x = (q / balance).y."""
         return query / self.balance, None
 
-    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """sum p x = sum p y / balance."""
         return mixed / self.balance
 

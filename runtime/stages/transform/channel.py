@@ -36,9 +36,9 @@ class ChannelRange:
         """q.x = (q half).y + q.center."""
         return query * self.half, (query * self.center).sum(-1, keepdim=True)
 
-    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """sum p x = half * sum p y + center * sum p."""
-        return mixed * self.half + self.center * weights.sum(-1, keepdim=True)
+        return mixed * self.half + self.center * mass
 
     def tensors(self) -> list[Tensor]:
         """Centre and half range."""
@@ -66,7 +66,7 @@ class ChannelScale:
         """q.x = (q scale).y."""
         return query * self.scale, None
 
-    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """sum p x = scale * sum p y."""
         return mixed * self.scale
 

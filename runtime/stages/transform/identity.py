@@ -21,7 +21,7 @@ class Identity:
         """The query itself; nothing to add."""
         return query, None
 
-    def fold_output(self, mixed: Tensor, weights: Tensor) -> Tensor:
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """The mixture itself."""
         return mixed
 

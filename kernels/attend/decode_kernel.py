@@ -1,0 +1,293 @@
+"""The inner loop of decode attention over packed pages: codes go into matrix products as they are, all else is folded.
+
+A program owns one KV head of one row, a block of query rows and a run of pages. It writes a part of the softmax (top, mass,
+mixture); `merge` joins the parts of all runs. README.md derives what is folded where. Modes say how parameters lie: 0 none,
+1 per token for groups of channels, 2 per channel for groups of tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.attend.unpack import bias_of, plane_count, unpacked
+
+# Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
+NOTHING = tl.constexpr(-1.0e38)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _query_planes(QUERY, base, rows, valid, F: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
+    """The query by planes, float32 [WP, M] each, and the largest size of each row, at least a tiny one."""
+    words = tl.arange(0, WP)
+    found, size = (), tl.full([rows.shape[0]], 1.0e-30, tl.float32)
+    for f in tl.static_range(F):
+        channels = f * W + words
+        inside = ((words < W) & (channels < D))[:, None] & valid[None, :]
+        plane = tl.load(QUERY + base + rows[None, :] * D + channels[:, None], mask=inside, other=0.0)
+        found += (plane,)
+        size = tl.maximum(size, tl.max(tl.abs(plane), 0))
+    return found, size
+
+
+@triton.jit
+def _tile(pointers, inside, FULL: tl.constexpr):
+    """Words of some tokens, 0 where a token has none; a mask that hides nothing would keep loads from being wide."""
+    if FULL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def _dot(a, b, acc, INTERPRET: tl.constexpr):
+    """a @ b + acc in float32; the interpreter's bfloat16 products are wrong."""
+    if INTERPRET and a.dtype == tl.bfloat16:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
+    """codes @ (rounded + rest) + acc, where `rest` is what rounding to float16 took: 11 bits of a factor, or with it 22."""
+    if PRECISE:
+        acc = tl.dot(codes, rest, acc)
+    return tl.dot(codes, rounded, acc)
+
+
+@triton.jit
+def _channel_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr):
+    """float16 scales and zero points [WP] of a plane's channels, from a row of parameters."""
+    channels = plane * W + words
+    inside = (words < W) & (channels < D)
+    return tl.load(numbers + channels, mask=inside, other=0.0), tl.load(numbers + D + channels, mask=inside, other=0.0)
+
+
+@triton.jit
+def attend(
+    QUERY, KEYS, KEY_NUMBERS, VALUES, VALUE_NUMBERS, TABLE, USED, CONSTANT, BIAS, HIDDEN, PLACES, BACK,
+    TOP, MASS, MIXED, SCORES,
+    heads, query_rows, columns, table_width, run, slots,
+    key_page, key_head, key_numbers_page, key_numbers_head,
+    value_page, value_head, value_numbers_page, value_numbers_head,
+    hidden_row, hidden_head, places_page, places_head,
+    KEY_BITS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
+    DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_CONSTANT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_PLACES: tl.constexpr,
+    HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, PRECISE: tl.constexpr,
+    KEY_ASM: tl.constexpr, KEY_ARGUMENTS: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_ARGUMENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Tokens are the rows of every product and query rows its columns, because a step has few of the latter."""
+    split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
+    FK: tl.constexpr = plane_count(KEY_BITS)
+    FV: tl.constexpr = plane_count(VALUE_BITS)
+    rows = block * M + tl.arange(0, M)
+    valid = rows < query_rows
+    base = of_row.to(tl.int64) * query_rows
+    key_words, value_words, tokens = tl.arange(0, WKP), tl.arange(0, WVP), tl.arange(0, BN)
+
+    exact_query, size = _query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
+    constant = tl.zeros([M], tl.float32)
+    if HAS_CONSTANT:
+        constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
+
+    # The query as the products take it, and what the codes' bias and zero points make of it for each group of channels.
+    KIND = tl.float16 if KEY_BITS < 16 else KEYS.dtype.element_ty
+    query, rest, biased, summed = (), (), (), ()
+    for f in tl.static_range(FK):
+        plane = exact_query[f] / size[None, :]
+        taken = plane.to(KIND)
+        query += (taken,)
+        rest += ((plane - taken.to(tl.float32)).to(KIND),)
+    for j in tl.static_range(KEY_GROUPS):
+        lift, whole = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+        for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
+            lift += bias_of(KEY_BITS, f) * tl.sum(query[f].to(tl.float32), 0)
+            if PRECISE:
+                lift += bias_of(KEY_BITS, f) * tl.sum(rest[f].to(tl.float32), 0)
+            whole += tl.sum(exact_query[f], 0)
+        biased += (lift,)
+        summed += (whole / size,)
+
+    # Scores are scale * product + shift, and powers of two: one multiply-add a score, where nothing has to be known between.
+    scale, shift = size, constant
+    if KEY_MODE == 0:
+        shift = constant - biased[0] * size
+
+    used = tl.load(USED + row)
+    first = split * run * BN
+    stop = tl.minimum(first + run * BN, slots if HAS_SCORES else used)
+    top, mass, largest = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32), tl.full([], 0.0, tl.float32)
+    ones = tl.full([16, BN], 1.0, tl.float16)
+    mixed, zeros, below = (), (), ()
+    for _ in tl.static_range(FV):
+        mixed += (tl.zeros([WVP, M], tl.float32),)
+    for _ in tl.static_range(VALUE_GROUPS):
+        zeros += (tl.zeros([M], tl.float32),)
+        below += (tl.zeros([16, M], tl.float32),)
+
+    for start in range(first, stop, BN):
+        page = tl.load(TABLE + row * table_width + start // PAGE).to(tl.int64)
+        slot = start % PAGE + tokens
+        at = start + tokens
+
+        # Products [BN, M] of keys and queries.
+        words = _tile(
+            KEYS + page * key_page + head * key_head + slot[:, None] * WK + key_words[None, :],
+            (key_words < WK)[None, :], WK == WKP,
+        )  # fmt: skip
+        product = tl.zeros([BN, M], tl.float32)
+        if KEY_BITS == 16:
+            product = _dot(words, query[0], product, INTERPRET)
+            if KEYS.dtype.element_ty != tl.float32:
+                product = _dot(words, rest[0], product, INTERPRET)
+        else:
+            codes = unpacked(words, KEY_BITS, KEY_ASM, KEY_ARGUMENTS)
+            numbers = KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head
+            if KEY_MODE == 2:
+                # A scale for every channel and few tokens: sooner into the codes than into the query.
+                numbers += (start % PAGE) // KEY_TOKENS * (2 * DK)
+                for f in tl.static_range(FK):
+                    steps, zero_points = _channel_numbers(numbers, key_words, f, DK, WK, WKP)
+                    if PRECISE:
+                        keys = (codes[f] - bias_of(KEY_BITS, f)).to(tl.float32) * steps[None, :] + zero_points[None, :]
+                        product = tl.dot(keys, exact_query[f] / size[None, :], product, input_precision="ieee")
+                    else:
+                        keys = (codes[f] - bias_of(KEY_BITS, f)) * steps[None, :] + zero_points[None, :]
+                        product = tl.dot(keys, query[f], product)
+            elif KEY_MODE == 1:
+                for j in tl.static_range(KEY_GROUPS):
+                    part = tl.zeros([BN, M], tl.float32)
+                    for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
+                        part = _product(codes[f], query[f], rest[f], part, PRECISE)
+                    own = numbers + slot * (2 * KEY_GROUPS) + j
+                    product += (part - biased[j][None, :]) * tl.load(own).to(tl.float32)[:, None]
+                    product += summed[j][None, :] * tl.load(own + KEY_GROUPS).to(tl.float32)[:, None]
+            else:
+                for f in tl.static_range(FK):
+                    product = _product(codes[f], query[f], rest[f], product, PRECISE)
+
+        if HAS_BIAS or HAS_SCORES or SOFTCAP is not None:
+            product = product * scale[None, :] + shift[None, :]
+            slots_of = (base + rows)[None, :] * slots + at[:, None]
+            there = valid[None, :] & (at < slots)[:, None]
+            if HAS_BIAS:
+                product += tl.load(BIAS + slots_of, mask=there, other=0.0)
+            if SOFTCAP is not None:
+                product = SOFTCAP * (1 - 2 / (1 + tl.exp2(product * (2 * LOG2E / SOFTCAP))))
+        seen = (at < used)[:, None]
+        if HAS_HIDDEN:
+            seen &= (tl.load(HIDDEN + row * hidden_row + head * hidden_head + at, mask=at < slots, other=1) == 0)[
+                :, None
+            ]
+        if HAS_BACK:
+            place = at
+            if HAS_PLACES:
+                place = tl.load(PLACES + page * places_page + head * places_head + slot)
+            back = tl.load(BACK + row * columns + rows % columns, mask=valid, other=-1)
+            seen &= place[:, None] > back[None, :]
+        product = tl.where(seen, product, float("-inf"))
+        if HAS_BIAS or HAS_SCORES or SOFTCAP is not None:
+            if HAS_SCORES:
+                tl.store(SCORES + slots_of, product, mask=there)
+            steepness, lift = tl.full([M], LOG2E, tl.float32), tl.zeros([M], tl.float32)
+        else:
+            steepness, lift = scale * LOG2E, shift * LOG2E
+
+        # Weights, and how much of what is there stays.
+        higher = tl.maximum(top, tl.max(product, 0) * steepness + lift)
+        stays = tl.exp2(top - higher)
+        weights = tl.exp2(product * steepness[None, :] + (lift - higher)[None, :])
+        mass = mass * stays + tl.sum(weights, 0)
+        top = higher
+
+        # Mixtures [WV, M] of every plane.
+        words = _tile(
+            VALUES + page * value_page + head * value_head + slot[None, :] * WV + value_words[:, None],
+            (value_words < WV)[:, None], WV == WVP,
+        )  # fmt: skip
+        new, new_zeros, new_below = (), (), ()
+        if VALUE_BITS == 16:
+            new += (_dot(words, weights.to(VALUES.dtype.element_ty), mixed[0] * stays[None, :], INTERPRET),)
+            new_zeros, new_below = zeros, below
+        else:
+            codes = unpacked(words, VALUE_BITS, VALUE_ASM, VALUE_ARGUMENTS)
+            numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
+            if VALUE_MODE == 2:
+                numbers += (start % PAGE) // VALUE_TOKENS * (2 * DV)
+                for f in tl.static_range(FV):
+                    steps, zero_points = _channel_numbers(numbers, value_words, f, DV, WV, WVP)
+                    if PRECISE:
+                        values = (codes[f] - bias_of(VALUE_BITS, f)).to(tl.float32) * steps[:, None] + zero_points[
+                            :, None
+                        ]
+                        new += (tl.dot(values, weights, mixed[f] * stays[None, :], input_precision="ieee"),)
+                    else:
+                        values = (codes[f] - bias_of(VALUE_BITS, f)) * steps[:, None] + zero_points[:, None]
+                        new += (tl.dot(values, weights.to(tl.float16), mixed[f] * stays[None, :]),)
+                new_zeros, new_below = zeros, below
+            else:
+                share, kept = 1.0, stays
+                if VALUE_MODE == 1:
+                    # Scales go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
+                    most = largest
+                    for j in tl.static_range(VALUE_GROUPS):
+                        steps = tl.load(numbers + slot * (2 * VALUE_GROUPS) + j).to(tl.float32)
+                        most = tl.maximum(most, tl.max(tl.where(at < used, steps, 0.0), 0))
+                    share = 1 / tl.maximum(most, 1.0e-30)
+                    kept = stays * (largest * share)
+                    largest = most
+                for j in tl.static_range(VALUE_GROUPS):
+                    folded = weights
+                    if VALUE_MODE == 1:
+                        own = numbers + slot * (2 * VALUE_GROUPS) + j
+                        folded = weights * (tl.load(own).to(tl.float32) * share)[:, None]
+                        zero = tl.load(own + VALUE_GROUPS).to(tl.float32)
+                        new_zeros += (zeros[j] * stays + tl.sum(weights * zero[:, None], 0),)
+                    else:
+                        new_zeros += (zeros[j],)
+                    rounded = folded.to(tl.float16)
+                    left = (folded - rounded.to(tl.float32)).to(tl.float16)
+                    # The bias comes back with the weights as the products took them: a product with ones sums just those.
+                    new_below += (_product(ones, rounded, left, below[j] * kept[None, :], PRECISE),)
+                    for f in tl.static_range(j * (FV // VALUE_GROUPS), (j + 1) * (FV // VALUE_GROUPS)):
+                        new += (_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
+        mixed, zeros, below = new, new_zeros, new_below
+
+    part = (of_row * splits + split).to(tl.int64) * query_rows
+    tl.store(TOP + part + rows, top / LOG2E, mask=valid)
+    tl.store(MASS + part + rows, mass, mask=valid)
+    for f in tl.static_range(FV):
+        out = mixed[f]
+        if VALUE_BITS < 16 and VALUE_MODE != 2:
+            # All sixteen rows of the product with ones are the same.
+            out -= (bias_of(VALUE_BITS, f) / 16) * tl.sum(below[f // (FV // VALUE_GROUPS)], 0)[None, :]
+            if VALUE_MODE == 1:
+                out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
+        channels = f * WV + value_words
+        inside = ((value_words < WV) & (channels < DV))[:, None] & valid[None, :]
+        tl.store(MIXED + (part + rows)[None, :] * DV + channels[:, None], out, mask=inside)
+
+
+@triton.jit
+def merge(TOP, MASS, MIXED, TOP_ALL, MASS_ALL, MIXED_ALL, splits, query_rows, D: tl.constexpr, DP: tl.constexpr):
+    """The parts of all splits `[rows of all heads, splits, R(, D)]` as one, for one query row a program."""
+    of_row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channels = tl.arange(0, DP)
+    top, mass, mixed = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([DP], tl.float32)
+    for split in range(splits):
+        part = (of_row * splits + split) * query_rows + query
+        own = tl.load(TOP + part)
+        higher = tl.maximum(top, own)
+        stays, comes = tl.exp2((top - higher) * LOG2E), tl.exp2((own - higher) * LOG2E)
+        mass = mass * stays + tl.load(MASS + part) * comes
+        mixed = mixed * stays + tl.load(MIXED + part * D + channels, mask=channels < D, other=0.0) * comes
+        top = higher
+    out = of_row * query_rows + query
+    tl.store(TOP_ALL + out, top)
+    tl.store(MASS_ALL + out, mass)
+    tl.store(MIXED_ALL + out * D + channels, mixed, mask=channels < D)

@@ -1,0 +1,103 @@
+"""Attention of a few query rows over the pages of a tier in one pass, where a kernel serves them.
+
+On a CPU, and for what is not `served`, callers meet the same pages tile by tile (`reference.py`): both give the parts of one
+running softmax.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from calib.kernels.dispatch import prefers_triton
+
+EXACT = 16
+
+
+@dataclass(frozen=True)
+class PackedStream:
+    """Keys or values of a tier in pages.
+
+    Args:
+        bits: of a code, or `EXACT`: the tokens as the model made them.
+        pages: words int16 `[pages, kv_heads, page_tokens, W]`, or exact tokens `[pages, kv_heads, page_tokens, D]`.
+        channels: D.
+        parameters: float16 `[pages, kv_heads or 1, page_tokens / g_t, 2 D / g_c]`, scales first; None: a code is its number.
+        group_tokens: g_t.
+        fixed: scale and zero point of all codes of a row's head or channel, where `parameters` is None: broadcast against
+            `[rows, kv_heads, R, D]`.
+    """
+
+    bits: int
+    pages: Tensor
+    channels: int
+    parameters: Tensor | None = None
+    group_tokens: int = 1
+    fixed: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Which slots are read, by every row: int32 page numbers `table [rows, n]`, and `used [rows]` slots of them.
+
+    Args:
+        hidden: bool `[rows, kv_heads or 1, slots]`, slots that no query sees, or None.
+        places: int32 `[pages, kv_heads, page_tokens, 1]`, the place of each token in its row; None: its slot.
+        back: int32 `[rows, columns]`: a token at this place or before it is behind the sliding window of that column's query.
+        bias: float32 `[rows, kv_heads, R, slots]` that is added to the scores, or None.
+    """
+
+    table: Tensor
+    used: Tensor
+    hidden: Tensor | None = None
+    places: Tensor | None = None
+    back: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A part of a softmax, float32: the largest score `top`, `mass` = sum exp(score - top) `[rows, kv_heads, R, 1]`, `mixed` =
+    sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for."""
+
+    top: Tensor
+    mass: Tensor
+    mixed: Tensor
+    scores: Tensor | None
+
+
+def served(query_rows: int, keys: PackedStream | None, values: PackedStream | None) -> bool:
+    """Whether a kernel reads these streams for so many query rows of a KV head."""
+    if keys is None or values is None or not prefers_triton(keys.pages.device):
+        return False
+    from calib.kernels.attend import triton
+
+    return triton.serves(query_rows, keys, values)
+
+
+def attend_pages(
+    query: Tensor,
+    keys: PackedStream,
+    values: PackedStream,
+    stretch: Stretch,
+    constant: Tensor | None = None,
+    softcap: float | None = None,
+    scored: bool = False,
+    precise: bool = False,
+) -> Attended:
+    """`query [rows, kv_heads, R, D]` float32, times the scale of the scores, against a tier that is `served`.
+
+    The rows R of a KV head are group-major, then the columns of `stretch.back`. `constant [rows, kv_heads, R, 1]` is added to
+    every score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
+    rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits.
+    """
+    from calib.kernels.attend import triton
+
+    if keys.fixed is not None:
+        scale, zero = keys.fixed
+        added = (query * zero).sum(-1, keepdim=True)
+        query, constant = query * scale, added if constant is None else constant + added
+    found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise)
+    if values.fixed is None:
+        return found
+    scale, zero = values.fixed
+    return replace(found, mixed=found.mixed * scale + found.mass * zero)

@@ -1,0 +1,61 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""One pair of every token of a tile, inside a kernel: its index, its coefficient, and where its atom lies."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _part(packed, number, there, AT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr):
+    """A part of BITS bits of a token's `number`-th index: plane-split over RUN bytes from byte AT on."""
+    RUN: tl.constexpr = (PAIRS * BITS + 7) // 8
+    plane = number // RUN
+    byte = tl.load(packed + (AT + number - plane * RUN), mask=there, other=0).to(tl.int32)
+    return (byte >> (plane * BITS)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def index_of(packed, number, there, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
+    """A token's `number`-th index: parts of 8, 8 or 4, 2 and 1 bits, or (WIDTH 0) 16 bits without a sign."""
+    if WIDTH == 0:
+        return tl.load(packed + number, mask=there, other=0).to(tl.int32) & 0xFFFF
+    WHOLE: tl.constexpr = WIDTH // 8
+    AT_4: tl.constexpr = WHOLE * PAIRS
+    AT_2: tl.constexpr = AT_4 + ((PAIRS * 4 + 7) // 8 if WIDTH & 4 else 0)
+    AT_1: tl.constexpr = AT_2 + ((PAIRS * 2 + 7) // 8 if WIDTH & 2 else 0)
+    index = tl.zeros_like(there.to(tl.int32))
+    if WHOLE > 0:
+        index |= _part(packed, number, there, 0, 8, PAIRS)
+    if WHOLE > 1:
+        index |= _part(packed, number, there, PAIRS, 8, PAIRS) << 8
+    if WIDTH & 4:
+        index |= _part(packed, number, there, AT_4, 4, PAIRS) << (8 * WHOLE)
+    if WIDTH & 2:
+        index |= _part(packed, number, there, AT_2, 2, PAIRS) << (8 * WHOLE + (WIDTH & 4))
+    if WIDTH & 1:
+        index |= _part(packed, number, there, AT_1, 1, PAIRS) << (8 * WHOLE + (WIDTH & 6))
+    return index
+
+
+@triton.jit
+def coefficient_of(kept, number, there, FLOAT8: tl.constexpr):
+    """A token's `number`-th coefficient, float32; e4m3 by its bits, which no GPU before capability 8.9 converts."""
+    if not FLOAT8:
+        return tl.load(kept + number, mask=there, other=0.0).to(tl.float32)
+    byte = tl.load(kept + number, mask=there, other=0).to(tl.int32)
+    # Exponent and mantissa where float16 has them: its exponent's bias is 15, not 7, so all comes out 2^8 too small.
+    size = ((byte & 0x7F) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    size = tl.where((byte & 0x7F) == 0x7F, float("nan"), size)
+    return tl.where(byte >= 0x80, -size, size)
+
+
+@triton.jit
+def atom_at(offline, online, index, first, ONLINE: tl.constexpr, OFFLINE: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the atoms `index` begin: those from `first` on are the row's own."""
+    if not ONLINE:
+        return offline + index * WIDTH
+    if not OFFLINE:
+        return online + index * WIDTH
+    atom = tl.where(index < first, offline + index * WIDTH, online + (index - first) * WIDTH)
+    # Both kinds are aligned to 16 bytes where rows are whole multiples of that; a choice of the two has to be told so.
+    return tl.multiple_of(atom, 16) if WIDTH % 8 == 0 else atom

@@ -1,0 +1,163 @@
+"""Matching pursuit on a GPU: all steps in one kernel, a tile of residuals a program, the dictionary streamed past it.
+
+Correlations are asked only which one is the largest, so they are products of float16 that keep float32's digits: a number
+is high + low, each of 11 bits, and R . d is three products of halves, added up in float32 (low . low would be below the last
+digit). The chosen atom's own product is taken in float32. The README has the error and the costs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.matching_pursuit.reference import no_pairs
+
+# Halves are split where float16 has most room: a row's largest |R| comes to 2^14 ... 2^15, an atom is taken times 2^12.
+RESIDUAL_EXPONENT = tl.constexpr(14)
+ATOM_SCALE = tl.constexpr(4096.0)
+
+# Residuals of a program: a large tile reads the dictionary less often, small ones spread few vectors over the device.
+# A warp has 16 of them.
+ROWS, MANY_ROWS, WARP_ROWS = 64, 128, 16
+MANY = 2**13
+
+# Shared memory of a processor, in bytes, that holds the large tile with three tiles of the dictionary under way.
+ROOMY = 160 * 2**10
+
+WIDEST = 256
+SPLIT_ROWS = 16
+
+
+# Sizes that differ from call to call compile nothing anew.
+@triton.jit(do_not_specialize=["count"])
+def split_atoms(
+    atoms, high, low, count, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """`atoms [N, D]` times `ATOM_SCALE` as `high` + `low`, float16 `[tiles of N, BD]`, zeros beyond N and D."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.arange(0, BD)
+    inside = (row < count)[:, None] & (column < D)[None, :]
+    scaled = tl.load(atoms + row[:, None] * D + column[None, :], mask=inside, other=0.0).to(tl.float32) * ATOM_SCALE
+    half = scaled.to(tl.float16)
+    place = row[:, None] * BD + column[None, :]
+    tl.store(high + place, half)
+    if not EXACT:
+        tl.store(low + place, (scaled - half.to(tl.float32)).to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["vectors", "count", "tiles", "sparsity"])
+def pursue(
+    x, atoms, high, low, index, coefficient, vectors, count, tiles, sparsity,
+    D: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A tile of `x [V, D]` float32 against `atoms [N, D]`, split in `high` and `low`: writes `[V, s]` pairs."""
+    row = tl.program_id(0).to(tl.int64) * BV + tl.arange(0, BV)
+    channel = tl.arange(0, BD)
+    column = tl.arange(0, BN)
+    valid = row < vectors
+    used = (channel < D)[None, :]
+    residual = tl.load(x + row[:, None] * D + channel[None, :], mask=valid[:, None] & used, other=0.0)
+    for step in range(sparsity):
+        r_high, r_low = split_residual(residual)
+        best = tl.full([BV, BN], -1.0, tl.float32)
+        at = tl.zeros([BV, BN], tl.int32)
+        for tile in range(tiles):
+            place = (tile * BN + column)[None, :] * BD + channel[:, None]
+            d_high = tl.load(high + place)
+            # The small products first: added to a large sum they would lose digits.
+            products = tl.dot(r_low, d_high)
+            if not EXACT:
+                products = tl.dot(r_high, tl.load(low + place), products)
+            products = tl.dot(r_high, d_high, products)
+            # Every lane keeps the first of its own largest: one reduction a step, not one a tile.
+            better = tl.abs(products) > best
+            best = tl.where(better, tl.abs(products), best)
+            at = tl.where(better, tile, at)
+        largest = tl.max(best, 1)
+        first = tl.min(tl.where(best == largest[:, None], at * BN + column[None, :], count), 1)
+        # Rows of zeros behind N never beat an atom; only where no product is a number they may be taken.
+        chosen = tl.minimum(first, count - 1)
+        atom = tl.load(atoms + chosen[:, None] * D + channel[None, :], mask=used, other=0.0).to(tl.float32)
+        part = tl.sum(residual * atom, 1)
+        residual -= part[:, None] * atom
+        tl.store(index + row * sparsity + step, chosen.to(tl.int64), mask=valid)
+        tl.store(coefficient + row * sparsity + step, part, mask=valid)
+
+
+@triton.jit
+def split_residual(residual):
+    """Every row times the power of two that brings its largest |R| to 2^14 ... 2^15, as the sum of two float16."""
+    exponent = tl.max(tl.abs(residual), 1).to(tl.int32, bitcast=True) >> 23
+    # 2^(RESIDUAL_EXPONENT - e) where e = exponent - 127, from its bits; as large as float32 has it for the smallest rows.
+    bits = (-tl.maximum(exponent, RESIDUAL_EXPONENT) + (254 + RESIDUAL_EXPONENT)) << 23
+    scale = bits.to(tl.float32, bitcast=True)
+    scaled = residual * scale[:, None]
+    high = scaled.to(tl.float16)
+    return high, (scaled - high.to(tl.float32)).to(tl.float16)
+
+
+def serves(x: Tensor, atoms: Tensor, sparsity: int) -> bool:
+    """Float32 vectors of at most 256 channels; atoms of float32 or float16, indices of which fit in 32 bits."""
+    served = x.dtype == torch.float32 and atoms.dtype in (torch.float32, torch.float16)
+    return served and 0 < x.shape[-1] <= WIDEST and 0 < len(atoms) <= 2**31 // (2 * WIDEST) and sparsity > 0
+
+
+@torch.no_grad()
+def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
+    """As the reference's: `x [V, d]`, `atoms [N, d]` -> index int64, coefficient float32 `[V, s]`.
+
+    Atoms are of about unit length (entries below 16). Float16 ones, which are no longer than their high halves, cost two
+    products instead of three.
+    """
+    (vectors, width), count = x.shape, len(atoms)
+    index, coefficient = no_pairs(x, sparsity)
+    if not vectors:
+        return index, coefficient
+    x, atoms = x.contiguous(), atoms.contiguous()
+    exact = atoms.dtype == torch.float16
+    tile = tile_of(vectors, width, room(x.device))
+    tiles = triton.cdiv(count, tile["BN"])
+    halves = atoms.new_empty(1 if exact else 2, tiles * tile["BN"], tile["BD"], dtype=torch.float16)
+    high, low = halves[0], halves[-1]
+    splits = (tiles * tile["BN"] // SPLIT_ROWS,)
+    split_atoms[splits](atoms, high, low, count, D=width, BD=tile["BD"], BN=SPLIT_ROWS, EXACT=exact)
+    pursue[(triton.cdiv(vectors, tile["BV"]),)](
+        x, atoms, high, low, index, coefficient, vectors, count, tiles, sparsity, D=width, EXACT=exact, **tile
+    )  # fmt: skip
+    return index, coefficient
+
+
+def tile_of(vectors: int, width: int, shared: int) -> dict[str, int]:
+    """Vectors, atoms and channels of a tile, its warps, and tiles of the dictionary under way."""
+    channels = max(16, triton.next_power_of_2(width))
+    roomy = shared >= ROOMY
+    rows = MANY_ROWS if vectors > MANY and roomy else ROWS
+    # 256 channels of a residual's halves fill the registers: half the products at a time.
+    columns, stages = (32, 2) if channels == WIDEST else (64, 3 if roomy else 2)
+    return {"BV": rows, "BN": columns, "BD": channels, "num_warps": rows // WARP_ROWS, "num_stages": stages}
+
+
+def room(device: torch.device) -> int:
+    """Bytes of shared memory of a processor."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else ROOMY
+
+
+TYPES = dict.fromkeys(("x", "atoms", "coefficient"), "*fp32") | {"high": "*fp16", "low": "*fp16", "index": "*i64"}
+TYPES |= dict.fromkeys(("vectors", "count", "tiles", "sparsity"), "i32")
+
+
+def specialised(vectors: int, width: int, exact: bool = False) -> Specialisation:
+    """What a launch of these sizes compiles."""
+    constants = {"D": width, "EXACT": exact} | tile_of(vectors, width, ROOMY)
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    return Specialisation(pursue, TYPES | {"atoms": "*fp16" if exact else "*fp32"}, constants, warps, stages)
+
+
+SPECIALISATIONS = {
+    "many vectors d=128": specialised(MANY + 1, 128),
+    "many vectors d=128 float16 atoms": specialised(MANY + 1, 128, exact=True),
+    "few vectors d=80": specialised(1, 80),
+    "few vectors d=256": specialised(1, 256),
+    "split d=128": Specialisation(split_atoms, TYPES, {"D": 128, "BD": 128, "BN": SPLIT_ROWS, "EXACT": False}),
+}

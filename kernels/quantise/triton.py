@@ -1,0 +1,276 @@
+"""Quantise and pack in one go: a tile's planes are read one after the other, so that packing is elementwise.
+
+`token_groups` has parameters per token; `by_planes` parameters per channel of a block of tokens, or those that are there already
+(a calibrated range, or groups of other shapes that plain torch has measured). Both read x `[rows, kv_heads, T, D]` by its
+strides, gather by `order` and transform on the way, and write words `[rows, kv_heads, n, W]`.
+
+The bits are the reference's, so no product may be joined to a sum: every launch says `enable_fp_fusion=False`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.pack.reference import words_per_token
+from calib.kernels.quantise.arithmetic import code_fields, divisor, load_values, scale_and_zero, source_places
+from calib.kernels.quantise.operation import AS_IT_IS, Before, stored_parameters
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = 512  # channels
+LONGEST = 128  # tokens of a group per channel: a program holds them all
+TILE = 2048  # values of a plane that a program holds
+
+new_buffer = torch.empty  # every result lies in one of these
+
+
+@triton.jit
+def token_groups(
+    x, order, center, half, balance, clip, words, parameters, ratio, total, s_row, s_head, s_token, s_channel,
+    D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
+):  # fmt: skip
+    """Groups (1, g). A plane has RUNS runs of RUN channels; a group is one run, or the only run of each of SPAN planes."""
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    COLUMNS: tl.constexpr = (D + SPAN * RUN - 1) // (SPAN * RUN)
+    HALF: tl.constexpr = parameters.dtype.element_ty == tl.float16
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    run = tl.arange(0, RUNS_UP)[None, :, None]
+    cell = tl.arange(0, RUN_UP)[None, None, :]
+    inside = (run < RUNS) & (cell < RUN)
+    places = source_places(order, row, head, tokens, total)
+    first = (row * tl.num_programs(1) + head) * total
+    factor = ratio
+    if clip is not None:
+        factor = tl.load(clip + head) * ratio
+    word = tl.zeros([TOKENS, RUNS_UP, RUN_UP], tl.int32)
+    for at in tl.static_range(0, (D + W - 1) // W, SPAN):
+        low = tl.full([TOKENS, RUNS_UP, RUN_UP], float("inf"), tl.float32)
+        high = tl.full([TOKENS, RUNS_UP, RUN_UP], float("-inf"), tl.float32)
+        for plane in tl.static_range(at, at + SPAN):
+            channels = plane * W + run * RUN + cell
+            valid = inside & (channels < D)
+            y = load_values(
+                x, center, half, balance, row, head, places, channels, valid & (tokens < total),
+                s_row, s_head, s_token, s_channel, D,
+            )  # fmt: skip
+            low = tl.minimum(low, tl.where(valid, y, float("inf")))
+            high = tl.maximum(high, tl.where(valid, y, float("-inf")))
+        low, high = tl.min(low, 2, keep_dims=True), tl.max(high, 2, keep_dims=True)
+        scale, zero = scale_and_zero(low, high, factor, BITS, HALF)
+        column = at // SPAN * RUNS + run
+        into = parameters + (first + tokens) * (2 * COLUMNS) + column
+        kept = (tokens < total) & (run < RUNS) & (column < COLUMNS)
+        tl.store(into, scale.to(parameters.dtype.element_ty), mask=kept)
+        tl.store(into + COLUMNS, zero.to(parameters.dtype.element_ty), mask=kept)
+        negative, reciprocal, most = divisor(scale, BITS, HALF)
+        for plane in tl.static_range(at, at + SPAN):
+            channels = plane * W + run * RUN + cell
+            valid = inside & (channels < D)
+            if SPAN > 1:  # read again, near by; registers would not hold all planes
+                y = load_values(
+                    x, center, half, balance, row, head, places, channels, valid & (tokens < total),
+                    s_row, s_head, s_token, s_channel, D,
+                )  # fmt: skip
+            word |= tl.where(valid, code_fields(y, zero, negative, reciprocal, most, plane, BITS, HALF), 0)
+    into = words + (first + tokens) * W + run * RUN + cell
+    tl.store(into, word.to(tl.int16), mask=inside & (tokens < total))
+
+
+@triton.jit
+def by_planes(
+    x, order, center, half, balance, clip, words, parameters, bound, ratio, p_row, p_head, step, group, total,
+    s_row, s_head, s_token, s_channel,
+    D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, COLUMN: tl.constexpr, MEASURED: tl.constexpr,
+    TOKENS: tl.constexpr, W_UP: tl.constexpr, D_UP: tl.constexpr,
+):  # fmt: skip
+    """`step` tokens with the `parameters` of groups (group, COLUMN), or the range [-bound, bound] where there are none.
+
+    MEASURED: the tokens are a group (step, 1) and their parameters are found here.
+    """
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    slot = tl.arange(0, TOKENS)[:, None]
+    tokens = tl.program_id(0) * step + slot
+    here = (slot < step) & (tokens < total)
+    # A group may have fewer tokens than the tile: its last one again changes neither extreme.
+    places = source_places(order, row, head, tl.minimum(tokens, tl.program_id(0) * step + step - 1), total)
+    COLUMNS: tl.constexpr = D // COLUMN
+    HALF: tl.constexpr = parameters is not None and parameters.dtype.element_ty == tl.float16
+    factor = ratio
+    if clip is not None:
+        factor = tl.load(clip + head) * ratio
+    if MEASURED:
+        channels = tl.arange(0, D_UP)[None, :]
+        mask = (slot >= 0) & (channels < D)
+        y = load_values(
+            x, center, half, balance, row, head, places, channels, mask, s_row, s_head, s_token, s_channel, D
+        )
+        low, high = tl.min(y, 0, keep_dims=True), tl.max(y, 0, keep_dims=True)
+        scale, zero = scale_and_zero(low, high, factor, BITS, HALF)
+        into = parameters + row * p_row + head * p_head + tl.program_id(0) * (2 * D) + channels
+        tl.store(into, scale.to(parameters.dtype.element_ty), mask=channels < D)
+        tl.store(into + D, zero.to(parameters.dtype.element_ty), mask=channels < D)
+        tl.debug_barrier()  # the program's other threads read them, and the same tokens again, near by
+    else:
+        if clip is not None:
+            bound = tl.load(clip + head)
+        bound = tl.full([1, 1], bound, tl.float32)  # the interpreter would multiply two numbers of Python's
+        scale, zero = bound * ratio, -bound
+        negative, reciprocal, most = divisor(scale, BITS, HALF)
+    cell = tl.arange(0, W_UP)[None, :]
+    word = tl.zeros([TOKENS, W_UP], tl.int32)
+    for plane in tl.static_range(0, (D + W - 1) // W):
+        channels = plane * W + cell
+        valid = (cell < W) & (channels < D)
+        mask = valid & here
+        y = load_values(
+            x, center, half, balance, row, head, places, channels, mask, s_row, s_head, s_token, s_channel, D
+        )
+        if parameters is not None:
+            if MEASURED:
+                own = parameters + row * p_row + head * p_head + tl.program_id(0) * (2 * D) + channels
+                scale = tl.load(own, mask=valid, other=1.0).to(tl.float32)
+                zero = tl.load(own + D, mask=valid, other=0.0).to(tl.float32)
+            else:
+                own = parameters + row * p_row + head * p_head + (tokens // group) * (2 * COLUMNS) + channels // COLUMN
+                scale = tl.load(own, mask=mask, other=1.0).to(tl.float32)
+                zero = tl.load(own + COLUMNS, mask=mask, other=0.0).to(tl.float32)
+            negative, reciprocal, most = divisor(scale, BITS, HALF)
+        word |= tl.where(valid, code_fields(y, zero, negative, reciprocal, most, plane, BITS, HALF), 0)
+    into = words + ((row * tl.num_programs(1) + head) * total + tokens) * W + cell
+    tl.store(into, word.to(tl.int16), mask=(cell < W) & here)
+
+
+def serves(x: Tensor, clip: Tensor | float, before: Before = AS_IT_IS) -> bool:
+    """Every number of bits and every group: those that no kernel measures in its pass are measured by torch."""
+    by_head = not isinstance(clip, Tensor) or clip.shape in ((x.shape[1], 1, 1), (1, 1, 1))
+    some = x.numel() > 0 and (before.order is None or before.order.numel() > 0)
+    return x.dim() == 4 and x.dtype in DTYPES and x.shape[-1] <= WIDEST and by_head and some
+
+
+def encode_uniform(
+    x: Tensor,
+    group: tuple[int, int],
+    bits: int,
+    clip: Tensor | float,
+    parameter_dtype: torch.dtype,
+    across_heads: bool = False,
+    before: Before = AS_IT_IS,
+) -> tuple[Tensor, Tensor]:
+    """As `operation.encode_uniform`."""
+    words = _words(x, bits, before)
+    (rows, heads, total, runs), width = words.shape, x.shape[-1]
+    in_planes = group[0] == 1 and (group[1] == width or group[1] % runs == 0 or runs % group[1] == 0)
+    measured = not in_planes and group[1] == 1 and group[0] <= LONGEST
+    if across_heads or not (in_planes or measured):
+        x, before = before.forward(x), AS_IT_IS
+        parameters = stored_parameters(x, group, bits, clip, parameter_dtype, across_heads).contiguous()
+        _by_planes(x, words, bits, before, None, parameters, group, False)
+        return words, parameters
+    shape = (rows, heads, total // group[0], 2 * width // group[1])
+    parameters = new_buffer(shape, dtype=parameter_dtype, device=x.device)
+    if measured:
+        _by_planes(x, words, bits, before, clip, parameters, group, True)
+        return words, parameters
+    clips, number = _clip(clip, heads)
+    run = min(runs, group[1])
+    up = {"RUNS_UP": triton.next_power_of_2(runs // run), "RUN_UP": triton.next_power_of_2(run)}
+    tokens = _tokens(up["RUNS_UP"] * up["RUN_UP"])
+    token_groups[triton.cdiv(total, tokens), heads, rows](
+        *_operands(x, before), clips, words, parameters, number * (2 / (2**bits - 1)), total, *x.stride(), width, bits, runs,
+        triton.cdiv(group[1], runs), runs // run, run, tokens, **up, enable_fp_fusion=False,
+    )  # fmt: skip
+    return words, parameters
+
+
+def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, before: Before = AS_IT_IS) -> Tensor:
+    """As `operation.encode_fixed`."""
+    words = _words(x, bits, before)
+    _by_planes(x, words, bits, before, clip, None, (1, x.shape[-1]), False)
+    return words
+
+
+def _words(x: Tensor, bits: int, before: Before) -> Tensor:
+    """Where the words go."""
+    total = x.shape[2] if before.order is None else before.order.shape[-1]
+    return new_buffer((*x.shape[:2], total, words_per_token(x.shape[-1], bits)), dtype=torch.int16, device=x.device)
+
+
+def _operands(x: Tensor, before: Before) -> tuple[Tensor | None, ...]:
+    """x and what is done to it; numbers of channels laid out alike, for each row and head."""
+    rows, heads, _, width = x.shape
+    numbers = (before.center, before.half, before.balance)
+    spread = (None if part is None else part.expand(rows, heads, 1, width).contiguous() for part in numbers)
+    return x, None if before.order is None else before.order.contiguous(), *spread
+
+
+def _clip(clip: Tensor | float | None, heads: int) -> tuple[Tensor | None, float]:
+    """A clip for each head, or a number."""
+    if isinstance(clip, Tensor):
+        return clip.expand(heads, 1, 1).contiguous(), 1.0
+    return None, 0.0 if clip is None else float(clip)
+
+
+def _by_planes(
+    x: Tensor,
+    words: Tensor,
+    bits: int,
+    before: Before,
+    clip: Tensor | float | None,
+    parameters: Tensor | None,
+    group: tuple[int, int],
+    measured: bool,
+) -> None:
+    (rows, heads, total, runs), width = words.shape, x.shape[-1]
+    clips, number = _clip(clip, heads)
+    ratio = 2 / (2**bits - 1)
+    # Calibrated ranges multiply in float32, measured ones a number in float64: as the reference does.
+    bound, ratio = (number, number * ratio) if measured and clips is None else (number, ratio)
+    up = triton.next_power_of_2(runs)
+    tokens = triton.next_power_of_2(group[0]) if measured else _tokens(up)
+    step = group[0] if measured else tokens
+    wide = triton.next_power_of_2(width) if measured else 1
+    p_row, p_head = (0, 0) if parameters is None else parameters.stride()[:2]
+    if parameters is not None and parameters.shape[1] == 1:  # across heads
+        p_head = 0
+    by_planes[triton.cdiv(total, step), heads, rows](
+        *_operands(x, before), clips, words, parameters, bound, ratio, p_row, p_head, step, group[0], total, *x.stride(),
+        width, bits, runs, group[1], measured, tokens, up, wide,
+        num_warps=max(1, min(8, tokens * wide // 4096)) if measured else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _tokens(cells: int) -> int:
+    """Tokens of a tile with so many values each."""
+    return max(1, min(LONGEST, TILE // cells))
+
+
+def _specialisation(kernel: Any, bits: int, dtype: str, constants: dict[str, object], **own: str) -> Specialisation:
+    """A kernel at 128 channels."""
+    numbers = ("total", "step", "group", "s_row", "s_head", "s_token", "p_row", "p_head")
+    types = dict.fromkeys(numbers, "i32") | dict.fromkeys(("ratio", "bound"), "fp32")
+    types |= {"x": f"*{dtype}", "words": "*i16", "parameters": "*fp16", **own}
+    runs = words_per_token(128, bits)
+    arguments = dict.fromkeys({"order", "center", "half", "balance", "clip"} - types.keys()) | constants
+    arguments |= {"s_channel": 1, "D": 128, "BITS": bits, "W": runs}
+    return Specialisation(kernel, types, arguments, warps=1 if constants.get("MEASURED") else 4)
+
+
+_TOKEN = {"RUNS": 1, "RUNS_UP": 1}
+_PLANES = {"COLUMN": 1, "MEASURED": True, "D_UP": 128}
+SPECIALISATIONS = {
+    "2 bit, values of KIVI (1, 32)": _specialisation(
+        token_groups, 2, "fp16", {**_TOKEN, "SPAN": 2, "RUN": 16, "RUN_UP": 16, "TOKENS": 128},
+    ),
+    "4 bit, a token (1, 128)": _specialisation(
+        token_groups, 4, "bf16", {**_TOKEN, "SPAN": 4, "RUN": 32, "RUN_UP": 32, "TOKENS": 64},
+    ),
+    "2 bit, keys of KIVI (32, 1)": _specialisation(by_planes, 2, "bf16", {**_PLANES, "W_UP": 16, "TOKENS": 32}),
+    "4 bit, calibrated, in order": _specialisation(
+        by_planes, 4, "bf16", {"COLUMN": 128, "MEASURED": False, "D_UP": 1, "parameters": None, "W_UP": 32, "TOKENS": 64},
+        order="*i64", center="*fp32", half="*fp32", clip="*fp32",
+    ),
+}  # fmt: skip
