@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit test test-all test-oldest contract lint tables importance gear-table csr-table specache-table bench clean
+.PHONY: fit gpu test test-all test-oldest contract lint tables importance gear-table csr-table specache-table bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -15,8 +15,8 @@ test: .venv/dev.stamp  ## everything that fits into ten minutes on two cores
 test-all: .venv/dev.stamp  ## the long matrices as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-oldest: .venv-oldest/stamp  ## the same tests with the oldest releases that are supported
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow" -n 2
+test-oldest: .venv-oldest/stamp  ## with the oldest releases that are supported; not what no release touches
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow and not arithmetic" -n 2
 
 contract: .venv/dev.stamp  ## every cell of methods x modes x architectures; writes docs/results/contract.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/contract --contract-report docs/results/contract.md
@@ -50,13 +50,19 @@ gear-table csr-table specache-table: %-table: .venv/dev.stamp fit  ## the tables
 	cp runs/eval/$*/results.json benchmarks/results/$*.json
 	$(BIN)/python benchmarks/$(BEHIND).py --write
 
-bench: .venv/dev.stamp  ## decode speed against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost
+bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost
 	$(BIN)/python benchmarks/decode_cpu.py --write
+	$(BIN)/python benchmarks/attend_cpu.py --write
+	$(PIP) 'hqq>=0.2.8'  # a peer of the next alone
+	$(BIN)/python benchmarks/quantise_cpu.py --write
 	$(BIN)/python benchmarks/prefill_cpu.py --write
 	$(BIN)/python benchmarks/correction_cpu.py --write
 	$(BIN)/python benchmarks/pursuit_cpu.py --write
 	$(BIN)/python benchmarks/neural_dict_cpu.py --write
 	$(BIN)/python benchmarks/specache_cpu.py --batches 1 --turns 11 --write
+
+gpu:  ## on a machine with an NVIDIA GPU, by its own Python: the tests that need it, every speed, the table, one JSON file
+	$(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .venv-oldest build dist runs *.egg-info

@@ -15,6 +15,7 @@ step in turn, in another order each turn; median and quartiles of the ratios tak
 """
 
 import argparse
+import copy
 from collections.abc import Callable
 
 import torch
@@ -33,8 +34,7 @@ KV_HEADS, CHANNELS, GROUP, WINDOW = 8, 128, 32, 128
 QUERY_HEADS = {"H8": 8, "H32": 32}
 CLOSE = 1e-4  # of the largest output: float32 sums in another order
 
-KIVI = ("kivi", {"group": GROUP, "residual": WINDOW})
-OURS = {"kivi": KIVI, "kivi again": KIVI, "rtn": ("rtn", {})}
+OURS = {"kivi": ("kivi", {"group": GROUP, "residual": WINDOW}), "rtn": ("rtn", {})}
 # Pairs of steps: the first is divided by the second.
 RATIOS = {
     "A/A": ("kivi again", "kivi"),
@@ -79,17 +79,23 @@ def their_step(layer: DynamicLayer | QuantoQuantizedLayer) -> Step:
     def step(given: Given) -> Tensor:
         query, keys, values = given
         held = layer.update(keys, values)
-        return scaled_dot_product_attention(query, *held, is_causal=query.shape[2] > 1, enable_gqa=True)
+        return scaled_dot_product_attention(query, *held, enable_gqa=True)
 
     return step
 
 
-def opened(heads: int, bits: int) -> tuple[dict[str, Step], dict[str, CompressedLayer]]:
-    """Every step by its name, and our layers among them."""
+def opened(heads: int, bits: int, before: Given) -> tuple[dict[str, Step], dict[str, CompressedLayer]]:
+    """Every step by its name, and our layers among them; all hold the tokens `before`."""
     layers = {name: our_layer(name, heads, bits) for name in OURS}
+    for layer in layers.values():
+        our_step(layer)(before)
+    layers["kivi again"] = copy.deepcopy(layers["kivi"])
     quanto = QuantoQuantizedLayer(bits, axis_key=0, axis_value=0, q_group_size=GROUP, residual_length=WINDOW)
-    peers = {"quanto": their_step(quanto), "exact": their_step(DynamicLayer())}
-    return {**{name: our_step(layer) for name, layer in layers.items()}, **peers}, layers
+    peers = {"quanto": quanto, "exact": DynamicLayer()}
+    for peer in peers.values():
+        peer.update(*before[1:])
+    steps = {name: our_step(layer) for name, layer in layers.items()}
+    return steps | {name: their_step(peer) for name, peer in peers.items()}, layers
 
 
 def decoded(layer: CompressedLayer, given: Given) -> Given:
@@ -127,9 +133,7 @@ def measure(heads: int, count: int, bits: int, turns: int) -> dict[str, object]:
     if turns + 4 > WINDOW // 2:
         raise SystemExit(f"{turns} turns do not fit into the window of {WINDOW} tokens; at most {WINDOW // 2 - 4}")
     before, first = tokens(heads, count, 0), tokens(heads, 1, 1)
-    steps, layers = opened(heads, bits)
-    for step in steps.values():
-        step(before)
+    steps, layers = opened(heads, bits, before)
     errors = check(layers, {name: step(first) for name, step in steps.items()}, before, first)
 
     def of(turn: int) -> dict[str, Callable[[], object]]:

@@ -9,6 +9,16 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What tests recorded as "kernels": the figures of compiled kernels, printed by every run that compiles them."""
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
+    lines = [value for report in reports for name, value in report.user_properties if name == "kernels"]
+    if lines:
+        terminalreporter.section("kernels, compiled")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A folder with a toy model `llama` and a `text.txt` to fit it on."""

@@ -6,6 +6,7 @@ running softmax.
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
@@ -96,7 +97,8 @@ def attend_pages(
         scale, zero = keys.fixed
         added = (query * zero).sum(-1, keepdim=True)
         query, constant = query * scale, added if constant is None else constant + added
-    found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise)
     if values.fixed is None:
         return found
     scale, zero = values.fixed

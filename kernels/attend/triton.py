@@ -2,7 +2,7 @@
 
 import os
 from functools import lru_cache
-from math import inf
+from math import gcd, inf
 
 import torch
 import triton
@@ -21,8 +21,9 @@ NONE, TOKEN, CHANNEL = 0, 1, 2
 # Query rows of a KV head in one program, and the most that are served: more are a prompt's, not a step's.
 BLOCK_ROWS, MOST_ROWS = (8, 16, 64), 256
 
-# Tokens of one turn of the loop at most; where a group of tokens shares parameters, such a group.
-TURN = 128
+# Tokens of one turn of the loop at most, by how keys and values have their parameters: where channels have them, numbers of
+# a turn's channels lie in registers too.
+TURNS = {NONE: 128, TOKEN: 128, CHANNEL: 64}
 
 # Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
 PROGRAMS = 8
@@ -31,7 +32,7 @@ PROGRAMS = 8
 def serves(query_rows: int, keys: PackedStream, values: PackedStream) -> bool:
     """Whether the kernel reads these streams: 1 ... 8 bits but 5, 6 and 7, or exact; float16 parameters whose groups are
     whole planes of channels, or 16 and more tokens."""
-    return query_rows <= MOST_ROWS and _read(keys) and _read(values)
+    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and _turn(keys, values) >= 16
 
 
 def attend_pages(
@@ -46,7 +47,7 @@ def attend_pages(
 ) -> Attended:
     """See `operation.attend_pages`."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
-    turn = min([TURN, page, *(s.group_tokens for s in (keys, values) if _mode(s) == CHANNEL)])
+    turn = _turn(keys, values)
     turns = stretch.table.shape[1] * (page // turn)
     block = next((size for size in BLOCK_ROWS if asked <= size), BLOCK_ROWS[-1])
     blocks = triton.cdiv(asked, block)
@@ -90,10 +91,16 @@ def _read(stream: PackedStream) -> bool:
     if stream.bits not in WIDTHS or (stream.parameters is not None and stream.parameters.dtype != torch.float16):
         return False
     if _mode(stream) == CHANNEL:
-        return stream.group_tokens >= 16
+        return True
     groups = _groups(stream)
     count, width = planes(stream.bits), words_per_token(stream.channels, stream.bits)
     return groups == 1 or (count % groups == 0 and count * width == stream.channels)
+
+
+def _turn(keys: PackedStream, values: PackedStream) -> int:
+    """Tokens of one turn of the loop: a power of two that divides a page and every group of tokens that share parameters."""
+    turn = min(TURNS[_mode(stream)] for stream in (keys, values))
+    return gcd(turn, keys.pages.shape[2], *(s.group_tokens for s in (keys, values) if _mode(s) == CHANNEL))
 
 
 def _mode(stream: PackedStream) -> int:
@@ -162,7 +169,6 @@ def specialisation(
 ) -> Specialisation:
     """The kernel for a step over `bits`-bit pages: keys in `key_mode`, per channel for `shared` tokens; values with parameters per
     token and `group` channel groups."""
-    turn = min(TURN, page, shared) if key_mode == CHANNEL else min(TURN, page)
     codes = torch.empty(1, 1, page, words_per_token(channels, bits), dtype=torch.int16, device="meta")
 
     def parameters(mode: int) -> Tensor | None:
@@ -171,6 +177,7 @@ def specialisation(
 
     keys = PackedStream(bits, codes, channels, parameters(key_mode), shared if key_mode == CHANNEL else 1)
     values = PackedStream(bits, codes, channels, parameters(TOKEN))
+    turn = _turn(keys, values)
     absent = ("BIAS", "HIDDEN", "PLACES", "BACK", "SCORES")
     constants = _constants(keys, values, BLOCK_ROWS[0], turn, None, interpreted=False)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)

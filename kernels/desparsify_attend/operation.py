@@ -37,7 +37,8 @@ def desparsify_attend(
     if served(query, keys, values):
         from calib.kernels.desparsify_attend import triton
 
-        return merged(*triton.desparsify_attend(*arguments))
+        with torch.cuda.device_of(query):
+            return merged(*triton.desparsify_attend(*arguments))
     return reference.desparsify_attend(*arguments)
 
 

@@ -1,5 +1,6 @@
 """Vectors as a few atoms of a dictionary, where the tensors are."""
 
+import torch
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
@@ -17,5 +18,6 @@ def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
         from calib.kernels.matching_pursuit import triton
 
         if triton.serves(x, atoms, sparsity):
-            return triton.matching_pursuit(x, atoms, sparsity)
+            with torch.cuda.device_of(x):
+                return triton.matching_pursuit(x, atoms, sparsity)
     return reference.matching_pursuit(x, atoms.float(), sparsity)

@@ -1,5 +1,6 @@
 """Rows added up by the atom that they belong to, where the tensors are."""
 
+import torch
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
@@ -17,5 +18,6 @@ def scattered(coefficient: Tensor, index: Tensor, rows: Tensor, count: int) -> T
         from calib.kernels.neural_dict import triton
 
         if triton.serves(coefficient, index, rows, count):
-            return triton.scattered(coefficient, index, rows, count)
+            with torch.cuda.device_of(rows):
+                return triton.scattered(coefficient, index, rows, count)
     return reference.scattered(coefficient, index, rows, count)

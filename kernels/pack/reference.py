@@ -13,6 +13,9 @@ from torch import Tensor
 
 WORD_BITS = 16
 
+# Codes of which all planes are packed by one operation; of more, plane by plane in 16 bits, which moves less memory.
+FEW = 2**15
+
 
 def planes(bits: int) -> int:
     """Number of codes in one int16 word: 16, 8, 5, 4, 3, 2, 2, 2 for 1 ... 8 bits."""
@@ -35,11 +38,18 @@ def _shifts(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes `[..., D]` (integers below 2**bits, any dtype) -> words `[..., W]` int16."""
     channels, width = codes.shape[-1], words_per_token(codes.shape[-1], bits)
-    missing = planes(bits) * width - channels
-    codes = F.pad(codes, (0, missing)) if missing else codes
-    fields = codes.to(torch.int32).unflatten(-1, (planes(bits), width)) << _shifts(bits, torch.int32, codes.device)
-    # No two fields share a bit, so the sum is the union; the cast wraps: the sixteenth bit is a code bit like the others.
-    return fields.sum(-2, dtype=torch.int32).to(torch.int16)
+    # No two fields share a bit, so their sum is their union; the sixteenth bit is a code bit like the others.
+    if codes.numel() < FEW:
+        missing = planes(bits) * width - channels
+        codes = F.pad(codes, (0, missing)) if missing else codes
+        fields = codes.to(torch.int32).unflatten(-1, (planes(bits), width)) << _shifts(bits, torch.int32, codes.device)
+        return fields.sum(-2, dtype=torch.int32).to(torch.int16)
+    codes = codes.to(torch.int16)
+    words = codes[..., :width].clone()
+    for plane in range(1, planes(bits)):
+        part = codes[..., plane * width : (plane + 1) * width]  # shorter, or empty, where the planes do not divide the channels
+        words[..., : part.shape[-1]] |= part << (bits * plane)
+    return words
 
 
 def unpack(words: Tensor, bits: int, channels: int) -> Tensor:

@@ -68,7 +68,8 @@ def encode_uniform(
         from calib.kernels.quantise import triton
 
         if triton.serves(x, clip, before):
-            return triton.encode_uniform(x, group, bits, clip, parameter_dtype, across_heads, before)
+            with torch.cuda.device_of(x):
+                return triton.encode_uniform(x, group, bits, clip, parameter_dtype, across_heads, before)
     y = before.forward(x)
     parameters = stored_parameters(y, group, bits, clip, parameter_dtype, across_heads)
     return pack(quantise(y, parameters, group, bits), bits), parameters
@@ -88,7 +89,8 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, before: Before = AS
         from calib.kernels.quantise import triton
 
         if triton.serves(x, clip, before):
-            return triton.encode_fixed(x, bits, clip, before)
+            with torch.cuda.device_of(x):
+                return triton.encode_fixed(x, bits, clip, before)
     y = before.forward(x)
     bound = clip if isinstance(clip, Tensor) else torch.full((1, 1, 1), clip, device=x.device)
     fixed = torch.cat([bound * (2 / (2**bits - 1)), -bound], -1)

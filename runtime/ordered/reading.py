@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import Stretch
+from calib.kernels.dispatch import prefers_triton
 from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.rows import Forward
@@ -178,7 +179,8 @@ class _Planner:
         starts = [span.start * PAGE_TOKENS for span in spans]
         back = None if self.sliding is None else self._query_places() - self.sliding
         last = len(spans[-1]) * PAGE_TOKENS if spans else 0
-        stretch = self._stretch(range(spans[0].start, spans[-1].stop), back) if spans else None
+        in_one = bool(spans) and prefers_triton(self.device)
+        stretch = self._stretch(range(spans[0].start, spans[-1].stop), back) if in_one else None
         return Reading(stretch, tiles, starts, last, recent, window, places, new, self.held, self._joined(masks), back)
 
     def _stretch(self, pages: range, back: Tensor | None) -> Stretch:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from calib.kernels.host_gather.reference import exchange, host_gather
+from calib.kernels.host_gather.operation import exchange, host_gather
 from calib.runtime.beside import NOWHERE
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.side_stream import SideStream

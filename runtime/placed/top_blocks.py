@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.kernels.top_k.operation import top_k
 from calib.runtime.beside import NOWHERE, Beside
 from calib.runtime.logits import Logits
 from calib.runtime.pages import PAGE_TOKENS
@@ -71,9 +72,9 @@ class TopBlocksStore(PlacedStore):
             held = forward.tensor(f"held by {rows}", [forward.before[row] for row in rows], query.device)[:, None, None]
             missing = missing | (initial + (block + 1) * size <= held - logits.sliding)
         scores = scores.masked_fill(missing, -torch.inf)
-        best, numbers = scores.topk(min(self.policy.fetched, max(blocks)), -1)
+        numbers = top_k(scores, min(self.policy.fetched, max(blocks)))
         tokens = initial + numbers[..., None] * size + torch.arange(size, device=query.device)
-        return tokens.masked_fill((best == -torch.inf)[..., None], NOWHERE).flatten(2)
+        return tokens.masked_fill((numbers == NOWHERE)[..., None], NOWHERE).flatten(2)
 
     def keys_on_host(self, forward: Forward, keys: Tensor) -> Tensor:
         """Before RoPE, where blocks take one place."""

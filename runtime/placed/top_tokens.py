@@ -7,7 +7,8 @@ the step is computed, so that the next step has it. Scores are probabilities ove
 import torch
 from torch import Tensor
 
-from calib.runtime.beside import NOWHERE, Beside
+from calib.kernels.top_k.operation import top_k
+from calib.runtime.beside import Beside
 from calib.runtime.logits import Logits
 from calib.runtime.pages import PAGE_TOKENS, upload
 from calib.runtime.placed.store import PlacedStore
@@ -74,8 +75,7 @@ class TopTokensStore(PlacedStore):
         if key not in forward.readings:  # the same for every layer
             forward.readings[key] = self._not_encoded(asked, lengths, rows, logits)
         most, hidden = forward.readings[key]
-        mass, tokens = asked.mass.masked_fill_(hidden, -1).topk(min(self.policy.k, most), -1)
-        return tokens.masked_fill_(mass < 0, NOWHERE)
+        return top_k(asked.mass.masked_fill_(hidden, -torch.inf), min(self.policy.k, most))
 
     def _not_encoded(self, asked: Beside, lengths: list[int], rows: range, logits: Logits) -> tuple[int, Tensor]:
         """The most encoded tokens of any row, and bool `[rows, 1, reach]`: places without one that the next query sees."""

@@ -38,11 +38,12 @@ class MetTier:
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
     def streams(self) -> list[PackedStream | None]:
-        """Keys and values as a kernel reads them; None for keys that have to be turned."""
+        """Keys and values as a kernel reads them, but for corrections; None for keys that have to be turned."""
         if self.turned is not None:
             return [None, None]
         pool, widths = self.tier.pool, self.tier.widths
-        return [packed_stream(self.codecs[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values")]
+        stored = {role: codec.codec if isinstance(codec, Corrected) else codec for role, codec in self.codecs.items()}
+        return [packed_stream(stored[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values")]
 
     def in_one(self, tiles: list[Tile], stretch: Stretch, softcap: float | None, scored: bool) -> Attended:
         """All tokens of the tier by one kernel; what corrects the values is left to `corrections`."""

@@ -15,6 +15,8 @@ from calib.statistics.clip import ClipFactors
 from calib.statistics.forms import forms
 from calib.statistics.heldout_error import HeldoutError
 
+pytestmark = pytest.mark.arithmetic
+
 
 def output(queries, keys, values, row, window) -> torch.Tensor:
     """Attention of one query row of one head in float64, a token at a time."""

@@ -17,6 +17,8 @@ from calib.evaluate.paper_counting import (
 )
 from calib.runtime.methods import build
 
+pytestmark = pytest.mark.arithmetic
+
 WIDTH = 4096
 
 

@@ -16,6 +16,8 @@ from calib.statistics.contract import Shape
 from calib.statistics.outlier_thresholds import OutlierThresholds, thresholds
 from calib.statistics.residual_basis import ResidualBasis, leading, residual_forms, without_outliers
 
+pytestmark = pytest.mark.arithmetic
+
 ALL = {stream: ["*x1", "1x*", "*x*", "half", "64x1", "20x1", "64x8"] for stream in ("keys", "values")}
 FORMS = {(form.stream, form.name): form for form in residual_forms(32, ALL)}
 

@@ -13,6 +13,8 @@ from calib.errors import UsageError
 from calib.layer_groups.divergence import divergences
 from calib.layer_groups.grouping import layer_groups, members
 
+pytestmark = pytest.mark.arithmetic
+
 # A vector at a bin's edge is in the one bin in float32 and in the other in float64: each moves 1/V of a distribution, which
 # changes the divergence by less than ln(2)/V. None of the samples below has more than 20 of them.
 EDGES = 20 * math.log(2)

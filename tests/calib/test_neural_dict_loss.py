@@ -9,6 +9,8 @@ from calib.kernels.matching_pursuit.reference import matching_pursuit
 from calib.neural_dict.centroids import centroids, unit_rows
 from calib.neural_dict.loss import diversity, diversity_weight, reconstruction, scattered
 
+pytestmark = pytest.mark.arithmetic
+
 SIZES = [(1, 1, 1, 1), (7, 5, 3, 2), (64, 200, 16, 8), (33, 12, 40, 4)]  # vectors, atoms, channels, pairs
 
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from calib.capture.reservoir import Reservoir, priorities
 
+pytestmark = pytest.mark.arithmetic
+
 
 def filled(index: torch.Tensor, parts: int = 1, capacity: int = 16, seed: int = 3) -> Reservoir:
     reservoir = Reservoir(capacity, 2, seed)

@@ -18,6 +18,8 @@ from calib.statistics.clip import ClipFactors
 from calib.statistics.contract import Shape, check_shape
 from calib.statistics.query_energy import QueryEnergy
 
+pytestmark = pytest.mark.arithmetic
+
 SIMPLE = {
     "channel_range": lambda: ChannelRanges(SHAPE),
     "channel_scale": lambda: ChannelScales(SHAPE),

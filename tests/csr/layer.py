@@ -59,16 +59,15 @@ class Coded(LayerOracle):
 
         What was shown before may not have changed: it is decoded anew by the same products, in other tiles perhaps.
         """
-        worst = 0.0
-        for token, both in zip(tokens, given, strict=True):
-            words = self.words.pop((head, int(token)), None)
-            for number, (held, found) in enumerate(zip((self.keys, self.values), np.split(both, 2), strict=True)):
-                if words is None:
-                    still = 2.0**-20 * abs(held[head, token]).max() + 1e-30
-                    worst = max(worst, float(abs(held[head, token] - found).max() / still))
-                else:
-                    worst = max(worst, words[number].error(found))
-                held[head, token] = found
+        worst, words = 0.0, [self.words.pop((head, int(token)), None) for token in tokens]
+        shown = np.array([word is None for word in words], dtype=bool)
+        for number, (held, found) in enumerate(zip((self.keys, self.values), np.split(given, 2, -1), strict=True)):
+            before = held[head, tokens[shown]]
+            still = 2.0**-20 * abs(before).max(-1, keepdims=True) + 1e-30
+            worst = max(worst, float((abs(before - found[shown]) / still).max(initial=0)))
+            errors = (word[number].error(x) for word, x in zip(words, found, strict=True) if word is not None)
+            worst = max(worst, *errors, 0.0)
+            held[head, tokens] = found
         return worst
 
 

@@ -33,10 +33,10 @@ SEEDS, DRAWS = 20, 60  # other tokens that are tried where float32 might choose 
 
 # With the usual window of 64 and blocks of 16; "short" and "tiny" for windows of 8 and blocks of 4.
 WALKS: dict[str, list[int]] = {
-    "steps": [130] + [1] * 40,
-    "turns": [80] + [1] * 5 + [90] + [1] * 20 + [41, 3],
-    "below window": [40] + [1] * 75,
-    "below block": [70] + [1] * 45,
+    "steps": [130] + [1] * 33,
+    "turns": [80] + [1] * 5 + [90] + [1] * 17 + [41, 3],
+    "below window": [40] + [1] * 57,
+    "below block": [70] + [1] * 27,
     "just a window": [64, 15, 1, 1, 16],
     "from one": [1] * 100,
     "pages": [300] + [1] * 17 + [150, 1, 1],

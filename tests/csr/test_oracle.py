@@ -14,6 +14,8 @@ from csr.rotation import turned
 from csr.spec import Spec
 from importance.draws import counter_hash
 
+pytestmark = pytest.mark.arithmetic
+
 FREQUENCIES = 10000.0 ** (-np.arange(16) / 16)
 
 

@@ -46,12 +46,13 @@ def untie(part: torch.Tensor, spec: Spec, stream: str) -> None:
     if not count or 2 * count == places.shape[1]:
         return
     flat = part.flatten().clone()
-    for place in places:
-        for sign in (1, -1):
-            order = (sign * flat[place].float()).argsort(descending=True, stable=True)
-            border = flat[place[order[count - 1]]].clone()
-            same = place[order[count:]]
-            same = same[flat[same] == border]
-            if len(same) < len(place) - count:
-                flat[same] = torch.nextafter(border, border - sign * border.abs() - sign)
+    entries = flat[places]  # no two rows share an entry
+    for sign in (1, -1):
+        order = (sign * entries.float()).argsort(descending=True, stable=True)
+        border = entries.gather(1, order[:, count - 1 : count])
+        same = (entries == border).scatter_(1, order[:, :count], False)
+        uneven = same.sum(1, keepdim=True) < places.shape[1] - count
+        inwards = torch.nextafter(border, border - sign * border.abs() - sign)
+        entries = torch.where(same & uneven, inwards, entries)
+    flat[places] = entries
     part.copy_(flat.reshape(part.shape))

@@ -12,6 +12,8 @@ from gear.samples import real_like, spans, untie
 from gear.scenarios import OUTPUT, WALKS, Scenario, run
 from layer_walk import Tokens
 
+pytestmark = pytest.mark.arithmetic
+
 BACKBONES = {
     "kcvt": {},
     "per head": {"per_head": True},

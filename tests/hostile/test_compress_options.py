@@ -32,7 +32,15 @@ def model():
 
 WRONG_OPTIONS = [
     ("kivvi", {}, ["'kivvi'", "did you mean 'kivi'?"]),
-    ("zzz", {}, ["'zzz'", "full, gear, gear_l, group_wise, h2o, infllm, kivi, mikv, offload, oracle, outlier_reduced, rtn, specache", "zipcache"]),
+    (
+        "zzz",
+        {},
+        [
+            "'zzz'",
+            "full, gear, gear_l, group_wise, h2o, infllm, kivi, mikv, offload, oracle, outlier_reduced, rtn, specache",
+            "zipcache",
+        ],
+    ),
     ("", {}, ["''", "full, gear, gear_l"]),
     (None, {}, ["None", "full, gear, gear_l"]),
     (["kivi"], {}, ["['kivi']"]),

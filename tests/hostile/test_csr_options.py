@@ -10,6 +10,8 @@ from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHead
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact import ArtifactError
 
+pytestmark = pytest.mark.arithmetic
+
 NAN = float("nan")
 TIERS = [[16, 0.2], [4, 0.8]]
 ATOMS = 128  # of the artifact's dictionaries: 64 for each of 2 KV heads

@@ -8,6 +8,8 @@ from toy_models import random_model
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact import ArtifactError
 
+pytestmark = pytest.mark.arithmetic
+
 NAN = float("nan")
 PRESETS = ("gear_l", "uniform", "group_wise", "outlier_reduced")
 CALIBRATED = {"statistics": "calibrated"}

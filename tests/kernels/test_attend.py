@@ -9,6 +9,8 @@ from tolerances import FLOAT32_ATTENTION
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.runtime.stages.codec import Exact, UniformQuant
 
+pytestmark = pytest.mark.arithmetic
+
 GROUPS = [(1, None), (1, 8), (8, 1), (32, 1), (4, 4), (32, 32), (1, 1), None]
 
 

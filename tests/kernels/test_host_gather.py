@@ -6,6 +6,8 @@ from torch import Tensor
 
 from calib.kernels.host_gather.reference import exchange, host_gather
 
+pytestmark = pytest.mark.arithmetic
+
 ROWS, HEADS = 3, 2
 TRIALS = 200
 

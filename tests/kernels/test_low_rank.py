@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from calib.kernels.low_rank.reference import NARROW, low_rank_mix, low_rank_scores, power_iteration
 
+pytestmark = pytest.mark.arithmetic
+
 # R^T R, or two thin products: more tokens than channels that are few, fewer tokens, many channels.
 SHAPES = [(300, 64), (64, 64), (20, 64), (300, 200), (7, 200), (400, NARROW), (400, NARROW + 1)]
 

@@ -24,6 +24,8 @@ from calib.kernels.matching_pursuit.reference import (
     pursuit_by_products,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 Pursuit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 FORMS = [pursuit_by_gram, pursuit_by_products]
 ALL = [*FORMS, matching_pursuit, orthogonal_matching_pursuit]

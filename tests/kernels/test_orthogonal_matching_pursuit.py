@@ -18,6 +18,8 @@ from calib.kernels.matching_pursuit.reference import (
     orthogonal_matching_pursuit,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 
 def relative_error(x: Tensor, atoms: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
     """Mean of |x - x^|^2 / |x|^2."""

@@ -8,6 +8,8 @@ from tolerances import FLOAT32_FOLD
 from calib.kernels.outliers import reference
 from calib.kernels.outliers.reference import extremes, first_beyond, run_counts, sparse_product
 
+pytestmark = pytest.mark.arithmetic
+
 LENGTHS = (1, 2, 7, 8, 9, 16, 23, 64, 100, 129)
 
 

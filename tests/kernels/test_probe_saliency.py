@@ -6,6 +6,8 @@ from host_waits import Operations
 
 from calib.kernels.probe_saliency.reference import TILE_ELEMENTS, attention_mass
 
+pytestmark = pytest.mark.arithmetic
+
 HEADS, KV_HEADS, CHANNELS = 8, 2, 16
 
 

@@ -8,6 +8,8 @@ from tolerances import FLOAT32
 from calib.kernels.quantise.reference import quantise
 from calib.runtime.stages.codec import UniformQuant
 
+pytestmark = pytest.mark.arithmetic
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GROUPS = [(1, None), (1, 8), (8, 1), (4, 4), (None, 1), (None, None), (2, 16), None]
 

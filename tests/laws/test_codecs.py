@@ -2,12 +2,15 @@
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import BORDER, FLOAT32
 
 from calib.runtime.stages.codec import Exact, UniformQuant
+
+pytestmark = pytest.mark.arithmetic
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GROUPS = [(1, None), (1, 8), (8, 1), (4, 4), (None, 1), (None, None), (2, 16), None]

@@ -19,6 +19,8 @@ from calib.runtime.stages.codec import Corrected, Exact, UniformQuant
 from calib.runtime.stages.codec.corrected import FURTHER, counted, counter
 from calib.runtime.stages.correction import LowRank, Outliers
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.mark.parametrize(
     "outliers", all_outliers(0.02), ids=lambda part: part and f"{part.ranked} {part.low is not None}"

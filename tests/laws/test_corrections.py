@@ -12,6 +12,8 @@ from calib.runtime.stages.codec.corrected import FURTHER
 from calib.runtime.stages.contract import Codec
 from calib.runtime.stages.correction import LowRank, Outliers
 
+pytestmark = pytest.mark.arithmetic
+
 # --- what a correction is worth ---------------------------------------------------------------------------------------
 
 

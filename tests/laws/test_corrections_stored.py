@@ -30,6 +30,8 @@ from calib.runtime.stages.codec.corrected import FURTHER
 from calib.runtime.stages.contract import Segment
 from calib.runtime.stages.correction import Outliers
 
+pytestmark = pytest.mark.arithmetic
+
 
 @law
 @given(problems())

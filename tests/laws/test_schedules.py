@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from calib.runtime.stages.schedule import Blocks, Residual
 
+pytestmark = pytest.mark.arithmetic
+
 schedules = st.one_of(st.integers(1, 300).map(Blocks), st.integers(0, 300).map(Residual))
 law = settings(derandomize=True, deadline=None, max_examples=200)
 

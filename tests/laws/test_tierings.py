@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from calib.runtime.stages.tiering import HeavyRecent, Shares, Sinks
 
+pytestmark = pytest.mark.arithmetic
+
 law = settings(derandomize=True, deadline=None, max_examples=200)
 amounts = st.one_of(st.integers(0, 90), st.floats(0, 0.5))
 

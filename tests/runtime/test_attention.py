@@ -20,6 +20,8 @@ from calib.runtime.stages.schedule import Blocks, Residual
 from calib.runtime.stages.transform import ChannelRange, ChannelScale, Identity
 from calib.runtime.store import Place
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -80,6 +80,7 @@ def test_drafts_are_copied_with_the_cache(model):
     assert cache.rows.lengths == [50] and branch.rows.lengths == [60]
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_everything_moves(model, case):
     cache, tokens = case.open(model), [Tokens.random(model, n, seed=n) for n in (200, 60)]
@@ -153,6 +154,7 @@ def test_a_cache_follows_its_model_to_another_device(name):
     assert (found.cpu() == expected).float().mean() > 0.9
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", [case for case in CASES if not case.on_host], ids=str)
 def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
     """The first layer on the CPU, the second on the meta device, which refuses to meet tensors of another device.
@@ -253,6 +255,7 @@ def pool_bytes(cache) -> list[int]:
     return sizes
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("name", ["kivi-2-short", "zipcache", "mikv-8-2", "streaming_llm"])
 def test_rows_that_leave_take_their_pages_along(model, name):
     cache = BY_NAME[name].open(model)
@@ -270,21 +273,23 @@ def test_rows_that_leave_take_their_pages_along(model, name):
     assert not differing(stored(cache, 0), stored(alone, 0))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_that_share_pages_numbered_anew_part_all_the_same(model, case):
-    cache, tokens = case.open(model), [Tokens.random(model, 333, seed=row) for row in range(4)]
+    # Blocks of 20 and of 32 tokens close at 320.
+    cache, tokens = case.open(model), [Tokens.random(model, 323, seed=row) for row in range(4)]
     cache.release()
     feed(cache, [row[:300] for row in tokens])
     capacities = [table.capacity for table in cache.rows.all_tables]
     cache.reorder_cache(torch.tensor([2, 2, 2, 2]))
     for table, capacity in zip(cache.rows.all_tables, capacities, strict=True):
         assert table.capacity < capacity / 2 or not capacity
-    for at in range(300, 333):
+    for at in range(300, 323):
         feed(cache, [row[at : at + 1] for row in tokens])
-    for row in range(4):
+    for row in (0, 3):
         alone = case.open(model)
         alone.release()
         feed(alone, [tokens[2][:300]])
-        for at in range(300, 333):
+        for at in range(300, 323):
             feed(alone, [tokens[row][at : at + 1]])
         assert not differing(stored(cache, row), stored(alone, 0))

@@ -9,9 +9,12 @@ import pytest
 import torch
 from csr.scenarios import WALKS, Scenario, walk_beside
 from importance.layer import LayerOracle
+from in_turn import a_part
 from layer_walk import Tokens, feed
 
 from calib.runtime.logits import Logits
+
+pytestmark = pytest.mark.arithmetic
 
 BF16 = torch.bfloat16
 SHORT = {"window": 8, "block": 4}
@@ -142,7 +145,7 @@ CORRECTED = [
 ]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS + TIERED + CORRECTED, ids=str)
+@pytest.mark.parametrize("scenario", a_part(SCENARIOS + TIERED + CORRECTED))
 def test_a_row_does_what_the_equations_say(scenario):
     sizes = WALKS[scenario.walk]
     walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])

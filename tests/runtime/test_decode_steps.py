@@ -56,19 +56,31 @@ def watched(monkeypatch) -> list[HostWaits]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"),
-    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow, id="-".join(cell)) for cell in CELLS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "lengths"), CELLS)
 def test_2000_steps(name, lengths, monkeypatch):
-    model, inputs = random_model("llama"), left_padded(LENGTHS[lengths])
+    decode(random_model("llama"), name, lengths, STEPS, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "lengths"), QUICK)
+def test_three_periods_of_steps(name, lengths, monkeypatch):
+    """The same of one layer, as many steps as it takes to compare a period with the next."""
+    decode(random_model("llama", num_hidden_layers=1), name, lengths, 3 * period_of(name), monkeypatch)
+
+
+def period_of(name: str) -> int:
+    return BLOCKS_PERIOD if name.startswith("zipcache") else PERIOD
+
+
+def decode(model, name: str, lengths: str, steps: int, monkeypatch) -> None:
+    """The steps, and what must hold in each of them and over all."""
+    inputs, period = left_padded(LENGTHS[lengths]), period_of(name)
     mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
     operations, beside = [], []
-    period = BLOCKS_PERIOD if name.startswith("zipcache") else PERIOD
     with BY_NAME[name].open(model) as cache, torch.no_grad():
         model(**inputs, past_key_values=cache)
         calls = watched(monkeypatch)
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)  # as generate() passes it
             places = mask.sum(-1, keepdim=True) - 1
             model(token, attention_mask=mask, position_ids=places, past_key_values=cache)
@@ -78,10 +90,10 @@ def test_2000_steps(name, lengths, monkeypatch):
             if step % 100 == 0:
                 memory = cache.memory()
                 assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
-            if step in (period, STEPS):
+            if step in (period, steps):
                 (tensors, size), memory = live_tensors(), cache.memory()
                 beside.append((tensors, size - memory.measured_bytes - memory.host_bytes - mask.nbytes))
-        assert cache.rows.lengths == [length + STEPS for length in LENGTHS[lengths]]
+        assert cache.rows.lengths == [length + steps for length in LENGTHS[lengths]]
     assert beside[0] == beside[1]
     early, late = operations[period : 2 * period], operations[-period:]
     # Steps of one kind: those that are nothing but a step, and those in the middle.
@@ -94,7 +106,7 @@ def test_2000_steps(name, lengths, monkeypatch):
 @pytest.mark.parametrize("case", [case for case in CASES if case.tiered or case.on_host], ids=str)
 def test_no_step_waits_whatever_it_does(case, monkeypatch):
     """Rows that begin a block, close one, fill a budget and contest for it in different steps; pages begin."""
-    model, inputs = random_model("llama"), left_padded([60, 31, 9])
+    model, inputs = random_model("llama", num_hidden_layers=1), left_padded([60, 31, 9])
     mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
     with case.open(model) as cache, torch.no_grad():
         model(**inputs, past_key_values=cache)
@@ -106,12 +118,14 @@ def test_no_step_waits_whatever_it_does(case, monkeypatch):
             calls.clear()
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_makes_no_tensor_larger_than_a_tile(case):
-    model = random_model("llama")
+    model = random_model("llama", num_hidden_layers=1)
     cache = case.open(model)
     cache.release()
-    length = 2 * TILE_TOKENS + 700
+    # More than a tile, where tokens lie in tiers also of those in the larger tier.
+    length = (2 if case.tiered else 1) * TILE_TOKENS + 700
     tokens = Tokens.random(model, length + 1, seed=1)
     # In tiers as one prompt, which all budgets go by.
     for at in range(0, length, length if case.tiered else 1000):

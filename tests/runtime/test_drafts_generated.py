@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import BY_NAME, CASES
+from in_turn import in_turn
 from layer_walk import Tokens, decoded, differing, forwards, stored
 from release_limits import NO_SLIDING_DRAFTS, drafts_may_slide
 from toy_models import left_padded, random_model
@@ -69,8 +70,7 @@ def assistants(model):
     return {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft}}
 
 
-@pytest.mark.parametrize("way", ["prompt lookup", "assisted"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "way"), in_turn(CASES, ["prompt lookup", "assisted"]))
 def test_generation_with_drafts_stores_the_accepted_tokens_alone(model, case, way, monkeypatch):
     """Afterwards the cache holds, bit for bit, what one-token forwards of the accepted tokens would have stored; or, where
     attention decides what is stored, the same forwards without the rejected tokens."""

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 from gear.scenarios import WALKS, Scenario, walk_beside
+from in_turn import a_part
+
+pytestmark = pytest.mark.arithmetic
 
 BF16 = torch.bfloat16
 
@@ -98,7 +101,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@pytest.mark.parametrize("scenario", a_part(SCENARIOS))
 def test_a_row_does_what_the_equations_say(scenario):
     sizes = WALKS[scenario.walk]
     walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])

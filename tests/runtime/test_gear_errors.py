@@ -12,6 +12,8 @@ from toy_models import random_model
 
 from calib.runtime import compress
 
+pytestmark = pytest.mark.arithmetic
+
 HEADS, CHANNELS = 2, 64
 SEEDS = range(20)
 

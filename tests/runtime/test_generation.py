@@ -4,6 +4,7 @@ import oracle
 import pytest
 import torch
 from cases import BY_NAME, CASES
+from in_turn import in_turn
 from placed_tokens import moments
 from tolerances import ATTENTION, LOGITS, LOGITS_ONE_CODE
 from toy_models import FAMILIES, NEW, generate, left_padded, random_model
@@ -152,9 +153,8 @@ class Watch:
 WATCHED = [case for case in CASES if not (case.on_host and case.relocates)]
 
 
-@pytest.mark.parametrize("case", WATCHED, ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
-def test_attention_is_that_of_the_decoded_pages(family, case, monkeypatch):
+@pytest.mark.parametrize(("case", "family"), in_turn(WATCHED, ["llama", "mistral-sliding"]))
+def test_attention_is_that_of_the_decoded_pages(case, family, monkeypatch):
     model = random_model(family)
     with case.open(model) as cache:
         watch = Watch(model, cache, monkeypatch)

@@ -19,13 +19,16 @@ from importance.scenarios import (
     walk_beside,
     zipcache,
 )
+from in_turn import a_part
 from layer_walk import Tokens, feed
 
 from calib.runtime import compress
 from calib.runtime.logits import Logits
 
+pytestmark = pytest.mark.arithmetic
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+
+@pytest.mark.parametrize("scenario", a_part(SCENARIOS))
 def test_a_method_does_what_its_equations_say(scenario):
     model = scenario.model()
     walk_beside(scenario, model, Tokens.random(model, sum(WALKS[scenario.walk]), seed=scenario.tokens))

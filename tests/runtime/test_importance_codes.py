@@ -10,6 +10,8 @@ from importance.coding import channel_scale, per_channel, per_token
 from importance.draws import count, counter_hash, fmix32
 from importance.oracles import ORACLES
 
+pytestmark = pytest.mark.arithmetic
+
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 

@@ -12,6 +12,8 @@ from tolerances import FLOAT32_ATTENTION
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime import compress
 
+pytestmark = pytest.mark.arithmetic
+
 
 def lattice(x: np.ndarray, decoded: np.ndarray, bits: int, group: int) -> None:
     """`decoded [n, D]` are the levels of groups (1, group) of `x`, and each the nearest to its value."""

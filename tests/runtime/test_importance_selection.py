@@ -10,6 +10,8 @@ from importance.draws import count, counter_hash
 from importance.layer import WINDOW
 from importance.places import StreamingLLM, TopK
 
+pytestmark = pytest.mark.arithmetic
+
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import BY_NAME, CASES, Case
+from in_turn import in_turn
 from layer_walk import Tokens, feed, ledgers
 from live_tensors import live_tensors
 from tolerances import MEMORY
@@ -60,8 +61,8 @@ def check(cache) -> None:
         assert memory.bits_per_value == pytest.approx(8 * memory.measured_bytes / (model_values * seen))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.arithmetic
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, [torch.float32, torch.bfloat16]))
 def test_measured_is_predicted_at_every_length(case, dtype):
     model = random_model("llama", dtype)
     tokens = Tokens.random(model, 420, seed=1)
@@ -78,8 +79,11 @@ def test_measured_is_predicted_at_every_length(case, dtype):
         check(cache)
 
 
-@pytest.mark.parametrize("lengths", [[1], [700], [5, 300], [128, 128, 128], [2, 31, 400, 129], [200] * 5], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.arithmetic
+@pytest.mark.parametrize(
+    ("case", "lengths"),
+    in_turn(CASES, [[1], [700], [5, 300], [128, 128, 128], [2, 31, 400, 129], [200] * 5], taken=2),
+)
 def test_measured_is_predicted_for_every_batch(case, lengths):
     model = random_model("llama", torch.bfloat16)
     cache = case.open(model)
@@ -123,6 +127,7 @@ def test_measured_is_predicted_in_a_model_of_both_kinds_of_layers(name):
         check_share(1)
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("by_steps", [False, True], ids=["at once", "token by token"])
 def test_2_bit_at_2048_tokens_is_at_most_24_percent_of_16_bit(by_steps):
     model = random_model("llama-64", torch.bfloat16)
@@ -137,6 +142,7 @@ def test_2_bit_at_2048_tokens_is_at_most_24_percent_of_16_bit(by_steps):
     assert memory.bits_per_value == pytest.approx(16 * memory.measured_bytes / full)
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_more_token_costs_what_the_method_promises(case):
     model = random_model("llama-64", torch.bfloat16)
@@ -162,6 +168,7 @@ def test_one_more_token_costs_what_the_method_promises(case):
     assert 8 * (sizes[1] - sizes[0]) / values == pytest.approx(case.marginal_bits, rel=MEMORY, abs=0)
 
 
+@pytest.mark.arithmetic
 def test_a_longer_cache_is_lighter_a_value():
     model = random_model("llama-64", torch.bfloat16)
     cache = compress(model, method="kivi", bits=2)
@@ -183,7 +190,7 @@ GROWING = ["full", "kivi-2-short", "rtn-4", "zipcache", "mikv-8-2", "h2o", "stre
     ids=lambda part: {False: "no_grad", True: "with grad"}.get(part, part),
 )
 def test_nothing_but_the_cache_grows(name, grad):
-    model, inputs, beside, objects = random_model("llama"), left_padded([40, 90]), [], []
+    model, inputs, beside, objects = random_model("llama", num_hidden_layers=1), left_padded([40, 90]), [], []
     with BY_NAME[name].open(model) as cache, torch.set_grad_enabled(grad):
         model(**inputs, past_key_values=cache)
         token = inputs["input_ids"][:, -1:]

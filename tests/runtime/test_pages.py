@@ -18,6 +18,8 @@ from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.store import TieredStore
 from calib.runtime.window import Window
 
+pytestmark = pytest.mark.arithmetic
+
 CPU = torch.device("cpu")
 
 
@@ -149,7 +151,7 @@ def test_stored_words_never_change(model, case):
     cache.release()
     before: dict[str, torch.Tensor] = {}
     at, written, measured = 0, written_over(cache), 0
-    for stop in [100, 101, 120, 133, *range(134, 300), 400, *range(401, 420)]:
+    for stop in [100, 101, 120, 133, *range(134, 170), 300, 400, *range(401, 420)]:
         feed(cache, [tokens[at:stop]])
         now = stored(cache, 0)
         for name, part in before.items():
@@ -206,7 +208,9 @@ def test_beams_share_pages_until_they_part(model, case):
     cache.batch_repeat_interleave(3)
     assert held_pages(cache) == used
     fed = [[prompt] for _ in range(3)]
-    for step, order in enumerate([[0, 1, 2], [2, 0, 0], [0, 0, 1], [1, 2, 0]] * 12):
+    for step, order in enumerate(
+        [[0, 1, 2], [2, 0, 0], [0, 0, 1], [1, 2, 0]] * 11
+    ):  # a block of 40 closes, and two of 20
         cache.reorder_cache(torch.tensor(order))
         fed = [list(fed[source]) for source in order]
         new = [Tokens.random(model, 1, seed=100 + 3 * step + row) for row in range(3)]
@@ -216,7 +220,7 @@ def test_beams_share_pages_until_they_part(model, case):
     for rows, tier, table in ledgers(cache):
         full_pages = full_pages_of_prompt(rows, tier)
         assert all(table.rows[0][:full_pages] == row[:full_pages] for row in table.rows)
-    for row, pieces in enumerate(fed):
+    for row, pieces in list(enumerate(fed))[:2]:
         alone = case.open(model)
         alone.release()
         for piece in pieces:

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from in_turn import a_part
 from placement.scenarios import Scenario, infllm, offload, specache
 from placement.walk import Walk
+
+pytestmark = pytest.mark.arithmetic
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CSR = {"method": "csr", "online": 40, "window": 16, "block": 8}
@@ -104,7 +107,7 @@ def check(walk: Walk) -> None:
     )
 
 
-@pytest.mark.parametrize("scenario", SPECACHE, ids=str)
+@pytest.mark.parametrize("scenario", a_part(SPECACHE))
 def test_specache(scenario: Scenario):
     walk = Walk(scenario).run()
     check(walk)

@@ -9,6 +9,8 @@ from toy_models import random_model
 
 from calib.runtime.tiered import attend
 
+pytestmark = pytest.mark.arithmetic
+
 NAMES = ["h2o", "mikv-8-2", "zipcache", "oracle", "gear", "gear-paper", "gear-calibrated", "zipcache-corrected"]
 
 

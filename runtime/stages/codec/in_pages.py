@@ -3,7 +3,6 @@
 from calib.kernels.attend.operation import EXACT, PackedStream
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.runtime.pool import PagePool, device_memory
-from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.uniform import UniformQuant
@@ -17,13 +16,12 @@ def packed_stream(
 ) -> PackedStream | None:
     """The fields of `part` ("keys.") as one stream; None for codecs, and for places, that are met tile by tile alone.
 
-    `shared` is what a row's tokens have in common, as a tile of one. Of a codec with corrections what it stores itself.
+    `shared` is what a row's tokens have in common, as a tile of one.
     """
     if pool.memory is not device_memory:
         return None
     if isinstance(codec, Exact):
         return PackedStream(EXACT, pool.tensors[f"{part}exact"], channels)
-    codec = codec.codec if isinstance(codec, Corrected) else codec
     if not isinstance(codec, UniformQuant):
         return None
     words = pool.tensors[f"{part}words"]

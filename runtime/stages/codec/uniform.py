@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.reference import uniform_mix, uniform_scores
-from calib.kernels.pack.reference import pack, unpack, unpack_columns, words_per_token
-from calib.kernels.quantise.operation import encode_uniform
-from calib.kernels.quantise.reference import dequantise, measure, quantise
+from calib.kernels.pack.reference import unpack, unpack_columns, words_per_token
+from calib.kernels.quantise.operation import encode_fixed, encode_uniform
+from calib.kernels.quantise.reference import dequantise, measure
 from calib.runtime.stages.contract import Block, Field, Segment
 from calib.runtime.stages.halves import HALF_MAX
 
@@ -83,12 +83,7 @@ class UniformQuant:
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
         """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`."""
         if self.group is None:
-            # One group that holds the whole head: the constants broadcast.
-            return {
-                "words": pack(
-                    quantise(x, torch.cat(self.fixed(x), -1), (x.shape[-2], x.shape[-1]), self.bits), self.bits
-                )
-            }
+            return {"words": encode_fixed(x, self.bits, self.clip)}
         group, wide = self._sizes(x.shape[-2], x.shape[-1]), self.wide(x) if wide is None else wide
         dtype = torch.float32 if wide else torch.float16
         words, parameters = encode_uniform(x, group, self.bits, self.clip, dtype, self.across_heads)

@@ -1,0 +1,111 @@
+"""Attention over one tier by its kernel alone, without a layer around it: where the time of a decode step goes, or does not."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.agreement import agree
+from benchmarks.gpu.bench import Bench, Measured, NotMeasured
+from benchmarks.gpu.copy_rate import copy_rate
+from benchmarks.gpu.decode_attention import attend_each, fitting, shape_a
+from benchmarks.gpu.graphs import replayed
+from benchmarks.gpu.layers import Step, prompt_of
+from benchmarks.gpu.sdpa import fastest_decode
+from benchmarks.gpu.turns import in_turns
+from calib.kernels.attend.operation import PackedStream, Stretch, attend_pages, served
+from calib.kernels.pack.reference import unpack
+from calib.kernels.quantise.operation import encode_uniform
+from calib.kernels.quantise.reference import dequantise
+
+PAGE = 128
+KERNEL = 2e-3  # of the output's norm: probabilities are rounded to float16
+
+Tier = tuple[PackedStream, PackedStream]
+
+
+@torch.no_grad()
+def alone(bench: Bench) -> Measured:
+    """Figures of "4 bit" and "2 bit": SDPA's time over the kernel's, and "share, ..." of the copy rate."""
+    bench.needs_kernel("attend", "quantise")
+    heads = shape_a(bench)
+    exact = [prompt_of(bench, heads, seed) for seed in range(bench.sizes.sets)]
+    steps = [Step.drawn(bench, heads, keys, 100 + seed) for seed, (keys, _) in enumerate(exact)]
+    pages = bench.sizes.tokens // PAGE
+    numbers = torch.arange(heads.rows * pages, dtype=torch.int32, device=bench.device).view(heads.rows, pages)
+    stretch = Stretch(numbers, torch.full((heads.rows,), pages * PAGE, dtype=torch.int32, device=bench.device))
+    asked = [grouped(step.query, heads.kv_heads) for step in steps]
+    name, attention, known = fastest_decode(bench, steps[0].query, *exact[0])
+    calls: dict[str, Callable[[], object]] = {"sdpa": partial(attend_each, attention, exact, steps)}
+    sizes, apart = {}, {}
+    for bits in (4, 2):
+        tiers = [tier(bits, fitting(bench)["group"], *given) for given in exact]
+        call = partial(every, bench, asked, tiers, stretch)
+        apart[bits] = agree(f"attention at {bits} bits", call(), expected(asked[-1], *tiers[-1], numbers), KERNEL)
+        sizes[bits] = sum(map(packed_bytes, tiers))
+        calls[f"{bits} bit"], calls[f"{bits} bit again"] = call, call
+    timed, ways = {}, {}
+    for own, step in calls.items():
+        timed[own], ways[own] = replayed(bench, step, None)
+    pairs = {f"{bits} bit": ("sdpa", f"{bits} bit") for bits in sizes}
+    found = in_turns(bench, timed, pairs | {"A/A": ("4 bit again", "4 bit")})
+    figures = {name: found["ratios"][name] for name in pairs}
+    for bits, size in sizes.items():
+        slow_first = reversed(found["milliseconds"][f"{bits} bit"])
+        figures[f"share, {bits} bit"] = [size / (1e-3 * taken) / copy_rate(bench) for taken in slow_first]
+    details = {"baseline": name, "baselines_milliseconds": known, "distance_to_decoded": apart, "packed_bytes": sizes}
+    return Measured(figures, {**details, "timed": ways, **found})
+
+
+def grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """The rows of a KV head, float32, times the softmax scale."""
+    return query.float().unflatten(1, (kv_heads, -1))[:, :, :, 0] * query.shape[-1] ** -0.5
+
+
+def tier(bits: int, group: int, keys: Tensor, values: Tensor) -> Tier:
+    """Both streams in pages: keys by channel, values by token."""
+    streams = []
+    for x, own in ((keys, (PAGE, 1)), (values, (1, group))):
+        pages = x.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1).contiguous()
+        words, parameters = encode_uniform(pages, own, bits, 1.0, torch.float16)
+        streams.append(PackedStream(bits, words, x.shape[-1], parameters, own[0]))
+    return streams[0], streams[1]
+
+
+def packed_bytes(streams: Tier) -> int:
+    """Words and parameters of keys and values."""
+    return sum(part.nbytes for stream in streams for part in (stream.pages, stream.parameters) if part is not None)
+
+
+def every(bench: Bench, asked: list[Tensor], tiers: list[Tier], stretch: Stretch) -> Tensor:
+    """All sets; the last output, `[rows, kv_heads, group, D]`."""
+    for query, (keys, values) in zip(asked, tiers, strict=True):
+        if served(query.shape[2], keys, values):
+            found = attend_pages(query, keys, values, stretch)
+            output = found.mixed / found.mass
+        elif bench.on_gpu:
+            raise NotMeasured("the kernel of attend did not serve these inputs")
+        else:
+            output = expected(query, keys, values, stretch.table)
+    return output
+
+
+def expected(query: Tensor, keys: PackedStream, values: PackedStream, numbers: Tensor) -> Tensor:
+    """Softmax over the decoded tokens in float32, row by row."""
+    rows = []
+    for row, pages in enumerate(numbers.long()):
+        first, second = (decoded(stream, pages) for stream in (keys, values))
+        rows.append((query[row] @ first.mT).softmax(-1) @ second)
+    return torch.stack(rows)
+
+
+def decoded(stream: PackedStream, pages: Tensor) -> Tensor:
+    """float32 `[kv_heads, tokens, D]` of a row's pages."""
+    assert stream.parameters is not None
+    words, parameters = stream.pages[pages], stream.parameters[pages]
+    columns = parameters.shape[-1] // 2
+    found = dequantise(
+        unpack(words, stream.bits, stream.channels), parameters, (stream.group_tokens, stream.channels // columns)
+    )
+    return found.transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,177 @@
+"""A decode step's attention over packed tiers, and over uniform codes, against the fastest SDPA over the same tokens in 16 bits.
+
+A step is everything a layer does between the projections: attention over the tiers, the window and the new token, their
+merge, and storing the new token. The baseline attends and stores nothing. GEAR's also against what its authors' code does:
+decode the whole cache, correct it, attend.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.agreement import OUTPUT, agree, kernels
+from benchmarks.gpu.bench import Bench, Measured
+from benchmarks.gpu.copy_rate import copy_rate
+from benchmarks.gpu.graphs import replayed
+from benchmarks.gpu.launches import device_times, served
+from benchmarks.gpu.layers import Heads, Step, bare_layer, bits_per_value, filled, forward, prompt_of
+from benchmarks.gpu.sdpa import fastest_decode
+from benchmarks.gpu.turns import in_turns
+from calib.runtime.layer import CompressedLayer
+
+# Which tokens are salient decides nothing about speed: few probes are enough to fill a cache with.
+TIERS: dict[str, Any] = {"tiers": ((4, 0.6), (2, 0.4)), "probe_share": 0.01}
+
+# A turn is shorter than a block of any of these, so that what is replayed is a step that encodes none.
+UNIFORM = {"group": 128, "residual": 128}
+
+
+def shape_a(bench: Bench) -> Heads:
+    """Grouped queries, a batch of rows."""
+    return Heads(bench.sizes.batch, bench.sizes.heads, bench.sizes.kv_heads, bench.sizes.head_dim)
+
+
+def one_row(bench: Bench) -> Heads:
+    """One row whose every query head has a KV head."""
+    return Heads(1, bench.sizes.heads, bench.sizes.heads, bench.sizes.head_dim)
+
+
+def tiers(bench: Bench) -> Measured:
+    """60 % of the tokens at 4 bits, the rest at 2: ZipCache's, shape A."""
+    return measured(bench, "zipcache", shape_a(bench), TIERS)
+
+
+def tiers_one_row(bench: Bench) -> Measured:
+    """The same for one row without grouped queries."""
+    return measured(bench, "zipcache", one_row(bench), TIERS)
+
+
+def uniform_4_bit(bench: Bench) -> Measured:
+    """Every token at 4 bits, keys by channel and values by token, groups of 128."""
+    return measured(bench, "kivi", shape_a(bench), {"bits": 4, **fitting(bench)})
+
+
+def uniform_2_bit(bench: Bench) -> Measured:
+    """The same at 2 bits."""
+    return measured(bench, "kivi", shape_a(bench), {"bits": 2, **fitting(bench)})
+
+
+def fitting(bench: Bench) -> dict[str, int]:
+    """Groups of 128; of a whole head where that is narrower."""
+    return {**UNIFORM, "group": min(UNIFORM["group"], bench.sizes.head_dim)}
+
+
+def gear(bench: Bench) -> Measured:
+    """GEAR as released: 4 bits, outliers, rank 4."""
+    return measured(bench, "gear", shape_a(bench), {}, materialised=True)
+
+
+@torch.no_grad()
+def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], materialised: bool = False) -> Measured:
+    """Figures "speedup", "share of copy" (of packed bytes read), and "against materialise"."""
+    bench.needs_kernel("attend")
+    layers, exact, steps, decoders = [], [], [], []
+    for seed in range(bench.sizes.sets):
+        keys, values = prompt_of(bench, heads, seed)
+        layers.append(filled(bare_layer(method, heads, **options), heads, keys, values, seed))
+        exact.append((keys, values))
+        steps.append(Step.drawn(bench, heads, keys, 100 + seed))
+        if (
+            materialised and seed < bench.sizes.host_sets
+        ):  # twice the bytes: fewer are enough to leave no trace in the L2
+            decoders.append(decoder(layers[-1], keys, values))
+    launched, apart = checked(bench, layers[0], steps[0])
+    name, attention, known = fastest_decode(bench, steps[0].query, *exact[0])
+    calls: dict[str, Callable[[], object]] = {
+        "ours": partial(each, layers, steps),
+        "sdpa": partial(attend_each, attention, exact, steps),
+    }
+    details: dict[str, Any] = {
+        "method": method,
+        "options": options,
+        "bits_per_value": round(bits_per_value(layers[0]), 3),
+        "baseline": name,
+        "baselines_milliseconds": known,
+        "distance_to_reference": apart,
+        "kernels_launched": launched,
+    }
+    ratios = {"speedup": ("sdpa", "ours"), "A/A": ("ours again", "ours")}
+    if materialised:
+        calls["materialise"] = partial(materialise_each, attention, decoders, steps)
+        ratios["materialise"] = ("materialise", "ours")
+    timed, ways = {}, {}
+    for own, call in calls.items():
+        timed[own], ways[own] = replayed(bench, call, layers)
+    timed["ours again"] = timed["ours"]
+    found = in_turns(bench, timed, ratios)
+    figures = {"speedup": found["ratios"]["speedup"]}
+    bytes_read = sum(packed_bytes(layer) for layer in layers)
+    seconds = [1e-3 * value for value in reversed(found["milliseconds"]["ours"])]
+    figures["share of copy"] = [bytes_read / taken / copy_rate(bench) for taken in seconds]
+    if materialised:
+        share = len(decoders) / len(layers)  # fewer sets a turn
+        figures["against materialise"] = [value / share for value in found["ratios"]["materialise"]]
+    details["device_milliseconds"] = device_times(bench, calls["ours"])
+    details |= {"timed": ways, "copy_bytes_per_second": copy_rate(bench), "packed_bytes": bytes_read, **found}
+    return Measured(figures, details)
+
+
+def each(layers: Iterable[CompressedLayer], steps: Iterable[Step]) -> Tensor:
+    """A step of every layer; the last one's output."""
+    for layer, step in zip(layers, steps, strict=True):
+        output = forward(layer, step.query, step.keys, step.values)
+    return output
+
+
+def attend_each(attention: Any, exact: list[tuple[Tensor, Tensor]], steps: list[Step]) -> Tensor:
+    """The baseline of all sets."""
+    for (keys, values), step in zip(exact, steps, strict=True):
+        output: Tensor = attention(step.query, keys, values)
+    return output
+
+
+def materialise_each(attention: Any, decoders: list[Callable[[], tuple[Tensor, Tensor]]], steps: list[Step]) -> Tensor:
+    """Decode, correct, attend."""
+    for decoded, step in zip(decoders, steps, strict=False):
+        output: Tensor = attention(step.query, *decoded())
+    return output
+
+
+def decoder(layer: CompressedLayer, keys: Tensor, values: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """What brings the tokens of the first tier back in 16 bits, from a block as the method's own codec encodes it."""
+    assert layer.store is not None
+    stages = layer.store.plan.tiers[0]
+    parts = [
+        (stages.keys.codec, stages.keys.codec.encode(keys)),
+        (stages.values.codec, stages.values.codec.encode(values)),
+    ]
+    width, dtype = keys.shape[-1], keys.dtype
+
+    def decoded() -> tuple[Tensor, Tensor]:
+        first, second = (codec.decode(block, width).to(dtype) for codec, block in parts)
+        return first, second
+
+    return decoded
+
+
+def checked(bench: Bench, layer: CompressedLayer, step: Step) -> tuple[list[str], float]:
+    """A step of a copy against the same step in plain torch; which kernels were launched, and how far apart both are."""
+    with kernels("reference"):
+        expected = forward(copy.deepcopy(layer), step.query, step.keys, step.values)
+    ours = copy.deepcopy(layer)
+    with served(bench, "attend") as launched:
+        found = forward(ours, step.query, step.keys, step.values)
+    return sorted(launched), agree("attention", found, expected, OUTPUT)
+
+
+def packed_bytes(layer: CompressedLayer) -> int:
+    """What a step has to read of a layer: codes, parameters, corrections and exact tokens; not tables and positions."""
+    assert layer.store is not None
+    kinds = layer.store.footprint().kinds
+    return sum(
+        size for kind, size in kinds.items() if kind not in ("tables", "positions", "saliency", "representatives")
+    )

@@ -1,0 +1,79 @@
+"""Quantising and packing a prompt's keys and values, against `clone()` of the same: a pass that reads and writes them.
+
+"one pass": ranges of the group that is being encoded (KIVI: keys by channel in groups of 32 tokens, values by token in groups
+of 32 channels, 4 bits). "two passes": ranges over the whole prompt come first (ZipCache: keys by channel, values by token after
+the channel's scale).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.agreement import equal, kernels
+from benchmarks.gpu.bench import Bench, Measured
+from benchmarks.gpu.decode_attention import shape_a
+from benchmarks.gpu.launches import served
+from benchmarks.gpu.layers import prompt_of
+from benchmarks.gpu.turns import in_turns
+from calib.kernels.quantise.operation import Before, encode_fixed, encode_uniform
+from calib.runtime.stages.transform import MeasuredRange, MeasuredScale
+
+BITS, GROUP = 4, 32
+
+Pair = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def one_pass(keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Words and parameters of both."""
+    first = encode_uniform(keys, (GROUP, 1), BITS, 1.0, torch.float16)
+    return [*first, *encode_uniform(values, (1, GROUP), BITS, 1.0, torch.float16)]
+
+
+@torch.no_grad()
+def two_passes(keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Words of both and the values' parameters; the channels' numbers are measured first."""
+    ranges = MeasuredRange().measure(keys, keys, torch.float16)
+    scales = MeasuredScale().measure(values, values, torch.float16)
+    first = encode_fixed(keys, BITS, 1.0, Before(center=ranges.center, half=ranges.half))
+    group = (1, values.shape[-1])
+    return [first, *encode_uniform(values, group, BITS, 1.0, torch.float16, before=Before(half=scales.scale))]
+
+
+def quantise(bench: Bench) -> Measured:
+    """Figures "one pass" and "two passes": time over that of `clone()`."""
+    bench.needs_kernel("quantise")
+    sets = [prompt_of(bench, shape_a(bench), seed) for seed in range(bench.sizes.host_sets)]
+    launched = {name: checked(bench, way, sets[0]) for name, way in WAYS.items()}
+    calls: dict[str, Callable[[], object]] = {name: partial(each, way, sets) for name, way in WAYS.items()}
+    calls |= {"clone": partial(each, cloned, sets), "clone again": partial(each, cloned, sets)}
+    found = in_turns(bench, calls, {name: (name, "clone") for name in WAYS} | {"A/A": ("clone again", "clone")})
+    figures = {name: found["ratios"][name] for name in WAYS}
+    return Measured(figures, {"bits": BITS, "group": GROUP, "kernels_launched": launched, **found})
+
+
+WAYS = {"one pass": one_pass, "two passes": two_passes}
+
+
+def cloned(keys: Tensor, values: Tensor) -> Pair:
+    """The baseline."""
+    return keys.clone(), values.clone()
+
+
+def each(way: Callable[[Tensor, Tensor], object], sets: list[Pair]) -> None:
+    """All sets; each is many times the L2."""
+    for keys, values in sets:
+        way(keys, values)
+
+
+def checked(bench: Bench, way: Callable[[Tensor, Tensor], list[Tensor]], given: Pair) -> list[str]:
+    """A row's bits against plain torch on the CPU, where they are defined; the kernels launched."""
+    with served(bench, "quantise") as launched:
+        found = way(*given)
+    with kernels("reference"):
+        expected = way(*(part[:1].cpu() for part in given))
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        equal(f"part {number} of the first row", ours[:1].cpu(), theirs)
+    return sorted(launched)

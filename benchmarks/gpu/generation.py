@@ -1,0 +1,133 @@
+"""Tokens a second of a whole model: ours against transformers' DynamicCache and QuantizedCache, behind the same 32k tokens.
+
+Every cache is filled with the same random keys and values, layer by layer; then the model decodes with each in turn. "graph"
+replays one step of each from a CUDA graph.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM, QuantizedCache
+from transformers.cache_utils import Cache
+
+from benchmarks.gpu.agreement import agree, kernels
+from benchmarks.gpu.bench import Bench, Measured, NotMeasured
+from benchmarks.gpu.decode_attention import TIERS, fitting, shape_a
+from benchmarks.gpu.graphs import replayed
+from benchmarks.gpu.inputs import queries
+from benchmarks.gpu.launches import served
+from benchmarks.gpu.layers import prompt_of
+from benchmarks.gpu.model import SAID, ids_of, model_of, tidy
+from benchmarks.gpu.turns import in_turns
+from calib.runtime import compress
+from calib.runtime.cache import CompressedCache
+from calib.runtime.logits import Logits
+
+STEPS = 4  # tokens a turn
+LOGITS = 2**-5  # largest difference over the largest logit, after a few layers in bfloat16
+
+
+def fill(bench: Bench, cache: Cache, rows: int, count: int) -> None:
+    """The same prompt into every layer of any cache."""
+    heads = shape_a(bench)
+    for number in range(bench.sizes.layers):
+        keys, values = (part[:rows] for part in prompt_of(bench, heads, number, count))
+        cache.update(keys, values, number)
+        if isinstance(cache, CompressedCache):
+            query = queries(keys, heads.heads, count, number)
+            cache.compressed[number].attend(query, None, Logits(heads.head_dim**-0.5))
+
+
+def decode(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS) -> Tensor:
+    """Greedy steps; the last logits."""
+    for _ in range(steps):
+        logits = model(token, past_key_values=cache).logits[:, -1:]
+        token = logits.argmax(-1)
+    return logits
+
+
+@torch.no_grad()
+def against_dynamic(bench: Bench) -> Measured:
+    """Figures "eager" and "graph": DynamicCache's time over ours (60/40 of 4/2 bits)."""
+    bench.needs_kernel("attend", "quantise")
+    model, rows = model_of(bench), bench.sizes.batch
+    token = ids_of(bench, rows, 1)
+    with compress(model, "zipcache", **TIERS) as cache:
+        fill(bench, cache, rows, bench.sizes.tokens)
+        launched, apart = checked(bench, model, cache, token)
+        dynamic = DynamicCache(config=model.config)
+        fill(bench, dynamic, rows, bench.sizes.tokens)
+        tidy(bench)
+        eager = {"ours": partial(decode, model, cache, token), "dynamic": partial(own, model, dynamic, token)}
+        pairs = {"speedup": ("dynamic", "ours"), "A/A": ("ours again", "ours")}
+        found = in_turns(bench, {**eager, "ours again": eager["ours"]}, pairs)
+        figures = {"eager": found["ratios"]["speedup"]}
+        graph = _graphs(bench, model, cache, dynamic, token)
+    if "ratios" in graph:
+        figures["graph"] = graph["ratios"]["speedup"]
+    speed = {name: round(1e3 * rows * STEPS / found["milliseconds"][name][1], 1) for name in eager}
+    details = {"model": SAID, "batch": rows, "tokens": bench.sizes.tokens, "tokens_per_second": speed}
+    details |= {"bits_per_value": round(cache.memory().bits_per_value, 3), "logits_apart": apart}
+    return Measured(figures, {**details, "kernels_launched": launched, "eager": found, "graph": graph})
+
+
+def own(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS) -> Tensor:
+    """The same with transformers' own attention, which a model has while no cache of ours is attached to it."""
+    held = model.config._attn_implementation_internal
+    model.config._attn_implementation_internal = "sdpa"
+    try:
+        return decode(model, cache, token, steps)
+    finally:
+        model.config._attn_implementation_internal = held
+
+
+def _graphs(
+    bench: Bench, model: LlamaForCausalLM, cache: CompressedCache, dynamic: Cache, token: Tensor
+) -> dict[str, Any]:
+    """Ratios of one recorded step each; or why there are none."""
+    timed: dict[str, Callable[[], object]] = {}
+    ways = {}
+    for name, step, held in (("ours", decode, cache), ("dynamic", own, dynamic)):
+        timed[name], ways[name] = replayed(bench, partial(step, model, held, token, steps=1), held.layers)
+    if bench.on_gpu and any(way != "graph" for way in ways.values()):
+        return {"timed": ways}
+    timed["ours again"] = timed["ours"]
+    found: dict[str, Any] = in_turns(bench, timed, {"speedup": ("dynamic", "ours"), "A/A": ("ours again", "ours")})
+    return {"timed": ways, **found}
+
+
+@torch.no_grad()
+def against_quanto(bench: Bench) -> Measured:
+    """Figure "speedup": QuantizedCache's time over ours, both at 4 bits. Turns in which either encodes what has become old
+    are single ones: the median is of those that do not.
+    """
+    if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
+        raise NotMeasured("needs optimum-quanto")
+    bench.needs_kernel("attend", "quantise")
+    model, rows, count = model_of(bench), bench.sizes.batch, bench.sizes.tokens
+    token, group = ids_of(bench, rows, 1), fitting(bench)["group"]
+    with compress(model, "kivi", bits=4, group=group, residual=128) as cache:
+        fill(bench, cache, rows, count)
+        launched, apart = checked(bench, model, cache, token)
+        sizes = {"nbits": 4, "axis_key": 0, "axis_value": 0, "q_group_size": group, "residual_length": 128}
+        quanto = QuantizedCache("quanto", model.config, **sizes)
+        fill(bench, quanto, rows, count)
+        steps = {"ours": partial(decode, model, cache, token), "quanto": partial(own, model, quanto, token)}
+        pairs = {"speedup": ("quanto", "ours"), "A/A": ("ours again", "ours")}
+        found = in_turns(bench, {**steps, "ours again": steps["ours"]}, pairs)
+    details = {"model": SAID, "batch": rows, "tokens": count, "quanto": sizes, "logits_apart": apart}
+    return Measured({"speedup": found["ratios"]["speedup"]}, {**details, "kernels_launched": launched, **found})
+
+
+def checked(bench: Bench, model: LlamaForCausalLM, cache: CompressedCache, token: Tensor) -> tuple[list[str], float]:
+    """A step's logits against plain torch's from the same stored tokens."""
+    with kernels("reference"), copy.deepcopy(cache) as other:
+        expected = decode(model, other, token, 1)
+    with served(bench, "attend") as launched, copy.deepcopy(cache) as other:
+        found = decode(model, other, token, 1)
+    return sorted(launched), agree("the logits of a step", found, expected, LOGITS)

@@ -1,0 +1,75 @@
+"""One attention layer of a method without a model around it: given keys, values and queries, it attends and stores."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.inputs import queries, tokens
+from calib.runtime.layer import CompressedLayer
+from calib.runtime.logits import Logits
+from calib.runtime.memory import measure
+from calib.runtime.methods import Geometry, build
+from calib.runtime.store import Place
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Rows, query heads, KV heads and channels of a layer."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
+    """An empty layer of `method`."""
+    plan = build(method, options).plan(0, Geometry(1, heads.kv_heads, heads.head_dim), None)
+    return CompressedLayer(plan, plan.rows(1, None), Place())
+
+
+@torch.no_grad()
+def forward(layer: CompressedLayer, query: Tensor, keys: Tensor, values: Tensor, guess: bool = False) -> Tensor:
+    """What attention does in a model's forward; with `guess` the last column is attended and not stored."""
+    layer.state.guessing = guess
+    layer.update(keys, values)
+    return layer.attend(query, None, Logits(query.shape[-1] ** -0.5))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a decode step gives a layer: `query`, `keys`, `values` of one token, or of two where one is a guess."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @staticmethod
+    def drawn(bench: Bench, heads: Heads, keys: Tensor, seed: int, width: int = 1) -> "Step":
+        """A step behind `keys`."""
+        shape = (heads.rows, heads.kv_heads, width, heads.head_dim)
+        new = [tokens(*shape, seed=seed + i, device=bench.device, dtype=bench.dtype) for i in (1, 2)]
+        return Step(queries(keys, heads.heads, width, seed), *new)
+
+
+def prompt_of(bench: Bench, heads: Heads, seed: int, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Keys and values of a prompt of `sizes.tokens` tokens."""
+    shape = (heads.rows, heads.kv_heads, count or bench.sizes.tokens, heads.head_dim)
+    keys, values = (tokens(*shape, seed=10 * seed + i, device=bench.device, dtype=bench.dtype) for i in (1, 2))
+    return keys, values
+
+
+def filled(layer: CompressedLayer, heads: Heads, keys: Tensor, values: Tensor, seed: int) -> CompressedLayer:
+    """The layer with a prompt in it, as a model's forward over the prompt leaves it."""
+    forward(layer, queries(keys, heads.heads, keys.shape[2], seed), keys, values)
+    return layer
+
+
+def bits_per_value(layer: CompressedLayer) -> float:
+    """Everything that the layer's store holds on the device, parameters, window and tables included."""
+    assert layer.store is not None
+    values = layer.store.footprint().values * sum(layer.state.lengths)
+    return 8 * (measure(layer.store) - measure(layer.store.on_host())) / values

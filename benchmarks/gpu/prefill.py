@@ -1,0 +1,63 @@
+"""What a method adds to a prefill, in all: scoring, choosing, encoding, packing, and everything between."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+from benchmarks.gpu.agreement import agree
+from benchmarks.gpu.bench import Bench, Measured
+from benchmarks.gpu.launches import served
+from benchmarks.gpu.model import SAID, ids_of, model_of
+from benchmarks.gpu.turns import in_turns
+from calib.runtime import compress
+
+# Logits of the prompt's last token: attention over a prompt is exact in every method, by the same flash kernel.
+EXACT = 2**-6
+
+
+def zipcache(bench: Bench) -> Measured:
+    """Probes, two tiers."""
+    return measured(bench, "zipcache", ("probe_saliency", "quantise"))
+
+
+def mikv(bench: Bench) -> Measured:
+    """Scored by all rows."""
+    return measured(bench, "mikv", ("probe_saliency", "quantise"))
+
+
+def kivi(bench: Bench) -> Measured:
+    """Not scored."""
+    return measured(bench, "kivi", ("quantise",))
+
+
+@torch.no_grad()
+def measured(bench: Bench, method: str, operations: tuple[str, ...]) -> Measured:
+    """Figure "overhead": what a prompt takes more than with DynamicCache, as a share."""
+    bench.needs_kernel(*operations)
+    model = model_of(bench)
+    ids = ids_of(bench, 1, bench.sizes.prompt)
+    expected = prefill(model, ids, None)
+    with served(bench, *operations) as launched:
+        found = prefill(model, ids, method)
+    apart = agree("the logits of the prompt's last token", found, expected, EXACT)
+    calls: dict[str, Callable[[], object]] = {
+        "ours": partial(prefill, model, ids, method),
+        "DynamicCache": partial(prefill, model, ids, None),
+        "DynamicCache again": partial(prefill, model, ids, None),
+    }
+    pairs = {"ours": ("ours", "DynamicCache"), "A/A": ("DynamicCache again", "DynamicCache")}
+    timed = in_turns(bench, calls, pairs)
+    overhead = [value - 1 for value in timed["ratios"]["ours"]]
+    details = {"model": SAID, "method": method, "tokens": bench.sizes.prompt, "distance_to_reference": apart}
+    return Measured({"overhead": overhead}, {**details, "kernels_launched": sorted(launched), **timed})
+
+
+def prefill(model: LlamaForCausalLM, ids: Tensor, method: str | None) -> Tensor:
+    """A prompt through a fresh cache; the logits behind it."""
+    if method is None:
+        return model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+    with compress(model, method) as cache:
+        return model(ids, past_key_values=cache, logits_to_keep=1).logits

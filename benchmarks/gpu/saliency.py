@@ -1,0 +1,66 @@
+"""ZipCache's probe rows of a prompt, against the flash forward over the same prompt."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.agreement import OUTPUT, agree, kernels
+from benchmarks.gpu.bench import Bench, Measured
+from benchmarks.gpu.inputs import queries
+from benchmarks.gpu.launches import served
+from benchmarks.gpu.layers import Heads, prompt_of
+from benchmarks.gpu.operations import attention_mass
+from benchmarks.gpu.sdpa import fastest_causal
+from benchmarks.gpu.turns import in_turns
+
+SHARE = 0.1
+CHECKED = 128  # probe rows whose sums are compared: plain torch takes them one by one
+
+
+@torch.no_grad()
+def probes(bench: Bench) -> Measured:
+    """Figure "share of flash": a tenth of the rows, half of them the newest, over the causal forward of all rows."""
+    bench.needs_kernel("probe_saliency")
+    size = bench.sizes
+    heads = Heads(1, size.heads, size.kv_heads, size.head_dim)
+    sets = []
+    for seed in range(size.host_sets):
+        keys, values = prompt_of(bench, heads, seed, size.prompt)
+        sets.append((queries(keys, size.heads, size.prompt, seed), keys, values))
+    places = probe_rows(size.prompt)
+    scale = size.head_dim**-0.5
+    launched, apart = checked(bench, sets[0][0], sets[0][1], places, scale)
+    name, attention, known = fastest_causal(bench, *sets[0])
+
+    def score() -> None:
+        for query, keys, _ in sets:
+            attention_mass(query[:, :, places], keys, places, scale)
+
+    def attend() -> None:
+        for given in sets:
+            attention(*given)
+
+    calls: dict[str, Callable[[], object]] = {"probes": score, "probes again": score, "flash": attend}
+    found = in_turns(bench, calls, {"share": ("probes", "flash"), "A/A": ("probes again", "probes")})
+    details = {"probes": len(places), "baseline": name, "baselines_milliseconds": known, "distance_to_reference": apart}
+    return Measured({"share of flash": found["ratios"]["share"]}, {**details, "kernels_launched": launched, **found})
+
+
+def probe_rows(count: int) -> Tensor:
+    """Half of them the newest rows, half evenly among the others: int64 on the host, rising."""
+    half = max(1, int(count * SHARE / 2))
+    earlier = torch.linspace(0, count - half - 1, half).round().long().unique()
+    return torch.cat([earlier, torch.arange(count - half, count)])
+
+
+def checked(bench: Bench, query: Tensor, keys: Tensor, places: Tensor, scale: float) -> tuple[list[str], float]:
+    """Some rows' sums against plain torch."""
+    some = places[:: max(1, len(places) // CHECKED)]
+    score = partial(attention_mass, query[:, :, some], keys, some, scale)
+    with kernels("reference"):
+        expected = score()
+    with served(bench, "probe_saliency") as launched:
+        found = score()
+    return sorted(launched), agree("attention mass", found, expected, OUTPUT)

@@ -1,0 +1,63 @@
+"""The sizes of every measurement: those of the targets, and toys of the same form for a machine without a GPU."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape A of the design and the others; `tokens` are those of a cache, tokens of a prompt alone are `prompt`.
+
+    `sets` are inputs in rotation: a step never finds its own data in the L2. `turns` are what is kept of a measurement, where
+    its time allows them.
+    """
+
+    batch: int = 8
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    tokens: int = 32768
+    prompt: int = 32768
+    sets: int = 8
+    host_sets: int = 2  # of caches in host memory: together far above the L2 too
+    turns: int = 21
+    fetched: int = 64
+
+    # Matching pursuit and a training step of a dictionary.
+    vectors: int = 65536
+    pursuit_atoms: int = 4096
+    sparsity: int = 8
+    step_vectors: int = 512
+    step_atoms: int = 8192
+
+    # A model of the 8B shape, 4 of its 32 layers and an eighth of its vocabulary: a layer's share of a step is the whole
+    # model's.
+    hidden: int = 4096
+    intermediate: int = 14336
+    layers: int = 4
+    vocabulary: int = 16032
+    part: int = 8  # the whole is so many times as much
+
+
+REAL = Sizes()
+
+TOY = Sizes(
+    batch=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    tokens=256,
+    prompt=160,
+    sets=2,
+    host_sets=1,
+    turns=5,
+    fetched=8,
+    vectors=32,
+    pursuit_atoms=64,
+    sparsity=2,
+    step_vectors=16,
+    step_atoms=48,
+    hidden=64,
+    intermediate=64,
+    layers=2,
+    vocabulary=64,
+)

@@ -1,0 +1,78 @@
+"""What fetching adds to a speculative step: SpeCache's, against the same two columns through its low-bit copy alone.
+
+Both attend a true token and a guess and store the true one; one of them scores the guess's tokens, and brings the `fetched`
+best from host memory on a stream of its own. Random keys make almost all of them new in every step: the dearest case.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.agreement import OUTPUT, agree, kernels
+from benchmarks.gpu.bench import Bench, Measured
+from benchmarks.gpu.decode_attention import shape_a
+from benchmarks.gpu.graphs import replayed
+from benchmarks.gpu.launches import served
+from benchmarks.gpu.layers import Step, bare_layer, bits_per_value, filled, forward, prompt_of
+from benchmarks.gpu.turns import in_turns
+from calib.runtime.layer import CompressedLayer
+from calib.runtime.placed.store import PlacedStore
+
+LOW = {"bits": 2, "group": 32, "residual": 64}
+
+
+@torch.no_grad()
+def fetching(bench: Bench) -> Measured:
+    """Figure "with fetch": its time over the step's without."""
+    bench.needs_kernel("attend", "host_gather")
+    heads, layers = shape_a(bench), {"with fetch": list[CompressedLayer](), "without": list[CompressedLayer]()}
+    steps = []
+    for seed in range(bench.sizes.host_sets):
+        keys, values = prompt_of(bench, heads, seed)
+        fetched = bare_layer("specache", heads, k=bench.sizes.fetched, **LOW)
+        layers["with fetch"].append(filled(fetched, heads, keys, values, seed))
+        layers["without"].append(filled(bare_layer("kivi", heads, **LOW), heads, keys, values, seed))
+        steps.append(Step.drawn(bench, heads, keys, 100 + seed, width=2))
+        each([fetched], steps[-1:])  # the first guess: from now on a step has what it fetched before
+    with kernels("reference"):
+        expected = each([copy.deepcopy(layers["with fetch"][0])], steps[:1])
+    with served(bench, "attend") as launched:
+        found = each([copy.deepcopy(layers["with fetch"][0])], steps[:1])
+    apart = agree("the step's attention", found, expected, OUTPUT)
+    timed: dict[str, Callable[[], object]] = {}
+    ways = {}
+    for name, own in layers.items():
+        timed[name], ways[name] = replayed(bench, partial(each, own, steps), own)
+    if len({way.split(":")[0] for way in ways.values()}) > 1:  # one of them could not be recorded: neither is
+        timed = {name: partial(each, own, steps) for name, own in layers.items()}
+        ways = dict.fromkeys(layers, "eager: " + "; ".join(way for way in ways.values() if way != "graph"))
+    timed["without, again"] = timed["without"]
+    pairs = {"with fetch": ("with fetch", "without"), "A/A": ("without, again", "without")}
+    turns = in_turns(bench, timed, pairs)
+    store = layers["with fetch"][0].store
+    assert store is not None
+    details = {
+        "k": bench.sizes.fetched,
+        "low": LOW,
+        "bits_per_value": round(bits_per_value(layers["with fetch"][0]), 3),
+        "host_bytes": store.footprint().host,
+        "distance_to_reference": apart,
+        "kernels_launched": sorted(launched),
+        "timed": ways,
+    }
+    return Measured({"with fetch": turns["ratios"]["with fetch"]}, {**details, **turns})
+
+
+def each(layers: list[CompressedLayer], steps: list[Step]) -> torch.Tensor:
+    """A speculative step of every layer; what was fetched beside has arrived when it is over.
+
+    Behind a layer's attention there is the next layer's alone, where a model computes more: a fetch has less time here.
+    """
+    for layer, step in zip(layers, steps, strict=True):
+        output = forward(layer, step.query, step.keys, step.values, guess=True)
+    for layer in layers:
+        if isinstance(layer.store, PlacedStore):
+            layer.store.residents.side.wait()
+    return output

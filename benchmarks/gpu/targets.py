@@ -1,0 +1,102 @@
+"""What is to be reached on the GPU of record, one H200: the rows of the table, as data.
+
+A figure is a ratio or a share taken in one process; `figure` is its name in what the measurement gives back. `accept` is held
+to, `stretch` is hoped for, `ideal` what the bytes alone would allow.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.gpu import (
+    attend_alone,
+    batch,
+    decode_attention,
+    dictionary_step,
+    encoding,
+    generation,
+    prefill,
+    pursuit,
+    saliency,
+    specache,
+)
+from benchmarks.gpu.bench import Measurement
+
+MEASUREMENTS = (
+    Measurement("decode attention", decode_attention.tiers, 35),
+    Measurement("decode attention, MHA", decode_attention.tiers_one_row, 25),
+    Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 30),
+    Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 30),
+    Measurement("attention kernel alone", attend_alone.alone, 25),  # no target: what a step adds to it shows by this
+    Measurement("GEAR", decode_attention.gear, 40),
+    Measurement("quantise and pack", encoding.quantise, 20),
+    Measurement("probe saliency", saliency.probes, 20),
+    Measurement("prefill, ZipCache", prefill.zipcache, 20),
+    Measurement("prefill, MiKV", prefill.mikv, 20),
+    Measurement("prefill, KIVI", prefill.kivi, 20),
+    Measurement("matching pursuit", pursuit.pursuit, 20),
+    Measurement("NeuralDict step", dictionary_step.training_step, 20),
+    Measurement("SpeCache step", specache.fetching, 30),
+    Measurement("tokens/s, quanto", generation.against_quanto, 30),
+    Measurement("tokens/s", generation.against_dynamic, 35),
+    Measurement("largest batch", batch.largest, 30),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row: a ratio ("x") or a share ("%"), of which `more` is better or less."""
+
+    name: str
+    measurement: str
+    figure: str
+    accept: float
+    stretch: float
+    ideal: float | None = None
+    unit: str = "x"
+    more: bool = True
+
+    def reached(self, value: float) -> str:
+        """Which of both `value` reaches."""
+        for name, limit in (("stretch", self.stretch), ("accept", self.accept)):
+            if value >= limit if self.more else value <= limit:
+                return name
+        return "missed"
+
+    def shown(self, value: float | None) -> str:
+        """A number of this row."""
+        if value is None:
+            return ""
+        return f"{100 * value:.3g} %" if self.unit == "%" else f"{value:.2f}{self.unit}"
+
+
+def less(
+    name: str, measurement: str, figure: str, accept: float, stretch: float, ideal: float | None, unit: str
+) -> Target:
+    """A row where less is better."""
+    return Target(name, measurement, figure, accept, stretch, ideal, unit, more=False)
+
+
+TARGETS = (
+    Target("decode attention, 60/40 of 4/2 bits : SDPA", "decode attention", "speedup", 3.0, 4.0, 4.9),
+    Target("the same, MHA 32k x 1", "decode attention, MHA", "speedup", 3.0, 4.0, 4.9),
+    Target("uniform 4 bit, g = 128 : SDPA", "uniform 4 bit", "speedup", 2.8, 3.3, 3.8),
+    Target("uniform 2 bit, g = 128 : SDPA", "uniform 2 bit", "speedup", 3.8, 5.0, 7.1),
+    Target("share of the copy rate, 4 bit", "uniform 4 bit", "share of copy", 0.70, 0.80, None, "%"),
+    Target("share of the copy rate, 2 bit", "uniform 2 bit", "share of copy", 0.50, 0.65, None, "%"),
+    Target("GEAR : SDPA", "GEAR", "speedup", 1.8, 2.4, 3.05),
+    Target("GEAR : materialise and SDPA", "GEAR", "against materialise", 6.0, 10.0),
+    less("quantise and pack, one pass : clone()", "quantise and pack", "one pass", 0.9, 0.7, 0.6, "x"),
+    less("quantise and pack, two passes : clone()", "quantise and pack", "two passes", 1.4, 1.1, None, "x"),
+    less("probe saliency : flash forward, 32k", "probe saliency", "share of flash", 0.15, 0.10, 0.075, "%"),
+    less("prefill overhead, ZipCache, 32k", "prefill, ZipCache", "overhead", 0.06, 0.04, None, "%"),
+    less("prefill overhead, MiKV, 32k", "prefill, MiKV", "overhead", 0.06, 0.04, None, "%"),
+    less("prefill overhead, KIVI, 32k", "prefill, KIVI", "overhead", 0.06, 0.04, None, "%"),
+    Target("matching pursuit : float32 torch", "matching pursuit", "float32", 10.0, 15.0),
+    Target("matching pursuit : bfloat16 torch", "matching pursuit", "bfloat16", 2.5, 4.0),
+    Target("NeuralDict step : autograd, N = 8192", "NeuralDict step", "speedup", 8.0, 12.0),
+    less("SpeCache step with : without fetch, k = 64", "SpeCache step", "with fetch", 1.15, 1.05, None, "x"),
+    Target("tokens/s : QuantizedCache (quanto, 4 bit)", "tokens/s, quanto", "speedup", 4.0, 8.0),
+    Target("tokens/s : DynamicCache, eager", "tokens/s", "eager", 1.3, 1.8),
+    Target("tokens/s : DynamicCache, graph", "tokens/s", "graph", 2.0, 3.0),
+    Target("largest batch at 32k : 16 bits", "largest batch", "batch", 4.0, 4.5),
+    less("measured : predicted bytes, apart", "largest batch", "bytes", 0.02, 0.005, None, "%"),
+)

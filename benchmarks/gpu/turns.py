@@ -1,0 +1,64 @@
+"""Interleaved turns on a GPU: every step in every turn, in another order each time; medians of ratios taken turn by turn.
+
+`benchmarks/protocol.py` does the same on a CPU. Here device events time a step, and a turn goes once through all inputs
+in rotation, so that none is still in the L2 when its turn comes again.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from benchmarks.gpu.bench import Bench, NotMeasured
+from benchmarks.protocol import quartiles
+
+WARM, LEAST = 2, 5  # turns that are not kept, and without which nothing is claimed
+
+
+Ratios = Mapping[str, tuple[str, str]]
+
+
+def milliseconds(bench: Bench, step: Callable[[], object]) -> float:
+    """Of one call, on the device's clock; on a CPU the host's."""
+    if not bench.on_gpu:
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def in_turns(
+    bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios
+) -> dict[str, dict[str, list[float]]]:
+    """Quartiles of the milliseconds of every step and of `ratios` (above, below), in `sizes.turns` turns or as many as fit.
+
+    Raises NotMeasured where the time is over before there are `LEAST`.
+    """
+    shuffled = random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(bench.sizes.turns + WARM):
+        if bench.is_over:
+            break
+        for name in shuffled.sample(list(steps), len(steps)):
+            taken = milliseconds(bench, steps[name])
+            if turn >= WARM:
+                found[name].append(taken)
+    whole = min(map(len, found.values()))
+    if whole < LEAST:
+        raise NotMeasured(f"its time was over after {whole} turns; {LEAST} are needed")
+    paired = {
+        name: [above / below for above, below in zip(found[one][:whole], found[other][:whole], strict=True)]
+        for name, (one, other) in ratios.items()
+    }
+    return {
+        "milliseconds": {name: quartiles(values[:whole]) for name, values in found.items()},
+        "ratios": {name: quartiles(values) for name, values in paired.items()},
+        "turns": {"kept": [whole]},
+    }

@@ -1,0 +1,59 @@
+"""Measures in a process of its own, and says what it found in one JSON line each; `supervise` reads them.
+
+python -m benchmarks.gpu.worker SECONDS NAME ...
+"""
+
+import gc
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench, Measurement, NotMeasured
+from benchmarks.gpu.graphs import one_line
+from benchmarks.gpu.sizes import REAL, Sizes
+from benchmarks.gpu.targets import MEASUREMENTS
+
+
+def record_of(measurement: Measurement, device: torch.device, sizes: Sizes, left: float) -> dict[str, Any]:
+    """What a measurement found, or one line about why it found nothing."""
+    start = time.monotonic()
+    bench = Bench(device, sizes, start + min(measurement.seconds, left))
+    record: dict[str, Any] = {"name": measurement.name}
+    try:
+        found = measurement.run(bench)
+        record |= {"figures": found.figures, "details": found.details}
+    except NotMeasured as error:
+        record["reason"] = str(error)
+    except Exception as error:  # the others go on, whatever this one met
+        record["reason"] = one_line(error)
+    record["seconds"] = round(time.monotonic() - start, 1)
+    return record
+
+
+def is_usable() -> bool:
+    """Whether the device still answers: after an illegal access nothing in this process can be measured."""
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
+
+
+def main(seconds: float, names: list[str]) -> None:
+    """Every measurement named, in the order of the table, until the seconds are over."""
+    until = time.monotonic() + seconds
+    for measurement in (one for one in MEASUREMENTS if one.name in names):
+        print(json.dumps({"begin": measurement.name}), flush=True)
+        record = record_of(measurement, torch.device("cuda", 0), REAL, until - time.monotonic())
+        gc.collect()
+        print(json.dumps(record), flush=True)
+        if not is_usable():
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,155 @@
+"""Fetching tokens from host memory on a GPU: few programs, which read only what is wanted, beside the kernels of a step.
+
+Rows are copied as whole numbers of 32 or 16 bits, whatever they mean. Which entry takes which token is a kernel of its own: a
+program for a row and head compares every token held with every token chosen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+
+# Enough for the host's link with what each has under way, 32 KB, and too few to keep a step's own kernels waiting.
+PROGRAMS, WARPS = 8, 8
+BYTES = 2**15
+
+# Entries whose exchange one program compares, all with all, so many pairs at once.
+MOST = 1024
+PAIRS = 4096
+
+
+@triton.jit
+def gather_rows(
+    pages, numbers, slots, wanted, into,
+    page_stride, head_stride, slot_stride, into_row, into_head, into_entry, heads, n, entries,
+    W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Copies W numbers for each of `entries` entries that is wanted; every program takes every so many tiles of ROWS."""
+    column = tl.arange(0, WIDTH)[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(entries, ROWS), tl.num_programs(0)):
+        entry = tile * ROWS + tl.arange(0, ROWS)
+        inside = entry < entries
+        comes = tl.load(wanted + entry, mask=inside, other=0) != 0
+        page = tl.load(numbers + entry, mask=comes, other=0)
+        slot = tl.load(slots + entry, mask=comes, other=0)
+        pair = entry // n
+        row, head, place = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), entry % n
+        source = pages + page * page_stride + head * head_stride + slot * slot_stride
+        target = into + row * into_row + head * into_head + place * into_entry
+        mask = comes[:, None]
+        if WIDTH != W:
+            mask = mask & (column < W)
+        tl.store(target[:, None] + column, tl.load(source[:, None] + column, mask=mask), mask=mask)
+
+
+@triton.jit
+def exchange_entries(held, chosen, entries, new, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`held` and `chosen [rows and heads, n]` become `entries` and `new`; a program for each n, BLOCK at least n."""
+    start = tl.cast(tl.program_id(0), tl.int64) * n
+    block = tl.arange(0, BLOCK)
+    tokens = tl.load(chosen + start + block, mask=block < n, other=-1).to(tl.int32)
+    is_held = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, n, TILE):
+        place = at + tl.arange(0, TILE)
+        own = tl.load(held + start + place, mask=place < n, other=-1).to(tl.int32)
+        is_held = tl.maximum(is_held, tl.max((own[:, None] == tokens[None, :]).to(tl.int32), 0))
+    arrives = (tokens >= 0) & (is_held == 0)
+    turn = tl.where(arrives, tl.cumsum(arrives.to(tl.int32), 0), 0)  # 1 for the first that arrives; 0: does not
+
+    free_before = tl.full([], 0, tl.int32)
+    for at in range(0, n, TILE):
+        place = at + tl.arange(0, TILE)
+        inside = place < n
+        own = tl.load(held + start + place, mask=inside, other=-1).to(tl.int32)
+        chosen_again = tl.max((own[:, None] == tokens[None, :]).to(tl.int32), 1) != 0
+        free = inside & ((own < 0) | (chosen_again == 0))
+        freed = free_before + tl.cumsum(free.to(tl.int32), 0)
+        free_before += tl.sum(free.to(tl.int32), 0)
+        taker = free[:, None] & (freed[:, None] == turn[None, :])
+        token = tl.max(tl.where(taker, tokens[None, :], -1), 1)
+        result = tl.where(free, token, own).to(tl.int64)
+        tl.store(entries + start + place, result, mask=inside)
+        tl.store(new + start + place, (free & (token >= 0)).to(tl.int8), mask=inside)
+
+
+def serves_exchange(held: Tensor) -> bool:
+    """Whether the kernel takes so many entries."""
+    return held.shape[2] <= MOST
+
+
+def exchange(held: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """What `reference.exchange` gives, without marks: no token has a limit below 2^31."""
+    n = held.shape[2]
+    entries = torch.empty(held.shape, dtype=torch.int64, device=held.device)
+    new = torch.empty(held.shape, dtype=torch.bool, device=held.device)
+    if held.numel():
+        block = max(32, triton.next_power_of_2(n))
+        with torch.cuda.device_of(held):
+            exchange_entries[(held.shape[0] * held.shape[1],)](
+                held.contiguous(), chosen.contiguous(), entries, new.view(torch.int8), n,
+                BLOCK=block, TILE=min(block, PAIRS // block),
+            )  # fmt: skip
+    return entries, new
+
+
+def serves(pages: Tensor, into: Tensor) -> bool:
+    """Whether the kernel takes these: memory that the device sees, rows of one dtype of 2 bytes or more, without gaps."""
+    return (
+        pages.device == into.device
+        and pages.dtype == into.dtype
+        and pages.stride(3) == into.stride(3) == 1
+        and pages.element_size() > 1
+        and into.shape[:3].numel() < 2**31
+    )
+
+
+def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, into: Tensor) -> None:
+    """What `reference.host_gather` does."""
+    if not into.numel() or not pages.numel():
+        return
+    pages, into = _as_integers(pages, into)
+    heads, n, width = into.shape[1:]
+    padded = triton.next_power_of_2(width)
+    entries = into.shape[:3].numel()
+    tile = _tile(padded, into.element_size())
+    marks = wanted.contiguous().view(torch.int8)
+    with torch.cuda.device_of(into):
+        gather_rows[(min(PROGRAMS, triton.cdiv(entries, tile)),)](
+            pages, numbers.contiguous(), slots.contiguous(), marks, into,
+            *pages.stride()[:3], *into.stride()[:3], heads, n, entries,
+            W=width, WIDTH=padded, ROWS=tile, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _as_integers(pages: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    """The same memory as int32, or as int16 where rows do not lie on borders of 4 bytes."""
+    size = into.element_size()
+    starts = [part * size for tensor in (pages, into) for part in (*tensor.stride()[:3], tensor.storage_offset())]
+    width = torch.int32 if all(start % 4 == 0 for start in (*starts, into.shape[3] * size)) else torch.int16
+    return pages.view(width), into.view(width)
+
+
+def _tile(padded: int, size: int) -> int:
+    """Rows of `padded` numbers that a program has under way at once."""
+    return max(1, BYTES // (padded * size))
+
+
+def _specialisations() -> dict[str, Specialisation]:
+    types = {"pages": "*i32", "into": "*i32", "numbers": "*i64", "slots": "*i64", "wanted": "*i8"}
+    types |= dict.fromkeys(
+        ("page_stride", "head_stride", "slot_stride", "into_row", "into_head", "into_entry"), "i32:16"
+    )
+    types |= dict.fromkeys(("heads", "n", "entries"), "i32")
+    width = 128  # numbers of 32 bits: keys and values of 128 channels of 16
+    known = {"W": width, "WIDTH": width, "ROWS": _tile(width, 4)}
+    lists = dict.fromkeys(("held", "chosen", "entries"), "*i64") | {"new": "*i8", "n": "i32"}
+    return {
+        "rows of 512 bytes": Specialisation(gather_rows, types, known, WARPS),
+        "exchange of 64": Specialisation(exchange_entries, lists, {"BLOCK": 64, "TILE": 64}),
+        "exchange of 1024": Specialisation(exchange_entries, lists, {"BLOCK": 1024, "TILE": 4}),
+    }
+
+
+SPECIALISATIONS = _specialisations()

@@ -1,0 +1,36 @@
+"""How much attention each token gets from some query rows, by whichever form of the operation the device runs."""
+
+from torch import Tensor
+
+from calib.kernels.dispatch import prefers_triton
+from calib.kernels.probe_saliency import reference
+
+
+def attention_mass(
+    query: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sliding: int | None = None,
+    behind: tuple[int, int] | None = None,
+) -> Tensor:
+    """Column sums of the causal softmax: sum_k A[k, i] over the given rows k and the query heads of a KV head (ZipCache,
+    arXiv:2405.14256, eq. 9).
+
+    Args:
+        query: `[rows, heads, n, D]`, the probe rows alone.
+        keys: `[rows, kv_heads, T, D]`.
+        places: int64 `[n]` on the host, rising: the place of each probe row among the keys.
+        scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own place are seen.
+        behind: a row counts for the tokens that it is so many places behind (least and most); None: for all that it sees.
+
+    Returns:
+        float32 `[rows, kv_heads, T]`.
+    """
+    if prefers_triton(keys.device):
+        from calib.kernels.probe_saliency import triton
+
+        if triton.serves(query, keys, scale):
+            return triton.attention_mass(query, keys, places, scale, softcap, sliding, behind)
+    return reference.attention_mass(query, keys, places, scale, softcap, sliding, behind)

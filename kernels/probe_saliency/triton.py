@@ -1,0 +1,252 @@
+"""Attention mass on a GPU, in two passes: no atomics, and nothing of the size of an attention matrix (README.md).
+
+A *probe* is a query row at its place among the keys. Logits are kept in the unit of the products and turned to powers of two
+by one factor, inside the exponential.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+
+LOG2_E = 1.4426950408889634
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program owns (probes in the first pass, keys in the second) and what it streams past them at once."""
+
+    owned: int
+    streamed: int
+    warps: int
+    stages: int
+
+
+def tiles_of(channels: int, dtype: torch.dtype) -> Tiles:
+    """Tiles that stay below 100 KB of shared memory, which every GPU from capability 8.0 on has."""
+    if dtype == torch.float32:  # products outside the matrix units hold both tiles in registers
+        return Tiles(32, 32, 8, 2)
+    return Tiles(128, 64, 8, 3) if channels <= 128 else Tiles(64, 64, 4, 2)
+
+
+@triton.jit
+def vectors(base, stride, start, stop, D: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """`[COUNT, WIDTH]`: the vectors of D channels from number `start` on; zeros from number `stop` and channel D on."""
+    numbers = tl.arange(0, COUNT)
+    channels = tl.arange(0, WIDTH)
+    inside = (numbers < stop - start)[:, None]
+    if WIDTH != D:
+        inside = inside & (channels < D)[None, :]
+    # The start may lie 2^31 elements behind the first vector, the end of a tile never so far behind its start.
+    pointers = base + tl.cast(start, tl.int64) * stride + numbers[:, None] * stride + channels[None, :]
+    found = tl.load(pointers, mask=inside, other=0.0)
+    return found.to(tl.float32) if WIDE else found
+
+
+@triton.jit
+def capped(products, cap, CAPPED: tl.constexpr):
+    """tanh(x) of x = products * cap / (2 log2 e), or the products as they are."""
+    return 1.0 - 2.0 / (tl.exp2(products * cap) + 1.0) if CAPPED else products
+
+
+@triton.jit
+def row_normalisers(
+    query, keys, places, normalisers,
+    query_row, query_head, query_token, key_row, key_head, key_token,
+    probes, tokens, heads, group, sliding, factor, cap,
+    D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, STREAMED: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, SLIDING: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """log2 of the sum of 2^logit of every probe row, float32 `[rows, heads, whole tiles of probes]`, infinite behind the last
+    probe, which makes its probabilities 0; a program for a tile of probes.
+    """
+    tiles = tl.cdiv(probes, OWNED)
+    pair = tl.program_id(0) // tiles
+    start = (tiles - 1 - tl.program_id(0) % tiles) * OWNED  # the longest first
+    row, head = tl.cast(pair // heads, tl.int64), tl.cast(pair % heads, tl.int64)
+    own_query = query + row * query_row + head * query_head
+    own_keys = keys + row * key_row + (head // group) * key_head
+
+    own = start + tl.arange(0, OWNED)
+    place = tl.load(places + own, mask=own < probes, other=-1)
+    first = tl.load(places + start)
+    last = tl.load(places + tl.minimum(start + OWNED, probes) - 1)
+    asked = vectors(own_query, query_token, start, probes, D, OWNED, WIDTH, WIDE)
+    stop = tl.minimum(last + 1, tokens)
+    begin = 0
+    seen_by_all = tl.minimum(first + 1, tokens) // STREAMED * STREAMED
+    if SLIDING:
+        begin = tl.maximum(first - sliding + 1, 0) // STREAMED * STREAMED
+        seen_by_all = begin
+
+    highest = tl.full([OWNED], -float("inf"), tl.float32)
+    total = tl.zeros([OWNED], tl.float32)
+    for at in range(begin, seen_by_all, STREAMED):
+        tile = vectors(own_keys, key_token, at, seen_by_all, D, STREAMED, WIDTH, WIDE)
+        logits = capped(tl.dot(asked, tl.trans(tile), input_precision=PRECISION), cap, CAPPED)
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        total *= tl.exp2((highest - higher) * factor)
+        total += tl.sum(tl.exp2(logits * factor - (higher * factor)[:, None]), 1)
+        highest = higher
+    for at in range(seen_by_all, stop, STREAMED):
+        tile = vectors(own_keys, key_token, at, stop, D, STREAMED, WIDTH, WIDE)
+        logits = capped(tl.dot(asked, tl.trans(tile), input_precision=PRECISION), cap, CAPPED)
+        columns = (at + tl.arange(0, STREAMED))[None, :]
+        visible = (columns <= place[:, None]) & (columns < stop)
+        if SLIDING:
+            visible = visible & (columns > place[:, None] - sliding)
+        logits = tl.where(visible, logits, -float("inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        reference = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far: nothing is subtracted
+        total *= tl.exp2((highest - reference) * factor)
+        total += tl.sum(tl.exp2(logits * factor - (reference * factor)[:, None]), 1)
+        highest = higher
+    there = own < probes
+    result = tl.where(there, highest * factor + tl.log2(tl.where(there, total, 1.0)), float("inf"))
+    tl.store(normalisers + tl.cast(pair, tl.int64) * tiles * OWNED + own, result)
+
+
+@triton.jit
+def column_sums(
+    query, keys, places, spans, normalisers, mass,
+    query_row, query_head, query_token, key_row, key_head, key_token, normalisers_head,
+    probes, tokens, kv_heads, group, nearest, farthest, factor, cap,
+    D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, STREAMED: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, LIMITED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """float32 `[rows, kv_heads, tokens]`: the probabilities that tokens get from probes `nearest` to `farthest` (where LIMITED)
+    places behind them; a program for a tile of keys, all probes and all heads of the group.
+
+    `spans`: for each tile of keys the first probe that may count for one of them, once more for a tile behind the last, and
+    for each the end of those that may.
+    """
+    tiles = tl.cdiv(tokens, OWNED)
+    pair = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    start = tile * OWNED
+    row, kv_head = tl.cast(pair // kv_heads, tl.int64), tl.cast(pair % kv_heads, tl.int64)
+    own_keys = vectors(keys + row * key_row + kv_head * key_head, key_token, start, tokens, D, OWNED, WIDTH, WIDE)
+    columns = start + tl.arange(0, OWNED)
+    # Whole tiles of probes: those that do not count for a key before `met_by_all`, or lie behind the last probe, give it 0.
+    begin = tl.load(spans + tile) // STREAMED * STREAMED
+    stop = tl.load(spans + tiles + 1 + tile)
+    met_by_all = stop if LIMITED else tl.cdiv(tl.load(spans + tile + 1), STREAMED) * STREAMED
+
+    total = tl.zeros([OWNED], tl.float32)
+    for member in range(group):
+        head = kv_head * group + member
+        own_query = query + row * query_row + head * query_head
+        own_normalisers = normalisers + (row * kv_heads * group + head) * normalisers_head
+        for at in tl.range(begin, met_by_all, STREAMED, num_stages=None if LIMITED else 1):
+            asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
+            logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
+            own = at + tl.arange(0, STREAMED)
+            below = tl.load(own_normalisers + own)
+            apart = tl.load(places + own, mask=own < probes, other=0)[None, :] - columns[:, None]
+            counted = apart >= nearest
+            if LIMITED:
+                counted = counted & (apart <= farthest)
+            total += tl.sum(tl.where(counted, tl.exp2(logits * factor - below[None, :]), 0.0), 1)
+        for at in range(met_by_all, stop, STREAMED):
+            asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
+            logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
+            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))
+            total += tl.sum(tl.exp2(logits * factor - below[None, :]), 1)
+    tl.store(mass + tl.cast(pair, tl.int64) * tokens + columns, total, mask=columns < tokens)
+
+
+def serves(query: Tensor, keys: Tensor, scale: float) -> bool:
+    """Whether the kernels take these: one dtype of 16 bits or float32, up to 256 channels, logits that rise with products."""
+    return query.dtype == keys.dtype and keys.dtype in DTYPES and keys.shape[3] <= 256 and scale > 0
+
+
+def attention_mass(
+    query: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sliding: int | None = None,
+    behind: tuple[int, int] | None = None,
+) -> Tensor:
+    """What `reference.attention_mass` gives, up to the rounding of float32."""
+    (rows, kv_heads, tokens, channels), (heads, probes) = keys.shape, query.shape[1:3]
+    mass = torch.empty(rows, kv_heads, tokens, dtype=torch.float32, device=keys.device)
+    if not mass.numel() or not query.numel():
+        return mass.zero_()
+    query, keys = (part if part.stride(3) == 1 else part.contiguous() for part in (query, keys))
+    # How many places behind a token a probe lies that counts for it.
+    nearest, farthest = 0, tokens if sliding is None else sliding - 1
+    if behind is not None:
+        nearest, farthest = max(nearest, behind[0]), min(farthest, behind[1])
+    tiles = tiles_of(channels, keys.dtype)
+    askers, owners = triton.cdiv(probes, tiles.owned), triton.cdiv(tokens, tiles.owned)
+    normalisers = torch.empty(rows, heads, askers * tiles.owned, dtype=torch.float32, device=keys.device)
+    numbers = _uploaded(places, torch.arange(owners + 1) * tiles.owned, nearest, farthest, keys.device)
+    factor, cap = scale * LOG2_E, 0.0
+    if softcap is not None:
+        factor, cap = softcap * LOG2_E, 2 * LOG2_E * scale / softcap
+    strides, group = (*query.stride()[:3], *keys.stride()[:3]), heads // kv_heads
+    known = _constants(channels, keys.dtype, tiles) | {"CAPPED": softcap is not None}
+    known |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    with torch.cuda.device_of(keys):
+        row_normalisers[(askers * rows * heads,)](
+            query, keys, numbers, normalisers, *strides,
+            probes, tokens, heads, group, sliding or 0, factor, cap, SLIDING=sliding is not None, **known,
+        )  # fmt: skip
+        column_sums[(owners * rows * kv_heads,)](
+            query, keys, numbers, numbers[probes:], normalisers, mass, *strides, normalisers.stride(1),
+            probes, tokens, kv_heads, group, nearest, farthest, factor, cap, LIMITED=farthest < tokens, **known,
+        )  # fmt: skip
+    return mass
+
+
+def _uploaded(places: Tensor, edges: Tensor, nearest: int, farthest: int, device: torch.device) -> Tensor:
+    """The probes' places, and behind them the spans of the tiles of keys between `edges`: int32, without waiting."""
+    begin = torch.searchsorted(places, edges + nearest)
+    stop = torch.searchsorted(places, edges[1:] - 1 + farthest, right=True)
+    numbers = torch.cat([places, begin, stop]).to(torch.int32)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
+def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:
+    return {
+        "D": channels,
+        "WIDTH": max(16, triton.next_power_of_2(channels)),
+        "OWNED": tiles.owned,
+        "STREAMED": tiles.streamed,
+        "PRECISION": "ieee" if dtype == torch.float32 else None,
+        "WIDE": INTERPRETED and dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
+    }
+
+
+def _specialisation(kernel: object, channels: int, dtype: torch.dtype, **constants: object) -> Specialisation:
+    """As the launch calls it for vectors that begin at multiples of 16 numbers."""
+    name, tiles = (
+        {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
+        tiles_of(channels, dtype),
+    )
+    types = dict.fromkeys(("query", "keys"), f"*{name}") | dict.fromkeys(("normalisers", "mass"), "*fp32")
+    types |= dict.fromkeys(("places", "spans"), "*i32") | dict.fromkeys(("factor", "cap"), "fp32")
+    counts = ("probes", "tokens", "heads", "kv_heads", "group", "sliding", "nearest", "farthest")
+    strides = ("query_row", "query_head", "query_token", "key_row", "key_head", "key_token", "normalisers_head")
+    types |= dict.fromkeys(counts, "i32") | dict.fromkeys(strides, "i32:16")
+    known = _constants(channels, dtype, tiles) | {"CAPPED": False, "WIDE": False} | constants
+    return Specialisation(kernel, types, known, tiles.warps, tiles.stages)
+
+
+SPECIALISATIONS = {
+    "rows, fp16, 128": _specialisation(row_normalisers, 128, torch.float16, SLIDING=False),
+    "columns, fp16, 128": _specialisation(column_sums, 128, torch.float16, LIMITED=False),
+    "rows, bf16, 256, softcap, sliding": _specialisation(
+        row_normalisers, 256, torch.bfloat16, SLIDING=True, CAPPED=True
+    ),
+    "columns, fp32, 80, behind": _specialisation(column_sums, 80, torch.float32, LIMITED=True),
+}

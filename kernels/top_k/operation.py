@@ -1,0 +1,27 @@
+"""The places of the k largest scores, by whichever form of the operation the device runs."""
+
+from torch import Tensor
+
+from calib.kernels.dispatch import prefers_triton
+from calib.kernels.top_k import reference
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Where the largest scores stand; the same on every device, and without waiting for it.
+
+    Args:
+        scores: float32 `[rows, heads, T]`, without NaN; -inf is never chosen.
+        k: at most T; else ValueError.
+
+    Returns:
+        int64 `[rows, heads, k]`: rising, -1 at the end where fewer than k are more than -inf. Of equal scores those with
+        lower places are chosen.
+    """
+    if not 0 <= k <= scores.shape[-1]:
+        raise ValueError(f"k must lie between 0 and the {scores.shape[-1]} scores of a row, got {k}")
+    if prefers_triton(scores.device):
+        from calib.kernels.top_k import triton
+
+        if triton.serves(scores):
+            return triton.top_k(scores, k)
+    return reference.top_k(scores, k)

@@ -1,0 +1,30 @@
+"""The places of the k largest scores, whichever device asks: among equals the first, in rising order."""
+
+import torch
+from torch import Tensor
+
+NOWHERE = -1
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Where the largest scores stand.
+
+    Args:
+        scores: float32 `[rows, heads, T]`, without NaN; -inf is never chosen.
+        k: at most T.
+
+    Returns:
+        int64 `[rows, heads, k]`: rising, -1 at the end where fewer than k are more than -inf. Of equal scores those with
+        lower places are chosen.
+    """
+    best, places = scores.topk(k, -1)
+    if k:
+        # Of those equal to the last, `topk` gives any: the first take their place.
+        last = best[..., -1:]
+        everywhere = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+        first = torch.where(scores == last, everywhere, scores.shape[-1]).topk(k, -1, largest=False).values
+        equal = best == last
+        rank = (equal.cumsum(-1) - 1).clamp(min=0)
+        places = torch.where(equal, first.gather(-1, rank).long(), places)
+    found = places.masked_fill(best == -torch.inf, scores.shape[-1]).sort(-1).values
+    return found.masked_fill(found == scores.shape[-1], NOWHERE)

@@ -1,0 +1,48 @@
+"""The embedded model answers through the kernels what it answers through plain torch on the same device."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from calib.runtime import compress
+from calib.testbed.words import WORDS
+
+MODEL = Path(__file__).parents[2] / "artifacts" / "tiny-llama"
+METHODS = [
+    ("kivi", {"bits": 2}),
+    ("kivi", {"bits": 4, "group": 64}),
+    ("zipcache", {}),
+    ("gear", {}),
+    ("mikv", {}),
+    ("specache", {"bits": 2, "k": 16}),
+]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Two lists of keyed lines of different lengths, each asked for one of its numbers."""
+    draw, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.padding_side = "left"
+    texts = []
+    for count in (12, 20):
+        words = draw.sample(WORDS, count)
+        lines = [f"line {word}: {draw.randrange(1000, 10000)}" for word in words]
+        texts.append("\n".join([*lines, "?", f"line {words[count // 2]}: "]))
+    return tokenizer(texts, return_tensors="pt", padding=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
+def test_generate(device, prompts, dtype, method, options, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval().to(device)
+    # An answer has four digits; what the model says behind it is a guess among equals.
+    asked = {name: part.to(device) for name, part in prompts.items()} | {"max_new_tokens": 4, "do_sample": False}
+    answers = []
+    for which in ("reference", "triton"):
+        monkeypatch.setenv("CALIB_KERNELS", which)
+        with compress(model, method, **options) as cache:
+            answers.append(model.generate(**asked, past_key_values=cache).cpu())
+    assert torch.equal(*answers)

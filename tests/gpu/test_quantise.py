@@ -1,0 +1,41 @@
+"""Words and parameters from the kernel: the CPU's bits."""
+
+import pytest
+import torch
+from gpu.moved import moved
+
+from benchmarks.gpu.inputs import tokens
+from calib.kernels.quantise.operation import Before, encode_fixed, encode_uniform
+
+CPU = torch.device("cpu")
+
+
+def both(monkeypatch, device, call, *given):
+    """The kernel's result, on the CPU, and the reference's."""
+    found = moved(call(*moved(given, device)), CPU)
+    monkeypatch.setenv("CALIB_KERNELS", "reference")
+    return found, call(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("bits", "group", "dim"),
+    [(4, (32, 1), 128), (2, (1, 32), 128), (2, (1, None), 64), (3, (64, 1), 80), (8, (1, 32), 96)],
+)
+def test_measured_ranges(device, times, dtype, bits, group, dim, monkeypatch):
+    x = tokens(2, 2, 64 * times, dim, 1, CPU, dtype)
+    sizes = (group[0], group[1] or dim)
+    found, expected = both(monkeypatch, device, lambda x: encode_uniform(x, sizes, bits, 1.0, torch.float16), x)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_calibrated_ranges_of_tokens_in_another_order(device, times, dtype, bits, monkeypatch):
+    x = tokens(2, 2, 48 * times + 3, 128, 1, CPU, dtype)
+    low, high = x.float().amin(2, keepdim=True), x.float().amax(2, keepdim=True)
+    order = torch.rand(x.shape[:3]).argsort(-1)[..., : 32 * times]
+    before = Before(order, ((high + low) / 2).half(), ((high - low) / 2).half())
+    found, expected = both(monkeypatch, device, lambda x, before: encode_fixed(x, bits, 1.0, before), x, before)
+    assert torch.equal(found, expected)

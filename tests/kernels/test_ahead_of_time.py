@@ -1,0 +1,102 @@
+"""Every kernel compiled for the GPUs that are served, its inner loop held to its limits, by processes that interpret nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from calib.kernels.ahead_of_time import CAPABILITIES, OPERATIONS, declared
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def summed(NUMBERS, OUT, count, CONVERTED: tl.constexpr):
+    lanes = tl.arange(0, 32)
+    total = tl.zeros([32], tl.float32)
+    for start in range(0, count):
+        if CONVERTED:
+            total += tl.load(NUMBERS + start * 32 + lanes).to(tl.float32)
+        else:
+            total += tl.load(NUMBERS + start * 32 + lanes).to(tl.float32, bitcast=True)
+    tl.store(OUT + lanes, total)
+"""
+
+
+def compiling(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A process of Python that compiles kernels; it finds modules of `folder`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if folder:
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_kernels_compile_within_their_limits(operation, record_property):
+    done = compiling("-m", "calib.kernels.ahead_of_time", operation)
+    lines = done.stdout.splitlines()
+    for line in lines:
+        record_property("kernels", line)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
+    assert len(lines) == len(declared(operation)) * len(CAPABILITIES)
+    assert all(" registers, " in line and line.startswith(operation) for line in lines)
+
+
+def test_decode_attention_is_held_to_limits():
+    """The limits of the design: instructions that a code costs, for the two widths whose bandwidth is the aim."""
+    limits = {name: (one.codes, one.most) for name, one in declared("attend").items()}
+    assert all(codes > 0 for codes, _ in limits.values())
+    assert limits["4 bits, calibrated keys"][1] <= 2.6 and limits["2 bits, calibrated keys"][1] <= 1.8
+
+
+def test_what_misses_a_limit_is_told(tmp_path):
+    """The same kernel passes with a limit that it holds and fails with one that it does not, or where it converts."""
+    (tmp_path / "summing.py").write_text(KERNEL)
+    script = """
+from dataclasses import replace
+from math import inf
+from calib.kernels import ahead_of_time
+from calib.kernels.ahead_of_time import Specialisation, compiled, loop_figures, report
+from summing import summed
+
+types = {"NUMBERS": "*i32", "OUT": "*fp32", "count": "i32"}
+plain, converted = (Specialisation(summed, types, {"CONVERTED": flag}, 1, 3, 32) for flag in (False, True))
+cost = loop_figures(compiled(plain, 90)).per_code(32, 1)
+assert 1 < cost < 100, cost
+for capability in ahead_of_time.CAPABILITIES:
+    assert loop_figures(compiled(plain, capability)).conversions == 0
+    figures = loop_figures(compiled(converted, capability))
+    assert figures.conversions >= 1, figures
+    assert figures.registers > 0 and figures.spilled == 0
+cases = {
+    "within": (replace(plain, most=100.0), True),
+    "beyond": (replace(plain, most=1.0), False),
+    "converting": (converted, False),
+    "held to nothing": (replace(converted, codes=0), True),
+}
+ahead_of_time.declared = lambda operation: {name: one for name, (one, _) in cases.items()}
+told = list(report(["summing"]))
+assert [holds for _, holds in told] == [good for _, good in cases.values() for _ in ahead_of_time.CAPABILITIES], told
+assert "at most 1.0" in told[2][0] and "conversions" in told[4][0] and "instructions a code" not in told[-1][0], told
+"""
+    done = compiling("-c", script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_missed_limit_is_an_exit_status(tmp_path):
+    script = """
+import runpy, sys
+from dataclasses import replace
+from calib.kernels.host_gather import triton as kernels
+
+name, one = next(iter(kernels.SPECIALISATIONS.items()))
+kernels.SPECIALISATIONS = {name: replace(one, codes=1, most=0.0)}
+sys.argv[1:] = ["host_gather"]
+runpy.run_module("calib.kernels.ahead_of_time", run_name="__main__")
+"""
+    done = compiling("-c", script)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert done.stdout.count("MISSED") == len(CAPABILITIES)

@@ -1,0 +1,263 @@
+"""Attention over pages in one pass, interpreted, against the tokens of the same pages attended in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_attention import EXACT_TYPES, Kind, Pages, assert_attended, attention, pages_of
+from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORES
+
+from calib.kernels.attend import operation, triton
+from calib.kernels.attend.operation import Stretch
+
+# Lanes that no number lies in compute with infinities; only the interpreter tells.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+WIDTHS = (1, 2, 3, 4, 8)
+LAYOUTS = [
+    ("fixed", 1),
+    *(("token", groups) for groups in (1, 2, 4)),
+    *(("channel", size) for size in (16, 32, 64, 128)),
+]
+PACKED = [Kind(bits, *layout) for bits in WIDTHS for layout in LAYOUTS]
+# Groups of channels are whole planes: 3 bits have 5 of them, 8 bits 2.
+SERVED = [kind for kind in PACKED if kind.parameters != "token" or (16 // kind.bits) % kind.size == 0]
+KINDS = [*SERVED, *(Kind(name) for name in EXACT_TYPES)]
+DIMS = (32, 64, 80, 96, 128, 256)
+
+FOUR, FEW = Kind(4, "token", 2), Kind(2, "channel", 32)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
+    monkeypatch.setattr(triton, "_programs", lambda device: 1)
+
+
+def fits(kind: Kind, channels: int) -> bool:
+    """Whether the planes of a token have no channels beyond it, as groups of channels ask."""
+    return kind.parameters != "token" or kind.size == 1 or channels % (16 // kind.bits) == 0
+
+
+def pair(keys: Kind, values: Kind, channels: int = 32, heads: int = 2, count: int = 3, **sizes) -> tuple[Pages, Pages]:
+    shape = (count, heads, 128 if 128 in (keys.size, values.size) else 64, channels)
+    return pages_of(keys, shape, 1, **sizes), pages_of(values, shape, 2, **sizes)
+
+
+def asked(keys: Pages, rows: int = 1, query_rows: int = 2, size: float = 2.0) -> torch.Tensor:
+    """Queries whose scores are of order `size`, where keys are of order 1."""
+    _, heads, _, channels = keys.tokens.shape
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(rows, heads, query_rows, channels, generator=draw) * (size / channels**0.5)
+
+
+def whole(pages: Pages, *tables: list[int], used: list[int] | None = None, **masks) -> Stretch:
+    """The stretch of rows with these pages, all of their slots or `used` ones."""
+    table = torch.tensor(tables, dtype=torch.int32)
+    used = used or [table.shape[1] * pages.tokens.shape[2]] * len(table)
+    return Stretch(table, torch.tensor(used, dtype=torch.int32), **masks)
+
+
+def assert_same(query, keys, values, stretch, *, constant=None, softcap=None, scored=False, precise=False):
+    """The kernel's attention is that of float64, to what its kinds of tokens are rounded to."""
+    assert triton.serves(query.shape[2], keys.stream, values.stream)
+    found = operation.attend_pages(query, keys.stream, values.stream, stretch, constant, softcap, scored, precise)
+    assert (found.scores is not None) == scored
+    scores, output = (
+        SPLIT_SCORES if precise else ROUNDED_SCORES,
+        FLOAT32_ATTENTION if precise else ATTENTION[torch.float16],
+    )
+    if keys.stream.bits == operation.EXACT:
+        scores = FLOAT32_ATTENTION if keys.stream.pages.dtype == torch.float32 else SPLIT_SCORES
+    if values.stream.bits == operation.EXACT:
+        output = ATTENTION[values.stream.pages.dtype]
+    assert_attended(found, attention(query, keys, values, stretch, constant, softcap), values.tokens, scores, output)
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=lambda number: str(KINDS[number]))
+def test_kinds(number, monkeypatch):
+    """Each kind as keys and as values, with another at its side; widths, sizes, query rows and splits take turns."""
+    monkeypatch.setattr(triton, "_programs", lambda device: 1 + 3 * (number % 3 == 0))
+    kinds = KINDS[number], KINDS[(17 * number + 5) % len(KINDS)]
+    possible = [size for size in DIMS if all(fits(kind, size) for kind in kinds)]
+    keys, values = pair(*kinds, possible[number % len(possible)])
+    query = asked(keys, query_rows=1 + number % 5)
+    assert_same(query, keys, values, whole(keys, [2, 1], used=[64 + 7 * number % 64]), precise=number % 2 == 0)
+
+
+@pytest.mark.parametrize("channels", DIMS)
+def test_exact_keys_and_packed_values(channels):
+    keys, values = pair(Kind("float16"), Kind(2, "token"), channels)
+    assert_same(asked(keys), keys, values, whole(keys, [2, 1]), precise=True)
+    keys, values = pair(FEW, Kind("bfloat16"), channels)
+    assert_same(asked(keys), keys, values, whole(keys, [2]))
+
+
+@pytest.mark.parametrize("query_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 65])
+def test_query_rows(query_rows):
+    keys, values = pair(FOUR, Kind(2, "fixed"))
+    query = asked(keys, query_rows=query_rows)
+    assert_same(query, keys, values, whole(keys, [1]), precise=True, scored=query_rows > 8)
+
+
+@pytest.mark.parametrize("used", [1, 63, 64, 65, 191, 192])
+def test_used_slots(used):
+    keys, values = pair(FOUR, FEW)
+    query = asked(keys)
+    assert_same(query, keys, values, whole(keys, [2, 0, 1], used=[used]), precise=True, scored=used % 2 == 1)
+
+
+@pytest.mark.parametrize("programs", [1, 6, 64])
+def test_rows_of_different_length_in_one_and_in_many_runs(programs, monkeypatch):
+    """Beyond what a row has, the table names a page that must not be read: its parameters are no numbers."""
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    keys, values = pair(FOUR, Kind(4, "channel", 32), heads=1, count=4)
+    for part in (keys, values):
+        part.stream.parameters[0] = torch.nan
+        part.tokens[0] = 0
+    query = asked(keys, rows=3, query_rows=3)
+    stretch = whole(keys, [3, 1, 2, 0], [1, 0, 0, 0], [0, 0, 0, 0], used=[150, 33, 0])
+    assert_same(query, keys, values, stretch, precise=True)
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+def test_what_lies_in_unused_slots_has_no_part(programs, monkeypatch):
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    keys, values = pair(Kind(4, "token"), Kind(4, "token"))
+    used, query = 70, asked(keys)
+    found = []
+    for garbage in (1e-3, 6e4):
+        for part in (keys, values):
+            part.stream.parameters[1, :, used - 64 :] = garbage
+        found.append(
+            triton.attend_pages(
+                query, keys.stream, values.stream, whole(keys, [2, 1], used=[used]), None, None, True, True
+            )
+        )
+    assert all(
+        torch.equal(getattr(found[0], name), getattr(found[1], name)) for name in ("top", "mass", "mixed", "scores")
+    )
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("placed", [False, True], ids=["slots", "places"])
+def test_sliding_window(columns, placed):
+    keys, values = pair(Kind(4, "fixed"), FOUR)
+    query = asked(keys, rows=2, query_rows=4)
+    places = torch.arange(3 * 2 * 64, dtype=torch.int32).mul(89).remainder(211).view(3, 2, 64, 1) if placed else None
+    # Of one row nothing is behind the window of the first column, of the other everything.
+    back = torch.tensor([[-1, 40], [500, 63]], dtype=torch.int32)[:, :columns].contiguous()
+    stretch = whole(keys, [2, 1], [0, 1], used=[128, 100], back=back, places=places)
+    assert_same(query, keys, values, stretch, precise=True, scored=placed)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_hidden_slots(heads):
+    keys, values = pair(FEW, Kind(2, "token", 4))
+    hidden = torch.rand(2, heads, 128, generator=torch.Generator().manual_seed(4)) < 0.5
+    hidden[0, -1] = True  # a head of which nothing is seen
+    hidden[1, :, :64] = True  # the first run of pages
+    query = asked(keys, rows=2)
+    stretch = whole(keys, [2, 1], [0, 1], used=[128, 101], hidden=hidden)
+    assert_same(query, keys, values, stretch, precise=True, scored=heads == 2)
+
+
+@pytest.mark.parametrize("kind", [Kind(4, "fixed"), FOUR, FEW, Kind("float16")], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_is_added_to_scores(kind, softcap):
+    keys, values = pair(kind, FOUR)
+    query = asked(keys, query_rows=3)
+    draw = torch.Generator().manual_seed(5)
+    constant = 5 * torch.randn(1, 2, 3, 1, generator=draw)
+    bias = torch.randn(1, 2, 3, 128, generator=draw)
+    stretch = whole(keys, [2, 1], used=[90])
+    assert_same(query, keys, values, stretch, constant=constant, softcap=softcap, precise=True)
+    assert_same(
+        query, keys, values, replace(stretch, bias=bias), constant=constant, softcap=softcap, scored=softcap is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "precise"), [(1e-4, False), (1e-4, True), (1e-2, False), (1e2, True), (1e4, False), (1e4, True)]
+)
+@pytest.mark.parametrize(
+    "kind", [Kind(1, "fixed"), Kind(2, "token", 2), Kind(8, "channel", 32), Kind("float32")], ids=str
+)
+def test_sizes_of_queries(kind, size, precise):
+    """Queries far from 1 against keys that are as far on the other side; one channel in eight is 100 times as large."""
+    if kind.parameters in ("token", "channel"):  # what float16 parameters reach
+        size = min(max(size, 1e-2), 1e2)
+    keys, values = pair(kind, Kind(4, "token"), heads=1, scale=1 / size)
+    query = asked(keys) * size
+    query[..., ::8] *= 100
+    assert_same(query / 100, keys, values, whole(keys, [2, 1], used=[100]), precise=precise)
+
+
+@pytest.mark.parametrize(("size", "precise"), [(1e-4, False), (1e-2, True), (1e2, False), (1e3, False), (1e3, True)])
+@pytest.mark.parametrize(
+    "kind", [Kind(2, "fixed"), Kind(1, "token", 4), Kind(8, "token"), Kind(4, "channel", 32)], ids=str
+)
+def test_sizes_of_values(kind, size, precise):
+    """Scales are taken as shares of the largest so far: float16 neither overflows nor starves, wherever the largest lies."""
+    if kind.bits == 8:  # scales that float16 has 10 bits for
+        size *= 10
+    keys, values = pair(Kind(4, "fixed"), kind, heads=1)
+    values = pages_of(kind, tuple(values.tokens.shape), 2, scale=size)
+    assert_same(asked(keys), keys, values, whole(keys, [2, 1], used=[100]), precise=precise)
+
+
+def test_parameters_that_all_heads_share():
+    for kind in (Kind(4, "fixed"), FOUR, FEW):
+        keys, values = pair(kind, kind, shared=True)
+        assert kind.parameters == "fixed" or keys.stream.parameters.shape[1] == 1
+        assert_same(asked(keys), keys, values, whole(keys, [2, 1]), precise=True)
+
+
+def test_pages_and_heads_of_any_stride():
+    """Pages of a larger store, and heads that lie outside of the pages."""
+    keys, values = pair(FOUR, Kind("float32"), count=4)
+    words, parameters = (
+        part.transpose(0, 1).contiguous().transpose(0, 1) for part in (keys.stream.pages, keys.stream.parameters)
+    )
+    keys = replace(keys, stream=replace(keys.stream, pages=words, parameters=parameters))
+    values = Pages(replace(values.stream, pages=values.stream.pages[1::2]), values.tokens[1::2])
+    query = asked(keys).mT.contiguous().mT
+    assert_same(query, keys, values, whole(keys, [0, 1]), precise=True)
+
+
+def test_precise_is_precise():
+    """What 22 bits of a factor and 11 of them give differ as they should."""
+    keys, values = pair(Kind(4, "fixed"), FOUR)
+    query, stretch = asked(keys, size=8.0), whole(keys, [2, 1])
+    expected = attention(query, keys, values, stretch)
+    wrong = []
+    for precise in (True, False):
+        found = assert_same(query, keys, values, stretch, precise=precise)
+        wrong.append((found.mixed / found.mass - expected.output).abs().amax())
+    assert wrong[0] * 20 < wrong[1]
+
+
+def test_what_is_served(monkeypatch):
+    keys, values = pair(FOUR, FEW)
+    assert not operation.served(2, keys.stream, values.stream)  # nobody asked for Triton on a CPU
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    assert operation.served(2, keys.stream, values.stream)
+    assert operation.served(triton.MOST_ROWS, keys.stream, values.stream)
+    assert not operation.served(triton.MOST_ROWS + 1, keys.stream, values.stream)
+    assert not operation.served(2, None, values.stream) and not operation.served(2, keys.stream, None)
+    for kind in PACKED:
+        stream = pages_of(kind, (1, 1, 128, 64), 0).stream
+        assert (
+            operation.served(2, stream, values.stream) == operation.served(2, keys.stream, stream) == (kind in SERVED)
+        ), kind
+    for other in (
+        replace(keys.stream, parameters=keys.stream.parameters.float()),
+        replace(keys.stream, bits=5),
+        replace(values.stream, group_tokens=8),
+        replace(keys.stream, bits=16),
+        replace(keys.stream, bits=16, parameters=None),
+        pages_of(Kind(1, "token", 4), (1, 1, 64, 24), 0).stream,  # planes that 24 channels do not fill
+    ):
+        assert not operation.served(2, other, values.stream)

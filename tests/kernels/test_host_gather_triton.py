@@ -1,0 +1,154 @@
+"""Fetching by Triton's interpreter against the plain form, bit for bit; nothing else is read or written."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from calib.kernels.host_gather import operation, reference
+
+triton = pytest.importorskip("calib.kernels.host_gather.triton", reason="Triton is not installed")
+
+ANYWHERE = 2**62  # a number nobody may follow
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the launch allocates is full of numbers that nothing gives."""
+
+    def full(*shape: object, **of: object) -> Tensor:
+        return torch.full(*shape, True if of["dtype"] == torch.bool else -77, **of)
+
+    monkeypatch.setattr(triton.torch, "empty", full)
+
+
+def drawn(draw: torch.Generator, rows: int, heads: int, n: int, reach: int, share: float) -> Tensor:
+    """int64 `[rows, heads, n]`: about `share` n tokens below `reach`, none twice, anywhere among entries without one."""
+    found = torch.full((rows, heads, n), -1)
+    for own in found.view(-1, n):
+        count = min(reach, n, int(torch.rand((), generator=draw) * 2 * share * n + 0.5))
+        own[torch.randperm(n, generator=draw)[:count]] = torch.randperm(reach, generator=draw)[:count]
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 63, 64, 65, 130])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_entries_are_exchanged_as_plainly(n, share):
+    draw = torch.Generator().manual_seed(n)
+    for reach in (1, n, 2 * n, 10**6) if n < 10 else (2 * n,):
+        held, chosen = drawn(draw, 2, 2, n, reach, 0.5), drawn(draw, 2, 2, n, reach, share)
+        before = held.clone(), chosen.clone()
+        found, expected = triton.exchange(held, chosen), reference.exchange(held, chosen, reach)
+        assert torch.equal(held, before[0]) and torch.equal(chosen, before[1])
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+def test_entries_that_all_hold_a_token():
+    """Nobody holds -1 then, and yet no choice of -1 arrives."""
+    draw = torch.Generator().manual_seed(2)
+    held = torch.stack([torch.randperm(100, generator=draw)[:64] for _ in range(6)]).view(3, 2, 64)
+    chosen = drawn(draw, 3, 2, 64, 100, 0.5)
+    for mine, other in zip(triton.exchange(held, chosen), reference.exchange(held, chosen, 100), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_largest_block_that_a_program_compares():
+    draw = torch.Generator().manual_seed(0)
+    held, chosen = (drawn(draw, 1, 1, triton.MOST // 2 + 3, 700, 0.8) for _ in range(2))
+    for mine, other in zip(triton.exchange(held, chosen), reference.exchange(held, chosen, 700), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_entries_that_do_not_lie_together():
+    draw = torch.Generator().manual_seed(1)
+    held, chosen = (drawn(draw, 4, 3, 20, 30, 0.5) for _ in range(2))
+    parts = held.transpose(0, 1)[1:], chosen.transpose(0, 1)[1:]
+    for mine, other in zip(triton.exchange(*parts), reference.exchange(*parts, 30), strict=True):
+        assert torch.equal(mine, other)
+    nothing = held[:, :, :0]
+    assert [part.shape for part in triton.exchange(nothing, nothing)] == [nothing.shape] * 2
+
+
+def gathered(
+    shape: tuple[int, ...], width: int, dtype: torch.dtype, share: float, slots: int = 8, pages: int = 5
+) -> None:
+    """Every source row that nobody wants is NaN, and so is what lies in entries that are not to change, and around them."""
+    draw = torch.Generator().manual_seed(3)
+    (rows, heads, n), asked = shape, torch.rand(shape, generator=draw) < share
+    number = torch.randint(0, pages, shape, generator=draw).masked_fill(~asked, ANYWHERE)
+    slot = torch.randint(0, slots, shape, generator=draw).masked_fill(~asked, -ANYWHERE)
+    real = torch.randn(pages, heads, slots, width, generator=draw).to(dtype)
+    source = torch.full_like(real, torch.nan)
+    row, head, entry = asked.nonzero(as_tuple=True)
+    at = number[row, head, entry], head, slot[row, head, entry]
+    source[at] = real[at]
+    whole = torch.full((rows + 2, heads, n, width), torch.nan, dtype=dtype)
+    bits = whole.view(BITS[dtype.itemsize])
+    bits += torch.arange(bits.numel()).view(bits.shape).to(bits.dtype) % 100  # every NaN another one
+    expected = whole.clone()
+    reference.host_gather(source, number, slot, asked, expected[1:-1])
+    triton.host_gather(source, number, slot, asked, whole[1:-1])
+    assert torch.equal(bits, expected.view(bits.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_wanted_tokens_come_and_the_rest_stays(dtype, share):
+    gathered((3, 2, 11), 64, dtype, share)
+
+
+@pytest.mark.parametrize("width", [1, 6, 33, 64, 128, 160, 192, 256, 512])
+def test_every_width(width):
+    """Two vectors of 32, 64, 80, 96, 128 or 256 channels, and odd ones."""
+    gathered((1, 2, 9), width, torch.bfloat16, 0.5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 63), (1, 1, 1000), (3, 2, 101)], ids=str)
+def test_more_tiles_than_programs_and_fewer(shape):
+    gathered(shape, 8, torch.float16, 0.4)
+    gathered(shape, 512, torch.float32, 0.05)
+
+
+def test_nothing_to_fetch_and_no_pages():
+    into = torch.ones(2, 2, 3, 6)
+    nowhere = torch.zeros(2, 2, 3, dtype=torch.int64)
+    triton.host_gather(torch.zeros(0, 2, 8, 6), nowhere, nowhere, nowhere.bool(), into)
+    assert (into == 1).all()
+    nothing = nowhere[:, :, :0]
+    triton.host_gather(torch.zeros(1, 2, 8, 6), nothing, nothing, nothing.bool(), into[:, :, :0])
+
+
+def test_what_the_kernel_leaves_to_the_plain_form():
+    pages, into = torch.zeros(2, 2, 8, 6), torch.zeros(3, 2, 4, 6)
+    assert triton.serves(pages, into)
+    assert not triton.serves(pages.to("meta"), into)  # ordinary host memory, entries on a device
+    assert not triton.serves(pages.half(), into)
+    assert not triton.serves(pages.to(torch.float8_e4m3fn), into.to(torch.float8_e4m3fn))
+    assert not triton.serves(pages, into.mT.contiguous().mT)
+    assert triton.serves_exchange(torch.zeros(1, 1, triton.MOST))
+    assert not triton.serves_exchange(torch.zeros(1, 1, triton.MOST + 1))
+
+
+@pytest.mark.parametrize("forced", ["triton", "reference"])
+def test_the_operations_run_what_serves(forced, monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", forced)
+    asked = []
+    for name in ("exchange", "host_gather"):
+        original = getattr(triton, name)
+        monkeypatch.setattr(triton, name, lambda *given, do=original: asked.append(1) or do(*given))
+    draw = torch.Generator().manual_seed(5)
+    held, chosen = (drawn(draw, 2, 2, 9, 30, 0.6) for _ in range(2))
+    entries, new = operation.exchange(held, chosen, 30)
+    for mine, other in zip((entries, new), reference.exchange(held, chosen, 30), strict=True):
+        assert torch.equal(mine, other)
+    pages, into = torch.randn(5, 2, 8, 6), torch.zeros(2, 2, 9, 6)
+    at = entries.clamp(min=0)
+    operation.host_gather(pages, at // 8, at % 8, new, into)
+    assert len(asked) == (2 if forced == "triton" else 0)
+    expected = torch.zeros_like(into)
+    reference.host_gather(pages, at // 8, at % 8, new, expected)
+    assert torch.equal(into, expected)
+    asked.clear()
+    many = torch.arange(1500).view(1, 1, -1)
+    assert torch.equal(operation.exchange(many, many, 1500)[0], many) and not asked

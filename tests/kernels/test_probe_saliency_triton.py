@@ -1,0 +1,144 @@
+"""Attention mass by Triton's interpreter against the plain form: every width, group, mask and odd length."""
+
+import pytest
+import torch
+from tolerances import FLOAT32_ATTENTION
+from torch import Tensor
+
+from calib.kernels.probe_saliency import operation, reference
+
+triton = pytest.importorskip("calib.kernels.probe_saliency.triton", reason="Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the launch allocates is full of NaN."""
+    monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: torch.full(shape, torch.nan, **of))
+
+
+def amid_nan(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Random numbers in a tensor whose memory before, between and behind its vectors is NaN."""
+    around = torch.full((shape[0], shape[2] + 3, shape[1], shape[3] + 5), torch.nan, dtype=dtype)
+    inside = around.transpose(1, 2)[:, :, 1:-2, 2:-3]
+    return inside.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def drawn(rows: int, heads: int, kv_heads: int, tokens: int, width: int, probes: int, dtype: torch.dtype) -> tuple:
+    query = amid_nan(rows, heads, probes, width, seed=0, dtype=dtype)
+    keys = amid_nan(rows, kv_heads, tokens, width, seed=1, dtype=dtype)
+    # Half of them the newest, the others anywhere: as ZipCache asks.
+    others = torch.randperm(tokens - probes // 2, generator=torch.Generator().manual_seed(2))[: probes - probes // 2]
+    return query, keys, torch.cat([others.sort().values, torch.arange(tokens - probes // 2, tokens)])
+
+
+def agree(query: Tensor, keys: Tensor, places: Tensor, scale: float, *options: object) -> None:
+    found = triton.attention_mass(query, keys, places, scale, *options)
+    expected = reference.attention_mass(query, keys, places, scale, *options)
+    assert (found.shape, found.dtype) == (expected.shape, torch.float32)
+    assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
+    assert ((expected > 0) | (found == 0)).all()  # what nobody sees has nothing at all
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 128, 256])
+def test_every_width_and_dtype(width, dtype):
+    agree(*drawn(1, 2, 1, 137, width, 35, dtype), 2 * width**-0.5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_heads_of_a_group_and_rows(group):
+    agree(*drawn(2, 2 * group, 2, 70, 32, 9, torch.float16), 0.4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "probes"), [(1, 1), (2, 1), (63, 63), (128, 128), (129, 64), (1000, 1)])
+def test_odd_lengths(tokens, probes, dtype):
+    agree(*drawn(1, 1, 1, tokens, 32, probes, dtype), 0.5)
+
+
+def test_many_tiles_of_either():
+    agree(*drawn(1, 2, 1, 1000, 32, 200, torch.float16), 0.5)
+
+
+MASKS = {
+    "softcap": (3.0,),
+    "softcap, a window of 1": (3.0, 1),
+    "window": (None, 66),  # the last probe that sees a tile begins a tile of probes
+    "window longer than all": (None, 5000),
+    "behind": (None, None, (1, 50)),
+    "behind, from far": (None, None, (40, 9999)),
+    "behind, nothing": (None, None, (9, 8)),
+    "behind, within a window": (None, 90, (0, 60)),
+    "behind, further than a window": (5.0, 33, (3, 60)),
+}
+
+
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(
+    ("tokens", "probes", "dtype"), [(300, 40, torch.float16), (300, 300, torch.float16), (130, 20, torch.float32)]
+)
+def test_every_mask(options, tokens, probes, dtype):
+    """300 probes are all queries of a prompt."""
+    agree(*drawn(1, 1, 1, tokens, 32, probes, dtype), 0.5, *options)
+
+
+def test_probes_without_a_query_for_many_tiles():
+    query, keys, _ = drawn(1, 1, 1, 500, 32, 4, torch.float16)
+    for places in ([0, 1, 2, 3], [0, 0, 499, 499], [127, 128, 129, 440], [130, 131, 300, 301]):
+        for options in ((), (None, 20), (None, None, (1, 20))):
+            agree(query, keys, torch.tensor(places), 0.5, *options)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy: tanh of what is large goes by infinity
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_peaked_rows_stay_finite(softcap):
+    """Logits of hundreds, of either sign, the largest first and last: float32 rounds them by 2^-24 of themselves, twice."""
+    query, keys, places = drawn(1, 2, 1, 300, 32, 20, torch.float16)
+    keys *= torch.linspace(-20, 20, 300)[:, None]
+    query *= 3
+    largest = (query.float().norm(dim=-1).max() * keys.float().norm(dim=-1).max()).item()
+    assert largest > 500
+    found, expected = (form.attention_mass(query, keys, places, 1.0, softcap) for form in (triton, reference))
+    assert (found - expected).abs().max() <= 2 * 2**-24 * largest * expected.max()
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of what is hidden afterwards
+def test_hidden_keys_may_hold_anything():
+    query, keys, _ = drawn(1, 2, 1, 300, 32, 20, torch.float16)
+    keys[:, :, 200:] = 60000.0
+    agree(query, keys, torch.arange(180, 200), 2.0)
+
+
+def test_no_probe_and_no_token():
+    query, keys, places = drawn(1, 2, 1, 30, 32, 4, torch.float16)
+    mass = triton.attention_mass(query[:, :, :0], keys, places[:0], 1.0)
+    assert mass.shape == (1, 1, 30) and not mass.any()
+    assert triton.attention_mass(query[:0], keys[:0], places, 1.0).shape == (0, 1, 30)
+
+
+def test_channels_that_do_not_lie_together():
+    query, keys, places = drawn(1, 2, 1, 50, 32, 9, torch.float32)
+    other = keys.mT.contiguous().mT
+    assert other.stride(3) != 1
+    agree(query, other, places, 0.5)
+
+
+@pytest.mark.parametrize("forced", ["triton", "reference"])
+def test_the_operation_runs_what_serves(forced, monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", forced)
+    asked = []
+    original = triton.attention_mass
+    monkeypatch.setattr(triton, "attention_mass", lambda *given: asked.append(given) or original(*given))
+    query, keys, places = drawn(1, 2, 1, 50, 32, 9, torch.float16)
+    options = (4.0, 20, (1, 9))
+    found = operation.attention_mass(query, keys, places, 0.5, *options)
+    assert len(asked) == (forced == "triton")
+    expected = reference.attention_mass(query, keys, places, 0.5, *options)
+    assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
+    # Not what the kernels multiply: other dtypes, mixed ones, wider heads, logits that fall with the product.
+    asked.clear()
+    operation.attention_mass(query.double(), keys.double(), places, 0.5)
+    operation.attention_mass(query.float(), keys, places, 0.5)
+    operation.attention_mass(query, keys, places, -0.5)
+    operation.attention_mass(*drawn(1, 1, 1, 5, 300, 2, torch.float16), 0.5)
+    assert not asked

@@ -1,0 +1,230 @@
+"""Quantising and packing in Triton, interpreted, against plain torch: every bit is the same."""
+
+import pytest
+import torch
+
+from calib.kernels.pack.reference import unpack
+from calib.kernels.quantise import operation
+from calib.kernels.quantise import triton as kernels
+from calib.kernels.quantise.operation import Before
+
+# Lanes that no number lies in compute with infinities; only the interpreter tells.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KINDS = ("normal", "outlier channel", "offset", "steps", "constant", "zero", "large", "tiny")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Buffers arrive full of NaN, or of a number that no word of these tests happens to be everywhere."""
+
+    def buffer(shape, dtype, device):
+        return torch.full(shape, torch.nan if dtype.is_floating_point else -21555, dtype=dtype, device=device)
+
+    monkeypatch.setattr(kernels, "new_buffer", buffer)
+
+
+def tokens(shape: tuple[int, ...], dtype: torch.dtype, kind: str = "normal", seed: int = 0) -> torch.Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if kind == "outlier channel":
+        x[..., 0] *= 100
+    elif kind == "offset":
+        x = x * 0.01 + 40
+    elif kind == "steps":  # ties, and equal values
+        x = (x * 2).round() / 4
+    elif kind == "constant":
+        x = torch.full_like(x, 9001.3)  # no float16: what is left over meets a step of 0
+    elif kind == "zero":
+        x = torch.zeros_like(x)
+    elif kind == "large":
+        x = (x * 3e4).clamp(-65504, 65504)
+    elif kind == "tiny":
+        x = x * 1e-6
+    return x.to(dtype)
+
+
+def assert_same_uniform(x, group, bits, clip=1.0, dtype=torch.float16, across_heads=False, before=operation.AS_IT_IS):
+    kept = x.clone()
+    assert kernels.serves(x, clip, before)
+    words, parameters = kernels.encode_uniform(x, group, bits, clip, dtype, across_heads, before)
+    expected = operation.encode_uniform(x, group, bits, clip, dtype, across_heads, before)
+    assert words.dtype == torch.int16 and parameters.dtype == dtype
+    assert torch.equal(parameters, expected[1]), (group, bits, dtype)
+    assert torch.equal(words, expected[0]), (group, bits, dtype)
+    assert torch.equal(x, kept)
+
+
+def case(*numbers: int) -> tuple[torch.dtype, str]:
+    """A dtype and a kind of tokens; neighbouring cases get different ones."""
+    at = sum(number * (i + 1) for i, number in enumerate(numbers))
+    return DTYPES[at % 3], KINDS[at % len(KINDS)]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128, 256])
+def test_parameters_per_token(channels, bits):
+    sizes = [size for size in (channels // 2, 32, 16, 8) if channels % size == 0]
+    for number, size in enumerate((channels, sizes[bits % len(sizes)])):
+        dtype, kind = case(channels // 16, bits, number)
+        assert_same_uniform(tokens((1, 1, 5, channels), dtype, kind), (1, size), bits)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128, 256])
+def test_parameters_per_channel(channels, bits):
+    dtype, kind = case(channels // 16, bits)
+    assert_same_uniform(tokens((1, 1, 32, channels), dtype, kind), (32, 1), bits)
+
+
+@pytest.mark.parametrize("size", [1, 2, 20, 63, 128, 130])
+def test_blocks_of_any_length(size):
+    dtype, kind = case(size)
+    assert_same_uniform(tokens((1, 2, 2 * size, 32), dtype, kind), (size, 1), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [(1, 64), (1, 16), (32, 1)])
+def test_kinds_of_tokens(kind, group):
+    dtype = DTYPES[(KINDS.index(kind) + group[0] + group[1]) % 3]
+    assert_same_uniform(tokens((1, 1, 32, 64), dtype, kind, seed=1), group, 4, 0.8)
+    x = tokens((1, 2, 32, 64), torch.float16, kind, seed=1)
+    assert_same_uniform(x, group, 8, torch.tensor([0.3, 0.9]).view(2, 1, 1))
+
+
+@pytest.mark.parametrize("length", [1, 63, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_odd_lengths(length, bits):
+    x = tokens((1, 1, length, 32), torch.float16)
+    assert_same_uniform(x, (1, 32), bits)
+    assert torch.equal(kernels.encode_fixed(x, bits, 2.0), operation.encode_fixed(x, bits, 2.0))
+
+
+@pytest.mark.parametrize("group", [(4, 4), (5, 32), (1, 10), (1, 20), (40, 80)])
+def test_groups_that_no_kernel_measures(group):
+    for bits in (3, 4):
+        assert_same_uniform(tokens((1, 2, 40, 160), torch.bfloat16), group, bits)
+
+
+def test_groups_across_heads():
+    assert_same_uniform(tokens((2, 3, 8, 32), torch.float16), (1, 32), 8, across_heads=True)
+    assert_same_uniform(tokens((2, 3, 8, 32), torch.float16), (8, 32), 4, 0.5, across_heads=True)
+
+
+@pytest.mark.parametrize(("group", "bits"), [((1, 32), 8), ((1, 64), 4), ((16, 1), 1), ((16, 1), 8), ((8, 8), 4)])
+def test_wide_parameters(group, bits):
+    x = tokens((1, 2, 16, 64), torch.float32, seed=2)
+    x[0, 0] *= 1e6  # beyond float16; the other heads' numbers are rounded to it all the same
+    assert_same_uniform(x, group, bits, dtype=torch.float32)
+    assert_same_uniform(x, group, bits)  # clamped
+
+
+def test_other_numbers_of_bits():
+    x = tokens((1, 2, 32, 48), torch.float16)
+    for bits in (5, 6, 7):
+        assert_same_uniform(x, (1, 48), bits)
+        assert_same_uniform(x, (32, 1), bits)
+
+
+def test_strides():
+    x = tokens((2, 32, 3, 64), torch.float16).transpose(1, 2)  # as a projection leaves it
+    assert_same_uniform(x, (1, 32), 8)
+    assert_same_uniform(x, (32, 1), 8)
+    assert_same_uniform(x.mT[..., 3:35, ::2].mT, (1, 32), 4)
+    assert_same_uniform(x[:1].expand(3, -1, -1, -1)[..., ::2], (32, 1), 8)
+
+
+def befores(rows: int, heads: int, length: int, channels: int) -> dict[str, Before]:
+    draw = torch.Generator().manual_seed(5)
+    order = torch.stack([torch.randperm(length, generator=draw) for _ in range(rows * heads)]).view(rows, heads, length)
+    center, half = (
+        torch.randn(rows, heads, 1, channels, generator=draw),
+        0.3 + torch.rand(heads, 1, channels, generator=draw),
+    )
+    return {
+        "all": Before(order[..., : length // 2], center, half, half.half()),
+        "range": Before(center=center, half=half.expand(rows, heads, 1, channels)),
+        "half range, in order": Before(order[..., ::2], center.half(), half.half()),
+        "scale": Before(half=half),
+        "balance": Before(balance=half.bfloat16()),
+        "order": Before(order=order),
+    }
+
+
+@pytest.mark.parametrize("name", befores(2, 2, 32, 80))
+def test_gathered_and_transformed_on_the_way(name):
+    before, clip = befores(2, 2, 32, 80)[name], torch.tensor([0.7, 1.1]).view(2, 1, 1)
+    x = tokens((2, 2, 32, 80), torch.bfloat16)
+    assert torch.equal(kernels.encode_fixed(x, 4, clip, before), operation.encode_fixed(x, 4, clip, before))
+    assert_same_uniform(x, (1, 80), 8, 0.9, before=before)
+    assert_same_uniform(x.half(), (4, 8), 8, clip, before=before)
+    assert_same_uniform(x.float(), (16, 1), 8, clip, before=before)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("channels", [32, 64, 80, 96, 128, 256])
+def test_calibrated_ranges(channels, bits):
+    dtype, kind = case(channels // 16, bits)
+    x = tokens((1, 2, 7, channels), dtype, kind)
+    clip = 0.83 if channels % 64 else 0.1 + torch.rand(2, 1, 1, generator=torch.Generator().manual_seed(bits))
+    words = kernels.encode_fixed(x, bits, clip)
+    assert words.dtype == torch.int16
+    assert torch.equal(words, operation.encode_fixed(x, bits, clip))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_division_is_exact_where_it_decides(dtype):
+    """Values on and next to every border between two codes, for many steps."""
+    draw = torch.Generator().manual_seed(3)
+    count = 500
+    scale = (torch.rand(count, generator=draw) * 2 + 1e-3).to(dtype).float()
+    scale = (
+        torch.where(torch.rand(count, generator=draw) < 0.5, scale, scale * 65504 / 2)
+        if dtype == torch.float32
+        else scale
+    )
+    border = torch.arange(1, 32) - 0.5
+    exact = (scale[:, None].double() * border).float()
+    near = [exact, *(torch.nextafter(exact, torch.full_like(exact, end)) for end in (-torch.inf, torch.inf))]
+    x = torch.cat([*near, scale[:, None]], -1)[None, None]  # [1, 1, count, 94]
+    zeros = torch.zeros(1, 1, count, 1)
+    parameters = torch.cat([scale[None, None, :, None], zeros], -1).to(
+        dtype if dtype == torch.float16 else torch.float32
+    )
+    words = kernels.new_buffer((1, 1, count, 47), torch.int16, "cpu")
+    kernels._by_planes(x, words, 5 + 3, operation.AS_IT_IS, None, parameters, (1, x.shape[-1]), False)
+    expected = (x / scale[:, None] + 0.5).floor().clamp(0, 255)
+    assert torch.equal(unpack(words, 8, x.shape[-1]).float(), expected)
+
+
+def test_the_operation_takes_the_kernel_where_it_is_forced(monkeypatch):
+    x = tokens((1, 2, 32, 64), torch.float16)
+    expected = operation.encode_uniform(x, (32, 1), 2, 1.0, torch.float16), operation.encode_fixed(x, 2, 1.0)
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(operation, "quantise", None)  # the plain form is not touched
+    found = operation.encode_uniform(x, (32, 1), 2, 1.0, torch.float16), operation.encode_fixed(x, 2, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)) and torch.equal(
+        found[1], expected[1]
+    )
+
+
+def test_what_the_kernels_leave_to_the_reference():
+    x = torch.randn(2, 2, 8, 32)
+    assert not kernels.serves(x[0], 1.0) and not kernels.serves(x[:, :, :0], 1.0)
+    assert not kernels.serves(x.double(), 1.0) and not kernels.serves(x, torch.ones(2, 2, 1, 1))
+    assert not kernels.serves(torch.randn(1, 1, 2, 1024), 1.0)
+    assert not kernels.serves(x, 1.0, Before(order=torch.zeros(2, 2, 0, dtype=torch.int64)))
+
+
+def test_a_group_that_does_not_divide_is_refused():
+    for group in ((1, 5), (3, 1)):
+        with pytest.raises(ValueError, match=r"8 x 32, got \("):
+            operation.encode_uniform(torch.randn(1, 1, 8, 32), group, 2, 1.0, torch.float16)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_lanes_that_hold_no_channel_change_no_range(sign):
+    x = sign * tokens((1, 1, 20, 80), torch.float16, "offset")  # a plane of 4 bits has 20 channels, a tile 32
+    assert_same_uniform(x, (1, 80), 4)
+    assert_same_uniform(x, (1, 10), 4)
+    assert_same_uniform(x, (20, 1), 4)

@@ -1,0 +1,111 @@
+"""The largest scores: the plain form against sorting, and Triton's interpreter against the plain form, place for place."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from calib.kernels.top_k import operation, reference
+
+triton = pytest.importorskip("calib.kernels.top_k.triton", reason="Triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the launch allocates is full of numbers that nothing gives."""
+    monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: torch.full(shape, -77, **of))
+
+
+def expected(scores: Tensor, k: int) -> Tensor:
+    """By Python's own sorting, which keeps the order of equals."""
+    found = torch.full((*scores.shape[:2], k), -1)
+    for places, own in zip(found.view(-1, k), scores.reshape(-1, scores.shape[2]).tolist(), strict=True):
+        best = sorted(range(len(own)), key=lambda place: -own[place])[:k]
+        chosen = sorted(place for place in best if own[place] > -torch.inf)
+        places[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+    return found
+
+
+def drawn(kind: str, tokens: int) -> Tensor:
+    draw = torch.Generator().manual_seed(tokens)
+    scores = torch.randn(1, 2, tokens, generator=draw)
+    if kind == "equals":
+        return (scores * 2).round()
+    if kind == "mostly hidden":
+        return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.9, -torch.inf)
+    if kind == "none":
+        return torch.full_like(scores, -torch.inf)
+    if kind == "zeros of both signs":
+        return (scores > 1.5) * scores.sign() * (scores > 0.5) + scores.sign() * 0.0
+    if kind == "probabilities":  # their highest digits are alike
+        return scores.mul(8).softmax(-1)
+    if kind == "last digits":
+        return (1 + torch.randint(0, 300, scores.shape, generator=draw) * 2**-23).masked_fill(scores > 0, -1e-42)
+    if kind == "extremes":
+        largest = torch.finfo(torch.float32).max
+        numbers = torch.tensor([largest, -largest, torch.inf, -torch.inf, 1e-45, -1e-45, 0.0, 1.0])
+        return numbers[torch.randint(0, 8, scores.shape, generator=draw)]
+    return scores
+
+
+KINDS = ("equals", "mostly hidden", "none", "zeros of both signs", "probabilities", "last digits", "extremes", "normal")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_of_the_largest(kind, tokens):
+    scores = drawn(kind, tokens)
+    before = scores.clone()
+    for k in {1, tokens // 7, tokens} - {0}:
+        wanted = expected(scores, k)
+        assert torch.equal(reference.top_k(scores, k), wanted)
+        assert torch.equal(triton.top_k(scores, k), wanted)
+    assert torch.equal(scores.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tiles(kind, monkeypatch):
+    monkeypatch.setattr(triton, "TILE", 128)
+    scores = drawn(kind, 777)
+    for k in (64, 300):
+        assert torch.equal(triton.top_k(scores, k), expected(scores, k))
+
+
+def test_a_tile_as_the_device_has_it():
+    scores = drawn("equals", 2 * triton.TILE + 5)[:, :1]
+    for k in (64, triton.TILE + 100):
+        assert torch.equal(triton.top_k(scores, k), reference.top_k(scores, k))
+
+
+def test_a_part_of_a_larger_tensor():
+    whole = torch.full((4, 5, 70), torch.inf)
+    part = whole.transpose(0, 1)[1:4, 1:, 5:-5]
+    part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(triton.top_k(part, 9), expected(part, 9))
+
+
+def test_none_of_none():
+    for k, shape in ((0, (2, 3, 5)), (0, (2, 3, 0)), (2, (0, 3, 5))):
+        for form in (reference, triton):
+            found = form.top_k(torch.zeros(shape), k)
+            assert (found.shape, found.dtype) == ((*shape[:2], k), torch.int64)
+
+
+@pytest.mark.parametrize("k", [-1, 6])
+def test_more_than_there_are(k):
+    with pytest.raises(ValueError, match=f"between 0 and the 5 scores of a row, got {k}"):
+        operation.top_k(torch.zeros(1, 1, 5), k)
+
+
+@pytest.mark.parametrize("forced", ["triton", "reference"])
+def test_the_operation_runs_what_serves(forced, monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", forced)
+    asked = []
+    original = triton.top_k
+    monkeypatch.setattr(triton, "top_k", lambda *given: asked.append(given) or original(*given))
+    scores = drawn("equals", 63)
+    assert torch.equal(operation.top_k(scores, 9), expected(scores, 9))
+    assert len(asked) == (forced == "triton")
+    asked.clear()
+    assert torch.equal(operation.top_k(scores.double(), 9), expected(scores, 9))
+    assert torch.equal(operation.top_k(scores.mT.contiguous().mT, 9), expected(scores, 9))
+    assert not asked

@@ -1,0 +1,132 @@
+"""A decode step through the kernels: launching them takes nothing that only the device knows, and steps are alike.
+
+No kernel runs here. Each launch is listed, and what it would have written is filled with anything: so the host's way through a
+step is the one that a GPU sees, and whatever waited for the device would be noticed as in test_decode_steps.
+"""
+
+import pytest
+import torch
+from cases import BY_NAME, CASES, Case
+from host_waits import HostWaits
+from launches import Launch, watch
+from torch import Tensor
+from toy_models import left_padded, random_model
+
+from calib.runtime.layer import CompressedLayer
+
+# A case of each way through a store; all others take long enough to be left to `make test-all`.
+QUICK = [
+    "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "streaming_llm", "gear-60",
+    "zipcache-corrected", "csr-short", "csr-tiers", "specache", "infllm-original",
+]  # fmt: skip
+
+# Attention, whose launches the steps of a block share; others come when tokens are encoded, or chosen among ever more.
+ATTENTION = {"attend", "merge", "_attend"}
+# But for two tables as long as the longest row: the turns of all places, and which places are attended beside.
+LENGTHENING = {"cos", "sin", "HIDDEN", "hidden_row", "hidden_head"}
+
+
+def cases() -> list[object]:
+    """All, some of them slow."""
+    marked = [(case, () if case.name in QUICK else pytest.mark.slow) for case in CASES]
+    return [pytest.param(case, id=str(case), marks=marks) for case, marks in marked]
+
+
+class Steps:
+    """Decode steps of a toy model, with the launches of each, and what would have waited in a compressed layer."""
+
+    def __init__(self, monkeypatch, case: Case, lengths: list[int], count: int, family: str = "llama") -> None:
+        monkeypatch.setenv("CALIB_KERNELS", "triton")
+        found = watch(monkeypatch, runs=False)
+        model, inputs = random_model(family, num_hidden_layers=1), left_padded(lengths)
+        mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
+        self.launches: list[list[Launch]] = []
+        self.waits: list[set[str]] = []
+        self.pages: list[object] = []  # of every table, how many there are and how many each row has
+        with case.open(model) as cache, torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            calls = watched_layers(monkeypatch)
+            for _ in range(count):
+                found.clear(), calls.clear()
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+                model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache)
+                self.launches.append(list(found))
+                self.waits.append(set().union(*(call.names for call in calls)))
+                self.pages.append([(table.capacity, list(map(len, table.rows))) for table in cache.rows.all_tables])
+            assert cache.rows.lengths == [length + count for length in lengths]
+
+
+def watched_layers(monkeypatch) -> list[HostWaits]:
+    """What waits in every `update` and `attend` from now on."""
+    calls: list[HostWaits] = []
+    for name in ("update", "attend"):
+        original = getattr(CompressedLayer, name)
+
+        def method(layer, *arguments, original=original, **options):
+            with HostWaits() as waits:
+                result = original(layer, *arguments, **options)
+            calls.append(waits)
+            return result
+
+        monkeypatch.setattr(CompressedLayer, name, method)
+    return calls
+
+
+@pytest.mark.parametrize("case", cases())
+def test_no_step_waits(case, monkeypatch):
+    """Rows that begin a block, close one, fill a budget and contest for it in different steps; pages begin."""
+    steps = Steps(monkeypatch, case, [60, 31, 9], 70)
+    assert not set().union(*steps.waits)
+    for launch in (launch for step in steps.launches for launch in step):
+        assert all(type(size) is int and size > 0 for size in launch.grid), launch
+        numbers = {type(part) for part in launch.numbers.values()}
+        assert numbers <= {int, float, bool, str, type(None)}, launch
+
+
+@pytest.mark.parametrize("case", cases())
+def test_steps_without_a_new_page_launch_the_same(case, monkeypatch):
+    """Grids, numbers and shapes of attention's launches stay as they are."""
+    check_alike(Steps(monkeypatch, case, [102, 70], 20))
+
+
+@pytest.mark.parametrize("name", ["kivi-2-short", "zipcache-short"])
+def test_also_under_a_sliding_window(name, monkeypatch):
+    """The pages that are read begin later and later, but are as many."""
+    steps = Steps(monkeypatch, BY_NAME[name], [102, 70], 20, family="mistral-sliding")
+    assert not set().union(*steps.waits)
+    check_alike(steps)
+
+
+def check_alike(steps: Steps) -> None:
+    """Each step like the one before where no pages came: a step shows what came with the one before it."""
+    launches = [of_attention(step) for step in steps.launches]
+    same = [
+        step for step in range(2, len(launches)) if steps.pages[step - 2] == steps.pages[step - 1] == steps.pages[step]
+    ]
+    assert len(same) >= len(launches) // 2
+    for step in same:
+        assert launches[step] == launches[step - 1], step
+
+
+def of_attention(launches: list[Launch]) -> list[dict[str, object]]:
+    """What is fixed in the launches of attention's kernels."""
+    return [
+        {name: part for name, part in launch.fixed.items() if name not in LENGTHENING}
+        for launch in launches
+        if launch.kernel in ATTENTION
+    ]
+
+
+def test_the_watch_sees_what_a_launch_took_from_the_device(monkeypatch):
+    """The watch itself: a size that was read from a tensor waits, and is a tensor where it was not."""
+    found = watch(monkeypatch, "top_k", runs=False)
+    from calib.kernels.top_k import triton
+
+    scores = torch.rand(1, 2, 40)
+    for size in (scores.shape[2], torch.tensor(40)):
+        triton.largest[(2,)](scores, torch.empty(1, 2, 3), 80, 40, 2, size, 3, TILE=64)
+    plain, taken = found
+    assert "tokens" in plain.numbers and "tokens" not in taken.numbers and isinstance(taken.arguments["tokens"], Tensor)
+    with HostWaits() as waits:
+        triton.top_k(scores, int(scores.argmax()) % 3)
+    assert waits.names

@@ -1,0 +1,258 @@
+"""Whole generations through attention's kernels, interpreted, against the same generations through plain torch.
+
+Both answer the same tokens from nearly the same logits. Where a model has one layer its keys and values do not go through
+attention, and what is stored in the end is the same bit for bit; what is evicted or demoted goes by mass that rounds.
+"""
+
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import BY_NAME, CASES
+from launches import alone, counts, module_of, watch
+from layer_walk import differing, stored
+from one_line import message
+from tolerances import FORWARD
+from toy_models import generate, left_padded, random_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from calib.runtime import compress
+from calib.testbed.words import WORDS
+
+MODEL = "artifacts/tiny-llama"
+PROMPTS = [100, 61]
+NEW = 4  # tokens; the interpreter takes its time
+
+# Kernels of attention by the operation that launches them.
+ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
+
+# One case of every method whose tokens a kernel attends to. In no case does it where tokens lie in host memory, or where
+# other tokens are attended than are stored; and a window that nothing has left yet has no pages.
+QUICK = [
+    "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "streaming_llm", "gear-60",
+    "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "specache", "infllm-original",
+]  # fmt: skip
+WITHOUT = ["oracle", "offload"]
+UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
+# Corrected tokens in order, sparse ones with corrections, and those of a dictionary alone: tile by tile.
+IN_TILES = ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline", "csr-both", "csr"]
+
+# Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.
+ROUNDED = 4 * FORWARD[torch.float32]
+
+# Mass is a sum of such weights.
+MASS = 2**-14
+
+
+@dataclass
+class Outcome:
+    """What one of the ways made of a run, and which kernels it launched."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    kept: list[dict[str, torch.Tensor]]
+    launched: dict[str, int]
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Runs a generation both ways; all operations but attention's in their plain form, unless `everything`."""
+
+    def run(model, inputs, method, everything=False, **asked):
+        if not everything:
+            alone(monkeypatch, *ATTENTION)
+        with monkeypatch.context() as patched:
+            # One part for each row and head, where the number of parts is not the point.
+            patched.setattr(module_of("attend"), "_programs", lambda device: 2)
+            return [outcome(patched, way, model, inputs, method, asked) for way in ("reference", "triton")]
+
+    return run
+
+
+def outcome(monkeypatch, way, model, inputs, method, asked):
+    """`method` is a case, or the options of `compress`."""
+    monkeypatch.setenv("CALIB_KERNELS", way)
+    with monkeypatch.context() as patched:
+        launches = watch(patched)
+        cache = compress(model, **method) if isinstance(method, dict) else method.open(model)
+        with cache:
+            found = generate(model, inputs, cache, **{"max_new_tokens": NEW} | asked)
+            kept = [stored(cache, row) for row in range(len(cache.rows.lengths))]
+        return Outcome(found.sequences, torch.stack(found.logits), kept, counts(launches))
+
+
+def check(outcomes, tolerance=ROUNDED, launched="attend", same=True):
+    """The same tokens, logits within `tolerance` of the largest, and `same` what is stored."""
+    plain, mine = outcomes
+    assert not plain.launched
+    assert bool(mine.launched.get(ATTENTION[launched])) if launched else not mine.launched
+    assert torch.equal(mine.tokens, plain.tokens)
+    assert (mine.logits - plain.logits).abs().max() <= tolerance * plain.logits.abs().max()
+    if same:
+        for found, expected in zip(mine.kept, plain.kept, strict=True):
+            assert differing(found, expected, mass=MASS) == []
+    return mine
+
+
+def small(family="llama", dtype=torch.float32, **changes):
+    """A toy model of one layer, or as many as `changes` say."""
+    return random_model(family, dtype, **{"num_hidden_layers": 1} | changes)
+
+
+def which(case):
+    """The operation that attends to a case's pages, or None."""
+    if case.name in [*WITHOUT, *UNPACKED, *IN_TILES]:
+        return None
+    return "desparsify_attend" if case.method == "csr" else "attend"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if case.name in QUICK + WITHOUT else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_every_method(case, both):
+    """Two ragged rows, two query heads for each KV head."""
+    check(both(small(), left_padded(PROMPTS), case), launched=which(case))
+
+
+def test_every_method_that_is_served_is_quick():
+    served = {case.method for case in CASES if which(case)}
+    assert served == {BY_NAME[name].method for name in QUICK}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("kivi-3-short", {"attend", "token_groups"}),
+        ("zipcache-short", {"attend", "row_normalisers", "column_sums"}),
+        ("infllm-original", {"attend", "largest", "exchange_entries", "gather_rows"}),
+        pytest.param("mikv-8-2", {"attend"}, marks=pytest.mark.slow),
+        pytest.param("specache", {"attend", "largest", "exchange_entries"}, marks=pytest.mark.slow),
+        pytest.param("csr-short", {"_attend", "pursue"}, marks=pytest.mark.slow),
+    ],
+)
+def test_with_all_operations(name, kernels, both):
+    """Nothing but kernels."""
+    mine = check(both(small(), left_padded(PROMPTS), BY_NAME[name], everything=True), launched=which(BY_NAME[name]))
+    assert kernels <= set(mine.launched)
+
+
+def test_parts_are_merged(monkeypatch):
+    """One row has fewer heads than the device takes programs: several parts of its pages, joined by another kernel."""
+    alone(monkeypatch, *ATTENTION)
+    case, model, inputs = BY_NAME["kivi-3-short"], small(), left_padded([140])
+    mine = check([outcome(monkeypatch, way, model, inputs, case, {}) for way in ("reference", "triton")])
+    assert mine.launched["merge"] == mine.launched["attend"] == NEW - 1
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded model, and two keyed lists of which it is asked for a number each."""
+    draw, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.padding_side = "left"
+    texts = []
+    for count in (6, 8):
+        words = draw.sample(WORDS, count)
+        lines = [f"line {word}: {draw.randrange(1000, 10000)}" for word in words]
+        texts.append("\n".join([*lines, "?", f"line {words[count // 2]}: "]))
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    return model, tokenizer(texts, return_tensors="pt", padding=True)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [{"method": "kivi", "bits": 2, "residual": 32}, {"method": "zipcache", "recompress": 32}],
+    ids=lambda method: method["method"],
+)
+def test_the_embedded_model(method, embedded, both):
+    # A rounding of one layer may push a value of the next over the border of two codes.
+    check(both(*embedded, method), tolerance=0.01, same=False)
+
+
+@pytest.mark.parametrize("name", ["kivi-2-short", "zipcache-short", "streaming_llm-original"])
+def test_a_sliding_window(name, both):
+    check(both(small("mistral-sliding"), left_padded(PROMPTS), BY_NAME[name]))
+
+
+@pytest.mark.parametrize("name", ["rtn-4", "zipcache-short"])
+def test_a_soft_cap(name, both):
+    """And a scale of its own."""
+    model = small("gemma2", layer_types=["full_attention"])
+    check(both(model, left_padded(PROMPTS), BY_NAME[name]))
+
+
+@pytest.mark.parametrize("name", ["kivi-2-short", "mikv-8-2"])
+def test_beams(name, both):
+    asked = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 3}
+    check(both(small(), left_padded([70]), BY_NAME[name], **asked))
+
+
+@pytest.mark.parametrize("name", ["kivi-2-short", "h2o"])
+def test_drafts(name, both):
+    """Several tokens are looked up, attended at once and partly taken back."""
+    inputs = left_padded([100])
+    inputs["input_ids"][:, 50:] = inputs["input_ids"][:, :50]  # something to look up
+    mine = check(both(small(), inputs, BY_NAME[name], prompt_lookup_num_tokens=3))
+    assert mine.tokens.shape[1] == 100 + NEW
+
+
+@pytest.mark.parametrize("name", ["kivi-3-short", "rtn-2", "zipcache-short", "mikv-8-2"])
+def test_several_columns(name, monkeypatch):
+    """Chunks of three to five tokens behind a prompt, one of them padded."""
+    alone(monkeypatch, *ATTENTION)
+    monkeypatch.setattr(module_of("attend"), "_programs", lambda device: 2)
+    model, inputs = small(), left_padded([82, 61])
+    ids, mask, found = inputs["input_ids"], inputs["attention_mask"], []
+    for way in ("reference", "triton"):
+        monkeypatch.setenv("CALIB_KERNELS", way)
+        with monkeypatch.context() as patched, BY_NAME[name].open(model) as cache, torch.no_grad():
+            launches = watch(patched, "attend")
+            logits, at = [], 0
+            for size in (70, 5, 3, 4):
+                stop = at + size
+                places = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, at:]
+                part = model(ids[:, at:stop], attention_mask=mask[:, :stop], position_ids=places, past_key_values=cache)
+                logits.append(part.logits)
+                at = stop
+            kept = [stored(cache, row) for row in range(2)]
+        real = [part[mask[:, at : at + part.shape[1]].bool()] for part, at in zip(logits, (0, 70, 75, 78), strict=True)]
+        found.append(Outcome(ids, torch.cat(real), kept, counts(launches)))
+    mine = check(found)
+    assert {launch.arguments["query_rows"] for launch in launches} == {10, 6, 8}
+    assert mine.launched["attend"] >= 3
+
+
+@pytest.mark.parametrize("name", ["kivi-3-short", "zipcache-short"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_models_of_16_bits(name, dtype, both):
+    """Queries and weights are rounded to 11 bits where they meet codes, and the output to the model's."""
+    check(both(small(dtype=dtype), left_padded(PROMPTS), BY_NAME[name]), tolerance=FORWARD[dtype], same=False)
+
+
+@pytest.mark.parametrize(("value", "said"), [("trition", "'trition'"), ("triton", "TRITON_INTERPRET=1")])
+def test_what_the_variable_cannot_ask_for(value, said, monkeypatch):
+    """A wrong word, and kernels that no device here runs."""
+    monkeypatch.setenv("CALIB_KERNELS", value)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    model = small()
+    with compress(model, "rtn") as cache, pytest.raises(RuntimeError) as error:
+        generate(model, left_padded([9]), cache, max_new_tokens=2)
+    assert said in message(error) and "CALIB_KERNELS" in message(error)
+
+
+def test_a_command_says_so_in_one_line(monkeypatch):
+    """In a process of its own, as a person would call it."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    called = "import sys; from calib.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", called, "generate", "--model", MODEL, "--method", "rtn", "--prompt", "a"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "CALIB_KERNELS=triton" in line and "TRITON_INTERPRET=1" in line
