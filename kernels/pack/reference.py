@@ -47,7 +47,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     codes = codes.to(torch.int16)
     words = codes[..., :width].clone()
     for plane in range(1, planes(bits)):
-        part = codes[..., plane * width : (plane + 1) * width]  # shorter, or empty, where the planes do not divide the channels
+        # Shorter, or empty, where the planes do not divide the channels.
+        part = codes[..., plane * width : (plane + 1) * width]
         words[..., : part.shape[-1]] |= part << (bits * plane)
     return words
 

@@ -41,7 +41,8 @@ def fits(kind: Kind, channels: int) -> bool:
 
 
 def pair(keys: Kind, values: Kind, channels: int = 32, heads: int = 2, count: int = 3, **sizes) -> tuple[Pages, Pages]:
-    shape = (count, heads, 128 if 128 in (keys.size, values.size) else 64, channels)
+    page = next((page for page in (64, 96, 128) if page % keys.size == page % values.size == 0), 0)
+    shape = (count, heads, page, channels)
     return pages_of(keys, shape, 1, **sizes), pages_of(values, shape, 2, **sizes)
 
 
@@ -215,6 +216,11 @@ def test_parameters_that_all_heads_share():
         assert_same(asked(keys), keys, values, whole(keys, [2, 1]), precise=True)
 
 
+def test_groups_of_tokens_that_are_no_power_of_two():
+    keys, values = pair(Kind(4, "channel", 48), Kind(2, "channel", 32))
+    assert_same(asked(keys), keys, values, whole(keys, [2, 1], used=[150]), precise=True)
+
+
 def test_pages_and_heads_of_any_stride():
     """Pages of a larger store, and heads that lie outside of the pages."""
     keys, values = pair(FOUR, Kind("float32"), count=4)
@@ -255,7 +261,7 @@ def test_what_is_served(monkeypatch):
     for other in (
         replace(keys.stream, parameters=keys.stream.parameters.float()),
         replace(keys.stream, bits=5),
-        replace(values.stream, group_tokens=8),
+        pages_of(Kind(4, "channel", 8), (1, 1, 64, 64), 0).stream,
         replace(keys.stream, bits=16),
         replace(keys.stream, bits=16, parameters=None),
         pages_of(Kind(1, "token", 4), (1, 1, 64, 24), 0).stream,  # planes that 24 channels do not fill
