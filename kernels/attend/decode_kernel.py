@@ -63,7 +63,7 @@ def _channel_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP
     return tl.load(numbers + channels, mask=inside, other=0.0), tl.load(numbers + D + channels, mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, VALUES, VALUE_NUMBERS, TABLE, USED, CONSTANT, BIAS, HIDDEN, PLACES, BACK,
     TOP, MASS, MIXED, SCORES,
@@ -131,8 +131,10 @@ def attend(
         below += (tl.zeros([16, M], tl.float32),)
 
     for start in range(first, stop, BN):
-        page = tl.load(TABLE + row * table_width + start // PAGE).to(tl.int64)
-        slot = start % PAGE + tokens
+        position = start // PAGE
+        inside_page = start - position * PAGE
+        page = tl.load(TABLE + row * table_width + position).to(tl.int64)
+        slot = inside_page + tokens
         at = start + tokens
 
         # Products [BN, M] of keys and queries.
@@ -150,7 +152,7 @@ def attend(
             numbers = KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head
             if KEY_MODE == 2:
                 # A scale for every channel and few tokens: sooner into the codes than into the query.
-                numbers += (start % PAGE) // KEY_TOKENS * (2 * DK)
+                numbers += inside_page // KEY_TOKENS * (2 * DK)
                 for f in tl.static_range(FK):
                     steps, zero_points = _channel_numbers(numbers, key_words, f, DK, WK, WKP)
                     if PRECISE:
@@ -218,7 +220,7 @@ def attend(
             codes = unpacked(words, VALUE_BITS, VALUE_ASM, VALUE_ARGUMENTS)
             numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
             if VALUE_MODE == 2:
-                numbers += (start % PAGE) // VALUE_TOKENS * (2 * DV)
+                numbers += inside_page // VALUE_TOKENS * (2 * DV)
                 for f in tl.static_range(FV):
                     steps, zero_points = _channel_numbers(numbers, value_words, f, DV, WV, WVP)
                     if PRECISE:

@@ -21,8 +21,7 @@ NONE, TOKEN, CHANNEL = 0, 1, 2
 # Query rows of a KV head in one program, and the most that are served: more are a prompt's, not a step's.
 BLOCK_ROWS, MOST_ROWS = (8, 16, 64), 256
 
-# Tokens of one turn of the loop at most, by how keys and values have their parameters: where channels have them, numbers of
-# a turn's channels lie in registers too.
+# Tokens of one turn of the loop at most, by how parameters lie: where channels have them, those of a turn lie in registers too.
 TURNS = {NONE: 128, TOKEN: 128, CHANNEL: 64}
 
 # Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
@@ -60,9 +59,11 @@ def attend_pages(
     mixed = room((rows, heads, splits, asked, wide), query)
     scores = room((rows, heads, asked, slots), query) if scored else None
     attend[(splits, rows * heads, blocks)](
-        query.contiguous(), keys.pages, _numbers(keys), values.pages, _numbers(values), stretch.table, stretch.used,
-        constant if constant is None else constant.contiguous(), stretch.bias,
-        None if stretch.hidden is None else stretch.hidden.view(torch.uint8), stretch.places, stretch.back,
+        query.contiguous(), keys.pages, _numbers(keys), values.pages, _numbers(values), stretch.table, stretch.used.contiguous(),
+        constant if constant is None else constant.contiguous(),
+        stretch.bias if stretch.bias is None else stretch.bias.contiguous(),
+        None if stretch.hidden is None else stretch.hidden.view(torch.uint8), stretch.places,
+        None if stretch.back is None else stretch.back.contiguous(),
         top, mass, mixed, scores,
         heads, asked, 1 if stretch.back is None else stretch.back.shape[1], stretch.table.stride(0), run, slots,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
@@ -71,7 +72,7 @@ def attend_pages(
         HAS_CONSTANT=constant is not None, HAS_BIAS=stretch.bias is not None, HAS_HIDDEN=stretch.hidden is not None,
         HAS_PLACES=stretch.places is not None, HAS_BACK=stretch.back is not None, HAS_SCORES=scored,
         PRECISE=precise,
-        num_warps=_warps(block), num_stages=3,
+        num_warps=_warps(block), num_stages=_stages(keys, values),
     )  # fmt: skip
     if splits > 1:
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
@@ -156,6 +157,11 @@ def _warps(block: int) -> int:
     return 1 if block < BLOCK_ROWS[-1] else 4
 
 
+def _stages(keys: PackedStream, values: PackedStream) -> int:
+    """Turns whose loads are under way: one beside the turn that is computed, or two where registers are left for them."""
+    return 2 if CHANNEL in (_mode(keys), _mode(values)) else 3
+
+
 @lru_cache
 def _programs(device: torch.device) -> int:
     """Programs that fill the device; the interpreter runs them one by one, and a few show that they are joined."""
@@ -190,7 +196,9 @@ def specialisation(
     types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED"), "*fp32")
     types |= {"KEYS": "*i16", "VALUES": "*i16", "TABLE": "*i32", "USED": "*i32"}
     types |= {"KEY_NUMBERS": "*i16" if key_mode == NONE else "*fp16", "VALUE_NUMBERS": "*fp16"}
-    return Specialisation(attend, types, constants, _warps(BLOCK_ROWS[0]), 3, 2 * turn * channels, most)
+    return Specialisation(
+        attend, types, constants, _warps(BLOCK_ROWS[0]), _stages(keys, values), 2 * turn * channels, most
+    )
 
 
 SPECIALISATIONS = {

@@ -130,7 +130,7 @@ def test_every_method_that_is_served_is_quick():
     ("name", "kernels"),
     [
         ("kivi-3-short", {"attend", "token_groups"}),
-        ("zipcache-short", {"attend", "row_normalisers", "column_sums"}),
+        pytest.param("zipcache-short", {"attend", "row_normalisers", "column_sums"}, marks=pytest.mark.slow),
         ("infllm-original", {"attend", "largest", "exchange_entries", "gather_rows"}),
         pytest.param("mikv-8-2", {"attend"}, marks=pytest.mark.slow),
         pytest.param("specache", {"attend", "largest", "exchange_entries"}, marks=pytest.mark.slow),
