@@ -17,6 +17,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream, attend_pages, served
 from calib.kernels.attend.reference import RunningSoftmax
+from calib.kernels.dispatch import prefers_triton
 from calib.runtime.beside import Beside, newest
 from calib.runtime.logits import Logits
 from calib.runtime.ordered.reading import Asked, LevelStep, Reading
@@ -62,7 +63,7 @@ class LayerAttention:
             windows = (self.keys.window.tokens.shape[2], self.values.window.tokens.shape[2])
             queries = range(at, at + tile.shape[2])
             asked = Asked(self.rows, queries, logits.sliding, windows, self.keys.tile_tokens, query.device)
-            in_one = served(grouped.shape[2], *self._streams())
+            in_one = prefers_triton(query.device) and served(grouped.shape[2], *self._streams())
             level = None if in_one or self.beside is not None else LevelStep.of(self.state, self.forward, asked)
             if level is not None:
                 mixed = self._level_step(level, grouped, new_keys, new_values)

@@ -13,6 +13,8 @@ from benchmarks.gpu.sizes import TOY
 from benchmarks.gpu.targets import MEASUREMENTS, TARGETS
 from benchmarks.gpu.worker import record_of
 
+pytestmark = pytest.mark.arithmetic
+
 CPU = torch.device("cpu")
 
 

@@ -19,6 +19,8 @@ from benchmarks.gpu.supervise import supervised
 from benchmarks.gpu.targets import MEASUREMENTS, TARGETS
 from benchmarks.gpu.worker import record_of
 
+pytestmark = pytest.mark.arithmetic
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from calib.kernels.attend import operation, triton
 from calib.kernels.attend.operation import Stretch
 
 # Lanes that no number lies in compute with infinities; only the interpreter tells.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 WIDTHS = (1, 2, 3, 4, 8)
 LAYOUTS = [

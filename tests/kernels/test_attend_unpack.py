@@ -10,6 +10,8 @@ import triton.language as tl
 from calib.kernels.attend.unpack import WIDTHS, assembly, bias_of, constraints, unpacked
 from calib.kernels.pack.reference import planes, unpack
 
+pytestmark = pytest.mark.arithmetic
+
 MOST = 2**32 - 1
 
 

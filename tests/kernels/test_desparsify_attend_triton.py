@@ -22,6 +22,8 @@ from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import Sparse
 from calib.runtime.tiered.tier import POSITIONS, Tier
 
+pytestmark = pytest.mark.arithmetic
+
 LOWEST = torch.finfo(torch.float32).min
 PLACES = 300
 

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from calib.kernels.host_gather import operation, reference
 
+pytestmark = pytest.mark.arithmetic
+
 triton = pytest.importorskip("calib.kernels.host_gather.triton", reason="Triton is not installed")
 
 ANYWHERE = 2**62  # a number nobody may follow

@@ -7,6 +7,8 @@ from tolerances import FLOAT32_FOLD
 
 from calib.kernels.matching_pursuit import operation, reference, triton
 
+pytestmark = pytest.mark.arithmetic
+
 # vectors, width, atoms, sparsity: every width of a head, one vector and programs that end inside, tiles that do.
 SIZES = [
     (1, 32, 1, 1),

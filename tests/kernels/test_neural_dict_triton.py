@@ -7,6 +7,8 @@ from tolerances import FLOAT32_FOLD
 from calib.kernels.neural_dict import operation, reference, triton
 from calib.neural_dict.loss import diversity, reconstruction
 
+pytestmark = pytest.mark.arithmetic
+
 # vectors, pairs, atoms, width: more atoms than pairs, all pairs at a few atoms, runs that end inside a read.
 SIZES = [
     (1, 1, 1, 32),

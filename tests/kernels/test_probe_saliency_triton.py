@@ -7,6 +7,8 @@ from torch import Tensor
 
 from calib.kernels.probe_saliency import operation, reference
 
+pytestmark = pytest.mark.arithmetic
+
 triton = pytest.importorskip("calib.kernels.probe_saliency.triton", reason="Triton is not installed")
 
 

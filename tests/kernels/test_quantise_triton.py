@@ -9,7 +9,7 @@ from calib.kernels.quantise import triton as kernels
 from calib.kernels.quantise.operation import Before
 
 # Lanes that no number lies in compute with infinities; only the interpreter tells.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = ("normal", "outlier channel", "offset", "steps", "constant", "zero", "large", "tiny")

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from calib.kernels.top_k import operation, reference
 
+pytestmark = pytest.mark.arithmetic
+
 triton = pytest.importorskip("calib.kernels.top_k.triton", reason="Triton is not installed")
 
 
