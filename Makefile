@@ -82,5 +82,5 @@ clean:
 .venv-oldest/stamp: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
-		--editable '.[fit]' build hypothesis pytest pytest-xdist setuptools
+		--editable '.[fit]' build hypothesis pytest pytest-xdist setuptools triton
 	touch $@
