@@ -13,9 +13,6 @@ from torch import Tensor
 
 WORD_BITS = 16
 
-# Codes of which all planes are packed by one operation; of more, plane by plane in 16 bits, which moves less memory.
-FEW = 2**15
-
 
 def planes(bits: int) -> int:
     """Number of codes in one int16 word: 16, 8, 5, 4, 3, 2, 2, 2 for 1 ... 8 bits."""
@@ -30,26 +27,23 @@ def words_per_token(channels: int, bits: int) -> int:
 
 
 @lru_cache
-def _shifts(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _shifts(bits: int, device: torch.device) -> Tensor:
     """First bit of each plane `[F, 1]`; kept, because making it costs as much as using it."""
-    return torch.arange(0, bits * planes(bits), bits, dtype=dtype, device=device)[:, None]
+    return torch.arange(0, bits * planes(bits), bits, dtype=torch.int16, device=device)[:, None]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes `[..., D]` (integers below 2**bits, any dtype) -> words `[..., W]` int16."""
-    channels, width = codes.shape[-1], words_per_token(codes.shape[-1], bits)
-    # No two fields share a bit, so their sum is their union; the sixteenth bit is a code bit like the others.
-    if codes.numel() < FEW:
-        missing = planes(bits) * width - channels
-        codes = F.pad(codes, (0, missing)) if missing else codes
-        fields = codes.to(torch.int32).unflatten(-1, (planes(bits), width)) << _shifts(bits, torch.int32, codes.device)
-        return fields.sum(-2, dtype=torch.int32).to(torch.int16)
-    codes = codes.to(torch.int16)
-    words = codes[..., :width].clone()
-    for plane in range(1, planes(bits)):
-        # Shorter, or empty, where the planes do not divide the channels.
-        part = codes[..., plane * width : (plane + 1) * width]
-        words[..., : part.shape[-1]] |= part << (bits * plane)
+    fields, width = planes(bits), words_per_token(codes.shape[-1], bits)
+    words, missing = codes.to(torch.int16), fields * width - codes.shape[-1]
+    words = F.pad(words, (0, missing)) if missing else words
+    while fields > 1:
+        # The later half of the planes, shifted, onto the earlier half: long runs, and half as many codes each time. No two
+        # planes share a bit, so that sums are unions; the sixteenth bit is a code bit like the others.
+        kept = (fields + 1) // 2
+        early, late = words[..., : kept * width], words[..., kept * width :]
+        late = F.pad(late, (0, width)) if fields % 2 else late
+        words, fields = torch.add(early, late, alpha=1 << (bits * kept)), kept
     return words
 
 
@@ -63,7 +57,7 @@ def unpack_columns(words: Tensor, bits: int, channels: int) -> Tensor:
 
     With tokens last every plane is one contiguous run for any bit width, so that this is three vectorised operations.
     """
-    shifts = _shifts(bits, torch.int16, words.device).unsqueeze(-1)
+    shifts = _shifts(bits, words.device).unsqueeze(-1)
     # An arithmetic shift drags the sign along; the mask drops it.
     fields = (words.unsqueeze(-3) >> shifts).bitwise_and_((1 << bits) - 1)
     return fields.flatten(-3, -2)[..., :channels, :]

@@ -38,11 +38,12 @@ def measure(x: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float) 
 
 
 def quantise(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int) -> Tensor:
-    """Codes `[..., T, D]` float32 of `x [..., T, D]` for the **stored** parameters (any float dtype, as `measure` lays them)."""
+    """Codes `[..., T, D]` int16 of `x [..., T, D]` for the **stored** parameters (any float dtype, as `measure` lays them)."""
     scale, zero = parameters.float()[..., :, None, :, None].chunk(2, -2)
     # Where the scale is 0 any code decodes to the zero point; the clamp keeps the quotient a number.
     codes = (grouped(x.float(), group) - zero).div_(scale.clamp_min(torch.finfo(torch.float32).tiny))
-    return ungrouped(codes.add_(0.5).floor_().clamp_(0, 2**bits - 1))
+    # Nothing is below 0 any more: cutting the fraction off is the floor.
+    return ungrouped(codes.add_(0.5).clamp_(0, 2**bits - 1).to(torch.int16))
 
 
 def dequantise(codes: Tensor, parameters: Tensor, group: tuple[int, int]) -> Tensor:

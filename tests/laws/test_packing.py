@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from oracle import unpacked
 
 from calib.kernels.pack.reference import (
-    FEW,
     bytes_per_token,
     pack,
     pack_bytes,
@@ -116,11 +115,3 @@ def test_words_a_token_as_the_table_says(bits, expected):
 def test_widths_that_do_not_exist_are_refused(bits):
     with pytest.raises(ValueError, match=f"1 ... 8, got {bits}"):
         planes(bits)
-
-
-@pytest.mark.parametrize("channels", [5, 32, 80])
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_many_codes_are_packed_as_few_are(bits, channels):
-    tokens = FEW // channels + 1
-    codes = torch.randint(2**bits, (tokens, channels), generator=torch.Generator().manual_seed(bits)).float()
-    assert torch.equal(pack(codes, bits), torch.cat([pack(part, bits) for part in codes.split(100)]))

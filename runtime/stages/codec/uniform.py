@@ -78,7 +78,7 @@ class UniformQuant:
         """
         if self.group is None or (x.dtype == torch.float16 and self.bits > 1):
             return False
-        return bool(x.numel() and x.abs().max() * max(1.0, 2 / (2**self.bits - 1)) > HALF_MAX)
+        return bool(x.numel() and torch.stack(x.aminmax()).abs().max() * max(1.0, 2 / (2**self.bits - 1)) > HALF_MAX)
 
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
         """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`."""
