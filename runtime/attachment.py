@@ -10,18 +10,34 @@ from transformers import PreTrainedModel
 from calib.runtime import attention
 from calib.runtime.guesses import Guesses
 from calib.runtime.rows import Rows
+from calib.runtime.step_graphs import replaying
 
 # Holds on each model at this moment, and what its configs said before the first of them.
 _held: "weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[Any, str | None]]]]" = weakref.WeakKeyDictionary()
+
+# Holds that replay, and what each model's `forward` was before the first of them: its class's, or one put in its place.
+_replaying: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()
 
 
 class Attachment:
     """One hold, from its making to `release`. It does not keep the model alive."""
 
-    def __init__(self, model: PreTrainedModel, told: Rows | None = None, guesses: Guesses | None = None) -> None:
-        """`told` rows hear the token ids of every forward, where the model is given any; `guesses` are taken along."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        told: Rows | None = None,
+        guesses: Guesses | None = None,
+        replays: bool = False,
+    ) -> None:
+        """`told` rows hear the token ids of every forward, where the model is given any; `guesses` are taken along. With
+        `replays` the forward of a cache that has graphs is theirs."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self._told, self._hooks = told is not None, []
+        self._told, self._replays, self._hooks = told is not None, replays, []
+        if replays:
+            forwards = _replaying.setdefault(model, [])
+            forwards.append(model.__dict__.get("forward"))
+            if len(forwards) == 1:
+                model.forward = replaying(model.forward)
         if guesses is not None:
             ours = weakref.ref(guesses)
             self._hooks += [
@@ -50,6 +66,8 @@ class Attachment:
             hook.remove()
         if model is None or model not in _held:
             return
+        if self._replays:
+            _give_back(model)
         count, saved = _held.pop(model)
         if count > 1:
             _held[model] = (count - 1, saved)
@@ -60,10 +78,23 @@ class Attachment:
     def again(self, rows: Rows, guesses: Guesses | None) -> "Attachment | None":
         """A hold of its own on the same model, for a copy of the cache; None where this one has ended."""
         model = self._current()
-        return None if model is None else Attachment(model, rows if self._told else None, guesses)
+        return None if model is None else Attachment(model, rows if self._told else None, guesses, self._replays)
 
     def _current(self) -> PreTrainedModel | None:
         return None if self._model is None else self._model()
+
+
+def _give_back(model: PreTrainedModel) -> None:
+    """The model's own forward, after the last hold that replays."""
+    forwards = _replaying[model]
+    if len(forwards) > 1:
+        forwards.pop()
+        return
+    (own,) = _replaying.pop(model)
+    if own is None:
+        del model.forward
+    else:
+        model.forward = own
 
 
 def _tell(told: "weakref.ref[Rows]", embedding: nn.Module, given: tuple[Any, ...]) -> None:

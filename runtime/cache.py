@@ -17,6 +17,7 @@ from calib.runtime.guesses import Guesses
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import KINDS, Memory, measure
 from calib.runtime.rows import Rows
+from calib.runtime.step_graphs import StepGraphs
 
 
 class CompressedCache(Cache):
@@ -34,9 +35,10 @@ class CompressedCache(Cache):
         seed: int,
         attachment: Attachment | None,
         guesses: Guesses | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self.rows, self.method, self.seed, self.guesses = rows, method, seed, guesses
+        self.rows, self.method, self.seed, self.guesses, self.graphs = rows, method, seed, guesses, graphs
         self._hold(attachment)
 
     def _hold(self, attachment: Attachment | None) -> None:
@@ -49,8 +51,9 @@ class CompressedCache(Cache):
         """A cache of its own with the same content, attached to the same model as long as it is not released."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        own = {name: value for name, value in vars(self).items() if name != "_attachment"}
+        own = {name: value for name, value in vars(self).items() if name not in ("_attachment", "graphs")}
         copied.__dict__.update(copy.deepcopy(own, memo))
+        copied.graphs = self.graphs and self.graphs.of(copied.rows, copied.compressed)
         copied._hold(self._attachment and self._attachment.again(copied.rows, copied.guesses))
         return copied
 
@@ -58,6 +61,8 @@ class CompressedCache(Cache):
         """Detaches the cache from its model, which is then exactly as before; what was stored can still be measured."""
         if self._attachment is not None:
             self._attachment.release()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def __enter__(self) -> "CompressedCache":
         return self
@@ -95,7 +100,7 @@ class CompressedCache(Cache):
                 "call cache.activate_past_recording() before a forward whose tokens may be taken back"
             )
         self.rows.confirm(removed)
-        self._forget_guesses()
+        self._forget()
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.seen -= removed
@@ -120,7 +125,7 @@ class CompressedCache(Cache):
                 layer.device = target
         for table in self.rows.all_tables:
             table.leave_devices()
-        self._forget_guesses()
+        self._forget()
         return self
 
     def reset(self) -> None:
@@ -132,7 +137,7 @@ class CompressedCache(Cache):
                 layer.is_initialized = False
         super().reset()
         self.rows.clear()
-        self._forget_guesses()
+        self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`: windows are copied, pages shared until one is written."""
@@ -153,9 +158,11 @@ class CompressedCache(Cache):
             else:
                 layer.batch_select_indices(indices)
 
-    def _forget_guesses(self) -> None:
-        if self.guesses is not None:
-            self.guesses.forget()
+    def _forget(self) -> None:
+        """What was guessed or recorded for the next step."""
+        for ahead in (self.guesses, self.graphs):
+            if ahead is not None:
+                ahead.forget()
 
     def custom_generate(
         self,

@@ -12,6 +12,7 @@ from calib.runtime.guesses import Guesses
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods import Geometry, build
 from calib.runtime.rotation import Rotation
+from calib.runtime.step_graphs import graphs_for
 from calib.runtime.store import Place
 
 # What a configuration says when a decoder attends to another sequence as well.
@@ -25,6 +26,7 @@ def compress(
     *,
     seed: int = 0,
     allow_finetuned: bool = False,
+    graphs: bool = False,
     **options: Any,
 ) -> CompressedCache:
     """An empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
@@ -38,6 +40,7 @@ def compress(
         artifact: what `calib fit` wrote for this model; None where the method needs no statistic.
         seed: for methods that draw (probes, starts); the same seed gives the same bits.
         allow_finetuned: accept an artifact of a relative with other weights.
+        graphs: on a GPU, replay decode steps from CUDA graphs: what a step asks of the host is then one call.
         options: the method's own (`bits=2`).
 
     Raises:
@@ -47,6 +50,8 @@ def compress(
         raise ValueError(f"model must be a model of transformers, got {type(model).__name__}; pass the model itself")
     if artifact is not None and not isinstance(artifact, Artifact):
         raise ValueError(f"artifact must be an Artifact, got {artifact!r}; Artifact.load(path) reads one")
+    if type(graphs) is not bool:
+        raise ValueError(f"graphs must be True or False, got {graphs!r}")
     if type(seed) is not int:
         raise ValueError(f"seed must be a whole number, got {seed!r}")
     if not model._can_set_attn_implementation():
@@ -86,5 +91,6 @@ def compress(
     asks_ids = any(plan.asks_ids for plan in plans.values())
     speculative = any(plan.speculative for plan in plans.values()) and model.can_generate()
     guesses = Guesses(rows, layers) if speculative else None
-    attachment = Attachment(model, rows if asks_ids else None, guesses)
-    return CompressedCache(layers, rows, method, seed, attachment, guesses)
+    replays = graphs_for(model, rows, layers) if graphs else None
+    attachment = Attachment(model, rows if asks_ids else None, guesses, graphs)
+    return CompressedCache(layers, rows, method, seed, attachment, guesses, replays)

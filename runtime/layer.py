@@ -74,6 +74,12 @@ class CompressedLayer(CacheLayerMixin):
         self.seen += forward.width
         return output
 
+    def replayed(self, forward: Forward) -> None:
+        """A step of this layer has been done on the device alone; the host counts it."""
+        self.steps += 1
+        self.seen += forward.width
+        forward.stored()
+
     def _check_window(self, asked: int | None) -> None:
         kept = self.state.sliding
         if kept is not None and (asked is None or asked > kept):

@@ -17,3 +17,11 @@ class Logits:
     def capped(self, scores: Tensor) -> Tensor:
         """The soft cap on already scaled `scores`."""
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
+
+def masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """-inf where `hidden [rows, 1 or kv_heads, n or 1, tokens]` bool; query rows are group-major, so groups share the mask."""
+    if hidden is None:
+        return scores
+    by_group = scores.unflatten(2, (-1, hidden.shape[2])) if hidden.shape[2] > 1 else scores.unsqueeze(3)
+    return by_group.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(2, 3)

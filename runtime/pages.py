@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from calib.runtime.numbers import upload
+
 PAGE_TOKENS = 128
 
 # A row that is divided into tiers leaves as many last pages half empty: their pages are smaller.
@@ -47,6 +49,7 @@ class PageTable:
         self.page_tokens = page_tokens
         self.rows: list[list[int]] = []
         self.capacity = 0
+        self.version = 0  # of what the rows hold
         self._holders: list[int] = []
         self._free: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
@@ -166,13 +169,6 @@ class PageTable:
             self._free.append(page)
 
     def _changed(self) -> None:
+        self.version += 1
         self._tensors.clear()
         self._selected.clear()
-
-
-def upload(
-    numbers: list[int] | list[float] | list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A small host list on the device, without waiting for the device."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

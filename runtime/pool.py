@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS, Pages, upload
+from calib.runtime.numbers import upload
+from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.stages.contract import Block, Field
 
 # Zeros of a shape and dtype for a device: where a pool's pages live.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calib.runtime.pages import upload
+from calib.runtime.numbers import upload
 
 # Positions whose angles are added to each other's.
 STRIDE = 64

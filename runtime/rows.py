@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import PAGE_TOKENS, PageTable, upload
+from calib.runtime.numbers import Fed, Numbers, upload
+from calib.runtime.pages import PAGE_TOKENS, PageTable
 
 INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
 
@@ -43,7 +44,8 @@ class Forward:
     layers have yet to store it. `oldest[r]` is where the pages begin that a later forward can still read. `copies` are
     the shared pages of each table that must be duplicated before anything is written. `drafts` are its tokens while
     unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them. With a `guess` one more column, the
-    last, is attended and counts nowhere. `followed` is the same forward in the ledger that this one leads.
+    last, is attended and counts nowhere. `followed` is the same forward in the ledger that this one leads. A step that is
+    recorded or replayed is `fed`: its shapes are those of the whole block, and its numbers lie where they always do.
     """
 
     before: list[int]
@@ -60,6 +62,7 @@ class Forward:
     ids: Tensor | None = None
     guess: bool = False
     followed: "Forward | None" = None
+    fed: Fed["Forward"] | None = None
 
     @cached_property
     def after(self) -> list[int]:
@@ -96,16 +99,26 @@ class Forward:
         self.drafts.append(draft)
         self._layer_done()
 
+    def started_over(self, layers: int) -> None:
+        """None of the `layers` has stored it: what they did was not done."""
+        self.pending, self.fed = layers, None
+        self.tensors.clear()
+        self.readings.clear()
+
     def stored(self) -> None:
         """A layer has stored the forward; after the last one nothing of it is kept on the device."""
         self._layer_done()
         if not self.pending:
             self.columns = self.ids = self.followed = None
 
-    def tensor(self, name: str, numbers: list[int], device: torch.device) -> Tensor:
-        """`numbers` on the device as int64 `[n]`; uploaded once for all layers under this `name`."""
+    def tensor(
+        self, name: str, numbers: "Numbers[Forward]", device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """What `numbers` makes of this forward, on the device, `[n]`; uploaded once for all layers under this `name`."""
+        if self.fed is not None:
+            return self.fed.tensor(name, numbers, dtype, device, self)
         if (name, device) not in self.tensors:
-            self.tensors[name, device] = upload(numbers, torch.int64, device)
+            self.tensors[name, device] = upload(numbers(self), dtype, device)
         return self.tensors[name, device]
 
     def _layer_done(self) -> None:

@@ -6,6 +6,7 @@ holds and takes new tokens in. There are two kinds: `ordered` (a token lies wher
 """
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -88,6 +89,11 @@ class Store(Protocol):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Takes the forward's tokens in; the keys and values of all rows, padding included."""
+        ...
+
+    def block(self, forward: Forward) -> Hashable | None:
+        """What a decode step shares with the others of its block, but for numbers in `Forward.tensor`: the shapes of all it
+        does and the memory it does it in. None for a step that encodes a block, or moves or shares memory."""
         ...
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:

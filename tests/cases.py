@@ -76,10 +76,10 @@ class Case:
         """Whether all tokens lie in host memory."""
         return self.method in ("infllm", "offload", "specache")
 
-    def open(self, model: PreTrainedModel, seed: int = 0) -> CompressedCache:
+    def open(self, model: PreTrainedModel, seed: int = 0, graphs: bool = False) -> CompressedCache:
         """An empty cache of this case on `model`."""
         artifact = calibrated_artifact(model) if self.artifact else None
-        return compress(model, method=self.method, artifact=artifact, seed=seed, **self.options)
+        return compress(model, method=self.method, artifact=artifact, seed=seed, graphs=graphs, **self.options)
 
 
 CASES = [

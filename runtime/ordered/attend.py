@@ -19,7 +19,7 @@ from calib.kernels.attend.operation import PackedStream, attend_pages, served
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.kernels.dispatch import prefers_triton
 from calib.runtime.beside import Beside, newest
-from calib.runtime.logits import Logits
+from calib.runtime.logits import Logits, masked
 from calib.runtime.ordered.reading import Asked, LevelStep, Reading
 from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.ordered.stream import Stream
@@ -120,11 +120,11 @@ class LayerAttention:
         new_keys, new_values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         scored, softmax, beside = _Scorer(self.keys, query), RunningSoftmax(), self.beside
         met = self._in_one(reading, scored, softmax) if in_one else []
-        tiles, masked = ([], reading.last_tokens) if in_one else (reading.tiles, 0)
+        tiles, taken = ([], reading.last_tokens) if in_one else (reading.tiles, 0)
         for (pages, hidden), start in zip(tiles[:-1], reading.starts, strict=False):
             scores = self.logits.capped(scored.packed(pages))
             stretch = slice(start, start + scores.shape[-1])
-            scores = _masked(scores, hidden if beside is None else _either(hidden, beside.hides(stretch)))
+            scores = masked(scores, hidden if beside is None else _either(hidden, beside.hides(stretch)))
             softmax.add(self._mix(softmax.weights(scores), pages))
             met.append((stretch, scores))
         # The last tile, the window, the new tokens and what lies beside are one part: most caches are no longer than that.
@@ -137,13 +137,13 @@ class LayerAttention:
             parts.append(sources.gather(-1, reading.window.expand(*sources.shape[:3], -1)))
         window = sum(part.shape[-1] for part in parts) - tile
         parts.append(scored.exact(new_keys))
-        hidden, last, sizes = reading.hidden, reading.last[..., masked:], [tile, window, new_keys.shape[2]]
-        hidden = None if hidden is None else hidden[..., masked:]
+        hidden, last, sizes = reading.hidden, reading.last[..., taken:], [tile, window, new_keys.shape[2]]
+        hidden = None if hidden is None else hidden[..., taken:]
         if beside is not None:
             parts.append(scored.exact(beside.keys))
             sizes.append(beside.keys.shape[2])
             hidden = self._hidden_beside(hidden, last, reading.back, beside)
-        scores = _masked(self.logits.capped(torch.cat(parts, -1)), hidden)
+        scores = masked(self.logits.capped(torch.cat(parts, -1)), hidden)
         of_tile, of_window, of_new, *of_beside = softmax.weights(scores).split(sizes, -1)
         softmax.add(of_new @ new_values.float())
         if window:
@@ -193,14 +193,6 @@ class _Scorer:
     def exact(self, keys: Tensor) -> Tensor:
         """Scores of `keys [rows, kv_heads, tokens, D]`."""
         return self.query @ keys.float().mT
-
-
-def _masked(scores: Tensor, hidden: Tensor | None) -> Tensor:
-    """-inf where `hidden [rows, 1, n or 1, tokens]`; query rows are group-major, so groups share the mask."""
-    if hidden is None:
-        return scores
-    by_group = scores.unflatten(2, (-1, hidden.shape[2])) if hidden.shape[2] > 1 else scores.unsqueeze(3)
-    return by_group.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(2, 3)
 
 
 def _either(hidden: Tensor | None, more: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 else (ragged rows, several queries, sliding windows) with an index and masks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import Stretch
 from calib.kernels.dispatch import prefers_triton
+from calib.runtime.numbers import Numbers
 from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.rows import Forward
@@ -59,6 +61,8 @@ class LevelStep:
     def of(state: OrderedRows, forward: Forward, asked: Asked) -> "LevelStep | None":
         """The step of a forward, made by the first layer that asks; None where the rows are not level."""
         if asked.queries.stop > 1 or asked.sliding is not None or state.keys.window() != state.values.window():
+            return None
+        if forward.fed is not None:  # its shapes are one step's
             return None
         key = (LevelStep, asked)
         if key not in forward.readings:
@@ -160,8 +164,8 @@ class _Planner:
         # The oldest token that the first of these queries sees; pages before it may be gone.
         back = None if asked.sliding is None else asked.queries.start - asked.sliding + 1
         self.seen = [0 if back is None else max(0, length + back) for length in self.before]
-        self.held = self._upload("before", self.before)
-        self.limit = self._upload("attended", self.attended)
+        self.held = self._upload("before", lambda length: length)
+        self.limit = self._upload("attended", state.packed)
 
     def reading(self) -> Reading:
         read = [(seen, stop) for seen, stop in zip(self.seen, self.attended, strict=True) if seen < stop] or [(0, 0)]
@@ -213,7 +217,8 @@ class _Planner:
         tokens = self.held - 1 - (self.held - 1 - torch.arange(slots, device=self.device)) % size
         absent = (tokens < self.limit) | (tokens < 0)
         if self.sliding is not None:
-            absent |= tokens < self._upload("seen", self.seen)
+            back = self.queries.start - self.sliding + 1
+            absent |= tokens < self._upload("seen", lambda length: max(0, length + back))
         places = tokens % max(1, self.state.keys.window())
         recent: Pages | None = None
         if any(stop > max(place) for stop, *place in zip(self.packed, self.attended, self.seen, strict=True)):
@@ -221,9 +226,10 @@ class _Planner:
             reach = max(-(-stop // PAGE_TOKENS) - start for stop, start in zip(self.packed, first, strict=True))
             table = self.state.table
             flat = [page for row, at in zip(self.rows, first, strict=True) for page in table.pages(row, at, reach)]
-            recent = self._upload("recent", flat).view(len(self.rows), reach)
-            encoded = tokens < self._upload("packed", self.packed)
-            places = torch.where(encoded, self.windows[0] + tokens - self._upload("first", first) * PAGE_TOKENS, places)
+            recent = self._numbers("recent", lambda _: flat).view(len(self.rows), reach)
+            encoded = tokens < self._upload("packed", self.state.keys.packed)
+            start = self._upload("first", lambda length: self.state.packed(length) // PAGE_TOKENS * PAGE_TOKENS)
+            places = torch.where(encoded, self.windows[0] + tokens - start, places)
         index = torch.where(absent, torch.zeros_like(places), places)[:, None, None]
         return index, tokens[:, None], self._unseen(tokens, absent[:, None, None]), recent
 
@@ -246,5 +252,10 @@ class _Planner:
         full = [(nothing if mask is None else mask).expand(len(self.rows), 1, length, width) for mask, width in masks]
         return torch.cat(full, -1)
 
-    def _upload(self, name: str, numbers: list[int]) -> Tensor:
-        return self.forward.tensor(f"{name} {self.rows} {self.queries}", numbers, self.device)[:, None]
+    def _upload(self, name: str, of_length: Callable[[int], int]) -> Tensor:
+        """int64 `[rows, 1]`: a number that follows from how many tokens a row holds."""
+        rows = self.rows
+        return self._numbers(name, lambda forward: [of_length(forward.before[row]) for row in rows])[:, None]
+
+    def _numbers(self, name: str, numbers: Numbers[Forward]) -> Tensor:
+        return self.forward.tensor(f"{name} {self.rows} {self.queries}", numbers, self.device)

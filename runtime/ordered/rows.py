@@ -1,5 +1,7 @@
 """Rows whose tokens lie in pages in their order: token t in a row's page t // PAGE_TOKENS, in the fields of both streams."""
 
+from collections.abc import Hashable
+
 from calib.runtime.pages import PAGE_TOKENS, PageTable
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stages.contract import Schedule
@@ -25,6 +27,14 @@ class OrderedRows(Rows):
     def encoded(self, row: int, length: int) -> int:
         """Tokens whose key is."""
         return self.keys.packed(length)
+
+    def block(self, forward: Forward) -> Hashable:
+        """What the shapes of `Reading` follow from: equal in the steps of a block."""
+        ends = [(held, self.packed(held), self.keys.packed(held)) for held in forward.before]
+        return self.table.version, tuple(
+            (-(-read // PAGE_TOKENS), read % PAGE_TOKENS == 0, -(-keys // PAGE_TOKENS), keys > read, held == read)
+            for held, read, keys in ends
+        )
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what both schedules encode; those that a sliding window has left behind are given back."""

@@ -1,5 +1,6 @@
 """A store whose tokens keep their order: two streams with a schedule each, pages shared by one table."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,6 +132,13 @@ class OrderedStore:
             for rows in forward.alike:
                 stream.store_run(rows, forward, table, forward.real(new, rows))
             stream.window.resize(max(map(slots, forward.after)))
+
+    def block(self, forward: Forward) -> Hashable | None:
+        """See `Store.block`. Under a sliding window pages come and go with every step."""
+        if self.pairs is not None or self.rows.sliding is not None or any(forward.copies):
+            return None
+        streams = tuple(stream.block(forward) for stream in self.streams)
+        return None if None in streams else (streams, self.rows.block(forward))
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Windows are copied, pages shared by the table."""

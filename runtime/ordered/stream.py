@@ -1,17 +1,20 @@
 """One stream of one layer, keys or values: its stages, its pages and its window, and how tokens move between them."""
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from calib.runtime.numbers import Numbers
 from calib.runtime.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.pool import Memory, PagePool, device_memory
 from calib.runtime.rows import Forward
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.contract import Block, Codec, Schedule, Transform
 from calib.runtime.stages.moved import moved, own_tensors
-from calib.runtime.window import Window
+from calib.runtime.window import Window, allocated
 
 
 @dataclass(frozen=True)
@@ -62,22 +65,36 @@ class Stream:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are."""
         schedule = self.plan.schedule
         if not schedule.window():  # straight into pages
-            places = [table.place(row, before) for row, before in enumerate(forward.before)]
-            pages = forward.tensor("pages", [page for page, _ in places], new.device)
-            slots = forward.tensor("slots", [slot for _, slot in places], new.device)
+            pages, slots = (forward.tensor(*numbers, new.device) for numbers in _places(table))
             self.pool.write_tokens(pages, slots, self._encode(new))
             return
         for rows in forward.alike:
             self._write_pages(rows, forward, table, new)
         self.window.resize(max(map(schedule.slots, forward.after)))
-        staying = [row for row, after in enumerate(forward.after) if schedule.packed(after) < after]
-        newest = [forward.before[row] % self.window.size for row in staying]
-        if len(staying) == new.shape[0] and len(set(newest)) == 1:
-            self.window.tokens[:, :, newest[0]] = new[:, :, 0]
+        staying, size = (
+            [row for row, after in enumerate(forward.after) if schedule.packed(after) < after],
+            self.window.size,
+        )
+        newest = {forward.before[row] % size for row in staying}
+        if len(staying) == new.shape[0] and len(newest) == 1 and forward.fed is None:
+            self.window.tokens[:, :, newest.pop()] = new[:, :, 0]
         elif staying:
-            at = forward.tensor(f"{self.role} staying", staying, new.device)
-            slots = forward.tensor(f"{self.role} newest", newest, new.device)
+            at = forward.tensor(f"{self.role} staying", lambda _: staying, new.device)
+            slots = forward.tensor(
+                f"{self.role} newest", lambda step: [step.before[row] % size for row in staying], new.device
+            )
             self.window.tokens[at, :, slots] = new[at, :, 0]
+
+    def block(self, forward: Forward) -> Hashable | None:
+        """See `Store.block`."""
+        schedule, window = self.plan.schedule, self.window
+        if allocated(max(map(schedule.slots, forward.after)), window.size) != window.tokens.shape[2]:
+            return None
+        ends = list(zip(forward.before, forward.after, strict=True))
+        if window.size and any(schedule.encoded(before) < schedule.encoded(after) for before, after in ends):
+            return None
+        staying = tuple(schedule.packed(after) < after for _, after in ends)
+        return staying, len(window.tokens), window.tokens.shape[2], self.pool.capacity
 
     def store_run(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor) -> None:
         """Stores what `rows`, alike, were given: `new [len(rows), kv_heads, their tokens, head_dim]`."""
@@ -110,3 +127,13 @@ class Stream:
 
     def _encode(self, tokens: Tensor) -> Block:
         return counted(self.plan.codec.encode(self.plan.transform.forward(tokens), self.wide), self.further)
+
+
+def _places(table: PageTable) -> Iterator[tuple[str, Numbers[Forward]]]:
+    """Name and numbers of the page, and of the slot in it, where each row's next token goes."""
+
+    def part(number: int, step: Forward) -> list[int]:
+        return [table.place(row, held)[number] for row, held in enumerate(step.before)]
+
+    for number, name in enumerate(("pages", "slots")):
+        yield name, partial(part, number)

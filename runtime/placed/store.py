@@ -1,6 +1,7 @@
 """A store in two places: every token exact on the host, and on the device a store that finds the ones to fetch."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,10 @@ class PlacedStore(ABC):
         """Attention over every token as the host has it, fetched tile by tile."""
         self.residents.side.wait()
         return self.host.attend(_followed(forward), rows, logits, given, observe=False)
+
+    def block(self, forward: Forward) -> Hashable | None:
+        """See `Store.block`: what a step fetches lies in memory of its own each time."""
+        return None
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Row i becomes a copy of row `sources[i]`."""

@@ -67,10 +67,10 @@ class TopBlocksStore(PlacedStore):
         scores = (keys.float().sum(3) @ asked[..., None])[..., 0]
         size, initial = self.policy.block, self.low.tiering.initial
         block = torch.arange(max(blocks), device=query.device)
-        missing = block >= forward.tensor(f"blocks of {rows}", blocks, query.device)[:, None, None]
+        missing = block >= forward.tensor(f"blocks of {rows}", lambda _: blocks, query.device)[:, None, None]
         if logits.sliding is not None:  # behind the model's own window nobody sees a block
-            held = forward.tensor(f"held by {rows}", [forward.before[row] for row in rows], query.device)[:, None, None]
-            missing = missing | (initial + (block + 1) * size <= held - logits.sliding)
+            held = forward.tensor(f"held by {rows}", lambda step: [step.before[row] for row in rows], query.device)
+            missing = missing | (initial + (block + 1) * size <= held[:, None, None] - logits.sliding)
         scores = scores.masked_fill(missing, -torch.inf)
         numbers = top_k(scores, min(self.policy.fetched, max(blocks)))
         tokens = initial + numbers[..., None] * size + torch.arange(size, device=query.device)

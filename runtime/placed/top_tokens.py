@@ -10,7 +10,8 @@ from torch import Tensor
 from calib.kernels.top_k.operation import top_k
 from calib.runtime.beside import Beside
 from calib.runtime.logits import Logits
-from calib.runtime.pages import PAGE_TOKENS, upload
+from calib.runtime.numbers import upload
+from calib.runtime.pages import PAGE_TOKENS
 from calib.runtime.placed.store import PlacedStore
 from calib.runtime.rows import Forward
 from calib.runtime.store import Given

@@ -5,12 +5,15 @@ behind it the `heavy` ones, each head its own. When a token arrives, the one tha
 lightest heavy token or, being lighter, goes itself. Bits never change inside the tier: they are moved.
 """
 
+from collections.abc import Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import TIER_PAGE_TOKENS, upload
+from calib.runtime.numbers import upload
+from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.rows import Forward
 from calib.runtime.stages.contract import Block
 from calib.runtime.stages.tiering import HeavyRecent
@@ -59,6 +62,14 @@ class BudgetStore(TieredStore):
         """Every query counts, on the important tier and the new tokens."""
         return Watch(tier=True)
 
+    def block(self, forward: Forward) -> Hashable | None:
+        """See `Store.block`: steps of rows whose budgets are full."""
+        sizes = [sum(self.tiering.sizes(self.rows.prompt(row))) for row in range(len(forward.before))]
+        if any(held < size for held, size in zip(forward.before, sizes, strict=True)):
+            return None
+        shapes = self.shapes(forward)
+        return None if shapes is None else (shapes, self.mass.shape)
+
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """The new tokens become important, others stop being so."""
         self._resize(self._slots())
@@ -89,7 +100,9 @@ class BudgetStore(TieredStore):
         moved = top.pool.read_tokens(*self._places(table, ring))
         top.pool.write_tokens(*self._places(table, target), moved)
         self.mass.scatter_(2, target[..., None], self.mass.gather(2, ring[..., None]))
-        places = forward.tensor("places", forward.before, keys.device)[:, None, None].expand(-1, self.heads, 1)
+        places = forward.tensor("places", lambda step: step.before, keys.device)[:, None, None].expand(
+            -1, self.heads, 1
+        )
         top.pool.write_tokens(*self._places(table, ring), top.encode(rows, keys, values, places))
         self.mass.scatter_(2, ring[..., None], fresh)
 
@@ -127,24 +140,35 @@ class BudgetStore(TieredStore):
 
     def _made(self, forward: Forward, device: torch.device) -> _Step:
         sizes = [self.tiering.sizes(self.rows.prompt(row)) for row in range(len(forward.before))]
-        ring = [length % recent for length, (_, recent) in zip(forward.before, sizes, strict=True)]
-        # A ring that is not full takes the token where it stands; then the heavy slots fill up, in order.
-        free = [
-            own if length < recent or length >= heavy + recent else length
-            for own, length, (heavy, recent) in zip(ring, forward.before, sizes, strict=True)
-        ]
+
+        def ring(step: Forward) -> list[int]:
+            return [length % recent for length, (_, recent) in zip(step.before, sizes, strict=True)]
+
+        def free(step: Forward) -> list[int]:
+            # A ring that is not full takes the token where it stands; then the heavy slots fill up, in order.
+            return [
+                own if length < recent or length >= heavy + recent else length
+                for own, length, (heavy, recent) in zip(ring(step), step.before, sizes, strict=True)
+            ]
+
+        def below_at(part: int, step: Forward) -> list[int]:
+            held = (self.rows.held(row, step.before[row])[1] for row in contested)
+            return [self.rows.tables[1].place(row, count)[part] for row, count in zip(contested, held, strict=True)]
+
         contested = [
             row for row, (length, size) in enumerate(zip(forward.before, sizes, strict=True)) if length >= sum(size)
         ]
         slots = torch.arange(self.mass.shape[2], device=device)
-        first = forward.tensor("recent", [sizes[row][1] for row in contested], device)[:, None, None]
-        last = forward.tensor("budget", [sum(sizes[row]) for row in contested], device)[:, None, None]
+        first = forward.tensor("recent", lambda _: [sizes[row][1] for row in contested], device)[:, None, None]
+        last = forward.tensor("budget", lambda _: [sum(sizes[row]) for row in contested], device)[:, None, None]
         below = None
         if contested and len(self.tiers) > 1:
-            at = [self.rows.tables[1].place(row, self.rows.held(row, forward.before[row])[1]) for row in contested]
-            pages, places = map(list, zip(*at, strict=True))
-            below = forward.tensor("pages below", pages, device), forward.tensor("slots below", places, device)
-        index = forward.tensor("contested", contested, device)
+            pages, places = (
+                forward.tensor(name, partial(below_at, part), device)
+                for part, name in enumerate(("pages below", "slots below"))
+            )
+            below = pages, places
+        index = forward.tensor("contested", lambda _: contested, device)
         return _Step(
             forward.tensor("ring", ring, device),
             forward.tensor("free", free, device),

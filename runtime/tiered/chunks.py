@@ -4,6 +4,7 @@ A chunk is the prompt, or a block of later tokens. Its tokens' mass comes from p
 encoded is ever touched again.
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.draws import Draws
-from calib.runtime.pages import upload
+from calib.runtime.numbers import upload
 from calib.runtime.rows import Forward
 from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.tiering import Shares
@@ -53,6 +54,9 @@ class ChunkStore(TieredStore):
     def _encoded(self, row: int, length: int) -> int:
         return self.tiering.encoded(length, self.rows.prompt(row))
 
+    def _exact(self, row: int, length: int) -> int:
+        return self.tiering.exact(length, self.rows.prompt(row))
+
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
         """As the strategy says for a prompt; a prompt shorter than a block is the beginning of one."""
         if length >= self.tiering.block:
@@ -63,17 +67,16 @@ class ChunkStore(TieredStore):
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Watch | None:
         """Probe rows, and of each the tokens of its own chunk."""
+        if forward.fed is not None:
+            assert self.windows is not None
+            return self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
         spans = [(forward.before[row], forward.after[row], self.rows.prompt(row)) for row in rows]
         probes = [self._probes(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
         if not any(map(any, probes)):
             return None
         width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
         if forward.width == 1:
-            if all(map(all, probes)):
-                return Watch(tier=False)
-            chosen = [int(own) for (own,) in probes]
-            flags = forward.tensor(f"probes of layer {self.place.layer} among {rows}", chosen, device)
-            return Watch(False, flags[:, None, None].expand(-1, 1, width + 1))
+            return Watch(tier=False) if all(map(all, probes)) else self._watched(forward, rows, width, device)
         weights = torch.zeros(len(rows), len(probes[0]), width + len(probes[0]))
         for i, ((before, after, prompt), own) in enumerate(zip(spans, probes, strict=True)):
             exact = self.tiering.exact(before, prompt)
@@ -82,10 +85,33 @@ class ChunkStore(TieredStore):
             weights[i, :, :exact], weights[i, :, width:] = looked[:, :exact], looked[:, exact:]
         return Watch(False, weights.to(device))
 
+    def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Watch:
+        """The window and the new token, for the rows whose one query is a probe."""
+
+        def chosen(step: Forward) -> list[int]:
+            return [
+                int(self._probes(step.before[row], step.after[row], self.rows.prompt(row), None)[0]) for row in rows
+            ]
+
+        flags = forward.tensor(f"probes of layer {self.place.layer} among {rows}", chosen, device)
+        return Watch(False, flags[:, None, None].expand(-1, 1, slots + 1))
+
+    def block(self, forward: Forward) -> Hashable | None:
+        """See `Store.block`: steps whose chunk goes on in every row."""
+        assert self.windows is not None
+        ends = [[self._exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after)]
+        slots = self.windows[0].tokens.shape[2]
+        if any(after <= before for before, after in zip(*ends, strict=True)):
+            return None
+        if allocated(max(ends[1]), self.tiering.longest()) != slots:
+            return None
+        shapes = self.shapes(forward)
+        return None if shapes is None else (shapes, len(self.mass), slots)
+
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
-        exact = [self.tiering.exact(n, self.rows.prompt(row)) for row, n in enumerate(forward.before)]
-        left = [self.tiering.exact(n, self.rows.prompt(row)) for row, n in enumerate(forward.after)]
+        exact = [self._exact(row, n) for row, n in enumerate(forward.before)]
+        left = [self._exact(row, n) for row, n in enumerate(forward.after)]
         step = forward.width == 1 and forward.columns is None
         self._resize(max(exact + left))
         complete = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if not step or other <= one]
@@ -103,10 +129,12 @@ class ChunkStore(TieredStore):
         """One token each for `rows` whose chunk goes on."""
         assert self.windows is not None
         slots = [exact[row] for row in rows]
-        level = len(rows) == len(exact) and len(set(slots)) == 1
+        level = len(rows) == len(exact) and len(set(slots)) == 1 and forward.fed is None
         at = slots[0] if level else None
-        index = forward.tensor("rows that go on", rows, keys.device)
-        place = forward.tensor("their slots", slots, keys.device)
+        index = forward.tensor("rows that go on", lambda _: rows, keys.device)
+        place = forward.tensor(
+            "their slots", lambda step: [self._exact(row, step.before[row]) for row in rows], keys.device
+        )
         for window, new in zip(self.windows, (keys, values), strict=True):
             if at is not None:
                 window.tokens[:, :, at] = new[:, :, 0]

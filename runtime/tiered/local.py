@@ -7,7 +7,7 @@ from torch import Tensor
 
 from calib.kernels.probe_saliency.operation import attention_mass
 from calib.runtime.logits import Logits
-from calib.runtime.pages import upload
+from calib.runtime.numbers import upload
 from calib.runtime.rows import Forward
 from calib.runtime.stages.tiering import Local
 from calib.runtime.store import Footprint, Place
@@ -101,8 +101,8 @@ class LocalStore(TieredStore):
         assert self.windows is not None
         slots = [held[row] for row in rows]
         seen, fresh = self.seen_by(list(range(len(held))), 1)
-        index: Any = forward.tensor("rows that go on", rows, keys.device)
-        at: Any = forward.tensor("their slots", slots, keys.device)
+        index: Any = forward.tensor("rows that go on", lambda _: rows, keys.device)
+        at: Any = forward.tensor("their slots", lambda _: slots, keys.device)
         if len(rows) == len(held) and len(set(slots)) == 1:
             index, at = slice(None), slots[0]
         for window, new in zip(self.windows, (keys, values), strict=True):

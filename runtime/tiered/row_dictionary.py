@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.draws import Draws
-from calib.runtime.pages import upload
+from calib.runtime.numbers import upload
 from calib.runtime.stages.codec import Codec, Corrected, Sparse
 from calib.runtime.store import Place
 from calib.runtime.tiered.tier_plan import TierPlan

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.runtime.pages import upload
+from calib.runtime.numbers import upload
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale

@@ -1,6 +1,6 @@
 """Rows whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from calib.runtime.pages import PageTable
 from calib.runtime.rows import Forward, Rows
@@ -62,6 +62,16 @@ class TieredRows(Rows):
             for row in rows:
                 groups.setdefault((number, self.prompt(row)), []).append(row)
         return list(groups.values())
+
+    def block(self, forward: Forward) -> Hashable:
+        """What the shapes of `TieredReading` follow from: equal in the steps of a block."""
+        versions = tuple(table.version for table in self.tables)
+        pages = [table.page_tokens for table in self.tables[: self.stored]]
+        return versions, tuple(
+            (-(-count // page), count % page == 0)
+            for row, length in enumerate(forward.before)
+            for count, page in zip(self.held(row, length), pages, strict=True)
+        )
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""

@@ -1,6 +1,7 @@
 """A store whose tokens lie in tiers: what all tierings share. Which token goes where is said by `chunks`, `budget`, `sinks`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from calib.runtime.stages.contract import Saliency
 from calib.runtime.stages.halves import HALF_MAX
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.tiered.attend import Seen, TieredAttention, Watch
+from calib.runtime.tiered.parts import Parts
 from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.rows import TieredRows
@@ -85,6 +87,17 @@ class TieredStore(ABC):
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Takes a forward's tokens in; what was seen of it is in `self.seen`."""
 
+    def block(self, forward: Forward) -> Hashable | None:
+        """See `Store.block`. None unless the tiering knows better."""
+        return None
+
+    def shapes(self, forward: Forward) -> Hashable | None:
+        """What every tiering's steps share in a block. Under a sliding window pages come and go with every step; what oracle
+        eviction keeps is another number each time."""
+        if self.rows.sliding is not None or self.plan.kept is not None or any(forward.copies):
+            return None
+        return self.rows.block(forward), tuple(pool.capacity for _, pool in self._pools())
+
     def _key(self, role: str, number: int) -> tuple[str, Any]:
         """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's."""
         stage = dict(self.plan.tiers[number].streams())[role].transform
@@ -114,7 +127,7 @@ class TieredStore(ABC):
         beside: Beside | None = None,
     ) -> Tensor:
         """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
-        attention = TieredAttention(
+        held = Parts(
             self.tiers,
             self.windows,
             self.rows,
@@ -122,10 +135,11 @@ class TieredStore(ABC):
             rows,
             logits,
             self.place.rotation,
-            self.plan.kept,
             self.plan.before_rope,
             beside,
+            in_one=self.plan.kept is None,
         )
+        attention = TieredAttention(held, self.plan.kept)
         observe = observe and self.observes
         self.query_values = given.query.shape[1] * given.query.shape[3]
         if observe:

@@ -46,3 +46,25 @@ def test_generate(device, prompts, dtype, method, options, monkeypatch):
         with compress(model, method, **options) as cache:
             answers.append(model.generate(**asked, past_key_values=cache).cpu())
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(("method", "options"), [*METHODS[:5], ("rtn", {"bits": 4}), ("csr", {"online": 256})], ids=str)
+def test_replayed_steps(device, prompts, method, options, monkeypatch):
+    """Steps from CUDA graphs, over several blocks, against the same steps started one by one."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device: CUDA graphs")
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
+    given = {name: part.to(device) for name, part in prompts.items()}
+    found = []
+    for graphs in (False, True):
+        with compress(model, method, graphs=graphs, **options) as cache, torch.no_grad():
+            logits = [model(**given, past_key_values=cache).logits[:, -1]]
+            for step in range(160):
+                token = torch.full((2, 1), 7 + step % 50, device=device)
+                places = torch.tensor(cache.rows.lengths, device=device)[:, None]
+                logits.append(model(input_ids=token, position_ids=places, past_key_values=cache).logits[:, -1])
+        if graphs:
+            assert cache.graphs.replays > 80
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,183 @@
+"""The parts that attention over tiers is put together from: each tier's tiles, what lies beside, the window and the new tokens.
+
+Every tier is met in packed form, its transform folded into the query and the output. Order does not matter: keys carry
+their positions (they are stored after RoPE), so a mask is needed only for empty slots, for the new tokens among
+themselves and under a sliding window.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.operation import Attended, Stretch, served
+from calib.kernels.desparsify_attend.operation import served as pairs_served
+from calib.runtime.beside import Beside
+from calib.runtime.logits import Logits, masked
+from calib.runtime.numbers import upload
+from calib.runtime.rotation import Rotation
+from calib.runtime.rows import Forward
+from calib.runtime.tiered.met import MetTier
+from calib.runtime.tiered.reading import TieredReading, Tile
+from calib.runtime.tiered.rows import TieredRows
+from calib.runtime.tiered.tier import Tier
+from calib.runtime.tiered.turned import turned_to_places, turns_up_to
+from calib.runtime.window import Window
+
+
+@dataclass
+class Part:
+    """A stretch of tokens: its logits, masked, how weights mix its values, and whether its probabilities are wanted. What a
+    kernel attended in one has its mixture already, and its logits where anybody wants them.
+
+    `left`: what has more to add once the final probabilities of all its parts are known. `places` of its tokens,
+    `[rows, kv_heads or 1, tokens]` or a stretch, where something is asked about them.
+    """
+
+    scores: Tensor
+    mix: Callable[[Tensor], Tensor] | Attended
+    watched: bool
+    left: Callable[[Tensor], Tensor] | None = None
+    places: Tensor | slice | None = None
+
+
+@dataclass
+class Parts:
+    """What one layer holds for the rows `rows` of the batch. `in_one`: a kernel may take a whole tier, its logits unseen."""
+
+    tiers: list[Tier]
+    windows: tuple[Window, Window] | None
+    state: TieredRows
+    forward: Forward
+    rows: range
+    logits: Logits
+    rotation: Rotation | None
+    before_rope: bool
+    beside: Beside | None
+    in_one: bool
+
+    def window_slots(self) -> int:
+        """Leading slots of the window that are met: those that any row uses, or all where shapes are a block's."""
+        if self.windows is not None and self.forward.fed is not None:
+            return self.windows[0].tokens.shape[2]
+        return max(self.state.exact(row, self.forward.before[row]) for row in self.rows)
+
+    def met_by(
+        self,
+        query: Tensor,
+        reading: TieredReading,
+        new_keys: Tensor,
+        new_values: Tensor,
+        watched: bool,
+        first_watched: bool,
+    ) -> Iterator[Part]:
+        """What `query [rows, kv_heads, query rows, D]`, float32 and scaled, meets; the window and the new tokens may be
+        `watched`, and the first tier."""
+        turned = None
+        if self.before_rope and self.rotation is not None:
+            turned = partial(turned_to_places, self.forward, self.rotation)
+        for number, (tier, tiles) in enumerate(zip(self.tiers, reading.tiers, strict=True)):
+            if not tiles:
+                continue
+            asked = self._relocated(query) if tier.relocated else query
+            met = MetTier(tier, self.rows, asked, reading.records, tiles[-1].stop, turned)
+            wanted = first_watched and number == 0
+            stretch = reading.stretches[number]
+            if stretch is not None and self.in_one:
+                if served(query.shape[2], *met.streams()):
+                    yield self._tier_in_one(met, tiles, stretch, wanted)
+                    continue
+                if self.beside is None and not wanted and pairs_served(met.query, *met.pairs()):
+                    yield self._pairs_in_one(met, stretch, query)
+                    continue
+            for tile in tiles:
+                hidden, places = tile.hidden, None
+                if reading.back is not None or self.beside is not None:
+                    places = self._places(tier, tile)
+                if reading.back is not None:
+                    assert isinstance(places, Tensor)
+                    gone = places[:, :, None] <= reading.back
+                    hidden = gone if hidden is None else gone | hidden
+                if self.beside is not None and places is not None:
+                    twins = self.beside.hides(places)
+                    hidden = twins if hidden is None else twins | hidden
+                yield Part(
+                    masked(self.logits.capped(met.scores(tile)), hidden),
+                    lambda weights, met=met, tile=tile: met.mix(weights, tile),  # type: ignore[misc]
+                    wanted,
+                    met.listed_mix if met.lists_values else None,
+                    places if self._asks else None,
+                )
+        if self.beside is not None and self.beside.places.shape[2]:
+            yield self._fetched(self.beside, query, reading.back)
+        keys, values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
+        if self.windows is not None and reading.window:
+            held = (window.tokens[self.rows.start : self.rows.stop, :, : reading.window] for window in self.windows)
+            keys, values = (torch.cat(pair, 2) for pair in zip(held, (keys, values), strict=True))
+        exact = masked(self.logits.capped(query @ keys.float().mT), reading.hidden)
+        places = self._exact_places(reading, query.device) if self._asks else None
+        yield Part(exact, lambda weights: weights @ values.float(), watched, places=places)
+
+    def _tier_in_one(self, met: MetTier, tiles: list[Tile], stretch: Stretch, wanted: bool) -> Part:
+        """A tier by one kernel."""
+        places: Tensor | slice | None = None
+        if self.beside is not None:
+            slots = Tile(stretch.table, 0, stretch.table.shape[1] * met.tier.pool.page_tokens, None)
+            places = self._places(met.tier, slots)
+            stretch = replace(stretch, hidden=self.beside.hides(places)[:, :, 0])
+        found = met.in_one(tiles, stretch, self.logits.softcap, wanted or self._asks or met.corrected)
+        scores = found.mass if found.scores is None else found.scores
+        left = partial(met.corrections, tiles) if met.corrected else None
+        return Part(scores, found, wanted, left, places if self._asks else None)
+
+    def _pairs_in_one(self, met: MetTier, stretch: Stretch, query: Tensor) -> Part:
+        """A tier of sparse pairs by one kernel."""
+        turns = None
+        if self.before_rope and self.rotation is not None:
+            longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
+            turns = turns_up_to(self.forward, self.rotation, longest, query)
+        found = met.pairs_in_one(stretch, turns, self.logits.softcap)
+        return Part(found.mass, found, False)
+
+    @property
+    def _asks(self) -> bool:
+        return self.beside is not None and self.beside.asks
+
+    def _fetched(self, beside: Beside, query: Tensor, back: Tensor | None) -> Part:
+        """The pairs beside, met where the query is turned to."""
+        asked = query if beside.turns is None else Rotation.turned(query, *beside.turns)
+        scores = masked(self.logits.capped(asked @ beside.keys.float().mT), beside.hidden(back))
+        places = beside.places if beside.asks else None
+        return Part(scores, lambda weights: weights @ beside.values.float(), False, places=places)
+
+    @staticmethod
+    def _places(tier: Tier, tile: Tile) -> Tensor | slice:
+        """Of a tile's tokens; a tier without positions is the only one, and slot t holds token t."""
+        return tier.places(tile.pages) if tier.positions else slice(tile.start, tile.stop)
+
+    def _exact_places(self, reading: TieredReading, device: torch.device) -> Tensor:
+        """int64 `[rows, 1, tokens]` of the window's slots and the new tokens; another's where a slot is not in use."""
+        key = ("exact places", self.rows, reading.window, reading.new.stop, device)
+        if key not in self.forward.readings:
+            before = [self.forward.before[row] for row in self.rows]
+            exact = [self.state.exact(row, length) for row, length in zip(self.rows, before, strict=True)]
+            start, used = (upload(part, torch.int64, device)[:, None, None] for part in (before, exact))
+            slots = torch.arange(reading.window, device=device)
+            new = torch.arange(reading.new.start, reading.new.stop, device=device)
+            self.forward.readings[key] = torch.cat([start - used + slots, start + new], -1)
+        places: Tensor = self.forward.readings[key]
+        return places
+
+    def _relocated(self, query: Tensor) -> Tensor:
+        """The query where it stands inside the cache: as many positions back as its row has dropped tokens."""
+        assert self.rotation is not None
+        key = ("relocated", self.rows, query.device)
+        if key not in self.forward.readings:
+            before = [self.forward.before[row] for row in self.rows]
+            dropped = [self.state.kept(row, n) - n for row, n in zip(self.rows, before, strict=True)]
+            if self.beside is not None and self.beside.turns is not None:
+                dropped = [places + (places < 0) for places in dropped]  # what was fetched takes one place
+            self.forward.readings[key] = self.rotation.turns(dropped, query.device)
+        return Rotation.turned(query, *self.forward.readings[key])
