@@ -25,11 +25,13 @@ class Before:
     half: Tensor | None = None
     balance: Tensor | None = None
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """x in the order of the result, `[rows, kv_heads, n, D]`."""
+        return x if self.order is None else x.gather(-2, self.order[..., None].expand(*self.order.shape, x.shape[-1]))
+
     def forward(self, x: Tensor) -> Tensor:
         """y float32 `[rows, kv_heads, n, D]`."""
-        if self.order is not None:
-            x = x.gather(-2, self.order.unsqueeze(-1).expand(*self.order.shape, x.shape[-1]))
-        y = x.float()
+        y = self.gathered(x).float()
         y = y if self.center is None else y - self.center
         y = y if self.half is None else y / self.half
         return y if self.balance is None else y * self.balance

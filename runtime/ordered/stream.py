@@ -12,6 +12,7 @@ from calib.runtime.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.pool import Memory, PagePool, device_memory
 from calib.runtime.rows import Forward
 from calib.runtime.stages.codec.corrected import counted, counter
+from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Block, Codec, Schedule, Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.window import Window, allocated
@@ -126,7 +127,7 @@ class Stream:
                 self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
 
     def _encode(self, tokens: Tensor) -> Block:
-        return counted(self.plan.codec.encode(self.plan.transform.forward(tokens), self.wide), self.further)
+        return counted(encoded(self.plan.transform, self.plan.codec, tokens, self.wide), self.further)
 
 
 def _places(table: PageTable) -> Iterator[tuple[str, Numbers[Forward]]]:

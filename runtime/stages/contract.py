@@ -23,6 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from calib.kernels.quantise.operation import Before
+
 Block = Mapping[str, Tensor]
 
 
@@ -93,6 +95,10 @@ class Codec(Protocol):
 
 class Transform(Protocol):
     """y = T x before encoding. `forward` and `inverse` act on tokens; the folds let attention work on y itself."""
+
+    def before(self) -> Before:
+        """`forward`, as a quantiser does it on the way to the codes."""
+        ...
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> same shape, float32."""

@@ -205,21 +205,14 @@ class ChunkStore(TieredStore):
         slots, at = self.rows.held(rows[0], chunk.start + self.tiering.window), 0
         offset = 0 if first else self.tiering.apart
         for number, count in enumerate(self.tiering.counts(len(chunk))[: self.plan.kinds], offset):
-            own = (keys, values, places)
-            if order is not None:
-                chosen = order[..., at : at + count].sort(-1).values
-                index = chosen[..., None]
-                own = (
-                    keys.gather(2, index.expand(-1, -1, -1, keys.shape[3])),
-                    values.gather(2, index.expand(-1, -1, -1, values.shape[3])),
-                    places.gather(2, chosen),
-                )
+            chosen = None if order is None else order[..., at : at + count].sort(-1).values
             at += count
             if first:  # a tier that is empty now and gains tokens later takes the numbers of the whole chunk
-                self.measure(rows, "keys", own[0] if count else keys, number)
-                self.measure(rows, "values", own[1] if count else values, number)
+                for role, tokens in (("keys", keys), ("values", values)):
+                    self.measure(rows, role, tokens, number, chosen if count else None)
             if count:
-                self.tiers[number].write(rows, self.rows.tables[number], slots[number], *own, self.rows.records)
+                table, own = self.rows.tables[number], places if chosen is None else places.gather(2, chosen)
+                self.tiers[number].write(rows, table, slots[number], keys, values, own, self.rows.records, order=chosen)
 
     def _seen_rows(self, forward: Forward, row: int, chunk: range) -> list[int]:
         """How many probe rows see each token of a chunk: those at its position and behind."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.probe_saliency.operation import attention_mass
+from calib.kernels.quantise.operation import Before
 from calib.runtime.beside import Beside
 from calib.runtime.draws import Draws
 from calib.runtime.logits import Logits
@@ -184,11 +185,15 @@ class TieredStore(ABC):
                 new[to] = seen.new[of]
         return held, new
 
-    def measure(self, rows: list[int], role: str, tokens: Tensor, tier: int | None) -> None:
-        """Fits what is measured of a stream to `tokens [len(rows), kv_heads, n, D]`: of one tier, or of a whole chunk."""
+    def measure(
+        self, rows: list[int], role: str, tokens: Tensor, tier: int | None, order: Tensor | None = None
+    ) -> None:
+        """Fits what is measured of a stream to `tokens [len(rows), kv_heads, n, D]`, or to those at `order [..., m]`: of one
+        tier, or of a whole chunk."""
         for (own, key), transform in self.transforms.items():
             if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
-                transform.measure(rows, tokens, self._queries_of(rows, tokens))
+                found = Before(order).gathered(tokens)
+                transform.measure(rows, found, self._queries_of(rows, found))
 
     def _queries_of(self, rows: list[int], tokens: Tensor) -> Tensor:
         """The real queries of the forward that is being stored; without any (nothing measured needs them) the tokens."""
@@ -242,10 +247,11 @@ class TieredStore(ABC):
             }
             if tier.records is not None and self.rows.records is not None and count:
                 block |= {name: tensor[self.rows.records.rows[row]] for name, tensor in tier.records.tensors.items()}
-            empty = (torch.zeros(self.heads, 0, width) for width in self.widths)
+            device = tier.pool.device
+            empty = (torch.zeros(self.heads, 0, width, device=device) for width in self.widths)
             keys, values = (part[0] for part in tier.decode([row], block)) if count else empty
             if count and self.plan.before_rope and self.place.rotation is not None:
-                places = block[POSITIONS][0, :, :, 0] if tier.positions else torch.arange(keys.shape[1])
+                places = block[POSITIONS][0, :, :, 0] if tier.positions else torch.arange(count, device=device)
                 keys = Rotation.turned(keys, *self.place.rotation.at(places.long()))
             found.append((keys, values))
         return found

@@ -6,6 +6,7 @@ from torch import Tensor
 from calib.runtime.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
 from calib.runtime.pool import PagePool
 from calib.runtime.stages.codec.corrected import counted, counter
+from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Block, Codec, Field
 from calib.runtime.tiered.row_dictionary import RowDictionary, bound, sparse_part
 from calib.runtime.tiered.row_transform import RowTransform
@@ -76,25 +77,32 @@ class Tier:
         values: Tensor,
         places: Tensor,
         records: PageTable | None = None,
+        order: Tensor | None = None,
     ) -> None:
-        """Encodes tokens into slots `first` ... of `rows`: `[len(rows), kv_heads, n, head_dim]`, places int64 `[..., n]`.
+        """Encodes tokens into slots `first` ... of `rows`: `[len(rows), kv_heads, any, head_dim]`, places int64 `[..., n]`.
 
-        Where a segment is a row's or a page's tokens, they are one. `records` is the table of the rows' records.
+        `order` int64 `[..., n]` says which of the tokens; without it, all. Where a segment is a row's or a page's tokens, they
+        are one. `records` is the table of the rows' records.
         """
         if len(rows) > 1 and (self.records is not None or self._row_by_row):
             for i, row in enumerate(rows):
                 own = slice(i, i + 1)
-                self.write([row], table, first, keys[own], values[own], places[own], records)
+                chosen = None if order is None else order[own]
+                self.write([row], table, first, keys[own], values[own], places[own], records, chosen)
             return
         if self.records is not None and records is not None:
-            block = self.encode(rows, keys, values, places)
+            block = self.encode(rows, keys, values, places, order)
             self.write_block(rows, table, first, block)
             self.records.write_run(records.rows[rows[0]], 0, {name: part[0] for name, part in block.items()})
             return
-        piece = max(1, TILE_TOKENS // len(rows)) if self.plan.segments == "none" else keys.shape[2]
-        for at in range(0, keys.shape[2], piece):
+        count = places.shape[2]
+        piece = max(1, TILE_TOKENS // len(rows)) if self.plan.segments == "none" else count
+        for at in range(0, count, piece):
             part = slice(at, at + piece)
-            block = self.encode(rows, keys[:, :, part], values[:, :, part], places[:, :, part])
+            if order is None:
+                block = self.encode(rows, keys[:, :, part], values[:, :, part], places[:, :, part])
+            else:
+                block = self.encode(rows, keys, values, places[:, :, part], order[:, :, part])
             self.write_block(rows, table, first + at, block)
 
     @property
@@ -112,12 +120,14 @@ class Tier:
         for i, row in enumerate(rows):
             self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
 
-    def encode(self, rows: range | list[int], keys: Tensor, values: Tensor, places: Tensor) -> Block:
-        """The fields of tokens of `rows`."""
+    def encode(
+        self, rows: range | list[int], keys: Tensor, values: Tensor, places: Tensor, order: Tensor | None = None
+    ) -> Block:
+        """The fields of tokens of `rows`, or of those at `order`."""
         block: dict[str, Tensor] = {}
         for role, tokens in (("keys", keys), ("values", values)):
-            encoded = self.codec(role, rows).encode(self.transforms[role].of(rows).forward(tokens), self.wide[role])
-            own = counted(encoded, self.further)
+            transform, codec = self.transforms[role].of(rows), self.codec(role, rows)
+            own = counted(encoded(transform, codec, tokens, self.wide[role], order), self.further)
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.positions:
             block[POSITIONS] = places.to(torch.int32)[..., None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.kernels.attend.reference import uniform_mix, uniform_scores
 from calib.kernels.pack.reference import unpack, unpack_columns, words_per_token
-from calib.kernels.quantise.operation import encode_fixed, encode_uniform
+from calib.kernels.quantise.operation import AS_IT_IS, Before, encode_fixed, encode_uniform
 from calib.kernels.quantise.reference import dequantise, measure
 from calib.runtime.stages.contract import Block, Field, Segment
 from calib.runtime.stages.halves import HALF_MAX
@@ -80,13 +80,15 @@ class UniformQuant:
             return False
         return bool(x.numel() and torch.stack(x.aminmax()).abs().max() * max(1.0, 2 / (2**self.bits - 1)) > HALF_MAX)
 
-    def encode(self, x: Tensor, wide: bool | None = None) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`."""
+    def encode(self, x: Tensor, wide: bool | None = None, before: Before = AS_IT_IS) -> Block:
+        """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`, of what `before`
+        makes of x."""
         if self.group is None:
-            return {"words": encode_fixed(x, self.bits, self.clip)}
-        group, wide = self._sizes(x.shape[-2], x.shape[-1]), self.wide(x) if wide is None else wide
+            return {"words": encode_fixed(x, self.bits, self.clip, before)}
+        count = x.shape[-2] if before.order is None else before.order.shape[-1]
+        group, wide = self._sizes(count, x.shape[-1]), self.wide(before.forward(x)) if wide is None else wide
         dtype = torch.float32 if wide else torch.float16
-        words, parameters = encode_uniform(x, group, self.bits, self.clip, dtype, self.across_heads)
+        words, parameters = encode_uniform(x, group, self.bits, self.clip, dtype, self.across_heads, before)
         return {"words": words, "parameters": parameters}
 
     def decode(self, block: Block, channels: int) -> Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from calib.kernels.quantise.operation import Before
+
 
 @dataclass(frozen=True, eq=False)
 class Balancer:
@@ -11,9 +13,13 @@ class Balancer:
 
     balance: Tensor
 
+    def before(self) -> Before:
+        """x * balance."""
+        return Before(balance=self.balance)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""
-        return x.float() * self.balance
+        return self.before().forward(x)
 
     def inverse(self, y: Tensor) -> Tensor:
         """Undoes `forward`."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from calib.kernels.quantise.operation import Before
+
 NARROW = 2.0**-24  # the least number of float16
 
 
@@ -24,9 +26,13 @@ class ChannelRange:
         half = (high - low) / 2
         return cls(((high + low) / 2)[:, None], half.clamp(min=NARROW)[:, None])
 
+    def before(self) -> Before:
+        """(x - center) / half."""
+        return Before(center=self.center, half=self.half)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""
-        return (x.float() - self.center) / self.half
+        return self.before().forward(x)
 
     def inverse(self, y: Tensor) -> Tensor:
         """Undoes `forward`."""
@@ -54,9 +60,13 @@ class ChannelScale:
 
     scale: Tensor
 
+    def before(self) -> Before:
+        """x / scale."""
+        return Before(half=self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""
-        return x.float() / self.scale
+        return self.before().forward(x)
 
     def inverse(self, y: Tensor) -> Tensor:
         """Undoes `forward`."""

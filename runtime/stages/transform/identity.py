@@ -4,10 +4,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from calib.kernels.quantise.operation import AS_IT_IS, Before
+
 
 @dataclass(frozen=True)
 class Identity:
     """T x = x."""
+
+    def before(self) -> Before:
+        """Nothing."""
+        return AS_IT_IS
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` in float32."""
