@@ -110,8 +110,8 @@ def test_perplexity_through_the_full_cache_is_that_of_one_forward(model, chunk):
     (column,) = task.columns(subject(model, batch_size=2))
     found = figures(column, model, "full")
     with torch.no_grad():
-        logits = model(column.sequences).logits[:, 15:-1].double()
-    nats = -logits.log_softmax(-1).gather(2, column.sequences[:, 16:, None]).mean().item()
+        logits = model(column.text.tokens).logits[:, 15:-1].double()
+    nats = -logits.log_softmax(-1).gather(2, column.text.tokens[:, 16:, None]).mean().item()
     assert found["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
     assert found["sequences"] == 3 and found["tokens"] == 72
     assert found["low"] <= found["perplexity"] <= found["high"]

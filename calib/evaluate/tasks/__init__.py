@@ -5,11 +5,20 @@ from typing import Any
 
 from calib.config_messages import unknown
 from calib.errors import UsageError
+from calib.evaluate.tasks.agreement import Agreement
 from calib.evaluate.tasks.contract import Column, Subject, Task
+from calib.evaluate.tasks.distortion import Distortion
+from calib.evaluate.tasks.needle import Needle
 from calib.evaluate.tasks.perplexity import Perplexity
 from calib.evaluate.tasks.retrieval import Retrieval
 
-TASKS: dict[str, type[Any]] = {"retrieval": Retrieval, "perplexity": Perplexity}
+TASKS: dict[str, type[Any]] = {
+    "retrieval": Retrieval,
+    "needle": Needle,
+    "perplexity": Perplexity,
+    "agreement": Agreement,
+    "distortion": Distortion,
+}
 
 __all__ = ["TASKS", "Column", "Subject", "Task", "build_task"]
 

@@ -5,10 +5,8 @@ show more of the compression and take longer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from calib.capture.corpus import text_sequences
-from calib.capture.generated import sampled_text
-from calib.capture.language_model import without_waiting_for_the_hub
-from calib.config_messages import unknown
 from calib.errors import RunError, UsageError
 from calib.evaluate.bootstrap import mean_interval
 from calib.evaluate.feed import Feed
 from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
+from calib.evaluate.tasks.text import Text, TextSequences, text_source
 from calib.runtime.cache import CompressedCache
-from calib.testbed.corpus import TextSource, text_hash
-
-SAMPLED = "sampled from the model"
-HUB = ("name", "config", "split", "column")
+from calib.testbed.corpus import TextSource
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Perplexity:
         title: the column's.
     """
 
-    text: str | Sequence[str] | Mapping[str, str] | None = None
+    text: Text = None
     natural_spacing: bool = False
     prefill: int = 256
     chunk: int = 16
@@ -61,31 +53,12 @@ class Perplexity:
             raise UsageError(
                 f"tasks.perplexity: prefill={self.prefill} leaves nothing to score in sequences of length={self.length}"
             )
-        if not isinstance(self.natural_spacing, bool):
-            raise UsageError(f"'tasks.perplexity.natural_spacing' must be true or false, got {self.natural_spacing!r}")
         check_title("perplexity", self.title)
         self.source()
 
     def source(self) -> TextSource | None:
         """Where the text comes from; None when it is sampled."""
-        if self.text is None:
-            return None
-        if isinstance(self.text, Mapping):
-            for key in self.text:
-                if key not in HUB:
-                    raise UsageError(
-                        unknown(f"tasks.perplexity.text.{key}", [f"tasks.perplexity.text.{k}" for k in HUB])
-                    )
-            if not self.text.get("name"):
-                raise UsageError("'tasks.perplexity.text' of the hub needs a name: {name: OWNER/DATASET, split: test}")
-            return TextSource(natural_spacing=self.natural_spacing, **self.text)
-        files = [self.text] if isinstance(self.text, str) else self.text
-        if not isinstance(files, list | tuple) or not files or not all(isinstance(file, str) for file in files):
-            raise UsageError(f"'tasks.perplexity.text' must be a file, a list of files or null, got {self.text!r}")
-        missing = next((file for file in files if not Path(file).is_file()), None)
-        if missing is not None:
-            raise UsageError(f"tasks.perplexity.text: no file '{missing}'; null samples text from the model instead")
-        return TextSource(text=[Path(file) for file in files], natural_spacing=self.natural_spacing)
+        return text_source("perplexity", self.text, self.natural_spacing)
 
     def titles(self) -> list[str]:
         """Its one title."""
@@ -103,40 +76,16 @@ class TextColumn:
 
     def __init__(self, task: Perplexity, subject: Subject) -> None:
         self.title, self.task, self.subject = task.title, task, subject
-        subject.check_length(task.length, "perplexity", "give a smaller length")
-        self.rows = subject.rows(-(-task.tokens // (task.length - task.prefill)))
-        self.text, origin = None, {"text": SAMPLED}
-        source = task.source()
-        if source is not None:
-            with without_waiting_for_the_hub():
-                self.text = source.read()
-            origin = {"text": source.label, "sha256": text_hash(self.text)}
-            self.rows = len(self.sequences)
+        count = -(-task.tokens // (task.length - task.prefill))
+        self.text = TextSequences("perplexity", task.source(), subject, task.length, count)
+        self.rows = self.text.count
         numbers = {"prefill": task.prefill, "chunk": task.chunk, "length": task.length, "sequences": self.rows}
-        self.settings: dict[str, Any] = {"task": "perplexity", **origin, **numbers}
+        self.settings: dict[str, Any] = {"task": "perplexity", **self.text.origin, **numbers}
         self.prompt, self.length = float(task.prefill), float(task.length - 1)
-
-    @cached_property
-    def sequences(self) -> Tensor:
-        """[sequences, length] int64, each behind the tokenizer's first token."""
-        subject, task = self.subject, self.task
-        if self.text is not None:
-            try:
-                return text_sequences(self.text, subject.tokenizer, task.length, self.rows, subject.seed, task.title)
-            except RunError as error:
-                raise UsageError(
-                    f"tasks.perplexity: the text does not fill one sequence of {task.length} tokens; "
-                    "give more text or a smaller length"
-                ) from error
-        tokenizer = subject.tokenizer
-        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        if first is None:
-            raise UsageError("tasks.perplexity: this tokenizer has no first token to sample after; give text=FILE")
-        return sampled_text(subject.model, first, task.length, self.rows, subject.seed)
 
     def batches(self) -> list[Tensor]:
         """The sequences, [at most batch_size, length] each."""
-        return list(self.sequences.to(self.subject.model.device).split(self.subject.batch_size))
+        return self.text.batches()
 
     def measure(self, cache: CompressedCache, batch: Tensor) -> Tensor:
         """[rows] float64: nats of the scored tokens of each sequence."""

@@ -1,11 +1,12 @@
-"""Line retrieval: keyed lines, a question, and the number that answers it, read through the cache.
+"""Line retrieval: keyed lines, questions, and the numbers that answer them, read through the cache.
 
-    line rain: 4821 / line milk: 1190 / ... / ? / line milk:        -> 1190
+    line rain: 4821 / line milk: 1190 / ... / ? / line milk:        -> 1190 / line rain:        -> 4821
 
 The cases are the testbed's evaluation split (`calib.testbed.splits`): fresh pairs of key and number, fresh neighbours.
-The answer is scored token by token with the true tokens before each: it is exact when every token is the most likely
-one, which is just when greedy generation gives it, since generation follows the true tokens up to its first mistake. The
-log-probability of those tokens tells methods apart that answer equally often.
+With several `queries` a prompt is asked for several of its lines, one after another; the first is the one that a single
+query asks for. An answer is scored token by token with the true tokens before each: it is exact when every token is the
+most likely one, which is just when greedy generation gives it, since generation follows the true tokens up to its first
+mistake. The log-probability of those tokens tells methods apart that answer equally often.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from calib.errors import UsageError
 from calib.evaluate.feed import Feed
 from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
 from calib.runtime.cache import CompressedCache
-from calib.testbed.generators import POOLS, Keys, RetrievalCase, Style, retrieval_cases
+from calib.testbed.generators import POOLS, Keys, Piece, RetrievalCase, Style, keyed_lines, keyed_random
 from calib.testbed.proportion import Proportion
 
 
@@ -31,6 +32,7 @@ class Retrieval:
     Args:
         lines: numbers of keyed lines before the question.
         cases: independent cases a column.
+        queries: different lines that each case is asked for, one after another.
         digits: of the numbers.
         style: `line` (`line rain: 4821`) or `plain` (`rain 4821`).
         keys: `words` or `numbers`.
@@ -39,6 +41,7 @@ class Retrieval:
 
     lines: tuple[int, ...] = (20,)
     cases: int = 200
+    queries: int = 1
     digits: int = 4
     style: Style = "line"
     keys: Keys = "words"
@@ -49,9 +52,13 @@ class Retrieval:
         if not isinstance(lines, list | tuple) or not lines:
             raise UsageError(f"invalid value {lines!r} for 'tasks.retrieval.lines' (a list of whole numbers)")
         object.__setattr__(self, "lines", tuple(lines))
-        for option, values in (("lines", lines), ("cases", [self.cases]), ("digits", [self.digits])):
-            for value in values:
-                whole_number("retrieval", option, value, 1)
+        options = (("cases", self.cases), ("queries", self.queries), ("digits", self.digits))
+        for option, value in (*(("lines", count) for count in lines), *options):
+            whole_number("retrieval", option, value, 1)
+        if self.queries > min(self.lines):
+            raise UsageError(
+                f"invalid value {self.queries} for 'tasks.retrieval.queries' (at most {min(self.lines)}, the fewest lines)"
+            )
         for option, value, known in (("style", self.style, ("line", "plain")), ("keys", self.keys, tuple(POOLS))):
             if value not in known:
                 choices = ", ".join(known)
@@ -59,13 +66,22 @@ class Retrieval:
         check_title("retrieval", self.title)
         try:
             for count in self.lines:
-                retrieval_cases(0, 1, count, self.digits, self.style, keys=self.keys)
+                self.document(0, 0, count)
         except ValueError as error:
             raise UsageError(f"tasks.retrieval: {error}") from error
 
+    def document(self, seed: int, index: int, lines: int) -> list[Piece]:
+        """Case `index` of `lines` keyed lines; raises ValueError for counts that the keys do not allow."""
+        rng = keyed_random("retrieval", seed, index, lines, self.digits, self.style, "eval", self.keys)
+        return list(keyed_lines(rng, lines, self.queries, self.digits, self.style, "eval", self.keys))
+
+    def title_of(self, lines: int) -> str:
+        """The column's title."""
+        return f"{lines} {self.title}" if self.queries == 1 else f"{self.queries} of {lines} {self.title}"
+
     def titles(self) -> list[str]:
-        """ "20 lines", "40 lines", ..."""
-        return [f"{count} {self.title}" for count in self.lines]
+        """ "20 lines", "40 lines", ...; with queries "4 of 20 lines", ..."""
+        return [self.title_of(count) for count in self.lines]
 
     def columns(self, subject: Subject) -> list[Column]:
         """Generates and tokenises the cases; refuses more tokens than the model was made for."""
@@ -73,7 +89,10 @@ class Retrieval:
 
 
 class RetrievalBatch(NamedTuple):
-    """Prompts [rows, tokens] int64 padded on the left, their mask, answers [rows, most] int64 and theirs (bool)."""
+    """Prompts [rows, tokens] int64 padded on the left, their mask, and what follows them, answers [rows, most] int64.
+
+    asked: [rows, most] int64, the number of the row's answer that a token belongs to: 1, 2, ...; 0 is fed and not asked.
+    """
 
     prompts: Tensor
     mask: Tensor
@@ -81,25 +100,55 @@ class RetrievalBatch(NamedTuple):
     asked: Tensor
 
 
-class LinesColumn:
-    """Cases of one number of lines."""
+class TokenRow(NamedTuple):
+    """Ids of a prompt and of all that follows it; `asked` as in `RetrievalBatch`."""
+
+    prompt: list[int]
+    answers: list[int]
+    asked: list[int]
+
+
+class AnswersColumn:
+    """Documents with equally many answers each, as rows with little padding.
+
+    Args:
+        subject: what is evaluated.
+        title: the column's.
+        settings: what the documents depend on besides the seed.
+        documents: one a row.
+        parts: for each document the parts that its answers' figures belong to, such as ["depth 0.25"]; none: no such figures.
+        what: the documents, for the message about those longer than the model was made for.
+        remedy: what to do about them.
+    """
 
     measure_name = "exact answers, log p"
 
-    def __init__(self, task: Retrieval, lines: int, subject: Subject) -> None:
-        self.title, self.model = f"{lines} {task.title}", subject.model
-        self.rows = subject.rows(task.cases)
-        options = {key: value for key, value in asdict(task).items() if key not in ("lines", "cases", "title")}
-        self.settings: dict[str, Any] = {"task": "retrieval", "lines": lines, "cases": self.rows, **options}
-        cases = retrieval_cases(subject.seed, self.rows, lines, task.digits, task.style, keys=task.keys)
-        pairs = [token_pair(subject.tokenizer, case) for case in cases]
-        pairs.sort(key=lambda pair: len(pair[0]))  # little padding; a stable order
-        self.prompt = sum(len(prompt) for prompt, _ in pairs) / len(pairs)
-        longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        subject.check_length(longest, f"retrieval from {lines} lines", "ask for fewer lines")
+    def __init__(
+        self,
+        subject: Subject,
+        title: str,
+        settings: dict[str, Any],
+        documents: Sequence[Sequence[Piece]],
+        parts: Sequence[Sequence[str]],
+        what: str,
+        remedy: str,
+    ) -> None:
+        self.title, self.settings, self.model = title, settings, subject.model
+        rows = [token_row(subject.tokenizer, document) for document in documents]
+        order = sorted(range(len(rows)), key=lambda place: len(rows[place].prompt))  # little padding; a stable order
+        rows, self.parts = [rows[place] for place in order], [parts[place] for place in order]
+        self.rows = len(rows)
+        self.prompt = sum(len(row.prompt) for row in rows) / len(rows)
+        longest = max(len(row.prompt) + len(row.answers) for row in rows)
+        subject.check_length(longest, what, remedy)
         pad, size = subject.tokenizer.pad_token_id or 0, subject.batch_size
-        self._batches = [batch(pairs[at : at + size], pad, self.model.device) for at in range(0, len(pairs), size)]
-        fed = sum(len(part.answers) * (part.answers.shape[1] - 1) for part in self._batches)  # an answer's last is not
+        self._batches = [
+            batch([row[:2] for row in some], pad, self.model.device, [row.asked for row in some])
+            for some in (rows[at : at + size] for at in range(0, len(rows), size))
+        ]
+        fed = sum(
+            len(part.answers) * (part.answers.shape[1] - 1) for part in self._batches
+        )  # a row's last token is not
         self.length = self.prompt + fed / self.rows
 
     def batches(self) -> list[RetrievalBatch]:
@@ -107,25 +156,35 @@ class LinesColumn:
         return self._batches
 
     def measure(self, cache: CompressedCache, batch: RetrievalBatch) -> tuple[Tensor, Tensor]:
-        """Exact [rows] bool, and log-probabilities of the asked tokens [asked] float64."""
+        """Exact [rows x answers] bool, row by row, and log-probabilities of the asked tokens [asked] float64."""
         feed = Feed(self.model, cache)
         logits = feed(batch.prompts, batch.mask, only_last=True)
-        exact, found = torch.ones(len(batch.prompts), dtype=torch.bool), []
+        numbers = torch.arange(1, int(batch.asked.max()) + 1)
+        exact, found = torch.ones(len(batch.prompts), len(numbers), dtype=torch.bool), []
         for place in range(batch.answers.shape[1]):
             answer, asked = batch.answers[:, place], batch.asked[:, place]
-            exact &= ((logits[:, -1].argmax(-1) == answer) | ~asked).cpu()
+            right = (logits[:, -1].argmax(-1) == answer).cpu()
+            exact &= right[:, None] | (asked.cpu()[:, None] != numbers)
             likely = logits[:, -1].double().log_softmax(-1).gather(1, answer[:, None])[:, 0]
-            found.append(likely[asked].cpu())
+            found.append(likely[asked > 0].cpu())
             if place + 1 < batch.answers.shape[1]:
                 logits = feed(answer[:, None])
-        return exact, torch.cat(found)
+        return exact.flatten(), torch.cat(found)
 
     def summary(self, parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float | int]:
-        """Share of exact answers with its 95 % interval (Wilson), mean log-probability of an answer's token (nats)."""
-        exact = torch.cat([part for part, _ in parts])
+        """Share of exact answers with its 95 % interval, mean log-probability of an answer's token (nats), the parts' shares.
+
+        The interval is Wilson's for as many cases as there are rows: a row's answers may stand and fall together.
+        """
+        exact = torch.cat([part for part, _ in parts]).view(self.rows, -1)
         likely = torch.cat([part for _, part in parts])
-        share = Proportion(int(exact.sum()), len(exact)).as_dict()
-        return {**share, "log_probability": float(likely.mean())}
+        share = Proportion(round(int(exact.sum()) / exact.shape[1]), self.rows).as_dict()
+        by_part: dict[str, list[bool]] = {}
+        for names, answers in zip(self.parts, exact.tolist(), strict=True):
+            for name, answer in zip(names, answers, strict=False):  # no names, no figures
+                by_part.setdefault(name, []).append(answer)
+        grid = {f"exact at {name}": sum(by_part[name]) / len(by_part[name]) for name in sorted(by_part)}
+        return {**share, "exact": float(exact.double().mean()), "log_probability": float(likely.mean()), **grid}
 
     def words(self, figures: dict[str, float | int]) -> str:
         """ "0.985 [0.957, 0.995], -0.021"."""
@@ -136,6 +195,37 @@ class LinesColumn:
         return "{exact:.3f} {log_probability:.3f}".format(**figures)
 
 
+class LinesColumn(AnswersColumn):
+    """Cases of one number of lines; with several queries the share of each query stands apart."""
+
+    def __init__(self, task: Retrieval, lines: int, subject: Subject) -> None:
+        rows, queries = subject.rows(task.cases), task.queries
+        options = {key: value for key, value in asdict(task).items() if key not in ("lines", "cases", "title")}
+        if queries == 1:
+            del options["queries"]  # the settings of the tasks that had no such option
+        settings = {"task": "retrieval", "lines": lines, "cases": rows, **options}
+        documents = [task.document(subject.seed, index, lines) for index in range(rows)]
+        parts = [f"query {number}" for number in range(1, queries + 1)] if queries > 1 else []
+        what, remedy = f"retrieval from {lines} lines", "ask for fewer lines"
+        super().__init__(subject, task.title_of(lines), settings, documents, [parts] * rows, what, remedy)
+
+
+def token_row(tokenizer: PreTrainedTokenizerBase, document: Sequence[Piece]) -> TokenRow:
+    """A document up to its last answer as ids. A token that holds the end of an answer and more belongs to the answer."""
+    places = [place for place, piece in enumerate(document) if piece.is_answer]
+    texts = ["".join(piece.text for piece in document[:place]) for place in range(len(document) + 1)]
+    until = texts[places[-1] + 1]
+    prompt, rest = token_pair(tokenizer, RetrievalCase(texts[places[0]], until[len(texts[places[0]]) :]))
+    whole, asked = prompt + rest, [0] * len(rest)
+    for number, place in enumerate(places, 1):
+        before, after = (tokenizer(text)["input_ids"] for text in texts[place : place + 2])
+        start = len(prompt) if number == 1 else shared(before, whole)
+        same = shared(after, whole)
+        end = same if same == len(after) else same + 1
+        asked[start - len(prompt) : end - len(prompt)] = [number] * (end - start)
+    return TokenRow(prompt, rest, asked)
+
+
 def token_pair(tokenizer: PreTrainedTokenizerBase, case: RetrievalCase) -> tuple[list[int], list[int]]:
     """Ids of the prompt and of the answer.
 
@@ -143,18 +233,31 @@ def token_pair(tokenizer: PreTrainedTokenizerBase, case: RetrievalCase) -> tuple
     the last space to the number has both in the answer.
     """
     alone, whole = (tokenizer(text)["input_ids"] for text in (case.prompt, case.prompt + case.answer))
-    same = next((at for at, (one, other) in enumerate(zip(alone, whole, strict=False)) if one != other), len(alone))
-    same = min(same, len(whole) - 1)
+    same = min(shared(alone, whole), len(whole) - 1)
     if same < 1:
         raise UsageError("this tokenizer leaves no prompt before the answer; use another model")
     return whole[:same], whole[same:]
 
 
-def batch(pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device) -> RetrievalBatch:
-    """Rows of one length. A shorter answer goes on with its last token, which is fed and not asked."""
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids the two begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def batch(
+    pairs: Sequence[tuple[list[int], list[int]]],
+    pad: int,
+    device: torch.device,
+    asked: Sequence[list[int]] | None = None,
+) -> RetrievalBatch:
+    """Rows of one length. Shorter answers go on with their last token, which is fed and not asked.
+
+    asked: as in `RetrievalBatch`; without it all tokens behind a prompt are one answer.
+    """
     tokens, most = (max(map(len, part)) for part in zip(*pairs, strict=True))
     prompts = [[pad] * (tokens - len(prompt)) + prompt for prompt, _ in pairs]
     mask = [[0] * (tokens - len(prompt)) + [1] * len(prompt) for prompt, _ in pairs]
     answers = [answer + answer[-1:] * (most - len(answer)) for _, answer in pairs]
-    asked = [[True] * len(answer) + [False] * (most - len(answer)) for _, answer in pairs]
-    return RetrievalBatch(*(torch.tensor(part, device=device) for part in (prompts, mask, answers, asked)))
+    numbers = asked if asked is not None else [[1] * len(answer) for _, answer in pairs]
+    filled = [row + [0] * (most - len(row)) for row in numbers]
+    return RetrievalBatch(*(torch.tensor(part, device=device) for part in (prompts, mask, answers, filled)))

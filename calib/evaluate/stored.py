@@ -1,0 +1,129 @@
+"""What the pages of a layer hold of a row: the tokens as they decode, which ones they are, and what that takes.
+
+Of a store in two places the device's part. Exact tokens of a window lie in no page and are left out, with their bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.runtime.ordered.store import OrderedStore
+from calib.runtime.ordered.stream import Stream
+from calib.runtime.pages import PageTable
+from calib.runtime.placed.store import PlacedStore
+from calib.runtime.pool import PagePool
+from calib.runtime.store import Store
+from calib.runtime.tiered.store import TieredStore
+from calib.runtime.tiered.tier import POSITIONS, Tier
+
+STREAMS = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One stream of one row.
+
+    Attributes:
+        tokens: as they decode, float32 `[kv_heads, n, head_dim]`, in any order.
+        places: of these tokens in the row, int64 `[kv_heads, n]`.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+def on_device(store: Store) -> OrderedStore | TieredStore:
+    """The store itself, or of one in two places the device's."""
+    found = store.low if isinstance(store, PlacedStore) else store
+    assert isinstance(found, OrderedStore | TieredStore)
+    return found
+
+
+def knows_places(store: OrderedStore | TieredStore) -> bool:
+    """Whether it can be said which token lies in a slot: of several tiers only where they keep positions."""
+    return isinstance(store, OrderedStore) or len(store.tiers) == 1 or all(tier.positions for tier in store.tiers)
+
+
+def kept(store: OrderedStore | TieredStore, row: int) -> float:
+    """The share of a row's tokens that the device has, in pages or in a window."""
+    length = store.rows.lengths[row]
+    if isinstance(store, OrderedStore) or not length:
+        return 1.0
+    return store.rows.kept(row, length) / length
+
+
+def stored(store: OrderedStore | TieredStore, row: int) -> dict[str, Stored]:
+    """Both streams of a row, by name; of tiers one behind the other. The store must know its places."""
+    if isinstance(store, OrderedStore):
+        return {stream.role: _of_stream(store, stream, row) for stream in store.streams}
+    device, counts = store.tiers[0].pool.device, store.counts(row)
+    decoded = ([part.to(device) for part in parts] for parts in zip(*store.decoded(row), strict=True))
+    keys, values = (torch.cat(parts, 1) for parts in decoded)
+    places = torch.arange(keys.shape[1], device=device).expand(keys.shape[:2])
+    if store.tiers[0].positions:
+        places = torch.cat([_places(*pair, row, n) for pair, n in zip(_tiers(store), counts, strict=True)], 1)
+    return {"keys": Stored(keys, places), "values": Stored(values, places)}
+
+
+def page_bits(store: OrderedStore | TieredStore, row: int) -> dict[str, float]:
+    """Bits that a row's encoded tokens take, by stream: everything they are decoded from but tables of the artifact.
+
+    Codes, parameters, corrections, atoms and transforms of the row's own; positions are half the keys' and half the values'.
+    Slots of a page that nothing was written to yet are not counted.
+    """
+    if isinstance(store, OrderedStore):
+        length = store.rows.lengths[row]
+        return {s.role: 8 * sum(_used(s.pool, s.plan.schedule.packed(length)).values()) for s in store.streams}
+    found = dict.fromkeys(STREAMS, 0.0)
+    counts, rows = store.counts(row), len(store.rows.lengths)
+    if not any(counts):
+        return found
+    for (tier, _), count in zip(_tiers(store), counts, strict=True):
+        used = _used(tier.pool, count)
+        if tier.records is not None and count:
+            used |= _used(tier.records, 1)
+        for name, size in used.items():
+            owners = STREAMS if name == POSITIONS else (name.partition(".")[0],)
+            for owner in owners:
+                found[owner] += 8 * size / len(owners)
+    for (role, _), transform in store.transforms.items():
+        found[role] += 8 * transform.bytes() / rows
+    for role, dictionary in store.dictionaries.items():
+        found[role] += 8 * dictionary.bytes() / rows
+    return found
+
+
+def _of_stream(store: OrderedStore, stream: Stream, row: int) -> Stored:
+    pool, group = stream.pool, stream.plan.codec.token_group()
+    packed = stream.plan.schedule.packed(store.rows.lengths[row])
+    tokens = torch.zeros(pool.kv_heads, 0, stream.head_dim, device=pool.device)
+    if packed:
+        whole = -(-packed // group) * group  # codes of a group come with its parameters
+        pages = store.rows.table.pages(row, 0, -(-packed // pool.page_tokens))
+        block = {
+            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : whole // pool.rows_of(pool.fields[name])]
+            for name, tensor in pool.tensors.items()
+        }
+        decoded = stream.plan.codec.decode(block, stream.head_dim)
+        tokens = stream.plan.transform.inverse(decoded)[0, :, :packed].to(pool.device)
+    places = torch.arange(packed, device=pool.device).expand(tokens.shape[:2])
+    return Stored(tokens, places)
+
+
+def _places(tier: Tier, table: PageTable, row: int, count: int) -> Tensor:
+    """Of a row's tokens in a tier. Not by the table's own tensor of numbers: that would stay on the device, and be weighed."""
+    pages = table.pages(row, 0, -(-count // table.page_tokens))
+    numbers = torch.tensor([pages], dtype=torch.int32, device=tier.pool.device)
+    return tier.places(numbers)[0, :, :count]
+
+
+def _tiers(store: TieredStore) -> list[tuple[Tier, PageTable]]:
+    """Each tier with its table."""
+    return list(zip(store.tiers, store.rows.tables, strict=False))
+
+
+def _used(pool: PagePool, tokens: int) -> dict[str, int]:
+    """Bytes of the rows that the first `tokens` tokens of a pool's pages lie in, by field."""
+    rows = {name: -(-tokens // pool.rows_of(field)) for name, field in pool.fields.items()}
+    return {name: rows[name] * field.row_bytes(pool.kv_heads) for name, field in pool.fields.items()}

@@ -1,0 +1,225 @@
+"""Agreement with the full cache: the same text through both, and how far apart what the model says and computes is.
+
+A prefill, then chunks, as for perplexity; every token behind the prefill is compared. The full cache is our own `full`, so
+that nothing but the compression differs. Three measures, each over all compared tokens:
+
+1. token agreement: the share whose most likely next token is the same.
+2. KL: the mean of sum_v p(v) log(p(v) / q(v)) in nats, p with the full cache, q with the method's.
+3. attention error of a layer: |a - b| / |b| (L2), where a and b are what its attention module returns (behind the output
+   projection) with the method's cache and with the full one. Both are fed the same tokens, but a layer's input carries the
+   errors of those before it, as it does when the model is used.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from calib.capture.capture import attention_modules
+from calib.errors import RunError, UsageError
+from calib.evaluate.bootstrap import mean_interval
+from calib.evaluate.feed import Feed
+from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
+from calib.evaluate.tasks.text import Text, TextSequences, text_source
+from calib.runtime import compress
+from calib.runtime.cache import CompressedCache
+from calib.testbed.corpus import TextSource
+
+KEPT_BYTES = 2**30  # host memory for the full cache's answers of a column; those beyond are computed for each method
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One column.
+
+    Args:
+        text: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:}, or None: text
+            sampled from the model itself at temperature 1, which needs no network.
+        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
+        prefill: tokens of a sequence's first forward, not compared.
+        chunk: tokens of each later forward.
+        length: tokens in a sequence.
+        tokens: tokens compared in all, rounded up to whole sequences.
+        title: the column's.
+    """
+
+    text: Text = None
+    natural_spacing: bool = False
+    prefill: int = 256
+    chunk: int = 16
+    length: int = 512
+    tokens: int = 4096
+    title: str = "agreement"
+
+    def __post_init__(self) -> None:
+        for option, least in (("prefill", 1), ("chunk", 1), ("length", 2), ("tokens", 1)):
+            whole_number("agreement", option, getattr(self, option), least)
+        if self.prefill >= self.length:
+            raise UsageError(
+                f"tasks.agreement: prefill={self.prefill} leaves nothing to compare in sequences of length={self.length}"
+            )
+        check_title("agreement", self.title)
+        self.source()
+
+    def source(self) -> TextSource | None:
+        """Where the text comes from; None when it is sampled."""
+        return text_source("agreement", self.text, self.natural_spacing)
+
+    def titles(self) -> list[str]:
+        """Its one title."""
+        return [self.title]
+
+    def columns(self, subject: Subject) -> list[Column]:
+        """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
+        return [AgreementColumn(self, subject)]
+
+
+class Answer(NamedTuple):
+    """Of one chunk: logits [rows, chunk, vocabulary] float32, attention outputs [rows, layers, chunk, hidden]."""
+
+    logits: Tensor
+    outputs: Tensor
+
+    def to(self, device: torch.device | str) -> "Answer":
+        """The same on `device`."""
+        return Answer(self.logits.to(device), self.outputs.to(device))
+
+
+class Distance(NamedTuple):
+    """Sums over compared tokens: equal tokens and nats [rows], squared norms of differences and outputs [rows, layers]."""
+
+    same: Tensor
+    nats: Tensor
+    wrong: Tensor
+    size: Tensor
+
+
+class Sequences(NamedTuple):
+    """Batch `number` of a column: tokens [rows, length] int64."""
+
+    number: int
+    tokens: Tensor
+
+
+class AgreementColumn:
+    """Sequences of one text, and the full cache's answers to them: computed once, for the first method that asks.
+
+    They stay in host memory, at most `KEPT_BYTES` of them, and never on disk; the rest is computed again for each method,
+    chunk by chunk beside its own.
+    """
+
+    measure_name = "token agreement, KL, attention error"
+
+    def __init__(self, task: Agreement, subject: Subject) -> None:
+        self.title, self.task, self.subject = task.title, task, subject
+        count = -(-task.tokens // (task.length - task.prefill))
+        self.text = TextSequences("agreement", task.source(), subject, task.length, count)
+        self.rows = self.text.count
+        self.modules = {int(module.layer_idx): module for module in attention_modules(subject.model)}
+        if not self.modules:
+            raise UsageError(f"tasks.agreement: {type(subject.model).__name__} has no attention layer to look at")
+        numbers = {"prefill": task.prefill, "chunk": task.chunk, "length": task.length, "sequences": self.rows}
+        self.settings: dict[str, Any] = {"task": "agreement", **self.text.origin, **numbers}
+        self.prompt, self.length = float(task.prefill), float(task.length)
+        self._kept: dict[int, list[Answer]] = {}
+        self._room = KEPT_BYTES
+
+    def batches(self) -> list[Sequences]:
+        """The sequences, at most batch_size each."""
+        return [Sequences(number, tokens) for number, tokens in enumerate(self.text.batches())]
+
+    def measure(self, cache: CompressedCache, batch: Sequences) -> Distance:
+        """The batch's distance from the full cache's answers."""
+        with closing(self._full(batch)) as wanted:
+            pairs = zip(wanted, self._answers(cache, batch.tokens), strict=True)
+            chunks = [distance(answer, full) for full, answer in pairs]
+        return Distance(*(torch.stack(parts).sum(0).cpu() for parts in zip(*chunks, strict=True)))
+
+    def summary(self, parts: Sequence[Distance]) -> dict[str, float | int]:
+        """Agreement and KL with their 95 % intervals (bootstrap over sequences), the error of every layer and their mean."""
+        same, nats, wrong, size = (torch.cat(part) for part in zip(*parts, strict=True))
+        errors = (wrong.sum(0) / size.sum(0)).sqrt()
+        if not (nats.isfinite().all() and errors.isfinite().all()):
+            raise RunError("the model's logits or attention outputs are not finite")
+        compared, seed = self.task.length - self.task.prefill, self.subject.seed
+        low, high = mean_interval((same / compared).numpy(), seed)
+        kl_low, kl_high = mean_interval((nats / compared).numpy(), seed)
+        return {
+            "agreement": float(same.mean() / compared),
+            "low": low,
+            "high": high,
+            "kl": float(nats.mean() / compared),
+            "kl_low": kl_low,
+            "kl_high": kl_high,
+            "error": float(errors.mean()),
+            "sequences": len(same),
+            "tokens": len(same) * compared,
+            **{f"error at layer {layer}": float(error) for layer, error in zip(self.modules, errors, strict=True)},
+        }
+
+    def words(self, figures: dict[str, float | int]) -> str:
+        """ "0.953 [0.940, 0.962], 0.0412 [0.0380, 0.0441], 0.118"."""
+        return "{agreement:.3f} [{low:.3f}, {high:.3f}], {kl:.4f} [{kl_low:.4f}, {kl_high:.4f}], {error:.3f}".format(
+            **figures
+        )
+
+    def brief(self, figures: dict[str, float | int]) -> str:
+        """ "0.953 0.0412 0.118"."""
+        return "{agreement:.3f} {kl:.4f} {error:.3f}".format(**figures)
+
+    def _full(self, batch: Sequences) -> Generator[Answer]:
+        """The full cache's answers to the batch, chunk by chunk."""
+        if batch.number in self._kept:
+            yield from (answer.to(batch.tokens.device) for answer in self._kept[batch.number])
+            return
+        taken: list[Answer] = []
+        room = self._room
+        with compress(self.subject.model, "full") as cache:
+            for answer in self._answers(cache, batch.tokens):
+                yield answer
+                room -= answer.logits.nbytes + answer.outputs.nbytes
+                if room < 0:  # and so it stays: nothing of this batch is kept
+                    taken.clear()
+                else:
+                    taken.append(answer.to("cpu"))
+        if room >= 0:
+            self._kept[batch.number], self._room = taken, room
+
+    def _answers(self, cache: CompressedCache, tokens: Tensor) -> Iterator[Answer]:
+        """What the model says and its attention computes behind the prefill, chunk by chunk, through an empty cache."""
+        feed, task = Feed(self.subject.model, cache), self.task
+        feed(tokens[:, : task.prefill], only_last=True)
+        for chunk in tokens[:, task.prefill :].split(task.chunk, dim=1):
+            with outputs_of(self.modules) as outputs:
+                logits = feed(chunk)
+            # A speculative method's forward has a guess behind the tokens that it was given.
+            yield Answer(logits, torch.stack([outputs[layer][:, : chunk.shape[1]] for layer in self.modules], dim=1))
+
+
+@contextmanager
+def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """While it lasts, what each module returned last, under the same number."""
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int, module: nn.Module, given: Any, output: Any) -> None:
+        found[layer] = output[0] if isinstance(output, tuple) else output
+
+    hooks = [module.register_forward_hook(partial(keep, layer)) for layer, module in modules.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def distance(answer: Answer, full: Answer) -> Distance:
+    """Sums over a chunk, in float64."""
+    same = (answer.logits.argmax(-1) == full.logits.argmax(-1)).double().sum(1)
+    q, p = (logits.double().log_softmax(-1) for logits in (answer.logits, full.logits))
+    nats = (p.exp() * (p - q)).sum((1, 2))
+    a, b = answer.outputs.double(), full.outputs.double()
+    return Distance(same, nats, (a - b).square().sum((2, 3)), b.square().sum((2, 3)))

@@ -1,0 +1,209 @@
+"""What a method's pages get wrong of each layer's keys and values, beside the least that any code could at the same rate.
+
+A text goes through the cache in one forward; then the pages are decoded and compared with what the layers were given. The
+rate of a stream is what its pages hold for that: codes, parameters, corrections, a row's own tables, half the positions.
+Tokens that are still exact in a window are left out on both sides. Bounds are those of Gaussian vectors with the text's own
+covariance, its mean known (`calib/evaluate/rate_distortion.py`).
+
+A method that evicts has no error for what is gone: it shows the share that it keeps, and no distance. One that is exact
+has no distance either.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.capture.capture import stream
+from calib.capture.sample import LayerSample
+from calib.errors import RunError
+from calib.evaluate.feed import Feed
+from calib.evaluate.layer_distortion import ERRORS, LayerSums, distances, layer_sums
+from calib.evaluate.stored import STREAMS, kept, knows_places, on_device, page_bits, stored
+from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
+from calib.evaluate.tasks.text import Text, TextSequences, text_source
+from calib.runtime.cache import CompressedCache
+from calib.runtime.layer import CompressedLayer
+from calib.runtime.tiered.plan import TieredPlan
+
+Sums = Mapping[int, LayerSums]
+
+
+@dataclass(frozen=True)
+class Distortion:
+    """One column.
+
+    Args:
+        text: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:}, or None: text
+            sampled from the model itself at temperature 1, which needs no network.
+        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
+        length: tokens in a sequence, all of one forward; blocks that it does not fill stay exact and are not measured.
+        sequences: of the text. Together they should have many times as many tokens as a head has channels.
+        title: the column's.
+    """
+
+    text: Text = None
+    natural_spacing: bool = False
+    length: int = 256
+    sequences: int = 16
+    title: str = "distance to the bound"
+
+    def __post_init__(self) -> None:
+        whole_number("distortion", "length", self.length, 2)
+        whole_number("distortion", "sequences", self.sequences, 1)
+        check_title("distortion", self.title)
+        text_source("distortion", self.text, self.natural_spacing)
+
+    def titles(self) -> list[str]:
+        """Its one title."""
+        return [self.title]
+
+    def columns(self, subject: Subject) -> list[Column]:
+        """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
+        return [DistortionColumn(self, subject)]
+
+
+class DistortionColumn:
+    """Sequences of one text; each part of a cell is a batch's sums by layer, so that nothing is kept of the tokens."""
+
+    measure_name = "dB above the bound"
+
+    def __init__(self, task: Distortion, subject: Subject) -> None:
+        self.title, self.subject = task.title, subject
+        source = text_source("distortion", task.text, task.natural_spacing)
+        self.sequences = TextSequences("distortion", source, subject, task.length, task.sequences)
+        self.rows = self.sequences.count
+        numbers = {"length": task.length, "sequences": self.rows}
+        self.settings: dict[str, Any] = {"task": "distortion", **self.sequences.origin, **numbers}
+        self.prompt = self.length = float(task.length)
+
+    def batches(self) -> list[Tensor]:
+        """The sequences, [at most batch_size, length] each."""
+        return self.sequences.batches()
+
+    def measure(self, cache: CompressedCache, batch: Tensor) -> Sums:
+        """The sums of each compressed layer. Raises RunError where a sliding window lets go of tokens within a sequence."""
+        if cache.rows.sliding is not None and cache.rows.sliding < batch.shape[1]:
+            raise RunError(
+                f"every layer of this model slides over {cache.rows.sliding} tokens and lets go of the others, got sequences "
+                f"of {batch.shape[1]}; give a smaller 'tasks.distortion.length'"
+            )
+        model, found = self.subject.model, {}
+        with listening(cache) as given:
+            Feed(model, cache)(batch, only_last=True)
+        read = told_places(cache)
+        if read is not cache:
+            with read, listening(read) as given:
+                Feed(model, read)(batch, only_last=True)
+
+        def take_in(sample: LayerSample) -> None:
+            layers = [of.layers[sample.layer] for of in (cache, read)]
+            if isinstance(layers[0], CompressedLayer):
+                keys, values = given[sample.layer]
+                found[sample.layer] = sums_of(replace(sample, keys=keys, values=values), *layers)
+
+        everything = torch.ones_like(batch, dtype=torch.bool)
+        stream(model, batch, everything, torch.arange(batch.numel()).view(batch.shape), take_in)
+        return found
+
+    def summary(self, parts: Sequence[Sums]) -> dict[str, float | int]:
+        """By layer and error: error, bound and distance in dB, the same distance in bits (excess), and the pages' rate in bits
+        per value; their means over the layers, `distance` being that of keys and values; shares of tokens kept and encoded."""
+        layers = parts[0]
+        for part in parts[1:]:
+            layers = {layer: sums + part[layer] for layer, sums in layers.items()}
+        figures: dict[str, float | int] = {}
+        by_kind: dict[str, list[tuple[float, float]]] = {kind: [] for kind in ERRORS}
+        for layer, sums in layers.items():
+            for role in STREAMS:
+                of_stream = getattr(sums, role)
+                if of_stream.encoded:
+                    figures[f"{role} bits layer {layer}"] = of_stream.rate
+            for kind, found in distances(sums):
+                by_kind[kind].append((found.distance, found.excess))
+                for name in ("error", "bound", "distance", "excess"):
+                    figures[f"{kind} {name} layer {layer}"] = getattr(found, name)
+        for kind, pairs in by_kind.items():
+            if pairs:
+                figures[f"{kind} distance"], figures[f"{kind} excess"] = map(mean, zip(*pairs, strict=True))
+        both = [figures[f"{role} distance"] for role in STREAMS if f"{role} distance" in figures]
+        return {
+            **({"distance": mean(both)} if both else {}),
+            **figures,
+            "kept": mean([sums.kept / sums.rows for sums in layers.values()]),
+            "encoded": mean([getattr(s, role).encoded / s.keys.tokens for s in layers.values() for role in STREAMS]),
+            "sequences": next(iter(layers.values())).rows,
+            "tokens": next(iter(layers.values())).keys.tokens,
+        }
+
+    def words(self, figures: dict[str, float | int]) -> str:
+        """ "5.41 dB: keys 6.02 (1.00 bits), logits 5.03 (0.84 bits), values 4.80 (0.80 bits)"; or why there is no distance."""
+        if "distance" not in figures:
+            return self.brief(figures)
+        parts = [
+            f"{kind} {figures[f'{kind} distance']:.2f} ({figures[f'{kind} excess']:.2f} bits)"
+            for kind in ERRORS
+            if f"{kind} distance" in figures
+        ]
+        return f"{figures['distance']:.2f} dB: {', '.join(parts)}"
+
+    def brief(self, figures: dict[str, float | int]) -> str:
+        """ "5.41"; or "exact", "nothing encoded", "20.0% kept"."""
+        if "distance" in figures:
+            return f"{figures['distance']:.2f}"
+        if figures["kept"] < 1:
+            return f"{figures['kept']:.1%} kept"
+        return "exact" if figures["encoded"] else "nothing encoded"
+
+
+@contextmanager
+def listening(cache: CompressedCache) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """What each layer is given meanwhile, keys and values; another forward would round some of it differently."""
+    given: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        given[layer] = (keys, values)
+        return CompressedCache.update(cache, keys, values, layer, *args, **kwargs)
+
+    cache.update = update  # type: ignore[assignment]
+    try:
+        yield given
+    finally:
+        del cache.update
+
+
+def told_places(cache: CompressedCache) -> CompressedCache:
+    """The cache, or where its tiers do not say which tokens they hold, an empty copy whose tiers do.
+
+    Not for a method that evicts: its errors are not asked for.
+    """
+    stores = [on_device(layer.store) for layer in cache.compressed if layer.store is not None]
+    if all(knows_places(store) or kept(store, 0) < 1 for store in stores):
+        return cache
+    told = copy.deepcopy(cache)
+    told.reset()
+    for layer in told.compressed:
+        assert isinstance(layer.plan, TieredPlan)  # a placed one keeps positions of its own accord
+        layer.plan = replace(layer.plan, positions=True)
+    return told
+
+
+def sums_of(sample: LayerSample, layer: CompressedLayer, told: CompressedLayer) -> LayerSums:
+    """One layer's, its size as `layer` is and its tokens as `told` has them."""
+    assert layer.store is not None and told.store is not None
+    own, read, rows = on_device(layer.store), on_device(told.store), range(len(sample.keys))
+    shares = [kept(own, row) for row in rows]
+    if min(shares) < 1:
+        return layer_sums(sample, [], dict.fromkeys(STREAMS, 0.0), sum(shares))
+    each = [page_bits(own, row) for row in rows]
+    bits = {role: sum(row[role] for row in each) for role in STREAMS}
+    return layer_sums(sample, [stored(read, row) for row in rows], bits, sum(shares))
+
+
+def mean(numbers: Sequence[float]) -> float:
+    """Of at least one."""
+    return sum(numbers) / len(numbers)

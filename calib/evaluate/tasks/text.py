@@ -1,0 +1,104 @@
+"""Text for the tasks that read it: local files, a data set of the hub, or text sampled from the model itself."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from calib.capture.corpus import text_sequences
+from calib.capture.generated import sampled_text
+from calib.capture.language_model import without_waiting_for_the_hub
+from calib.config_messages import unknown
+from calib.errors import RunError, UsageError
+from calib.evaluate.tasks.contract import Subject
+from calib.testbed.corpus import TextSource, text_hash
+
+Text = str | Sequence[str] | Mapping[str, str] | None
+SAMPLED = "sampled from the model"
+HUB = ("name", "config", "split", "column")
+
+
+def text_source(task: str, text: Text, natural_spacing: bool) -> TextSource | None:
+    """Where a task's option `text` points; None when it is to be sampled. Raises UsageError for what it cannot be."""
+    if not isinstance(natural_spacing, bool):
+        raise UsageError(f"'tasks.{task}.natural_spacing' must be true or false, got {natural_spacing!r}")
+    if text is None:
+        return None
+    if isinstance(text, Mapping):
+        for key in text:
+            if key not in HUB:
+                raise UsageError(unknown(f"tasks.{task}.text.{key}", [f"tasks.{task}.text.{k}" for k in HUB]))
+        if not text.get("name"):
+            raise UsageError(f"'tasks.{task}.text' of the hub needs a name: {{name: OWNER/DATASET, split: test}}")
+        return TextSource(natural_spacing=natural_spacing, **text)
+    files = [text] if isinstance(text, str) else text
+    if not isinstance(files, list | tuple) or not files or not all(isinstance(file, str) for file in files):
+        raise UsageError(f"'tasks.{task}.text' must be a file, a list of files or null, got {text!r}")
+    missing = next((file for file in files if not Path(file).is_file()), None)
+    if missing is not None:
+        raise UsageError(f"tasks.{task}.text: no file '{missing}'; null samples text from the model instead")
+    return TextSource(text=[Path(file) for file in files], natural_spacing=natural_spacing)
+
+
+def read_text(source: TextSource | None) -> tuple[str | None, dict[str, Any]]:
+    """The text, None when it is to be sampled, and where it came from as plain JSON."""
+    if source is None:
+        return None, {"text": SAMPLED}
+    with without_waiting_for_the_hub():
+        text = source.read()
+    return text, {"text": source.label, "sha256": text_hash(text)}
+
+
+def sampled(task: str, subject: Subject, length: int, count: int) -> Tensor:
+    """[count, length] int64 sampled behind the tokenizer's first token; UsageError where it has none."""
+    tokenizer = subject.tokenizer
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise UsageError(f"tasks.{task}: this tokenizer has no first token to sample after; give text=FILE")
+    return sampled_text(subject.model, first, length, count, subject.seed)
+
+
+class TextSequences:
+    """Sequences of one text, of equal length.
+
+    Args:
+        task: the task's name, for messages.
+        source: of the text; None samples it.
+        subject: the model that reads.
+        length: tokens in a sequence.
+        count: sequences at most.
+
+    Attributes:
+        origin: plain JSON: the text's name, and the SHA-256 of one that was read.
+        count: sequences; fewer than asked for where the text ends.
+
+    Raises:
+        UsageError: sequences longer than the model was made for, or text that does not fill one.
+    """
+
+    def __init__(self, task: str, source: TextSource | None, subject: Subject, length: int, count: int) -> None:
+        subject.check_length(length, task, "give a smaller length")
+        self.task, self.subject, self.length, self.count = task, subject, length, subject.rows(count)
+        self._text, self.origin = read_text(source)
+        if self._text is not None:
+            self.count = len(self.tokens)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[count, length] int64, each behind the tokenizer's first token; sampled when first asked for."""
+        if self._text is None:
+            return sampled(self.task, self.subject, self.length, self.count)
+        tokenizer, seed = self.subject.tokenizer, self.subject.seed
+        try:
+            return text_sequences(self._text, tokenizer, self.length, self.count, seed, self.task)
+        except RunError as error:
+            raise UsageError(
+                f"tasks.{self.task}: the text does not fill one sequence of {self.length} tokens; "
+                "give more text or a smaller length"
+            ) from error
+
+    def batches(self) -> list[Tensor]:
+        """The sequences on the model's device, [at most batch_size, length] each."""
+        return list(self.tokens.to(self.subject.model.device).split(self.subject.batch_size))
