@@ -1,14 +1,15 @@
 """The page of an artifact: one HTML file without scripts that asks the network for nothing."""
 
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
 from calib.artifact_view.groups import Group, groups
 from calib.artifact_view.heat_map import heat_map
 from calib.artifact_view.loss_bars import loss_bars
 from calib.artifact_view.style import STYLE
-from calib.artifact_view.tables import Table, printable, tables
+from calib.artifact_view.tables import tables
+from calib.html_page.document import document
+from calib.html_page.table import section, words
 from calib.runtime.artifact import Artifact
 from calib.runtime.tensor_registry import STREAMS
 
@@ -20,25 +21,13 @@ def page(artifact: Artifact, path: Path) -> str:
     """
     first, *rest = tables(artifact, path)
     title = words(path.name)
-    lines = [
-        "<!doctype html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">""",
-        f"<title>{title}</title>",
-        f"<style>\n{STYLE}</style>",
-        "</head>",
-        "<body>",
+    body = [
         f"<h1>{title}</h1>",
         *section(first, titled=False),
         *drawings(artifact, groups(artifact)),
         *(line for table in rest for line in section(table)),
-        "</body>",
-        "</html>",
     ]
-    return "\n".join(lines) + "\n"
+    return document(title, STYLE, body)
 
 
 def drawings(artifact: Artifact, found: list[Group]) -> Iterator[str]:
@@ -56,27 +45,3 @@ def drawings(artifact: Artifact, found: list[Group]) -> Iterator[str]:
         yield "<h2>What training the dictionaries is worth</h2>"
         yield "<p>Mean of |x - x^|<sup>2</sup> / |x|<sup>2</sup> on held-out vectors, by group of layers.</p>"
         yield loss_bars(found)
-
-
-def section(table: Table, titled: bool = True) -> Iterator[str]:
-    """One table under its title; on a narrow screen it scrolls sideways by itself."""
-    if titled:
-        yield f"<h2>{words(table.title)}</h2>"
-    named = any(table.header)
-    yield f'<div class="scroll"><table{"" if named else " class=pairs"}>'
-    if named:
-        yield row(table.header, "th")
-    for cells in table.rows:
-        yield row(cells, "td")
-    yield "</table></div>"
-
-
-def row(cells: object, tag: str) -> str:
-    """A table's row."""
-    assert isinstance(cells, list | tuple)
-    return f"<tr>{''.join(f'<{tag}>{words(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def words(text: str) -> str:
-    """Text out of the file, fit for a page."""
-    return escape(printable(text), quote=True)

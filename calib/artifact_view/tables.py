@@ -2,25 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from calib.artifact_view.groups import Group, groups, is_group
+from calib.html_page.table import Table
 from calib.layer_groups.grouping import in_words
 from calib.runtime.artifact import Artifact
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of texts. A header of empty names is not shown; `by_layer` tables may be cut between columns."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    by_layer: bool = False
 
 
 def tables(artifact: Artifact, path: Path) -> list[Table]:
@@ -126,8 +116,3 @@ def inline(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {inline(entry)}" for key, entry in sorted(value.items())) or "none"
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-def printable(text: str) -> str:
-    """`text` with a question mark for every character that would not be printed: a terminal or a browser obeys some."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

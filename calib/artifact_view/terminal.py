@@ -4,7 +4,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from calib.artifact_view.tables import Table, printable
+from calib.html_page.table import Table, printable
 
 WIDTH = 80  # columns of the narrowest terminal the tables are made for
 

@@ -13,11 +13,12 @@ Every key of the configuration can be given as a flag:
   --model --dtype --device --artifact --seed --batch_size --limit --threads --products
   --tasks.retrieval.cases 50  --tasks.perplexity.text FILE      in every task of that name
 Several --config are merged from left to right. Finished cells are kept below the output folder and not run again.
+--compare OLD.json adds what has changed since that run; --compare OLD.json NEW.json compares two files and runs nothing.
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluates, writes `results.json` and `report.md`, prints the table; 1 where a cell failed."""
+    """Evaluates, writes `results.json`, `report.md` and `report.html`, prints the table; 1 where a cell failed."""
     parser = Parser(
         prog="calib eval",
         description="Measure methods on tasks through their caches: quality beside true bits.",
@@ -29,7 +30,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder of the results (default: runs/eval/NAME of the config)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
     parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="FILE", help="results.json of an earlier run")
     asked, rest = parser.parse_known_args(argv)
+    if len(asked.compare) > 2 - bool(asked.config):
+        wanted = "one file with --config, two without"
+        raise UsageError(f"'--compare' got {len(asked.compare)} files, expected {wanted}")
+    if len(asked.compare) == 2 and len(argv) == 3:  # nothing that would have no effect
+        from calib.evaluate.command import compare_files
+
+        return compare_files(*asked.compare)
     if not asked.config:
         raise UsageError("'--config' must be given, such as eval/importance.yaml or eval/quick.yaml")
 
@@ -42,4 +51,4 @@ def run(argv: Sequence[str]) -> int:
 
     from calib.evaluate.command import evaluate
 
-    return evaluate(request, output, asked.only, asked.fresh, shlex.join(["calib", "eval", *argv]))
+    return evaluate(request, output, asked.only, asked.fresh, shlex.join(["calib", "eval", *argv]), *asked.compare)

@@ -1,6 +1,7 @@
 """One cell of the table: one method on one column, its figures and what its cache weighed."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,8 +84,11 @@ class Cell:
         return counted_bits(self.entry.method, self.options(), shape.head_dim, width, column.prompt, column.length)
 
 
-def sizes(memories: Sequence[Memory]) -> dict[str, float | int]:
-    """The batches' caches together, as they were at the end of their rows: bytes are sums, bits are over all values."""
+def sizes(memories: Sequence[Memory]) -> dict[str, Any]:
+    """The batches' caches together, as they were at the end of their rows: bytes are sums, bits are over all values.
+
+    `by_kind` has the predicted bytes of every kind of which there are any.
+    """
     measured = sum(memory.measured_bytes for memory in memories)
     values = sum(8 * memory.measured_bytes / memory.bits_per_value for memory in memories if memory.bits_per_value)
     bits = 8 * measured / values if values else 0.0
@@ -95,6 +99,7 @@ def sizes(memories: Sequence[Memory]) -> dict[str, float | int]:
         "measured_bytes": measured,
         "predicted_bytes": sum(memory.predicted_bytes for memory in memories),
         "host_bytes": sum(memory.host_bytes for memory in memories),
+        "by_kind": dict(sum((Counter(memory.by_kind) for memory in memories), Counter[str]())),
         "compressed_layers": memories[0].compressed_layers,
         "layers": memories[0].layers,
     }

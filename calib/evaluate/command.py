@@ -1,29 +1,37 @@
-"""What `calib eval` does with a request: prepare, measure, write, tell."""
+"""What `calib eval` does with a request: prepare, measure, write, tell; and with two runs: compare them."""
 
 from pathlib import Path
 
+from calib.artifact_view.terminal import show
 from calib.evaluate import report
 from calib.evaluate.cell_files import CellFiles
+from calib.evaluate.compare import compared
 from calib.evaluate.evaluation import chosen, measure, prepare
+from calib.evaluate.page.page import page
 from calib.evaluate.request import Request
+from calib.evaluate.run_file import read_run
 from calib.evaluate.table import CellProgress, print_table
+from calib.runtime import canonical_json
 from calib.runtime.atomic_file import write_atomically
 
 
-def evaluate(request: Request, output: Path, only: list[str], fresh: bool, command: str) -> int:
+def evaluate(request: Request, output: Path, only: list[str], fresh: bool, command: str, old: str | None = None) -> int:
     """Runs the request; returns 1 where a cell failed, else 0.
 
     Args:
         request: checked.
-        output: folder that receives `results.json`, `report.md` and finished cells.
+        output: folder that receives `results.json`, `report.md`, `report.html` and finished cells.
         only: patterns of the rows to run; the report holds the finished cells of the others.
         fresh: measure finished cells again.
         command: the words that were typed, for the report.
+        old: the `results.json` of an earlier run to compare with.
 
     Raises:
+        RunError: `old` is no run.
         UsageError: what the model, the tokenizer, the text or the artifact does not allow.
         OSError: the output folder cannot be written.
     """
+    then = None if old is None else read_run(old)  # before anything is loaded: a wrong file costs no run
     evaluation = prepare(request)
     files = CellFiles(output / "cells")
     wanted = chosen(evaluation, only)
@@ -35,12 +43,23 @@ def evaluate(request: Request, output: Path, only: list[str], fresh: bool, comma
     print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them finished before")
     with CellProgress(todo) as progress:
         results |= measure(evaluation, todo, files, progress.advance_cell)
-    content = report.document(evaluation, results)
-    write_atomically(output / "results.json", report.as_json(content).encode())
-    write_atomically(output / "report.md", report.markdown(evaluation, results, command).encode())
+    text = report.as_json(report.document(evaluation, results))
+    now = canonical_json.loads(text)
+    further = [] if then is None else compared(now, then, str(old))
+    write_atomically(output / "results.json", text.encode())
+    write_atomically(output / "report.md", report.markdown(evaluation, results, command, further).encode())
+    write_atomically(output / "report.html", page(now, command, further).encode())
     print_table(evaluation, results)
+    show(further)
     failures = report.failed(evaluation, results)
     for cell in failures:
         print(f"calib: {cell.entry.label}, {cell.column.title} failed: {results[evaluation.key(cell)]['error']}")
-    print(f"wrote {output / 'report.md'} and {output / 'results.json'}")
+    print(f"wrote {output / 'report.html'}, {output / 'report.md'} and {output / 'results.json'}")
     return 1 if failures else 0
+
+
+def compare_files(old: str, new: str) -> int:
+    """Prints the run in the file `new` beside that in `old`; raises UsageError or RunError for a file that is none."""
+    then, now = read_run(old), read_run(new)
+    show(compared(now, then, old))
+    return 0

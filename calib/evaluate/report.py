@@ -10,9 +10,10 @@ import torch
 from calib.capture.language_model import model_name
 from calib.evaluate.cell import Cell, Result
 from calib.evaluate.evaluation import Evaluation
+from calib.evaluate.run_file import FORMAT
 from calib.evaluate.tasks import Column
+from calib.html_page.table import Table
 
-FORMAT = 1
 FAILED = "failed"
 INTERVAL = "In brackets the 95 % interval."
 COUNTING = (
@@ -63,8 +64,8 @@ def as_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str) -> str:
-    """The page: what was run, the table of methods and columns, and one table a column with its sizes."""
+def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str, further: Sequence[Table] = ()) -> str:
+    """The page: what was run, the table of methods and columns, one table a column with its sizes, further tables."""
     columns = evaluation.columns
     lines = [f"# calib eval: {evaluation.request.name}", "", f"    {command}", "", *about(evaluation), ""]
     lines += ["## Methods", "", *overview(evaluation, results), ""]
@@ -75,6 +76,8 @@ def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str
         for cell in failed(evaluation, results)
     ]
     lines += ["## Failed cells", "", *failures, ""] if failures else []
+    for table in further:
+        lines += [f"## {table.title}", "", *heading(table.header), *(line(row) for row in table.rows), ""]
     return "\n".join(lines)
 
 

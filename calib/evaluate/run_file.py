@@ -1,0 +1,116 @@
+"""A `results.json` of an earlier run, checked when read, so that whoever shows it finds what it looks for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from calib.errors import RunError, UsageError
+from calib.runtime import canonical_json
+
+FORMAT = 1
+Run = Mapping[str, Any]
+
+
+def read_run(name: str) -> dict[str, Any]:
+    """The run in the file `name`; UsageError where there is no file, RunError where it is no run of ours."""
+    path = Path(name)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"{name} {found}, expected a results.json of `calib eval`")
+    try:
+        content: dict[str, Any] = canonical_json.loads(path.read_bytes())
+        check(content)
+    except OSError as error:
+        raise RunError(f"{name} cannot be read ({error.strerror}); give another file") from error
+    except ValueError as error:
+        raise RunError(f"{name} is no run of `calib eval` ({error}); give the results.json it wrote") from error
+    return content
+
+
+def check(content: object) -> None:
+    """Raises ValueError naming the first entry that a run has and `content` has not."""
+    require(isinstance(content, dict), "it is no mapping")
+    assert isinstance(content, dict)
+    require("format" in content, "it has no format")
+    require(content["format"] == FORMAT, f"its format is {content['format']!r}, this release reads {FORMAT}")
+    for key in ("config", "model", "versions"):
+        entry(content, key, dict, key)
+    for key in ("columns", "cells"):
+        entry(content, key, list, key)
+    for place, column in enumerate(content["columns"]):
+        for key in ("title", "measures"):
+            entry(column, key, str, f"columns[{place}].{key}")
+    titles = {column["title"] for column in content["columns"]}
+    for place, cell in enumerate(content["cells"]):
+        check_cell(cell, titles, f"cells[{place}]")
+
+
+def check_cell(cell: object, titles: set[str], where: str) -> None:
+    """Raises ValueError for a cell that is not one: an error, or figures and sizes, of a column there is."""
+    for key in ("name", "group", "method", "column"):
+        entry(cell, key, str, f"{where}.{key}")
+    assert isinstance(cell, dict)
+    entry(cell, "options", dict, f"{where}.options")
+    require(cell["column"] in titles, f"{where}.column is {cell['column']!r}, and there is no such column")
+    if "error" in cell:
+        entry(cell, "error", str, f"{where}.error")
+        return
+    for key in ("figures", "sizes"):
+        entry(cell, key, dict, f"{where}.{key}")
+    for name, value in cell["figures"].items():
+        require(is_number(value), f"{where}.figures.{name} is no number")
+    for name in ("bits_per_value", "measured_bytes", "host_bytes"):
+        require(is_number(cell["sizes"].get(name)), f"{where}.sizes.{name} is no number")
+    require(optional(cell["sizes"].get("paper_counting"), is_number), f"{where}.sizes.paper_counting is no number")
+    kinds = cell["sizes"].get("by_kind")  # runs of earlier releases have none
+    require(optional(kinds, is_sizes), f"{where}.sizes.by_kind has something else than numbers")
+
+
+def entry(content: object, key: str, kind: type, where: str) -> None:
+    """Raises ValueError unless `content[key]` is there and of that kind."""
+    require(isinstance(content, dict) and isinstance(content.get(key), kind), f"it has no {where}")
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raises ValueError with the reason."""
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def optional(value: object, fits: Callable[[object], bool]) -> bool:
+    """Whether it is left out, or fits."""
+    return value is None or fits(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that can be drawn; JSON's true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def is_sizes(value: object) -> bool:
+    """Whether it is a mapping of numbers."""
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method of a run: its heading, its name, and its cells by column."""
+
+    group: str
+    name: str
+    cells: Mapping[str, Mapping[str, Any]]
+
+
+def rows(run: Run) -> list[Row]:
+    """The rows of a run, in order."""
+    found: dict[str, Row] = {}
+    for cell in run["cells"]:
+        row = found.setdefault(cell["name"], Row(cell["group"], cell["name"], {}))
+        found[row.name] = replace(row, cells={**row.cells, cell["column"]: cell})
+    return list(found.values())
+
+
+def titles(run: Run) -> list[str]:
+    """The titles of its columns, in order."""
+    return [column["title"] for column in run["columns"]]
