@@ -11,16 +11,8 @@ from typing import Any
 Figures = Mapping[str, Any]
 
 QUALITIES = ("exact", "perplexity", "agreement", "distance")  # the first of these that a cell has is its quality
-LESS = {
-    "perplexity",
-    "kl",
-    "divergence",
-    "nats",
-    "error",
-    "loss",
-    "distance",
-    "excess",
-}  # words of names: less is better
+# Words of names: less is better, or more.
+LESS = {"perplexity", "kl", "divergence", "nats", "error", "loss", "distance", "excess"}
 MORE = {"exact", "agreement", "accuracy", "probability", "kept"}
 ENDS = ("low", "high")
 PART = re.compile(r"(?<![A-Za-z0-9.])\d+(?:\.\d+)?(?![A-Za-z0-9.])")
