@@ -32,8 +32,7 @@ class OrderedRows(Rows):
         """What the shapes of `Reading` follow from: equal in the steps of a block."""
         ends = [(held, self.packed(held), self.keys.packed(held)) for held in forward.before]
         return self.table.version, tuple(
-            (-(-read // PAGE_TOKENS), read % PAGE_TOKENS == 0, -(-keys // PAGE_TOKENS), keys > read, held == read)
-            for held, read, keys in ends
+            (-(-read // PAGE_TOKENS), -(-keys // PAGE_TOKENS), keys > read, held == read) for held, read, keys in ends
         )
 
     def reserve(self, forward: Forward) -> None:

@@ -63,12 +63,11 @@ class BudgetStore(TieredStore):
         return Watch(tier=True)
 
     def block(self, forward: Forward) -> Hashable | None:
-        """See `Store.block`: steps of rows whose budgets are full."""
+        """See `Store.block`: steps in which the budgets of all rows are full, or of none."""
         sizes = [sum(self.tiering.sizes(self.rows.prompt(row))) for row in range(len(forward.before))]
-        if any(held < size for held, size in zip(forward.before, sizes, strict=True)):
-            return None
+        full = {held >= size for held, size in zip(forward.before, sizes, strict=True)}
         shapes = self.shapes(forward)
-        return None if shapes is None else (shapes, self.mass.shape)
+        return None if shapes is None or len(full) > 1 else (shapes, self.mass.shape, full == {True})
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """The new tokens become important, others stop being so."""

@@ -68,7 +68,7 @@ class TieredRows(Rows):
         versions = tuple(table.version for table in self.tables)
         pages = [table.page_tokens for table in self.tables[: self.stored]]
         return versions, tuple(
-            (-(-count // page), count % page == 0)
+            -(-count // page)
             for row, length in enumerate(forward.before)
             for count, page in zip(self.held(row, length), pages, strict=True)
         )
