@@ -206,7 +206,7 @@ def test_a_budget_that_becomes_full(model, method):
 
 
 def test_gradients_are_not_replayed(model):
-    with compress(model, "kivi", graphs=True) as cache:
+    with compress(model, "kivi", graphs=True) as cache, torch.enable_grad():
         model(input_ids=prompt(), past_key_values=cache)
         for _ in range(6):
             model(input_ids=torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
