@@ -19,6 +19,7 @@ COMMANDS = {
     "methods": "list the compression methods and their options",
     "generate": "run a prompt through a method beside the full cache",
     "eval": "measure what methods keep of a model's answers, and what they weigh",
+    "bench": "measure how long methods take, what they hold, and the batch that still fits",
 }
 
 

@@ -25,29 +25,32 @@ def read_request(files: Sequence[str], words: Sequence[str]) -> Request:
     paths = [check_config(find_config(name), Request.known()) for name in files]
     for path in paths:
         content |= yaml.safe_load(path.read_text(encoding="utf-8"))
-    for key, value in overrides(words):
+    for key, value in overrides(words, known_keys()):
         content = overridden(content, key, value)
     return Request.of(content, paths[-1].stem if paths else "eval")
 
 
-def overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """`--limit 20 --seed=1` as [("limit", 20), ("seed", 1)]."""
+def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """`--limit 20 --seed=1` as [("limit", 20), ("seed", 1)]; `--contexts 256 1024` as a list where `lists` has its key."""
     found, queue = [], list(words)
     while queue:
         flag, equals, value = queue.pop(0).partition("=")
         if not flag.startswith("--"):
             raise UsageError(f"unexpected argument '{flag}'")
         key = flag.removeprefix("--").replace("-", "_")
-        if key not in known_keys():
-            raise UsageError(unknown(key, known_keys()))
-        if not equals:
-            if not queue or queue[0].startswith("--"):
-                raise UsageError(f"option '{flag}' needs a value")
-            value = queue.pop(0)
+        if key not in known:
+            raise UsageError(unknown(key, known))
+        values = [value] if equals else []
+        while queue and not queue[0].startswith("--") and (not values or (key in lists and not equals)):
+            values.append(queue.pop(0))
+        if not values:
+            raise UsageError(f"option '{flag}' needs a value")
         try:
-            found.append((key, yaml.safe_load(value)))
+            read = [yaml.safe_load(value) for value in values]
         except yaml.YAMLError as error:
-            raise UsageError(f"the value of '{flag}' is not valid YAML: {value!r}") from error
+            raise UsageError(f"the value of '{flag}' is not valid YAML: {' '.join(values)!r}") from error
+        alone = key not in lists or (len(read) == 1 and isinstance(read[0], list))
+        found.append((key, read[0] if alone else read))
     return found
 
 

@@ -1,0 +1,47 @@
+"""What `calib bench` does with a request: prepare, measure, write, tell."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from calib.artifact_view.terminal import show
+from calib.bench.document import document
+from calib.bench.grid import measure, work
+from calib.bench.page import markdown, page
+from calib.bench.request import BenchRequest
+from calib.bench.subject import prepare
+from calib.bench.tables import failures, tables, too_small
+from calib.runtime.atomic_file import write_atomically
+
+
+def bench(request: BenchRequest, output: Path, command: str) -> int:
+    """Runs the request; returns 1 where a row failed of something else than want of memory, else 0.
+
+    Args:
+        request: checked.
+        output: folder that receives `results.json`, `report.md` and `report.html`.
+        command: the words that were typed, for the report.
+
+    Raises:
+        UsageError: what the model or the artifact does not allow.
+        OSError: the output folder cannot be written.
+    """
+    subject = prepare(request)
+    output.mkdir(parents=True, exist_ok=True)  # before anything is measured: a folder that cannot be made costs no run
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *left, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=work(subject))
+        found = measure(subject, lambda what, tokens: progress.update(bar, advance=tokens, description=what))
+    run = document(subject, found)
+    text = json.dumps(run, indent=1, allow_nan=False) + "\n"
+    write_atomically(output / "results.json", text.encode())
+    write_atomically(output / "report.md", markdown(run, command).encode())
+    write_atomically(output / "report.html", page(run, command).encode())
+    show(tables(run))
+    for line in (*failures(run), *too_small(run)):
+        print(f"calib: {line}")
+    print(f"wrote {output / 'report.html'}, {output / 'report.md'} and {output / 'results.json'}")
+    return 1 if any("error" in row and not row["out_of_memory"] for row in (*found.cells, *found.largest)) else 0

@@ -1,0 +1,155 @@
+"""A bench as a page: one HTML file with its curves and tables, and the same tables as Markdown."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from calib.artifact_view.tables import inline
+from calib.bench.byte_sizes import spoken_size
+from calib.bench.curves import COLOURS, Dot, curves
+from calib.bench.curves import STYLE as CURVES
+from calib.bench.request import AGAIN
+from calib.bench.tables import Row, Run, failures, grid, rows_of, tables, too_small
+from calib.evaluate.figures import number
+from calib.evaluate.page.style import STYLE
+from calib.evaluate.report import heading, line
+from calib.html_page.document import document
+from calib.html_page.table import Table, section, words
+
+MIB = 2**20
+TIMES = (
+    "All rows get the same random tokens in one process and decode in turns, in another order each turn. Times are medians, in "
+    "brackets their quartiles; a speed over the baseline's is its time over the row's, turn by turn, so that above 1 the row "
+    "is faster. The row called again is the baseline's second cache: how far it is from 1 is noise. First token: "
+    "from the making of the cache until the token is on the host."
+)
+BYTES = (
+    "Cache: every tensor that it holds on the device behind the new tokens. Peaks are what was in use at most, above what "
+    "was held before the cache was made (weights included), each row alone: of the GPU's allocator, on a CPU of the "
+    "process as the operating system tells it. Empty: nobody tells."
+)
+COMPUTED = (
+    "Weights and fixed + rows x a row, from the batches 1 and 2: by the peak, or by the cache alone where the peak does not "
+    "tell. On a GPU batches from the computed one on are tried as well; CUDA's own context is in no figure."
+)
+
+
+def page(run: Run, command: str) -> str:
+    """The page of a document of ours; whatever it says is escaped."""
+    title = words(f"calib bench: {run['config']['name']}")
+    lines = [name for name in names(run) if name != run["config"]["baseline"] + AGAIN]  # that one is noise, and no line
+    looks = {name: place for place, name in enumerate(lines)}
+    body = [
+        f"<h1>{title}</h1>",
+        f"<p>{words(subject(run))}</p>",
+        *listed("Not measured", failures(run), "failed"),
+        "<h2>Speed against context</h2>",
+        f"<p>{words(TIMES)}</p>",
+        legend(looks),
+        *(part for batch in run["config"]["batches"] for part in speed(run, batch, looks)),
+        "<h2>Memory against context</h2>",
+        f"<p>{words(BYTES)}</p>",
+        *(part for batch in run["config"]["batches"] for part in memory(run, batch, looks)),
+        *(part for table in tables(run) for part in section(table)),
+        *([f"<p>{words(COMPUTED)}</p>"] if run["largest"] else []),
+        *listed("", too_small(run), "failed"),
+        *section(provenance(run, command)),
+    ]
+    return document(title, STYLE + CURVES, body)
+
+
+def markdown(run: Run, command: str) -> str:
+    """The same without the drawings."""
+    lines = [
+        f"# calib bench: {run['config']['name']}",
+        "",
+        f"    {command}",
+        "",
+        subject(run),
+        "",
+        TIMES,
+        "",
+        BYTES,
+        "",
+    ]
+    missing = [f"- {text}" for text in failures(run)]
+    lines += ["## Not measured", "", *missing, ""] if missing else []
+    for table in tables(run):
+        lines += [f"## {table.title}", "", *heading(table.header), *(line(row) for row in table.rows), ""]
+    lines += [COMPUTED, "", *(f"- {text}" for text in too_small(run)), ""] if run["largest"] else []
+    return "\n".join(lines)
+
+
+def subject(run: Run) -> str:
+    """What was measured on what, in a sentence or two."""
+    config, versions = run["config"], {name: number for name, number in run["versions"].items() if name != "python"}
+    machine = ", ".join(f"{name} {value}" for name, value in run["machine"].items())
+    return (
+        f"{config['model']} in {config['dtype']} on {config['device']} ({machine}), weights "
+        f"{spoken_size(run['model']['bytes'])}; {config['new_tokens']} new tokens in {config['turns']} turns, baseline "
+        f"{config['baseline']}, seed {config['seed']}; {', '.join(f'{name} {value}' for name, value in versions.items())}. "
+        "Nothing on this page is entered by hand."
+    )
+
+
+def names(run: Run) -> list[str]:
+    """Rows in order, each once."""
+    return list(dict.fromkeys(row["name"] for row in run["cells"]))
+
+
+def speed(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
+    """Tokens a second of a batch."""
+
+    def dot(row: Row) -> Dot:
+        low, middle, high = row["tokens_per_second"]
+        told = f"{row['name']}: {number(middle)} tokens/s [{number(low)}, {number(high)}] at {row['context']} tokens"
+        return Dot(row["context"], middle, (low, high), told)
+
+    yield f"<h3>{words(rows_at_once(batch))}</h3>"
+    lines = {name: [dot(row) for row in found] for name, found in measured(run, batch, looks).items()}
+    yield from curves(lines, looks, "tokens per second", f"tokens per second against context, {rows_at_once(batch)}")
+
+
+def memory(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
+    """Bytes of the caches of a batch."""
+
+    def dot(row: Row) -> Dot:
+        size = row["sizes"]["measured_bytes"]
+        return Dot(row["context"], size / MIB, None, f"{row['name']}: {spoken_size(size)} at {row['context']} tokens")
+
+    yield f"<h3>{words(rows_at_once(batch))}</h3>"
+    lines = {name: [dot(row) for row in found] for name, found in measured(run, batch, looks).items()}
+    yield from curves(lines, looks, "cache, MiB", f"memory of the cache against context, {rows_at_once(batch)}")
+
+
+def legend(looks: dict[str, int]) -> str:
+    """Which colour is whose: on a phone the names at the lines' ends are out of sight."""
+    shown = (f'<span><i class="kind-{look % COLOURS}"></i>{words(name)}</span>' for name, look in looks.items())
+    return f'<p class="legend">{"".join(shown)}</p>'
+
+
+def measured(run: Run, batch: int, names: Iterable[str]) -> dict[str, list[Row]]:
+    """Rows of a batch that did not fail, by name, over all contexts."""
+    cells = [row for one, context in grid(run) if one == batch for row in rows_of(run, one, context)]
+    return {name: [row for row in cells if row["name"] == name and "error" not in row] for name in names}
+
+
+def rows_at_once(batch: int) -> str:
+    """A batch in words."""
+    return f"{batch} row{'s' if batch > 1 else ''} at once"
+
+
+def listed(title: str, texts: Iterator[str], look: str) -> Iterator[str]:
+    """A list under its title; nothing where it is empty."""
+    found: Sequence[str] = list(texts)
+    if found:
+        yield f"<h2>{words(title)}</h2>" if title else ""
+        yield "<ul>"
+        yield from (f'<li class="{look}">{words(text)}</li>' for text in found)
+        yield "</ul>"
+
+
+def provenance(run: Run, command: str) -> Table:
+    """What it takes to have the same run again."""
+    rows = [("command", command)]
+    rows += [(key, inline(value)) for key, value in run["config"].items() if key not in ("name", "model")]
+    rows += [(key, inline(run[key])) for key in ("model", "versions", "machine")]
+    return Table("Provenance", ["", ""], [list(pair) for pair in rows])

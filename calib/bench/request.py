@@ -1,0 +1,131 @@
+"""What is to be measured: one model, a list of methods, a grid; checked when made, before anything is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from calib.bench.byte_sizes import parse_size
+from calib.config_messages import unknown
+from calib.errors import UsageError
+from calib.evaluate.entries import CacheEntry, read_entries
+from calib.evaluate.request import DTYPES
+
+DEVICES = ("cpu", "cuda")
+AGAIN = " again"  # behind the name of the baseline's second row: their ratio is the noise
+LISTS = ("methods", "contexts", "batches")  # keys of several values
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """Everything that is asked for.
+
+    Attributes:
+        name: the configuration's name, also of the folder of its results.
+        methods: rows of the tables, in order.
+        model: a folder or a hub name.
+        dtype: what the model runs in; `auto` is what its weights are stored in.
+        device: `cpu`, `cuda` or one such as `cuda:1`.
+        artifact: what `calib fit` wrote for this model, or None.
+        contexts: tokens of a row's prompt.
+        batches: rows at once.
+        new_tokens: tokens that each row decodes behind its prompt.
+        turns: in so many turns; prefills are repeated as often.
+        baseline: the row that the others' times are divided by, or None for the first.
+        memory: bytes in which the largest batch is to fit, or None where nobody asks.
+        threads: torch's threads, or None for its own choice.
+        seed: of the prompts, of the order in each turn, and of the methods that draw.
+    """
+
+    name: str
+    methods: tuple[CacheEntry, ...]
+    model: str = "artifacts/tiny-llama"
+    dtype: str = "auto"
+    device: str = "cpu"
+    artifact: str | None = None
+    contexts: tuple[int, ...] = (1024,)
+    batches: tuple[int, ...] = (1,)
+    new_tokens: int = 32
+    turns: int = 4
+    baseline: str | None = None
+    memory: int | None = None
+    threads: int | None = None
+    seed: int = 20
+
+    def __post_init__(self) -> None:
+        for key, kind in (("model", str), ("device", str), ("artifact", str | None), ("baseline", str | None)):
+            if not isinstance(getattr(self, key), kind) or getattr(self, key) == "":
+                raise UsageError(f"invalid value {getattr(self, key)!r} for '{key}' (expected text)")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"invalid value {self.dtype!r} for 'dtype' (expected one of {', '.join(DTYPES)})")
+        if self.device.partition(":")[0] not in DEVICES:
+            raise UsageError(f"invalid value {self.device!r} for 'device' (expected cpu or cuda: others tell no peak)")
+        for key, least in (("new_tokens", 2), ("turns", 2), ("threads", 1), ("seed", 0)):
+            value = getattr(self, key)
+            if (value is not None or key != "threads") and (type(value) is not int or value < least):
+                raise UsageError(f"invalid value {value!r} for '{key}' (expected a whole number, at least {least})")
+        for key in ("contexts", "batches"):
+            for value in getattr(self, key):
+                if type(value) is not int or value < 1:
+                    raise UsageError(f"invalid value {value!r} in '{key}' (expected whole numbers, at least 1)")
+        if self.turns > self.new_tokens:
+            raise UsageError(
+                f"{self.turns} turns for {self.new_tokens} new tokens: a turn decodes one at least; "
+                f"give turns={self.new_tokens} or fewer"
+            )
+        labels = [entry.label for entry in self.methods]
+        if not labels:
+            raise UsageError("no methods: give at least one under `methods`, or as --methods full kivi")
+        for what, values in (("methods", labels), ("contexts", self.contexts), ("batches", self.batches)):
+            twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
+            if twice is not None:
+                raise UsageError(f"'{twice}' stands twice among the {what}: leave one out, or give it another `name`")
+        if self.baseline is not None and self.baseline not in labels:
+            raise UsageError(f"baseline '{self.baseline}' is no row's name (there are {', '.join(labels)})")
+        again = (self.baseline or labels[0]) + AGAIN
+        if again in labels:
+            raise UsageError(f"'{again}' is what the baseline's second row is called: give that row another `name`")
+        for entry in self.methods:
+            if entry.uses_artifact and self.artifact is None:
+                raise UsageError(f"methods: '{entry.label}' wants the artifact: give artifact=FILE of `calib fit`")
+            for context in self.contexts:
+                entry.all_options(title_of(context))
+
+    @staticmethod
+    def known() -> list[str]:
+        """What a configuration may hold."""
+        return [field.name for field in fields(BenchRequest) if field.name != "name"]
+
+    @staticmethod
+    def of(content: Mapping[str, Any], name: str) -> "BenchRequest":
+        """The request of a configuration's content; raises UsageError naming the first thing wrong with it."""
+        for key in content:
+            if key not in BenchRequest.known():
+                raise UsageError(unknown(str(key), BenchRequest.known()))
+        rest = {key: value for key, value in content.items() if key != "methods"}
+        for key in ("contexts", "batches"):
+            if key in rest:
+                if not isinstance(rest[key], list) or not rest[key]:
+                    raise UsageError(f"'{key}' must be a list of whole numbers, got {rest[key]!r}")
+                rest[key] = tuple(rest[key])
+        if rest.get("memory") is not None:
+            rest["memory"] = parse_size(rest["memory"], "memory")
+        return BenchRequest(name, rows_of(content.get("methods")), **rest)
+
+
+def title_of(context: int) -> str:
+    """What a context is called where an option has a value for each of them."""
+    return f"{context} tokens"
+
+
+def rows_of(content: Any) -> tuple[CacheEntry, ...]:
+    """The rows of `methods`; a name alone is a method as published."""
+    if isinstance(content, list):
+        content = [{"method": item} if isinstance(item, str) else item for item in content]
+    found = []
+    for entry in read_entries(content) if content else ():
+        if not isinstance(entry, CacheEntry):
+            raise UsageError(
+                f"methods: '{entry.label}' is a file of answers, and only caches can be timed; leave it out"
+            )
+        found.append(entry)
+    return tuple(found)

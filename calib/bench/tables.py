@@ -1,0 +1,130 @@
+"""The tables of a bench, drawn from its document: one a batch and context, and the largest batches."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from calib.bench.byte_sizes import spoken_size
+from calib.evaluate.figures import number
+from calib.html_page.table import Table
+
+Run = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+NO_ROOM = "out of memory"
+FAILED = "failed"
+MEMORY = "Memory"
+LARGEST = "Largest batch"
+
+
+def tables(run: Run) -> list[Table]:
+    """All of them, times before bytes."""
+    found = [table for batch, context in grid(run) for table in of_cell(run, batch, context)]
+    return [*found, *([largest_table(run)] if run["largest"] else [])]
+
+
+def grid(run: Run) -> list[tuple[int, int]]:
+    """(batch, context) of every cell."""
+    return [(batch, context) for batch in run["config"]["batches"] for context in run["config"]["contexts"]]
+
+
+def rows_of(run: Run, batch: int, context: int) -> list[Row]:
+    """The rows of one cell."""
+    return [row for row in run["cells"] if (row["batch"], row["context"]) == (batch, context)]
+
+
+def of_cell(run: Run, batch: int, context: int) -> Iterator[Table]:
+    """Times and bytes of one cell; the baseline's second row has no bytes of its own."""
+    rows, name = rows_of(run, batch, context), f"{batch} x {context} tokens"
+    over = f"over {run['config']['baseline']}"
+    times: dict[str, Callable[[Row], str]] = {
+        "prefill ms": lambda row: milliseconds(row, "prefill"),
+        "first token ms": lambda row: milliseconds(row, "first_token"),
+        "tokens/s": lambda row: spread(row["tokens_per_second"]),
+        f"prefill speed {over}": lambda row: spread(row["speedup"].get("prefill")),
+        f"decode speed {over}": lambda row: spread(row["speedup"].get("decode")),
+    }
+    sizes: dict[str, Callable[[Row], str]] = {
+        "cache": lambda row: size(row["sizes"]["measured_bytes"]),
+        "predicted": lambda row: size(row["sizes"]["predicted_bytes"]),
+        "host": lambda row: size(row["sizes"]["host_bytes"] or None),
+        "bits per value": lambda row: f"{row['sizes']['bits_per_value']:.2f}",
+        "peak of prefill": lambda row: size(row["peak_bytes"]["prefill"]),
+        "peak of decode": lambda row: size(row["peak_bytes"]["decode"]),
+    }
+    yield table_of(name, rows, times)
+    yield table_of(f"{MEMORY}, {name}", [row for row in rows if "sizes" in row or "error" in row], sizes)
+
+
+def table_of(title: str, rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
+    """A line a row; a column that nobody has anything in is left out, a row that failed says so in the first one."""
+    lines = [[failure(row)] if "error" in row else [shown(row) for shown in columns.values()] for row in rows]
+    kept = [at for at in range(len(columns)) if not at or any(at < len(line) and line[at] for line in lines)]
+    named = [
+        [row["name"], *(line[at] if at < len(line) else "" for at in kept)]
+        for row, line in zip(rows, lines, strict=True)
+    ]
+    return Table(title, ["method", *(list(columns)[at] for at in kept)], named, by_layer=True)
+
+
+def largest_table(run: Run) -> Table:
+    """What is computed and what was tried, with the law's two numbers."""
+    header = ["method", "context", "computed", "by", "tried", "fixed", "a row", "cache a row"]
+    lines = []
+    for row in run["largest"]:
+        if "error" in row:
+            lines.append([row["name"], str(row["context"]), failure(row), *[""] * 5])
+            continue
+        law = row["peak"] or row["cache"]
+        seen = "" if row["tried"] is None else str(row["tried"])
+        bytes_of = (law["fixed"], law["per_row"], row["cache"]["per_row"])
+        lines.append(
+            [row["name"], str(row["context"]), str(row["computed"]), row["by"], seen, *map(spoken_size, bytes_of)]
+        )
+    limit = spoken_size(run["config"]["memory"])
+    return Table(f"{LARGEST} in {limit}", header, lines, by_layer=True)
+
+
+def too_small(run: Run) -> Iterator[str]:
+    """A line for each row and context of which not even one row of a batch has room in the limit."""
+    weights = run["model"]["bytes"]
+    for row in run["largest"]:
+        if "error" not in row and row["computed"] < 1 and not row["tried"]:
+            need = weights + sum((row["peak"] or row["cache"]).values())
+            yield (
+                f"{row['name']}, {row['context']} tokens: not even a batch of 1 fits into "
+                f"{spoken_size(run['config']['memory'])}; it takes {spoken_size(need)}, of which the model's weights are "
+                f"{spoken_size(weights)}"
+            )
+
+
+def failures(run: Run) -> Iterator[str]:
+    """A line for each row that could not be measured."""
+    for row in (*run["cells"], *run["largest"]):
+        if "error" in row:
+            where = (
+                f"{row['batch']} x {row['context']} tokens" if "batch" in row else f"largest batch of {row['context']}"
+            )
+            yield f"{row['name']}, {where}: {failure(row)}: {row['error']}"
+
+
+def failure(row: Row) -> str:
+    """Why there are no figures, in a word or three."""
+    return NO_ROOM if row["out_of_memory"] else FAILED
+
+
+def milliseconds(row: Row, kind: str) -> str:
+    """The median."""
+    return number(1e3 * row["seconds"][kind][1])
+
+
+def spread(values: Sequence[float] | None) -> str:
+    """The median with its quartiles; empty where there is none."""
+    if values is None:
+        return ""
+    low, middle, high = map(number, values)
+    return f"{middle} [{low}, {high}]"
+
+
+def size(value: float | None) -> str:
+    """Bytes, empty where they are not known."""
+    return "" if value is None else spoken_size(value)

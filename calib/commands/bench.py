@@ -1,0 +1,45 @@
+"""`calib bench --config bench/quick.yaml`: how long methods take, what they hold, and the batch that still fits."""
+
+import shlex
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from calib.arguments import Parser
+from calib.errors import UsageError
+
+HELP = """\
+Every key of the configuration can be given as a flag:
+  --model --dtype --device --artifact --new_tokens --turns --baseline --memory 24GiB --threads --seed
+  --methods full kivi '{name: kivi-4, method: kivi, bits: 4}'  --contexts 1024 4096  --batches 1 8
+Several --config are merged from left to right. What does not fit into memory is told in its place and is no failure.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measures, writes `results.json`, `report.md` and `report.html`, prints the tables; 1 where a row failed."""
+    parser = Parser(
+        prog="calib bench",
+        description="Measure methods over batches and contexts: prefill, first token, decode, memory.",
+        epilog=HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="such as bench/quick.yaml")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/bench/NAME of the config)")
+    asked, rest = parser.parse_known_args(argv)
+    if not asked.config and not any(word.partition("=")[0] == "--methods" for word in rest):
+        raise UsageError(
+            "'--config' or '--methods' must be given, such as --config bench/quick.yaml or --methods full kivi"
+        )
+
+    from calib.bench.request_files import read_bench
+
+    request = read_bench(asked.config, rest)
+    output = asked.output or Path("runs") / "bench" / request.name
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"output '{output}' is a file, expected a folder")
+
+    from calib.bench.command import bench
+
+    return bench(request, output, shlex.join(["calib", "bench", *argv]))
