@@ -3,11 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit gpu test test-all test-oldest contract lint tables importance gear-table csr-table specache-table bench clean
+.PHONY: fit eval eval-table gpu test test-all test-oldest contract lint tables importance gear-table csr-table specache-table bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
 	$(BIN)/calib generate --artifact artifacts/tiny-llama.calib.safetensors --method configs/methods/kivi.yaml
+
+eval: .venv/dev.stamp artifacts/tiny-llama.calib.safetensors  ## every method beside the caches of transformers, fifteen minutes; again, seconds
+	$(PIP) 'hqq>=0.2.8'  # a peer
+	$(BIN)/calib eval --config eval/embedded.yaml --output runs/eval/embedded
+
+eval-table: eval  ## its table as docs/results/embedded has it
+	cp runs/eval/embedded/report.md docs/results/embedded/table.md
+	cp runs/eval/embedded/results.json benchmarks/results/embedded.json
+
+artifacts/tiny-llama.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama/model.safetensors configs/tiny.yaml
+	$(BIN)/calib fit --config configs/tiny.yaml
 
 test: .venv/dev.stamp  ## everything that fits into ten minutes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from calib.evaluate.entries import MethodEntry
 from calib.evaluate.evaluation import read_artifact
-from calib.evaluate.request import MethodEntry
 from calib.evaluate.request_files import read_request
 from calib.runtime import Artifact
 from calib.runtime.attention import exact_attention

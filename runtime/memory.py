@@ -60,23 +60,28 @@ class Memory:
         return f"; {self.compressed_layers} of {self.layers} layers are compressed, the others slide"
 
 
-def measure(holder: Any) -> int:
-    """Bytes of the distinct storages behind every tensor reachable from `holder`."""
-    return sum(
-        {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(holder)}.values()
-    )
+def measure(holder: Any, device: torch.device | None = None) -> int:
+    """Bytes of the distinct storages behind every tensor reachable from `holder`; of those on `device` where one is given."""
+    found = [tensor for tensor in tensors(holder) if device is None or tensor.device == device]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}.values())
 
 
 def tensors(holder: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor reachable through containers, dataclasses and attributes; models are not entered."""
+    """Every tensor reachable through containers, dataclasses and attributes; models are not entered.
+
+    Of a tensor that is made of others, such as quanto's, those others.
+    """
     seen = set() if seen is None else seen
     if id(holder) in seen or isinstance(holder, torch.nn.Module):
         return
     seen.add(id(holder))
-    if isinstance(holder, Tensor):
+    flatten = getattr(holder, "__tensor_flatten__", None)
+    if isinstance(holder, Tensor) and flatten is None:
         yield holder
         return
-    if isinstance(holder, dict):
+    if isinstance(holder, Tensor) and flatten is not None:
+        parts = [getattr(holder, name) for name in flatten()[0]]
+    elif isinstance(holder, dict):
         parts = list(holder.values())
     elif isinstance(holder, list | tuple | set):
         parts = list(holder)

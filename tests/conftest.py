@@ -7,6 +7,8 @@ import pytest
 # Kernels are defined for the interpreter or for the compiler when their module is imported; no machine of the tests has a
 # GPU, and what is compiled is compiled by a process of its own (test_ahead_of_time.py).
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# A run is logged; only test_loggers.py looks at W&B, whose own process takes seconds to start.
+os.environ["WANDB_MODE"] = "disabled"
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -31,6 +31,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
     parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
     parser.add_argument("--compare", nargs="+", default=[], metavar="FILE", help="results.json of an earlier run")
+    parser.add_argument(
+        "--write-cases", type=Path, metavar="FILE", help="write the cases for another library; run nothing"
+    )
     asked, rest = parser.parse_known_args(argv)
     if len(asked.compare) > 2 - bool(asked.config):
         wanted = "one file with --config, two without"
@@ -49,6 +52,10 @@ def run(argv: Sequence[str]) -> int:
     if output.exists() and not output.is_dir():
         raise UsageError(f"output '{output}' is a file, expected a folder")
 
-    from calib.evaluate.command import evaluate
+    from calib.evaluate.command import evaluate, write_cases
 
+    if asked.write_cases is not None:
+        if asked.write_cases.is_dir():
+            raise UsageError(f"--write-cases '{asked.write_cases}' is a folder, expected a file to write")
+        return write_cases(request, asked.write_cases)
     return evaluate(request, output, asked.only, asked.fresh, shlex.join(["calib", "eval", *argv]), *asked.compare)

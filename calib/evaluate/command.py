@@ -1,9 +1,10 @@
-"""What `calib eval` does with a request: prepare, measure, write, tell; and with two runs: compare them."""
+"""What `calib eval` does with a request: prepare, measure, write, tell; or write its cases; and with two runs: compare them."""
 
 from pathlib import Path
 
 from calib.artifact_view.terminal import show
 from calib.evaluate import report
+from calib.evaluate.cases import cases as written_cases
 from calib.evaluate.cell_files import CellFiles
 from calib.evaluate.compare import compared
 from calib.evaluate.evaluation import chosen, measure, prepare
@@ -11,6 +12,7 @@ from calib.evaluate.page.page import page
 from calib.evaluate.request import Request
 from calib.evaluate.run_file import read_run
 from calib.evaluate.table import CellProgress, print_table
+from calib.evaluate.tracking import track
 from calib.runtime import canonical_json
 from calib.runtime.atomic_file import write_atomically
 
@@ -33,22 +35,28 @@ def evaluate(request: Request, output: Path, only: list[str], fresh: bool, comma
     """
     then = None if old is None else read_run(old)  # before anything is loaded: a wrong file costs no run
     evaluation = prepare(request)
-    files = CellFiles(output / "cells")
+    cells = CellFiles(output / "cells")
     wanted = chosen(evaluation, only)
-    kept = {evaluation.key(cell): files.read(evaluation.key(cell)) for cell in evaluation.cells}
+    kept = {evaluation.key(cell): cells.read(evaluation.key(cell)) for cell in evaluation.cells}
     results = {key: result for key, result in kept.items() if result is not None}
-    for note in files.notes:
+    for note in cells.notes:
         print(f"calib: {note}")
     todo = [cell for cell in wanted if fresh or evaluation.key(cell) not in results]
     print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them finished before")
     with CellProgress(todo) as progress:
-        results |= measure(evaluation, todo, files, progress.advance_cell)
+        results |= measure(evaluation, todo, cells, progress.advance_cell)
     text = report.as_json(report.document(evaluation, results))
     now = canonical_json.loads(text)
     further = [] if then is None else compared(now, then, str(old))
-    write_atomically(output / "results.json", text.encode())
-    write_atomically(output / "report.md", report.markdown(evaluation, results, command, further).encode())
-    write_atomically(output / "report.html", page(now, command, further).encode())
+    files = {
+        "results": (output / "results.json", text),
+        "markdown": (output / "report.md", report.markdown(evaluation, results, command, further)),
+        "report": (output / "report.html", page(now, command, further)),
+    }
+    for path, content in files.values():
+        write_atomically(path, content.encode())
+    if todo:
+        track(now, output / "logs", {kind: path for kind, (path, _) in files.items()})
     print_table(evaluation, results)
     show(further)
     failures = report.failed(evaluation, results)
@@ -56,6 +64,15 @@ def evaluate(request: Request, output: Path, only: list[str], fresh: bool, comma
         print(f"calib: {cell.entry.label}, {cell.column.title} failed: {results[evaluation.key(cell)]['error']}")
     print(f"wrote {output / 'report.html'}, {output / 'report.md'} and {output / 'results.json'}")
     return 1 if failures else 0
+
+
+def write_cases(request: Request, path: Path) -> int:
+    """Writes the cases of the request's columns for whoever answers them elsewhere; raises UsageError and OSError."""
+    text = written_cases(prepare(request))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text.encode())
+    print(f"wrote {path}")
+    return 0
 
 
 def compare_files(old: str, new: str) -> int:

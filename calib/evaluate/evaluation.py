@@ -16,8 +16,9 @@ from calib.capture.language_model import find_model, load
 from calib.errors import UsageError
 from calib.evaluate.cell import Cell, Result
 from calib.evaluate.cell_files import CellFiles
+from calib.evaluate.entries import Entry, Given
 from calib.evaluate.products import multiply_in_float32
-from calib.evaluate.request import MethodEntry, Request
+from calib.evaluate.request import Request
 from calib.evaluate.tasks import Column, Subject
 from calib.runtime import Artifact
 from calib.runtime.fingerprint import fingerprint
@@ -34,19 +35,19 @@ class Evaluation:
         subject: the model and what the columns make their data with.
         columns: of the table.
         cells: row by row.
+        given: the model with what rows need besides.
         base: what all cells depend on: model, dtype, device, seed, batch size, versions.
-        identity: the model's fingerprint.
     """
 
     request: Request
     subject: Subject
     columns: list[Column]
     cells: list[Cell]
+    given: Given
     base: dict[str, Any]
-    identity: dict[str, Any]
 
     @property
-    def entries(self) -> tuple[MethodEntry, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         """The table's rows."""
         return self.request.methods
 
@@ -68,13 +69,15 @@ def prepare(request: Request) -> Evaluation:
     subject = Subject(model, tokenizer, request.seed, request.batch_size, request.limit)
     columns = [column for task in request.tasks for column in task.columns(subject)]
     cells = [
-        Cell(entry, column, *((artifact, artifact_hash) if entry.uses_artifact else (None, None)))
+        Cell(entry, column, artifact_hash if entry.uses_artifact else None)
         for entry in request.methods
         for column in columns
+        if entry.serves(column)
     ]
-    for cell in cells:
-        cell.check(model, request.seed)
     identity = fingerprint(model)
+    given = Given(model, request.seed, artifact, identity)
+    for cell in cells:
+        cell.entry.check(given, cell.column)
     base = {
         "config_hash": identity["config_hash"],
         "weights": identity["weights"],
@@ -85,7 +88,7 @@ def prepare(request: Request) -> Evaluation:
         **({} if request.products == "model" else {"products": request.products}),
         "versions": {"calib": __version__, **{name: version(name) for name in VERSIONS}},
     }
-    return Evaluation(request, subject, columns, cells, base, identity)
+    return Evaluation(request, subject, columns, cells, given, base)
 
 
 def usable_device(name: str) -> torch.device:
@@ -130,7 +133,6 @@ def measure(
     A cell that fails is `{"error": one line}`, is not kept, and does not end the run. `advance(cell, tokens)` is called
     as tokens go through.
     """
-    model, seed = evaluation.subject.model, evaluation.request.seed
     results: dict[str, Result] = {}
     for cell in cells:
         key = evaluation.key(cell)
@@ -138,7 +140,7 @@ def measure(
             advance(cell, cell.tokens)
             continue
         try:
-            results[key] = cell.measure(model, seed, partial(advance, cell))
+            results[key] = cell.measure(evaluation.given, partial(advance, cell))
         except Exception as error:  # whatever a method or this machine's memory does, the other cells count
             results[key] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             continue

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from calib.errors import RunError
-from calib.runtime.cache import CompressedCache
 
 
 class Feed:
@@ -16,7 +16,7 @@ class Feed:
         cache: an empty cache attached to it.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: CompressedCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: Cache) -> None:
         self.model, self.cache = model, cache
         self.mask: Tensor | None = None
         self.keeps_logits = bool(model._supports_logits_to_keep())

@@ -10,10 +10,18 @@ from typing import Any
 
 Figures = Mapping[str, Any]
 
-QUALITIES = ("exact", "perplexity", "agreement", "distance")  # the first of these that a cell has is its quality
+LM_EVAL = ("accuracy", "exact_match", "word_perplexity", "f1", "mcc", "bleu", "rouge1")  # its most usual metrics
+QUALITIES = (
+    "exact",
+    "perplexity",
+    "agreement",
+    "distance",
+    *LM_EVAL,
+)  # the first of these that a cell has is its quality
 # Words of names: less is better, or more.
-LESS = {"perplexity", "kl", "divergence", "nats", "error", "loss", "distance", "excess"}
-MORE = {"exact", "agreement", "accuracy", "probability", "kept"}
+LESS = {"perplexity", "kl", "divergence", "nats", "error", "loss", "distance", "excess", "bits", "brier", "ter"}
+MORE = {"exact", "agreement", "accuracy", "probability", "kept", "match", "f1", "mcc", "bleu", "chrf", "likelihood"}
+MORE |= {"rouge1", "rouge2", "rougel", "rougelsum"}
 ENDS = ("low", "high")
 PART = re.compile(r"(?<![A-Za-z0-9.])\d+(?:\.\d+)?(?![A-Za-z0-9.])")
 PLACE = "#"  # where a map's name has its number
@@ -60,7 +68,7 @@ def interval(figures: Figures, name: str) -> tuple[float, float] | None:
 
 def less_is_better(name: str) -> bool | None:
     """Whether a lower figure is the better one; None where its name does not tell."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
     return True if words & LESS else False if words & MORE else None
 
 

@@ -37,7 +37,7 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
             **{key: evaluation.base[key] for key in ("dtype", "device", "seed", "batch_size")},
             "products": request.products,
         },
-        "model": evaluation.identity,
+        "model": evaluation.given.identity,
         "versions": {**evaluation.base["versions"], "python": platform.python_version()},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "columns": [
@@ -49,7 +49,7 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
                 "group": cell.entry.group,
                 "method": cell.entry.method,
                 "options": cell.options(),
-                "artifact": cell.artifact is not None,
+                "artifact": cell.artifact_hash is not None,
                 "column": cell.column.title,
                 **results[evaluation.key(cell)],
             }
@@ -110,9 +110,8 @@ def failed(evaluation: Evaluation, results: Mapping[str, Result]) -> list[Cell]:
 
 def rows(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[tuple[str, str, list[tuple[Cell, Result]]]]:
     """(group, label, cells that have a result) of every row that has any."""
-    width = len(evaluation.columns)
-    for place, entry in enumerate(evaluation.entries):
-        cells = evaluation.cells[place * width : (place + 1) * width]
+    for entry in evaluation.entries:
+        cells = [cell for cell in evaluation.cells if cell.entry is entry]
         found = [(cell, results[evaluation.key(cell)]) for cell in cells if evaluation.key(cell) in results]
         if found:
             yield entry.group, entry.label, found
@@ -185,9 +184,9 @@ def weights(result: Result) -> list[str]:
         f"{size['bits_per_value']:.2f}",
         "" if counted is None else f"{counted:.2f}",
         f"{size['share_of_16_bits']:.1%}",
-        f"{size['marginal_bits']:.2f}",
+        "" if size["marginal_bits"] is None else f"{size['marginal_bits']:.2f}",
         f"{size['measured_bytes']:,}",
-        f"{size['predicted_bytes']:,}",
+        "" if size["predicted_bytes"] is None else f"{size['predicted_bytes']:,}",
         f"{size['host_bytes']:,}" if size["host_bytes"] else "",
         f"{result['seconds']:.1f}",
     ]

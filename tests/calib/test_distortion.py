@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from calib.errors import RunError, UsageError
 from calib.evaluate.cell import Cell
-from calib.evaluate.request import MethodEntry
+from calib.evaluate.entries import Given, MethodEntry
 from calib.evaluate.tasks.distortion import Distortion
 
 # Decibels of two runs whose sums are in other orders.
@@ -84,9 +84,9 @@ def test_nothing_is_left_on_the_model_or_the_cache():
 
 
 def test_a_cell():
-    cell = Cell(MethodEntry("two", "kivi", {"bits": 2, "residual": 32}, "", False), column(), None, None)
+    cell = Cell(MethodEntry("two", "", {"bits": 2, "residual": 32}, "kivi"), column(), None)
     seen = []
-    result = cell.measure(model(), 7, seen.append)
+    result = cell.measure(Given(model(), 7, None, {}), seen.append)
     assert sum(seen) == cell.tokens == SEQUENCES * LENGTH
     assert result["figures"] == figures("kivi-2-short") | {}
     assert json.loads(json.dumps(result, allow_nan=False)) == result

@@ -10,8 +10,12 @@ import yaml
 from toy_language_model import save_text, save_toy
 
 from calib import cli
+from calib.evaluate.entries import MethodEntry, PeerEntry
+from calib.evaluate.entries.peer import PEERS
 from calib.evaluate.request_files import read_request
+from calib.evaluate.tasks import TASKS as TASKS_THERE_ARE
 from calib.evaluate.tasks import retrieval
+from calib.runtime.methods import METHODS as METHODS_THERE_ARE
 
 METHODS = [
     {"group": "Reference"},
@@ -232,3 +236,13 @@ def test_the_configurations_are_merged_from_left_to_right(config, tmp_path):
     request = read_request([config, str(later)], ["--batch-size", "5"])
     assert (request.name, request.seed, request.batch_size, request.dtype) == ("later", 9, 5, "float32")
     assert [entry.label for entry in request.methods] == ["full"] and len(request.tasks) == 2
+
+
+def test_the_embedded_model_s_table_has_every_method_and_task():
+    request = read_request(["eval/embedded.yaml"], [])
+    assert {entry.name for entry in request.methods if isinstance(entry, MethodEntry)} == set(METHODS_THERE_ARE)
+    assert {entry.peer for entry in request.methods if isinstance(entry, PeerEntry)} == set(PEERS) - {"offloaded"}
+    # lm-eval's tasks have data of their own, which the project does not hold.
+    assert {type(task) for task in request.tasks} == {
+        kind for name, kind in TASKS_THERE_ARE.items() if name != "lm_eval"
+    }

@@ -134,3 +134,33 @@ def test_wandb_that_does_not_start_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr("calib.loggers.logged_in", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.warns(UserWarning, match="W&B did not start"):
         assert isinstance(run_logger(tmp_path, "name"), TableCSVLogger)
+
+
+def test_an_evaluation_leaves_a_table_a_column_and_its_files(tmp_path):
+    save_toy(tmp_path / "llama")
+    methods = [{"name": "all", "method": "full"}, {"name": "theirs", "peer": "dynamic"}]
+    tasks = [
+        {"task": "retrieval", "lines": [2], "cases": 2},
+        {"task": "perplexity", "prefill": 8, "length": 16, "tokens": 8},
+    ]
+    Path("e.yaml").write_text(json.dumps({"model": "llama", "methods": methods, "tasks": tasks}))
+    for _ in range(2):  # the second measures nothing, and logs nothing
+        assert main(["eval", "--config", "e.yaml", "--output", "out"]) == 0
+    found = only_run(tmp_path / "out" / "logs")
+    logged = [item for record in found if record.HasField("history") for item in record.history.item]
+    paths = {item.nested_key[0]: json.loads(item.value_json) for item in logged if item.nested_key[1:] == ["path"]}
+    assert set(paths) == {"eval/2 lines", "eval/perplexity"}
+    document = json.loads(Path("out/results.json").read_text())
+    for title, measured in (("2 lines", "exact"), ("perplexity", "perplexity")):
+        (file,) = (tmp_path / "out" / "logs").glob(f"wandb/offline-run-*/files/{paths[f'eval/{title}']}")
+        table = json.loads(file.read_text())
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        cells = [cell for cell in document["cells"] if cell["column"] == title]
+        assert [row["name"] for row in rows] == ["all", "theirs"]
+        for row, cell in zip(rows, cells, strict=True):
+            assert row[measured] == pytest.approx(cell["figures"][measured])
+            assert row["measured_bytes"] == cell["sizes"]["measured_bytes"]
+    logged_artifacts = [r.request.log_artifact.artifact for r in found if r.request.HasField("log_artifact")]
+    logged_artifacts += [record.artifact for record in found if record.HasField("artifact")]
+    files = {entry.path for one in logged_artifacts for entry in one.manifest.contents}
+    assert {"results.json", "report.md", "report.html"} <= files

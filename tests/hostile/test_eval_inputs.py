@@ -38,7 +38,7 @@ def ask(tmp_path, model, capsys, content, *words):
         ({"methods": []}, "'methods' must be a list of entries"),
         ({"methods": "full"}, "'methods' must be a list of entries"),
         ({"methods": ["full"]}, "methods[0] must be an entry such as"),
-        ({"methods": [{"name": "x"}]}, "methods[0] has no `method`"),
+        ({"methods": [{"name": "x"}]}, "methods[0] needs one of `method`"),
         ({"methods": [{"group": "only a heading"}]}, "no methods: give at least one"),
         ({"methods": [{"method": "zipcahe"}]}, "methods: 'zipcahe': unknown method 'zipcahe'"),
         ({"methods": [{"method": "kiwi"}]}, "did you mean 'kivi'?"),

@@ -6,8 +6,9 @@ from typing import Any
 from calib.config_messages import unknown
 from calib.errors import UsageError
 from calib.evaluate.tasks.agreement import Agreement
-from calib.evaluate.tasks.contract import Column, Subject, Task
+from calib.evaluate.tasks.contract import Column, Subject, Task, Written
 from calib.evaluate.tasks.distortion import Distortion
+from calib.evaluate.tasks.lm_eval import LmEval
 from calib.evaluate.tasks.needle import Needle
 from calib.evaluate.tasks.perplexity import Perplexity
 from calib.evaluate.tasks.retrieval import Retrieval
@@ -18,9 +19,10 @@ TASKS: dict[str, type[Any]] = {
     "perplexity": Perplexity,
     "agreement": Agreement,
     "distortion": Distortion,
+    "lm_eval": LmEval,
 }
 
-__all__ = ["TASKS", "Column", "Subject", "Task", "build_task"]
+__all__ = ["TASKS", "Column", "Subject", "Task", "Written", "build_task"]
 
 
 def build_task(name: str, options: dict[str, Any]) -> Task:

@@ -18,60 +18,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from calib.capture.capture import attention_modules
 from calib.errors import RunError, UsageError
 from calib.evaluate.bootstrap import mean_interval
 from calib.evaluate.feed import Feed
-from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
-from calib.evaluate.tasks.text import Text, TextSequences, text_source
+from calib.evaluate.tasks.chunked_text import ChunkedText, ChunkedTextColumn
+from calib.evaluate.tasks.contract import Column, Subject
 from calib.runtime import compress
-from calib.runtime.cache import CompressedCache
-from calib.testbed.corpus import TextSource
 
 KEPT_BYTES = 2**30  # host memory for the full cache's answers of a column; those beyond are computed for each method
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """One column.
+class Agreement(ChunkedText):
+    """One column; options as of every `ChunkedText`."""
 
-    Args:
-        text: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:}, or None: text
-            sampled from the model itself at temperature 1, which needs no network.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
-        prefill: tokens of a sequence's first forward, not compared.
-        chunk: tokens of each later forward.
-        length: tokens in a sequence.
-        tokens: tokens compared in all, rounded up to whole sequences.
-        title: the column's.
-    """
+    name = "agreement"
+    purpose = "compare"
 
-    text: Text = None
-    natural_spacing: bool = False
-    prefill: int = 256
-    chunk: int = 16
-    length: int = 512
-    tokens: int = 4096
     title: str = "agreement"
-
-    def __post_init__(self) -> None:
-        for option, least in (("prefill", 1), ("chunk", 1), ("length", 2), ("tokens", 1)):
-            whole_number("agreement", option, getattr(self, option), least)
-        if self.prefill >= self.length:
-            raise UsageError(
-                f"tasks.agreement: prefill={self.prefill} leaves nothing to compare in sequences of length={self.length}"
-            )
-        check_title("agreement", self.title)
-        self.source()
-
-    def source(self) -> TextSource | None:
-        """Where the text comes from; None when it is sampled."""
-        return text_source("agreement", self.text, self.natural_spacing)
-
-    def titles(self) -> list[str]:
-        """Its one title."""
-        return [self.title]
 
     def columns(self, subject: Subject) -> list[Column]:
         """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
@@ -105,7 +72,7 @@ class Sequences(NamedTuple):
     tokens: Tensor
 
 
-class AgreementColumn:
+class AgreementColumn(ChunkedTextColumn):
     """Sequences of one text, and the full cache's answers to them: computed once, for the first method that asks.
 
     They stay in host memory, at most `KEPT_BYTES` of them, and never on disk; the rest is computed again for each method,
@@ -115,16 +82,11 @@ class AgreementColumn:
     measure_name = "token agreement, KL, attention error"
 
     def __init__(self, task: Agreement, subject: Subject) -> None:
-        self.title, self.task, self.subject = task.title, task, subject
-        count = -(-task.tokens // (task.length - task.prefill))
-        self.text = TextSequences("agreement", task.source(), subject, task.length, count)
-        self.rows = self.text.count
+        super().__init__(task, subject)
         self.modules = {int(module.layer_idx): module for module in attention_modules(subject.model)}
         if not self.modules:
             raise UsageError(f"tasks.agreement: {type(subject.model).__name__} has no attention layer to look at")
-        numbers = {"prefill": task.prefill, "chunk": task.chunk, "length": task.length, "sequences": self.rows}
-        self.settings: dict[str, Any] = {"task": "agreement", **self.text.origin, **numbers}
-        self.prompt, self.length = float(task.prefill), float(task.length)
+        self.length = float(task.length)
         self._kept: dict[int, list[Answer]] = {}
         self._room = KEPT_BYTES
 
@@ -132,7 +94,7 @@ class AgreementColumn:
         """The sequences, at most batch_size each."""
         return [Sequences(number, tokens) for number, tokens in enumerate(self.text.batches())]
 
-    def measure(self, cache: CompressedCache, batch: Sequences) -> Distance:
+    def measure(self, cache: Cache, batch: Sequences) -> Distance:
         """The batch's distance from the full cache's answers."""
         with closing(self._full(batch)) as wanted:
             pairs = zip(wanted, self._answers(cache, batch.tokens), strict=True)
@@ -145,7 +107,7 @@ class AgreementColumn:
         errors = (wrong.sum(0) / size.sum(0)).sqrt()
         if not (nats.isfinite().all() and errors.isfinite().all()):
             raise RunError("the model's logits or attention outputs are not finite")
-        compared, seed = self.task.length - self.task.prefill, self.subject.seed
+        compared, seed = self.task.counted, self.subject.seed
         low, high = mean_interval((same / compared).numpy(), seed)
         kl_low, kl_high = mean_interval((nats / compared).numpy(), seed)
         return {
@@ -189,7 +151,7 @@ class AgreementColumn:
         if room >= 0:
             self._kept[batch.number], self._room = taken, room
 
-    def _answers(self, cache: CompressedCache, tokens: Tensor) -> Iterator[Answer]:
+    def _answers(self, cache: Cache, tokens: Tensor) -> Iterator[Answer]:
         """What the model says and its attention computes behind the prefill, chunk by chunk, through an empty cache."""
         feed, task = Feed(self.subject.model, cache), self.task
         feed(tokens[:, : task.prefill], only_last=True)

@@ -1,13 +1,15 @@
 """What a task is: a frozen dataclass of options that becomes columns; a column asks the same of every method."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
-from calib.errors import UsageError
-from calib.runtime.cache import CompressedCache
+from calib.errors import RunError, UsageError
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Column(Protocol):
         rows: rows in all.
         prompt: tokens of a row's first forward, mean over the rows.
         length: tokens of a row in the cache at the end, mean over the rows.
+        reads_pages: whether it looks into our own caches' pages, which no other cache has.
     """
 
     title: str
@@ -58,12 +61,13 @@ class Column(Protocol):
     rows: int
     prompt: float
     length: float
+    reads_pages: bool
 
     def batches(self) -> Sequence[Any]:
         """The data, made at the first call and the same for every method."""
         ...
 
-    def measure(self, cache: CompressedCache, batch: Any) -> Any:
+    def measure(self, cache: Cache, batch: Any) -> Any:
         """One batch through an empty cache. Raises RunError for logits that are not finite."""
         ...
 
@@ -77,6 +81,19 @@ class Column(Protocol):
 
     def brief(self, figures: dict[str, float | int]) -> str:
         """The figures without it, for a terminal."""
+        ...
+
+
+@runtime_checkable
+class Written(Column, Protocol):
+    """A column whose cases others can answer from a file (`calib/evaluate/cases.py`)."""
+
+    def cases(self) -> dict[str, Any]:
+        """`kind` and `batches` with what else is needed, as plain JSON."""
+        ...
+
+    def read_part(self, batch: Any, content: Any) -> Any:
+        """What `measure` would have returned for the batch, out of a part as plain JSON. Raises RunError for another shape."""
         ...
 
 
@@ -102,3 +119,11 @@ def check_title(task: str, title: object) -> None:
     """Raises UsageError unless `title` is text of one line."""
     if not isinstance(title, str) or not title.strip() or "\n" in title or "|" in title:
         raise UsageError(f"invalid value {title!r} for 'tasks.{task}.title' (expected a line of text without '|')")
+
+
+def numbers(content: Mapping[str, Any], name: str, count: int) -> Tensor:
+    """[count] float64 of the list `content[name]`; raises RunError for another number of them."""
+    found = content.get(name, ())
+    if len(found) != count or not all(type(number) in (int, float) for number in found):
+        raise RunError(f"a part has {len(found)} numbers of '{name}', expected {count}")
+    return torch.tensor(found, dtype=torch.float64)

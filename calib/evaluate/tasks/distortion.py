@@ -71,6 +71,7 @@ class DistortionColumn:
     """Sequences of one text; each part of a cell is a batch's sums by layer, so that nothing is kept of the tokens."""
 
     measure_name = "dB above the bound"
+    reads_pages = True
 
     def __init__(self, task: Distortion, subject: Subject) -> None:
         self.title, self.subject = task.title, subject

@@ -1,11 +1,10 @@
 """Perplexity through the cache: a prefill, then chunks, so that every scored token is predicted from compressed ones.
 
-Only what follows the prefill is scored. Tokens of one chunk see each other exactly, as in every forward, so small chunks
-show more of the compression and take longer.
+Only what follows the prefill is scored.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,81 +12,44 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.cache_utils import Cache
 
-from calib.errors import RunError, UsageError
+from calib.errors import RunError
 from calib.evaluate.bootstrap import mean_interval
 from calib.evaluate.feed import Feed
-from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
-from calib.evaluate.tasks.text import Text, TextSequences, text_source
-from calib.runtime.cache import CompressedCache
-from calib.testbed.corpus import TextSource
+from calib.evaluate.tasks.chunked_text import ChunkedText, ChunkedTextColumn
+from calib.evaluate.tasks.contract import Column, Subject, numbers
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """One column.
+class Perplexity(ChunkedText):
+    """One column; options as of every `ChunkedText`."""
 
-    Args:
-        text: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:}, or None: text
-            sampled from the model itself at temperature 1, which needs no network.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
-        prefill: tokens of a sequence's first forward, not scored.
-        chunk: tokens of each later forward.
-        length: tokens in a sequence.
-        tokens: tokens scored in all, rounded up to whole sequences.
-        title: the column's.
-    """
+    name = "perplexity"
+    purpose = "score"
 
-    text: Text = None
-    natural_spacing: bool = False
-    prefill: int = 256
-    chunk: int = 16
-    length: int = 512
     tokens: int = 16384
     title: str = "perplexity"
-
-    def __post_init__(self) -> None:
-        for option, least in (("prefill", 1), ("chunk", 1), ("length", 2), ("tokens", 1)):
-            whole_number("perplexity", option, getattr(self, option), least)
-        if self.prefill >= self.length:
-            raise UsageError(
-                f"tasks.perplexity: prefill={self.prefill} leaves nothing to score in sequences of length={self.length}"
-            )
-        check_title("perplexity", self.title)
-        self.source()
-
-    def source(self) -> TextSource | None:
-        """Where the text comes from; None when it is sampled."""
-        return text_source("perplexity", self.text, self.natural_spacing)
-
-    def titles(self) -> list[str]:
-        """Its one title."""
-        return [self.title]
 
     def columns(self, subject: Subject) -> list[Column]:
         """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
         return [TextColumn(self, subject)]
 
 
-class TextColumn:
+class TextColumn(ChunkedTextColumn):
     """Sequences of one text."""
 
     measure_name = "perplexity"
 
     def __init__(self, task: Perplexity, subject: Subject) -> None:
-        self.title, self.task, self.subject = task.title, task, subject
-        count = -(-task.tokens // (task.length - task.prefill))
-        self.text = TextSequences("perplexity", task.source(), subject, task.length, count)
-        self.rows = self.text.count
-        numbers = {"prefill": task.prefill, "chunk": task.chunk, "length": task.length, "sequences": self.rows}
-        self.settings: dict[str, Any] = {"task": "perplexity", **self.text.origin, **numbers}
-        self.prompt, self.length = float(task.prefill), float(task.length - 1)
+        super().__init__(task, subject)
+        self.length = float(task.length - 1)  # nothing is predicted from the last token
 
     def batches(self) -> list[Tensor]:
         """The sequences, [at most batch_size, length] each."""
         return self.text.batches()
 
-    def measure(self, cache: CompressedCache, batch: Tensor) -> Tensor:
+    def measure(self, cache: Cache, batch: Tensor) -> Tensor:
         """[rows] float64: nats of the scored tokens of each sequence."""
         feed, task, end = Feed(self.subject.model, cache), self.task, batch.shape[1]
         last = feed(batch[:, : task.prefill], only_last=True)
@@ -101,10 +63,19 @@ class TextColumn:
             nats += loss.double().view(len(batch), -1).sum(1).cpu()
         return nats
 
+    def cases(self) -> dict[str, Any]:
+        """The sequences, and how they are fed."""
+        batches = [{"tokens": batch.tolist()} for batch in self.batches()]
+        return {"kind": "text", "prefill": self.task.prefill, "chunk": self.task.chunk, "batches": batches}
+
+    def read_part(self, batch: Tensor, content: Mapping[str, Any]) -> Tensor:
+        """[rows] float64 of {"nats": one number a sequence}."""
+        return numbers(content, "nats", len(batch))
+
     def summary(self, parts: Sequence[Tensor]) -> dict[str, float | int]:
         """Perplexity per token with its 95 % interval (bootstrap over sequences), and what it was taken on."""
         nats = torch.cat(list(parts)).numpy()
-        scored = self.task.length - self.task.prefill
+        scored = self.task.counted
         if not np.isfinite(nats).all():
             raise RunError("the model's logits are not finite")
         low, high = mean_interval(nats / scored, self.subject.seed)

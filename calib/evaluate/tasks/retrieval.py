@@ -9,18 +9,18 @@ most likely one, which is just when greedy generation gives it, since generation
 mistake. The log-probability of those tokens tells methods apart that answer equally often.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
-from calib.errors import UsageError
+from calib.errors import RunError, UsageError
 from calib.evaluate.feed import Feed
-from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
-from calib.runtime.cache import CompressedCache
+from calib.evaluate.tasks.contract import Column, Subject, check_title, numbers, whole_number
 from calib.testbed.generators import POOLS, Keys, Piece, RetrievalCase, Style, keyed_lines, keyed_random
 from calib.testbed.proportion import Proportion
 
@@ -122,6 +122,7 @@ class AnswersColumn:
     """
 
     measure_name = "exact answers, log p"
+    reads_pages = False
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class AnswersColumn:
         """The cases, shortest prompts first."""
         return self._batches
 
-    def measure(self, cache: CompressedCache, batch: RetrievalBatch) -> tuple[Tensor, Tensor]:
+    def measure(self, cache: Cache, batch: RetrievalBatch) -> tuple[Tensor, Tensor]:
         """Exact [rows x answers] bool, row by row, and log-probabilities of the asked tokens [asked] float64."""
         feed = Feed(self.model, cache)
         logits = feed(batch.prompts, batch.mask, only_last=True)
@@ -170,6 +171,19 @@ class AnswersColumn:
             if place + 1 < batch.answers.shape[1]:
                 logits = feed(answer[:, None])
         return exact.flatten(), torch.cat(found)
+
+    def cases(self) -> dict[str, Any]:
+        """Prompts, their mask, and what follows them, as in `RetrievalBatch`."""
+        batches = [{name: part.tolist() for name, part in batch._asdict().items()} for batch in self.batches()]
+        return {"kind": "answers", "batches": batches}
+
+    def read_part(self, batch: RetrievalBatch, content: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Of {"exact": answers of each row, "log_probability": one number an asked token}."""
+        wanted = len(batch.prompts) * int(batch.asked.max())
+        exact = [answer for row in content.get("exact", ()) for answer in row]
+        if len(exact) != wanted or not all(type(answer) is bool for answer in exact):
+            raise RunError(f"a part answers {len(exact)} questions of {wanted}, expected true or false for each")
+        return torch.tensor(exact), numbers(content, "log_probability", int((batch.asked > 0).sum()))
 
     def summary(self, parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float | int]:
         """Share of exact answers with its 95 % interval, mean log-probability of an answer's token (nats), the parts' shares.

@@ -1,0 +1,48 @@
+"""The rows of a configuration's `methods`: methods of ours, caches of transformers, answers given elsewhere."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from calib.errors import UsageError
+from calib.evaluate.entries.entry import CacheEntry, Entry, Given, is_mapping
+from calib.evaluate.entries.method import MethodEntry
+from calib.evaluate.entries.peer import PeerEntry
+from calib.evaluate.entries.results import ResultsEntry
+
+KINDS = ("method", "peer", "results")
+
+__all__ = ["CacheEntry", "Entry", "Given", "MethodEntry", "PeerEntry", "ResultsEntry", "items", "read_entries"]
+
+
+def read_entries(content: Any) -> tuple[Entry, ...]:
+    """The rows of `methods`; an item `{group: TEXT}` alone is the heading of those that follow. Raises UsageError."""
+    entries, group = [], ""
+    for place, item in enumerate(items(content, "methods", "{name: LABEL, method: NAME, ...}")):
+        if set(item) == {"group"}:
+            group = str(item["group"] or "")
+            continue
+        options = dict(item)
+        label, kinds = options.pop("name", None), [kind for kind in KINDS if kind in options]
+        if len(kinds) != 1 or not isinstance(item[kinds[0]], str):
+            raise UsageError(
+                f"methods[{place}] needs one of `method` (a name from `calib methods`), `peer` or `results`: {item!r}"
+            )
+        word = options.pop(kinds[0])
+        name = str(label or word)
+        if kinds == ["method"]:
+            entries.append(MethodEntry.of(name, group, word, options))
+        elif kinds == ["peer"]:
+            entries.append(PeerEntry(name, group, options, word))
+        else:
+            entries.append(ResultsEntry.of(name, group, options, word))
+    return tuple(entries)
+
+
+def items(content: Any, key: str, example: str) -> Sequence[Mapping[str, Any]]:
+    """`content` as a list of mappings."""
+    if not isinstance(content, list) or not content:
+        raise UsageError(f"'{key}' must be a list of entries such as `{example}`, got {content!r}")
+    for place, item in enumerate(content):
+        if not is_mapping(item) or not all(isinstance(name, str) for name in item):
+            raise UsageError(f"{key}[{place}] must be an entry such as `{example}`, got {item!r}")
+    return content

@@ -1,0 +1,74 @@
+"""A method of ours as a row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import Cache
+
+from calib.errors import UsageError
+from calib.evaluate.entries.entry import MAPPINGS, CacheEntry, Given, is_mapping
+from calib.evaluate.paper_counting import counted_bits
+from calib.evaluate.tasks import Column
+from calib.evaluate.weight import Weight
+from calib.runtime import compress
+from calib.runtime.cache import CompressedCache
+from calib.runtime.canonical_json import plain
+from calib.runtime.methods import Geometry, Method, build, options_asked
+
+
+@dataclass(frozen=True)
+class MethodEntry(CacheEntry):
+    """`{method: kivi, bits: 2}`.
+
+    Attributes:
+        name: a name from `calib methods`.
+        uses_artifact: whether the method is given the artifact; without one it works as published.
+    """
+
+    name: str
+    uses_artifact: bool = False
+
+    @staticmethod
+    def of(label: str, group: str, name: str, options: dict[str, Any]) -> "MethodEntry":
+        """Of the options as they stand in the configuration, `artifact` among them."""
+        parts = [options, *(options.get(name) for name in MAPPINGS)]
+        calibrated = any(is_mapping(part) and part.get("statistics") == "calibrated" for part in parts)
+        uses = options.pop("artifact", calibrated)
+        if not isinstance(uses, bool):
+            raise UsageError(f"methods: '{label}': artifact must be true or false, got {uses!r}")
+        return MethodEntry(label, group, options, name, uses)
+
+    @property
+    def method(self) -> str:
+        return self.name
+
+    def build(self, title: str) -> Method:
+        """The method for the column `title`; raises UsageError for what it refuses."""
+        with self.refusing():
+            return build(self.name, self.options_for(title))
+
+    def all_options(self, title: str) -> dict[str, Any]:
+        options: dict[str, Any] = plain(options_asked(self.build(title)), self.label)
+        return options
+
+    def serves(self, column: Column) -> bool:
+        return True
+
+    def open(self, given: Given, title: str) -> CompressedCache:
+        artifact = given.artifact if self.uses_artifact else None
+        return compress(given.model, self.name, artifact, seed=given.seed, **self.options_for(title))
+
+    def close(self, cache: Cache) -> None:
+        assert isinstance(cache, CompressedCache)
+        cache.release()
+
+    def weigh(self, given: Given, cache: Cache, tokens: int) -> Weight:
+        assert isinstance(cache, CompressedCache)
+        return Weight.of(cache.memory())  # its own count of tokens
+
+    def counted_bits(self, given: Given, column: Column) -> float | None:
+        shape = Geometry.of(given.model.config.get_text_config(decoder=True))
+        options: Mapping[str, Any] = self.all_options(column.title)
+        width = shape.kv_heads * shape.head_dim
+        return counted_bits(self.name, options, shape.head_dim, width, column.prompt, column.length)

@@ -1,0 +1,130 @@
+"""A cache of transformers as a row: what people use today, under the same questions and weighed the same way."""
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, QuantizedCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from calib.config_messages import unknown
+from calib.errors import UsageError
+from calib.evaluate.entries.entry import CacheEntry, Given
+from calib.evaluate.weight import Weight
+from calib.runtime.memory import measure
+from calib.runtime.methods import Geometry
+
+
+class Peer(ABC):
+    """A kind of cache; fields are its options. Building it raises ValueError or ImportError for what it refuses."""
+
+    @abstractmethod
+    def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
+        """An empty cache."""
+
+
+@dataclass(frozen=True)
+class Dynamic(Peer):
+    """DynamicCache: everything as it comes."""
+
+    def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
+        return DynamicCache(config=config)
+
+
+@dataclass(frozen=True)
+class Offloaded(Peer):
+    """DynamicCache with offloading: layers lie in host memory and are fetched one ahead."""
+
+    def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
+        if device.type != "cuda":
+            raise ValueError(f"peer 'offloaded' moves layers off a GPU, got device={device.type}; leave the row out")
+        return DynamicCache(config=config, offloading=True)
+
+
+@dataclass(frozen=True)
+class Quantized(Peer):
+    """QuantizedCache.
+
+    Attributes:
+        bits: of a code.
+        group: numbers that share a scale.
+        residual: tokens that stay exact before all of it is quantised again.
+        axis: along which groups lie, of keys and values; None: what the backend's documents advise.
+    """
+
+    backend: ClassVar[str]
+    advised: ClassVar[int]
+
+    bits: int = 4
+    group: int = 64
+    residual: int = 128
+    axis: int | None = None
+
+    def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
+        axis = self.advised if self.axis is None else self.axis
+        numbers = {"nbits": self.bits, "q_group_size": self.group, "residual_length": self.residual}
+        return QuantizedCache(self.backend, config, axis_key=axis, axis_value=axis, **numbers)
+
+
+class Quanto(Quantized):
+    """With optimum-quanto."""
+
+    backend, advised = "quanto", 0
+
+
+class HQQ(Quantized):
+    """With hqq."""
+
+    backend, advised = "hqq", 1
+
+
+PEERS: dict[str, type[Peer]] = {"dynamic": Dynamic, "offloaded": Offloaded, "quanto": Quanto, "hqq": HQQ}
+
+
+@dataclass(frozen=True)
+class PeerEntry(CacheEntry):
+    """`{peer: quanto, bits: 4}`.
+
+    Attributes:
+        peer: a name of `PEERS`.
+    """
+
+    peer: str
+
+    def __post_init__(self) -> None:
+        if self.peer not in PEERS:
+            raise UsageError(unknown(f"peer {self.peer}", [f"peer {name}" for name in PEERS]))
+        known = [field.name for field in fields(PEERS[self.peer])]
+        for option in self.options:
+            if option not in known:
+                raise UsageError(unknown(f"{self.peer}.{option}", [f"{self.peer}.{name}" for name in known]))
+
+    @property
+    def method(self) -> str:
+        return f"peer {self.peer}"
+
+    def all_options(self, title: str) -> dict[str, Any]:
+        with self.refusing():
+            return asdict(PEERS[self.peer](**self.options_for(title)))
+
+    def open(self, given: Given, title: str) -> Cache:
+        config = given.model.config.get_text_config(decoder=True)
+        return PEERS[self.peer](**self.options_for(title)).build(config, given.model.device)
+
+    def close(self, cache: Cache) -> None:
+        """Nothing of the model was changed."""
+
+    def weigh(self, given: Given, cache: Cache, tokens: int) -> Weight:
+        everything = measure(cache)
+        held = measure(cache, given.model.device)
+        values = tokens * values_of_token(given.model.config.get_text_config(decoder=True))
+        return Weight(held, values, host_bytes=everything - held)
+
+
+def values_of_token(config: PreTrainedConfig) -> int:
+    """Key and value elements of one token in the layers that a method of ours would compress: all but sliding ones beside
+    others, as in `Memory.bits_per_value`."""
+    layers: list[Any] = list(DynamicCache(config=config).layers)
+    shape = Geometry.of(config)
+    return 2 * shape.kv_heads * shape.head_dim * (sum(type(layer) is DynamicLayer for layer in layers) or len(layers))

@@ -1,0 +1,108 @@
+"""Answers that were given elsewhere, as a row: another library's, in an environment of its own, to the same cases.
+
+`calib eval --write-cases FILE` writes the cases of the columns that can be written (`calib/evaluate/cases.py`); whoever
+answers them writes
+
+    {"format": 1, "name": ..., "options": {...}, "versions": {...}, "weights": {...}, "dtype": ...,
+     "columns": [{"title", "settings", "parts": [...], "bytes": [...], "values": [...]}, ...]}
+
+with one part, one number of bytes and one of values a batch, or for a column that failed `error`, one line, in their place.
+Weights, dtype and settings are those of the cases.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calib.errors import RunError, UsageError
+from calib.evaluate.entries.entry import Entry, Given
+from calib.evaluate.tasks import Column
+from calib.evaluate.weight import Weight
+from calib.runtime import canonical_json
+
+FORMAT = 1
+ENTRIES = {"name": str, "options": dict, "versions": dict, "weights": dict, "dtype": str, "columns": list}
+PER_BATCH = ("parts", "bytes", "values")
+
+
+@dataclass(frozen=True)
+class ResultsEntry(Entry):
+    """`{results: FILE}`.
+
+    Attributes:
+        path: the file, read when made.
+        digest: SHA-256 of the file.
+        content: the file's.
+    """
+
+    path: str
+    digest: str
+    content: Mapping[str, Any]
+
+    @staticmethod
+    def of(label: str, group: str, options: Mapping[str, Any], path: object) -> "ResultsEntry":
+        """Reads the file; raises UsageError for options beside it and for a file that holds no results."""
+        if options:
+            raise UsageError(f"methods: '{label}': results in a file have no option, got {', '.join(options)}")
+        if not isinstance(path, str) or not Path(path).is_file():
+            raise UsageError(f"methods: '{label}': no file {path!r}, expected results of the cases of --write-cases")
+        raw = Path(path).read_bytes()
+        try:
+            content = canonical_json.loads(raw)
+            check(content)
+        except ValueError as error:
+            raise UsageError(f"methods: '{label}': {path} holds no results ({error})") from error
+        return ResultsEntry(label, group, {}, path, hashlib.sha256(raw).hexdigest(), content)
+
+    @property
+    def method(self) -> str:
+        return str(self.content["name"])
+
+    def all_options(self, title: str) -> dict[str, Any]:
+        return {**self.content["options"], "versions": self.content["versions"], "sha256": self.digest}
+
+    def serves(self, column: Column) -> bool:
+        return any(found["title"] == column.title for found in self.content["columns"])
+
+    def check(self, given: Given, column: Column) -> None:
+        """Raises UsageError for another model, dtype or other cases than the column's."""
+        dtype = str(given.model.dtype).removeprefix("torch.")
+        for what, theirs, ours in (
+            ("model", self.content["weights"], given.identity["weights"]),
+            ("dtype", self.content["dtype"], dtype),
+            ("cases", self._of(column)["settings"], column.settings),
+        ):
+            if theirs != ours:
+                raise UsageError(
+                    f"methods: '{self.label}': {self.path} answers another {what} on the column '{column.title}' "
+                    f"({theirs}, not {ours}); write the cases again with --write-cases and have them answered"
+                )
+
+    def answers(self, given: Given, column: Column, batches: Sequence[Any]) -> Iterator[tuple[Any, Weight]]:
+        found = self._of(column)
+        if "error" in found:
+            raise RunError(str(found["error"]))
+        if len(found["parts"]) != len(batches):
+            raise RunError(f"{self.path} answers {len(found['parts'])} batches of {len(batches)}")
+        for batch, part, size, values in zip(batches, *(found[name] for name in PER_BATCH), strict=True):
+            yield column.read_part(batch, part), Weight(size, values)
+
+    def _of(self, column: Column) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = next(one for one in self.content["columns"] if one["title"] == column.title)
+        return found
+
+
+def check(content: object) -> None:
+    """Raises ValueError naming the first thing that results have and `content` has not."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is none of ours ({FORMAT})")
+    for name, kind in ENTRIES.items():
+        if not isinstance(content.get(name), kind):
+            raise ValueError(f"it has no {name}")
+    for place, column in enumerate(content["columns"]):
+        if not isinstance(column, dict) or not isinstance(column.get("title"), str) or "settings" not in column:
+            raise ValueError(f"columns[{place}] has no title or settings")
+        if "error" not in column and len({len(column.get(name) or ()) for name in PER_BATCH}) != 1:
+            raise ValueError(f"columns[{place}] has not as many {', '.join(PER_BATCH)}")

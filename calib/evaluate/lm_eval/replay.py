@@ -1,0 +1,51 @@
+"""Two models for lm-eval that run nothing: one notes the rows that are asked, one gives the answers found for them."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from calib.errors import RunError
+from calib.evaluate.lm_eval.answers import Answer
+from calib.evaluate.lm_eval.rows import Row, Scored
+from calib.evaluate.lm_eval.rows_lm import RowsLM
+
+
+class Recorder(RowsLM):
+    """Notes the rows; its answers mean nothing."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, max_gen_toks: int) -> None:
+        super().__init__(tokenizer, max_length, max_gen_toks)
+        self.rows: list[Row] = []
+
+    def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
+        """One of the right kind for each."""
+        self.rows += rows
+        return [(0.0, False) if isinstance(row, Scored) else "" for row in rows]
+
+
+class Replay(RowsLM):
+    """Gives the answers to rows that are asked in the same order again; RunError where others are."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        max_gen_toks: int,
+        answered: Sequence[tuple[Row, Answer]],
+    ) -> None:
+        super().__init__(tokenizer, max_length, max_gen_toks)
+        self._answered = list(answered)
+
+    @property
+    def left(self) -> int:
+        """Answers not asked for yet."""
+        return len(self._answered)
+
+    def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
+        """The next ones."""
+        known, self._answered = self._answered[: len(rows)], self._answered[len(rows) :]
+        if [row for row, _ in known] != list(rows):
+            raise RunError(
+                "lm-eval's task asked for something else when it was asked again; it cannot be evaluated here"
+            )
+        return [answer for _, answer in known]
