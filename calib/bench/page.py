@@ -9,6 +9,7 @@ from calib.bench.curves import STYLE as CURVES
 from calib.bench.request import AGAIN
 from calib.bench.tables import Row, Run, failures, grid, rows_of, tables, too_small
 from calib.evaluate.figures import number
+from calib.evaluate.page.page import Drawn
 from calib.evaluate.page.style import STYLE
 from calib.evaluate.report import heading, line
 from calib.html_page.document import document
@@ -35,25 +36,34 @@ COMPUTED = (
 def page(run: Run, command: str) -> str:
     """The page of a document of ours; whatever it says is escaped."""
     title = words(f"calib bench: {run['config']['name']}")
-    lines = [name for name in names(run) if name != run["config"]["baseline"] + AGAIN]  # that one is noise, and no line
-    looks = {name: place for place, name in enumerate(lines)}
     body = [
         f"<h1>{title}</h1>",
         f"<p>{words(subject(run))}</p>",
         *listed("Not measured", failures(run), "failed"),
-        "<h2>Speed against context</h2>",
-        f"<p>{words(TIMES)}</p>",
-        legend(looks),
-        *(part for batch in run["config"]["batches"] for part in speed(run, batch, looks)),
-        "<h2>Memory against context</h2>",
-        f"<p>{words(BYTES)}</p>",
-        *(part for batch in run["config"]["batches"] for part in memory(run, batch, looks)),
+        *against_context(run),
         *(part for table in tables(run) for part in section(table)),
         *([f"<p>{words(COMPUTED)}</p>"] if run["largest"] else []),
         *listed("", too_small(run), "failed"),
         *section(provenance(run, command)),
     ]
     return document(title, STYLE + CURVES, body)
+
+
+def against_context(run: Run) -> Iterator[str]:
+    """Speed and memory against the context, with what the figures are; needs the style `CURVES`."""
+    lines = [name for name in names(run) if name != run["config"]["baseline"] + AGAIN]  # that one is noise, and no line
+    looks = {name: place for place, name in enumerate(lines)}
+    for title, about, drawn in (("Speed", TIMES, speed), ("Memory", BYTES, memory)):
+        yield f"<h2>{title} against context</h2>"
+        yield f"<p>{words(about)}</p>"
+        yield legend(looks)
+        for batch in run["config"]["batches"]:
+            yield from drawn(run, batch, looks)
+
+
+def curves_for(run: Run) -> Drawn:
+    """The curves of a checked run for the page of an evaluation, with what they were measured on."""
+    return Drawn(CURVES, [*against_context(run), f"<p>{words(subject(run))}</p>"])
 
 
 def markdown(run: Run, command: str) -> str:

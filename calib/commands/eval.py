@@ -34,6 +34,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--write-cases", type=Path, metavar="FILE", help="write the cases for another library; run nothing"
     )
+    parser.add_argument(
+        "--bench", metavar="FILE", help="results.json of `calib bench`, whose curves go on the page as well"
+    )
     asked, rest = parser.parse_known_args(argv)
     if len(asked.compare) > 2 - bool(asked.config):
         wanted = "one file with --config, two without"
@@ -58,4 +61,11 @@ def run(argv: Sequence[str]) -> int:
         if asked.write_cases.is_dir():
             raise UsageError(f"--write-cases '{asked.write_cases}' is a folder, expected a file to write")
         return write_cases(request, asked.write_cases)
-    return evaluate(request, output, asked.only, asked.fresh, shlex.join(["calib", "eval", *argv]), *asked.compare)
+    old, drawn = next(iter(asked.compare), None), None
+    if asked.bench is not None:
+        from calib.bench.page import curves_for
+        from calib.bench.run_file import read_bench_run
+
+        drawn = curves_for(read_bench_run(asked.bench))
+    command = shlex.join(["calib", "eval", *argv])
+    return evaluate(request, output, asked.only, asked.fresh, command, old, drawn)

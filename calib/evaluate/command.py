@@ -8,7 +8,7 @@ from calib.evaluate.cases import cases as written_cases
 from calib.evaluate.cell_files import CellFiles
 from calib.evaluate.compare import compared
 from calib.evaluate.evaluation import chosen, measure, prepare
-from calib.evaluate.page.page import page
+from calib.evaluate.page.page import Drawn, page
 from calib.evaluate.request import Request
 from calib.evaluate.run_file import read_run
 from calib.evaluate.table import CellProgress, print_table
@@ -17,7 +17,15 @@ from calib.runtime import canonical_json
 from calib.runtime.atomic_file import write_atomically
 
 
-def evaluate(request: Request, output: Path, only: list[str], fresh: bool, command: str, old: str | None = None) -> int:
+def evaluate(
+    request: Request,
+    output: Path,
+    only: list[str],
+    fresh: bool,
+    command: str,
+    old: str | None = None,
+    drawn: Drawn | None = None,
+) -> int:
     """Runs the request; returns 1 where a cell failed, else 0.
 
     Args:
@@ -27,6 +35,7 @@ def evaluate(request: Request, output: Path, only: list[str], fresh: bool, comma
         fresh: measure finished cells again.
         command: the words that were typed, for the report.
         old: the `results.json` of an earlier run to compare with.
+        drawn: a part for the page that was drawn elsewhere.
 
     Raises:
         RunError: `old` is no run.
@@ -51,7 +60,7 @@ def evaluate(request: Request, output: Path, only: list[str], fresh: bool, comma
     files = {
         "results": (output / "results.json", text),
         "markdown": (output / "report.md", report.markdown(evaluation, results, command, further)),
-        "report": (output / "report.html", page(now, command, further)),
+        "report": (output / "report.html", page(now, command, further, drawn)),
     }
     for path, content in files.values():
         write_atomically(path, content.encode())

@@ -1,6 +1,7 @@
 """The report of a run as one HTML file, drawn from the content of its `results.json` alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from calib.artifact_view.tables import inline
@@ -18,13 +19,22 @@ ABOUT = "Bits are true bits per value, everything on the device counted; in brac
 TOLD = ("task", "title", "measures")  # of a column, told beside the rest
 
 
-def page(run: Run, command: str, further: Sequence[Table] = ()) -> str:
+@dataclass(frozen=True)
+class Drawn:
+    """A part of the page that another room draws: its lines, and the style they need."""
+
+    style: str
+    body: Sequence[str]
+
+
+def page(run: Run, command: str, further: Sequence[Table] = (), drawn: Drawn | None = None) -> str:
     """The page of a checked run.
 
     Args:
         run: what `results.json` holds; whatever it says is escaped.
         command: the words that were typed.
         further: tables behind those of the run itself.
+        drawn: a part that stands behind the columns.
     """
     title = words(f"calib eval: {run['config'].get('name', '')}")
     found, columns = rows(run), run["columns"]
@@ -36,10 +46,11 @@ def page(run: Run, command: str, further: Sequence[Table] = ()) -> str:
         "<h2>Methods</h2>",
         *overview(run),
         *(line for column in columns for line in of_column(found, column, look, column is columns[0])),
+        *(() if drawn is None else drawn.body),
         *(line for table in further for line in section(table)),
         *section(provenance(run, command)),
     ]
-    return document(title, STYLE, body, SORTING)
+    return document(title, STYLE if drawn is None else STYLE + drawn.style, body, SORTING)
 
 
 def subject(run: Run) -> str:

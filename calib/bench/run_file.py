@@ -1,0 +1,51 @@
+"""A `results.json` of `calib bench`, checked when read for what its curves are drawn from."""
+
+from pathlib import Path
+from typing import Any
+
+from calib.bench.document import FORMAT
+from calib.bench.request import AGAIN
+from calib.errors import RunError, UsageError
+from calib.evaluate.run_file import entry, is_number, require
+from calib.runtime import canonical_json
+
+
+def read_bench_run(name: str) -> dict[str, Any]:
+    """The run in the file `name`; UsageError where there is no file, RunError where it is no run of `calib bench`."""
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"{name} is no file, expected a results.json of `calib bench`")
+    try:
+        content: dict[str, Any] = canonical_json.loads(path.read_bytes())
+        check(content)
+    except OSError as error:
+        raise RunError(f"{name} cannot be read ({error.strerror}); give another file") from error
+    except ValueError as error:
+        raise RunError(f"{name} is no run of `calib bench` ({error}); give the results.json it wrote") from error
+    return content
+
+
+def check(content: object) -> None:
+    """Raises ValueError naming the first entry that such a run has and `content` has not."""
+    require(isinstance(content, dict) and content.get("format") == FORMAT, f"its format is not {FORMAT}")
+    assert isinstance(content, dict)
+    for key, kind in (("config", dict), ("model", dict), ("versions", dict), ("machine", dict), ("cells", list)):
+        entry(content, key, kind, key)
+    texts, counts = ("model", "dtype", "device", "baseline"), ("new_tokens", "turns", "seed")
+    for key, kind in (*((key, str) for key in texts), *((key, int) for key in counts)):
+        entry(content["config"], key, kind, f"config.{key}")
+    for key in ("batches", "contexts"):
+        entry(content["config"], key, list, f"config.{key}")
+        require(all(type(n) is int for n in content["config"][key]), f"config.{key} are no whole numbers")
+    require(is_number(content["model"].get("bytes")), "model.bytes is no number")
+    for place, cell in enumerate(content["cells"]):
+        for key, kind in (("name", str), ("batch", int), ("context", int)):
+            entry(cell, key, kind, f"cells[{place}].{key}")
+        if "error" not in cell:
+            speeds = cell.get("tokens_per_second")
+            three = isinstance(speeds, list) and len(speeds) == 3 and all(map(is_number, speeds))
+            require(three, f"cells[{place}].tokens_per_second are not three numbers")
+            if cell["name"] != content["config"]["baseline"] + AGAIN:  # that one is timed alone
+                entry(cell, "sizes", dict, f"cells[{place}].sizes")
+                known = is_number(cell["sizes"].get("measured_bytes"))
+                require(known, f"cells[{place}].sizes.measured_bytes is no number")
