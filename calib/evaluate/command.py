@@ -12,7 +12,6 @@ from calib.evaluate.page.page import Drawn, page
 from calib.evaluate.request import Request
 from calib.evaluate.run_file import read_run
 from calib.evaluate.table import CellProgress, print_table
-from calib.evaluate.tracking import track
 from calib.runtime import canonical_json
 from calib.runtime.atomic_file import write_atomically
 
@@ -65,6 +64,8 @@ def evaluate(
     for path, content in files.values():
         write_atomically(path, content.encode())
     if todo:
+        from calib.evaluate.tracking import track  # seconds, which a run that finds everything finished does not take
+
         track(now, output / "logs", {kind: path for kind, (path, _) in files.items()})
     print_table(evaluation, results)
     show(further)
