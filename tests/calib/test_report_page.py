@@ -159,6 +159,24 @@ def test_quality_is_drawn_against_bits_with_the_front(report):
     assert corners[:4] == [f"{value:.1f}" for value in (*at["rtn-2"], *at["rtn-4"])]
 
 
+def test_what_pays_with_host_memory_is_hollow_and_on_no_front(report):
+    assert len(report.of("g", **{"class": "host"})) == 1  # "worse", where it did not fail
+    assert any("worse" in text and text.endswith("at 5.00 bits, and host memory") for text in report.texts)
+    run = toy_run()
+    for cell in run["cells"]:
+        if cell["name"] == "rtn-2" and "sizes" in cell:
+            cell["sizes"]["host_bytes"] = 1
+            cell["figures"] |= {"exact": 1.0} if "exact" in cell["figures"] else {}
+        if cell["name"] == "worse" and "sizes" in cell:  # as `offload`: nothing but a table lies on the device
+            cell["sizes"] |= {"bits_per_value": 1e-4, "measured_bytes": 1}
+    found = Reader(page(run, ""))
+    (first, second) = [text for text in found.texts if text.startswith("On the front")]
+    assert "rtn-2" not in first and "rtn-4 (4.50" in first and "Hollow: with more in host memory" in first
+    assert "Without bits on the device: worse." in first and "Without bits" not in second
+    ticks = [float(text) for text in found.texts if re.fullmatch(r"[\d.]+", text)]
+    assert min(ticks) >= 0 and not any(0 < tick < 0.01 for tick in ticks)  # the axis begins where there is something
+
+
 def test_a_figure_nobody_knows_has_no_front():
     run = toy_run()
     run["cells"] = [cell | {"figures": {"speed": 1.5}} for cell in run["cells"] if "error" not in cell]
@@ -181,13 +199,14 @@ def test_parts_are_a_map(report):
 
 def test_memory_is_told_by_kind_on_one_scale(report):
     bars = [one["title"] for one in report.of("div") if one.get("class") == "bar"]
-    assert bars[:3] == [
+    assert bars[:4] == [
         "full: codes 12.00, low rank 4.00",
         "rtn-4: codes 3.37, low rank 1.13",
-        "rtn-2: codes 1.87, low rank 0.62, host memory 2.50",
+        "rtn-2: codes 1.87, low rank 0.62",
+        "worse: codes 3.74, low rank 1.26, host memory 5.00",
     ]
     widths = [float(one["style"].removeprefix("width:").removesuffix("%")) for one in report.of("i") if "style" in one]
-    assert widths[:2] == [75.0, 25.0] and sum(widths[4:7]) == pytest.approx(100 * 5 / 16, abs=0.1)
+    assert widths[:2] == [75.0, 25.0] and sum(widths[6:9]) == pytest.approx(100 * 10 / 16, abs=0.1)
     text = page(toy_run(), "")
     assert re.findall(r'class="loss">([^<]*)<', text)[:4] == ["16.00", "4.50", "2.50", "5.00"]  # host memory is no part
 
@@ -246,4 +265,5 @@ def test_runs_of_earlier_releases_are_drawn(name):
     methods = list(dict.fromkeys(cell["name"] for cell in run["cells"]))
     assert [row[0] for row in found.rows if row[0] in methods and len(row) > 2] == methods
     assert len(found.of("svg")) == len(run["columns"])
-    assert len(found.of("circle")) == len(run["cells"])
+    drawn = [cell for cell in run["cells"] if cell["sizes"]["bits_per_value"] > 0.1]  # `offload` has nothing there
+    assert len(found.of("circle")) == len(drawn)

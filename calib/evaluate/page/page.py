@@ -87,6 +87,7 @@ def points_of(found: Sequence[Row], title: str, name: str) -> list[Point]:
             row.cells[title]["sizes"]["bits_per_value"],
             known[row.name][name],
             interval(known[row.name], name),
+            row.cells[title]["sizes"]["host_bytes"] > 0,
         )
         for row in found
         if name in known[row.name]

@@ -13,36 +13,44 @@ WIDTH, HEIGHT = 720, 420  # of the drawing's own units
 FRAME = Box(56, 12, WIDTH - 12, HEIGHT - 44)
 LETTER = 12
 RADIUS = 4.0
+LEAST = 2**-4  # bits; what has less lies elsewhere, and would be alone at the far end of the drawing
+HOST = ", and host memory"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A method on a column: its bits a value, its quality, and the interval of that where there is one."""
+    """A method on a column: its bits a value, its quality, the interval of that where there is one, and whether more of it
+    lies in host memory, which the bits leave out."""
 
     name: str
     bits: float
     value: float
     interval: tuple[float, float] | None
+    host: bool = False
 
     def hint(self, figure: str) -> str:
         """What is told of it under the pointer."""
         around = f" [{number(self.interval[0])}, {number(self.interval[1])}]" if self.interval else ""
-        return f"{self.name}: {spoken(figure)} {number(self.value)}{around} at {self.bits:.2f} bits"
+        return f"{self.name}: {spoken(figure)} {number(self.value)}{around} at {self.bits:.2f} bits" + HOST * self.host
 
 
 def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
-    """The drawing with a line of words below; nothing where no point has bits.
+    """The drawing with a line of words below; nothing where no point has bits. Points with more in host memory are hollow and
+    on no front: they pay elsewhere.
 
     Args:
         points: of one column.
         figure: the name of what is measured.
         title: the column's.
     """
-    points = [point for point in points if point.bits > 0]
+    left_out = [point for point in points if point.bits < LEAST]
+    points = [point for point in points if point.bits >= LEAST]
     if not points:
         return
     less = less_is_better(figure)
-    best = [] if less is None else front([(point.bits, point.value) for point in points], less)
+    own = [index for index, point in enumerate(points) if not point.host]
+    pairs = [(points[index].bits, points[index].value) for index in own]
+    best = [] if less is None else [own[place] for place in front(pairs, less)]
     order = best + [index for index in range(len(points)) if index not in best]
     across = bits_axis([point.bits for point in points])
     ends = [end for point in points for end in (point.value, *(point.interval or ()))]
@@ -60,16 +68,23 @@ def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
     for index, box in reversed(list(zip(order, boxes, strict=True))):  # the front is drawn last, above the others
         yield from drawn(points[index], places[index], box, up, figure, index in best)
     yield "</svg></div>"
-    yield f"<p>{words(told([points[index] for index in best], boxes.count(None), figure))}</p>"
+    hollow = any(point.host for point in points)
+    yield f"<p>{words(told([points[index] for index in best], boxes.count(None), figure, hollow, left_out))}</p>"
 
 
-def told(best: Sequence[Point], nameless: int, figure: str) -> str:
+def told(best: Sequence[Point], nameless: int, figure: str, hollow: bool, left_out: Sequence[Point]) -> str:
     """The front in words, and where the other names are."""
-    if not best:
+    if less_is_better(figure) is None:
         found = f"Whether more or less of {spoken(figure)} is better is not known here, so there is no front."
+    elif not best:
+        found = "There is no front."
     else:
         listed = ", ".join(f"{point.name} ({point.bits:.2f} bits, {number(point.value)})" for point in best)
         found = f"On the front, which nothing beats at fewer bits: {listed}."
+    if hollow:
+        found += " Hollow: with more in host memory, and so on no front."
+    if left_out:
+        found += f" Without bits on the device: {', '.join(point.name for point in left_out)}."
     return found + (f" Names without room ({nameless}) show under the pointer." if nameless else "")
 
 
@@ -119,7 +134,7 @@ def steps(places: Sequence[tuple[float, float]]) -> str:
 def drawn(point: Point, at: tuple[float, float], box: Box | None, up: Axis, figure: str, best: bool) -> Iterator[str]:
     """The point with its interval, its hint and its name."""
     x, y = at
-    yield f'<g class="{"best" if best else "other"}"><title>{words(point.hint(figure))}</title>'
+    yield f'<g class="{"best" if best else "host" if point.host else "other"}"><title>{words(point.hint(figure))}</title>'
     if point.interval:
         low, high = (y_of(up, end) for end in point.interval)
         yield f'<path class="interval" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'

@@ -38,7 +38,8 @@ th[aria-sort=descending] button::after { content: " \\2193"; }
 .scatter .best circle { fill: var(--map); fill-opacity: 1; }
 .scatter .best text { fill: var(--ink); font-weight: 600; }
 .scatter .best .interval { stroke: var(--map); stroke-opacity: .6; }
-.scatter .other:hover text, .scatter .other:hover circle { fill: var(--ink); }
+.scatter .host circle { fill: var(--page); stroke: var(--soft); }
+.scatter .other:hover text, .scatter .other:hover circle, .scatter .host:hover text { fill: var(--ink); }
 .parts td { padding: .2rem .5rem; border: 1px solid var(--page);
   background: color-mix(in srgb, var(--map) calc(var(--share, 0%) * var(--full)), var(--page)); }
 .legend span { display: inline-block; margin-right: 1rem; }
