@@ -48,15 +48,22 @@ def run(argv: Sequence[str]) -> int:
     if not asked.config:
         raise UsageError("'--config' must be given, such as eval/importance.yaml or eval/quick.yaml")
 
-    from calib.evaluate.request_files import read_request
+    from calib.evaluate.request_files import read_requests
 
-    request = read_request(asked.config, rest)
+    requests = read_requests(asked.config, rest)
+    request = next(iter(requests.values()))
     output = asked.output or Path("runs") / "eval" / request.name
     if output.exists() and not output.is_dir():
         raise UsageError(f"output '{output}' is a file, expected a folder")
 
-    from calib.evaluate.command import evaluate, write_cases
+    from calib.evaluate.command import evaluate, evaluate_models, write_cases
 
+    command = shlex.join(["calib", "eval", *argv])
+    if "" not in requests:
+        given = {"--compare": asked.compare, "--write-cases": asked.write_cases, "--bench": asked.bench}
+        if alone := next((name for name, value in given.items() if value), None):
+            raise UsageError(f"'{alone}' is of one model, and the configuration names {len(requests)}; give --model")
+        return evaluate_models(requests, output, asked.only, asked.fresh, command)
     if asked.write_cases is not None:
         if asked.write_cases.is_dir():
             raise UsageError(f"--write-cases '{asked.write_cases}' is a folder, expected a file to write")
@@ -67,5 +74,4 @@ def run(argv: Sequence[str]) -> int:
         from calib.bench.run_file import read_bench_run
 
         drawn = curves_for(read_bench_run(asked.bench))
-    command = shlex.join(["calib", "eval", *argv])
     return evaluate(request, output, asked.only, asked.fresh, command, old, drawn)

@@ -1,5 +1,6 @@
 """What `calib eval` does with a request: prepare, measure, write, tell; or write its cases; and with two runs: compare them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from calib.artifact_view.terminal import show
@@ -8,6 +9,8 @@ from calib.evaluate.cases import cases as written_cases
 from calib.evaluate.cell_files import CellFiles
 from calib.evaluate.compare import compared
 from calib.evaluate.evaluation import chosen, measure, prepare
+from calib.evaluate.models import beside
+from calib.evaluate.models import page as models_page
 from calib.evaluate.page.page import Drawn, page
 from calib.evaluate.request import Request
 from calib.evaluate.run_file import read_run
@@ -74,6 +77,21 @@ def evaluate(
         print(f"calib: {cell.entry.label}, {cell.column.title} failed: {results[evaluation.key(cell)]['error']}")
     print(f"wrote {output / 'report.html'}, {output / 'report.md'} and {output / 'results.json'}")
     return 1 if failures else 0
+
+
+def evaluate_models(requests: Mapping[str, Request], output: Path, only: list[str], fresh: bool, command: str) -> int:
+    """Runs the requests one after another, each below a folder of its model's name, and writes their tables beside each
+    other into `models.md`; returns 1 where a cell of any failed, else 0. Raises as `evaluate` does."""
+    folders = {name: output / name for name in requests}
+    statuses = []
+    for name, request in requests.items():
+        print(f"model {name}: {request.model}")
+        statuses.append(evaluate(request, folders[name], only, fresh, command))
+    tables = beside({name: read_run(str(folder / "results.json")) for name, folder in folders.items()})
+    write_atomically(output / "models.md", models_page(tables, folders, command).encode())
+    show(tables)
+    print(f"wrote {output / 'models.md'}")
+    return max(statuses)
 
 
 def write_cases(request: Request, path: Path) -> int:

@@ -15,19 +15,25 @@ import yaml
 from calib.config_files import check_config, find_config
 from calib.config_messages import unknown
 from calib.errors import UsageError
+from calib.evaluate.models import requests
 from calib.evaluate.request import Request
 from calib.evaluate.tasks import TASKS
 
 
 def read_request(files: Sequence[str], words: Sequence[str]) -> Request:
-    """The request; raises UsageError in one line for whatever is wrong with it."""
+    """The request of a configuration of one model; raises UsageError in one line for whatever is wrong with it."""
+    return next(iter(read_requests(files, words).values()))
+
+
+def read_requests(files: Sequence[str], words: Sequence[str]) -> dict[str, Request]:
+    """The requests by the model's name, one under "" for a configuration of one model; raises UsageError as that does."""
     content: dict[str, Any] = {}
-    paths = [check_config(find_config(name), Request.known()) for name in files]
+    paths = [check_config(find_config(name), [*Request.known(), "models"]) for name in files]
     for path in paths:
         content |= yaml.safe_load(path.read_text(encoding="utf-8"))
     for key, value in overrides(words, known_keys()):
         content = overridden(content, key, value)
-    return Request.of(content, paths[-1].stem if paths else "eval")
+    return requests(content, paths[-1].stem if paths else "eval")
 
 
 def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] = ()) -> list[tuple[str, Any]]:
@@ -56,7 +62,7 @@ def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] =
 
 def known_keys() -> list[str]:
     """Every key that may be overridden: those of the request, and `tasks.TASK.OPTION`."""
-    plain = [key for key in Request.known() if key not in ("methods", "tasks")]
+    plain = [key for key in [*Request.known(), "models"] if key not in ("methods", "tasks")]
     dotted = [f"tasks.{name}.{field.name}" for name, task in TASKS.items() for field in fields(task)]
     return plain + dotted
 
