@@ -1,7 +1,7 @@
 """`calib eval`: what each method keeps of a model's answers, and what its cache really weighs.
 
-asked         request (what is evaluated), request_files (YAML and the command line), models (several); entries/ (rows: methods of ours, caches of
-              transformers, answers given elsewhere to the cases that cases writes)
+asked         request (what is evaluated), request_files (YAML and the command line), models (several); entries/ (rows:
+              methods of ours, caches of transformers, answers given elsewhere to the cases that cases writes)
 tasks/        contract (a column of the table), retrieval, needle, perplexity, agreement (with the full cache), distortion
               (pages against the rate-distortion bound), lm_eval (with lm_eval/: that library's tasks, and an adapter for
               scripts); chunked_text and text (what some of them read); feed (tokens through a cache)
