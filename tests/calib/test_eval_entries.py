@@ -1,6 +1,7 @@
 """Rows that are no method of ours: caches of transformers, and answers given elsewhere to written cases."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from calib.evaluate.entries.peer import values_of_token
 from calib.evaluate.tasks import Subject, build_task
 from calib.runtime.memory import measure
 
+needs_quanto = pytest.mark.skipif(find_spec("optimum") is None, reason="optimum-quanto is not installed")
 TASKS = [
     {"task": "retrieval", "lines": [3], "cases": 5},
     {"task": "perplexity", "prefill": 20, "chunk": 7, "length": 48, "tokens": 84},
@@ -62,6 +64,7 @@ def test_the_dynamic_cache_says_what_our_full_one_says(folder, tmp_path):
     assert cells["theirs", "3 lines"]["sizes"]["bits_per_value"] >= 32
 
 
+@needs_quanto
 @pytest.mark.parametrize("bits", [4, 2])
 def test_a_quantised_cache_is_really_used_and_weighed(given, bits):
     _, text = columns(given)
@@ -116,7 +119,11 @@ def test_columns_that_read_pages_are_not_asked_of_others(folder, tmp_path):
         ({"peer": "quanto", "nbits": 4}, "unknown key 'quanto.nbits'"),
         ({"peer": "quanto", "method": "kivi"}, "needs one of `method`"),
         ({"peer": 4}, "needs one of `method`"),
-        ({"peer": "quanto", "bits": 5}, "methods: 'quanto': `nbits` for `quanto` backend has to be one of"),
+        pytest.param(
+            {"peer": "quanto", "bits": 5},
+            "methods: 'quanto': `nbits` for `quanto` backend has to be one of",
+            marks=needs_quanto,
+        ),
         ({"peer": "offloaded"}, "moves layers off a GPU, got device=cpu"),
         ({"peer": "dynamic", "bits": 2}, "unknown key 'dynamic.bits'"),
         ({"results": "nowhere.json"}, "no file 'nowhere.json'"),

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toy_evaluation import figures, subject
 from toy_language_model import toy_model, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from calib.errors import UsageError
 from calib.evaluate.bootstrap import mean_interval
 from calib.evaluate.feed import Feed
-from calib.evaluate.tasks import Subject, build_task
+from calib.evaluate.tasks import build_task
 from calib.evaluate.tasks.retrieval import RetrievalBatch, batch, token_pair
 from calib.runtime import compress
 from calib.testbed.generators import RetrievalCase, retrieval_cases
@@ -21,18 +22,6 @@ from calib.testbed.generators import RetrievalCase, retrieval_cases
 @pytest.fixture(scope="module")
 def model():
     return toy_model()
-
-
-def subject(model, batch_size=4, limit=None):
-    return Subject(model, toy_tokenizer(), seed=7, batch_size=batch_size, limit=limit)
-
-
-def figures(column, model, method, **options):
-    parts = []
-    for part in column.batches():
-        with compress(model, method, **options) as cache:
-            parts.append(column.measure(cache, part))
-    return column.summary(parts)
 
 
 @pytest.mark.parametrize("lines", [2, 7])
@@ -155,3 +144,11 @@ def test_the_bootstrap_interval():
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 30, rel=0.1)
     assert low < values.mean() < high
     assert mean_interval(values[:1], seed=1) == (values[0], values[0])
+
+
+@pytest.mark.parametrize("name", ["perplexity", "agreement"])
+@pytest.mark.parametrize(("tokens", "sequences"), [(84, 3), (85, 4), (1, 1)])
+def test_tokens_that_count_are_rounded_up_to_whole_sequences(model, name, tokens, sequences):
+    task = build_task(name, {"prefill": 20, "length": 48, "tokens": tokens})
+    (column,) = task.columns(subject(model))
+    assert column.rows == column.settings["sequences"] == sequences
