@@ -74,7 +74,7 @@ def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["artifacts/tiny-llama", "wide"])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 16384])
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8, help="decode steps a turn")
