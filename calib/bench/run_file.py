@@ -1,28 +1,15 @@
 """A `results.json` of `calib bench`, checked when read for what its curves are drawn from."""
 
-from pathlib import Path
 from typing import Any
 
 from calib.bench.document import FORMAT
 from calib.bench.request import AGAIN
-from calib.errors import RunError, UsageError
-from calib.evaluate.run_file import entry, is_number, require
-from calib.runtime import canonical_json
+from calib.evaluate.run_file import entry, is_number, read_results, require
 
 
 def read_bench_run(name: str) -> dict[str, Any]:
     """The run in the file `name`; UsageError where there is no file, RunError where it is no run of `calib bench`."""
-    path = Path(name)
-    if not path.is_file():
-        raise UsageError(f"{name} is no file, expected a results.json of `calib bench`")
-    try:
-        content: dict[str, Any] = canonical_json.loads(path.read_bytes())
-        check(content)
-    except OSError as error:
-        raise RunError(f"{name} cannot be read ({error.strerror}); give another file") from error
-    except ValueError as error:
-        raise RunError(f"{name} is no run of `calib bench` ({error}); give the results.json it wrote") from error
-    return content
+    return read_results(name, "calib bench", check)
 
 
 def check(content: object) -> None:

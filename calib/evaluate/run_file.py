@@ -14,17 +14,25 @@ Run = Mapping[str, Any]
 
 def read_run(name: str) -> dict[str, Any]:
     """The run in the file `name`; UsageError where there is no file, RunError where it is no run of ours."""
+    return read_results(name, "calib eval", check)
+
+
+def read_results(name: str, command: str, check: Callable[[object], None]) -> dict[str, Any]:
+    """The results that `command` wrote into the file `name`; `check` raises ValueError for content that is none.
+
+    Raises UsageError where there is no file, RunError where it holds something else.
+    """
     path = Path(name)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
-        raise UsageError(f"{name} {found}, expected a results.json of `calib eval`")
+        raise UsageError(f"{name} {found}, expected a results.json of `{command}`")
     try:
         content: dict[str, Any] = canonical_json.loads(path.read_bytes())
         check(content)
     except OSError as error:
         raise RunError(f"{name} cannot be read ({error.strerror}); give another file") from error
     except ValueError as error:
-        raise RunError(f"{name} is no run of `calib eval` ({error}); give the results.json it wrote") from error
+        raise RunError(f"{name} is no run of `{command}` ({error}); give the results.json it wrote") from error
     return content
 
 

@@ -65,4 +65,4 @@ def test_a_file_that_is_none_costs_no_run(folder, tmp_path, capsys, bench, text)
 
 def test_a_file_that_is_not_there(folder, tmp_path, capsys):
     assert cli.main(["eval", "--config", "eval/quick.yaml", "--output", str(tmp_path), "--bench", "nope.json"]) == 2
-    assert "nope.json is no file, expected a results.json of `calib bench`" in capsys.readouterr().err
+    assert "nope.json does not exist, expected a results.json of `calib bench`" in capsys.readouterr().err

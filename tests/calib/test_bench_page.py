@@ -2,11 +2,11 @@
 
 import re
 import shutil
-from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
 from browser import PROGRAM, Browser
+from page_reader import Reader
 from toy_bench_run import BATCHES, CONTEXTS, NAMES, made_up
 
 from calib.bench.curves import FRAME, LETTER, Dot, curves, spread
@@ -16,57 +16,25 @@ from calib.bench.tables import tables
 PHONE, DESK = 390, 1100
 
 
-class Reader(HTMLParser):
-    """Texts, elements with their attributes, table rows; every element is closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.texts, self.elements, self.open, self.rows = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-
-    def having(self, tag, look):
-        return [found for name, found in self.elements if name == tag and found.get("class") == look]
-
-
 @pytest.fixture(scope="module")
 def report():
     return Reader(page(made_up(), "calib bench --config toy.yaml"))
 
 
 def test_a_line_for_every_row_in_every_drawing(report):
-    drawings = report.having("svg", "curves")
+    drawings = report.of("svg", **{"class": "curves"})
     assert [found["aria-label"].split(" against")[0] for found in drawings] == [
         "tokens per second",
         "tokens per second",
         "memory of the cache",
         "memory of the cache",
     ]
-    assert len(report.having("path", "line")) == 4 * len(NAMES)  # the baseline's second row is noise, and no line
+    assert len(report.of("path", **{"class": "line"})) == 4 * len(
+        NAMES
+    )  # the baseline's second row is noise, and no line
     dots = [name for name, _ in report.elements].count("circle")
     assert dots == 2 * (len(NAMES) * len(BATCHES) * len(CONTEXTS) - 2)  # two rows failed
-    assert len(report.having("path", "whisker")) == dots / 2  # bytes have no quartiles
+    assert len(report.of("path", **{"class": "whisker"})) == dots / 2  # bytes have no quartiles
     assert report.texts.count("full: 3906 tokens/s [3255, 4340] at 256 tokens") == 1
     assert [found["class"] for tag, found in report.elements if tag == "g" and found] == [
         f"own-{n}" for n in range(4)
@@ -74,9 +42,9 @@ def test_a_line_for_every_row_in_every_drawing(report):
 
 
 def test_the_legend_names_every_line_once(report):
-    assert report.having("p", "legend")
+    assert report.of("p", **{"class": "legend"})
     names = [text for text in report.texts if text in NAMES]
-    assert [report.having("i", f"kind-{look}") != [] for look in range(5)] == [True] * 4 + [False]
+    assert [report.of("i", **{"class": f"kind-{look}"}) != [] for look in range(5)] == [True] * 4 + [False]
     assert names[: len(NAMES)] == NAMES
 
 
