@@ -18,7 +18,7 @@ def track(run: Run, folder: Path, files: dict[str, Path]) -> None:
         files: written ones, by the kind they are recorded as.
     """
     logger = run_logger(folder, run["config"]["name"])
-    logger.log_hyperparams({**run["config"], **run["versions"], **run["machine"]})
+    logger.log_hyperparams({**run["config"], **run["versions"]})
     for title in titles(run):
         cells = [cell for cell in run["cells"] if cell["column"] == title and "figures" in cell]
         names = scalars([cell["figures"] for cell in cells])

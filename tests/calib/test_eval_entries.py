@@ -14,7 +14,7 @@ from calib.errors import RunError, UsageError
 from calib.evaluate.entries import Given, MethodEntry, PeerEntry, ResultsEntry, read_entries
 from calib.evaluate.entries.entry import counting
 from calib.evaluate.entries.peer import values_of_token
-from calib.evaluate.tasks import Subject, build_task
+from calib.evaluate.tasks import Subject, agreement, build_task
 from calib.runtime.memory import measure
 
 needs_quanto = pytest.mark.skipif(find_spec("optimum") is None, reason="optimum-quanto is not installed")
@@ -236,3 +236,18 @@ def test_rows_of_a_list():
     ]
     with pytest.raises(UsageError, match="results in a file have no option, got bits"):
         ResultsEntry.of("x", "", {"bits": 2}, "file")
+
+
+def test_agreement_of_a_peer_is_the_same_beside_a_live_cache_of_ours(given, monkeypatch):
+    """Answers of the full cache that are not kept are computed again meanwhile, with our attention on the model."""
+    found = []
+    for room in (2**30, 0):
+        monkeypatch.setattr(agreement, "KEPT_BYTES", room)
+        subject = Subject(given.model, toy_tokenizer(), 7, 2, None)
+        options = {"prefill": 20, "chunk": 7, "length": 48, "tokens": 84}
+        (column,) = build_task("agreement", options).columns(subject)
+        for entry in (MethodEntry("f", "", {}, "full"), PeerEntry("d", "", {}, "dynamic")):
+            answers = list(entry.answers(given, column, column.batches()))
+        found.append((column.summary([part for part, _ in answers]), sum(weight.values for _, weight in answers)))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-5) and found[1][1] == found[0][1] > 0
+    assert found[0][0]["agreement"] == 1 and found[0][0]["kl"] < 1e-6
