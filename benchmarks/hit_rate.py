@@ -68,7 +68,7 @@ class Watched:
         every = torch.cat([exact_keys(store, self.held), keys[:, :, :1]], 2)
         before = store.residents.places.clone()
         output = self._attend(query, mask, logits)
-        forward = self.layer.state.forward
+        forward = self.layer.rows.forward
         if forward is not None and forward.width:  # pre-decoding has none but a guess
             mass = attention_mass(query[:, :, :1], every, torch.tensor([self.held]), logits.scale)
             self._step(store, mass, before if store.policy.speculative else store.residents.places)

@@ -2,11 +2,14 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes `data` under a temporary name in the same folder, fsyncs it, renames it to `path`, fsyncs the folder.
+@contextmanager
+def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Gives a temporary name in the same folder to write to, fsyncs what was written, renames it to `path`, fsyncs the folder.
 
     A link is followed: the file it names is replaced and the link stays. Missing folders are made. On any failure the
     temporary file is removed and `path` is as it was; a process killed outright leaves `path` as it was too. Raises
@@ -17,16 +20,27 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         # O_EXCL and 0o666: never another's file, and the permissions the user's umask gives any new file.
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename: else a power cut may leave the new name with no contents
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        permissions = temporary.stat().st_mode
+        yield temporary
+        os.chmod(temporary, permissions)  # a library may have put a file of its own in the place
+        _fsync(temporary)  # before the rename: else a power cut may leave the new name with no contents
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
+    _fsync(target.parent)  # the rename itself
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes `data` as `atomically` says."""
+    with atomically(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def _fsync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)

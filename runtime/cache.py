@@ -1,8 +1,10 @@
 """The cache that `model.generate(past_key_values=...)` fills: transformers' contract over compressed layers."""
 
 import copy
+import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,11 +14,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
+from calib.runtime import prefix, sliding_layer
 from calib.runtime.attachment import Attachment
 from calib.runtime.guesses import Guesses
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import KINDS, Memory, measure
 from calib.runtime.rows import Rows
+from calib.runtime.state import State, branch, tensor_like
 from calib.runtime.step_graphs import StepGraphs
 
 
@@ -31,14 +35,14 @@ class CompressedCache(Cache):
         self,
         layers: list[CacheLayerMixin],
         rows: Rows,
-        method: str,
-        seed: int,
+        origin: prefix.Origin,
         attachment: Attachment | None,
         guesses: Guesses | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self.rows, self.method, self.seed, self.guesses, self.graphs = rows, method, seed, guesses, graphs
+        self.rows, self.origin, self.guesses, self.graphs = rows, origin, guesses, graphs
+        self.input_ids: Tensor | None = None  # of a prefix that was saved with them
         self._hold(attachment)
 
     def _hold(self, attachment: Attachment | None) -> None:
@@ -73,6 +77,11 @@ class CompressedCache(Cache):
         self.release()
 
     @property
+    def method(self) -> str:
+        """The method's name."""
+        return self.origin.method
+
+    @property
     def compressed(self) -> list[CompressedLayer]:
         """The layers that this cache compresses."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
@@ -82,7 +91,8 @@ class CompressedCache(Cache):
     ) -> tuple[Any, Any]:
         """Hands new tokens to their layer; a layer that slides beside the compressed ones keeps its window alone."""
         states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        _let_go(self.layers[layer_idx])
+        if not isinstance(self.layers[layer_idx], CompressedLayer):
+            sliding_layer.let_go(self.layers[layer_idx])
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -106,7 +116,7 @@ class CompressedCache(Cache):
                 layer.seen -= removed
             elif self.rows.recording and layer.is_initialized:  # else transformers' layers refuse even crop(0)
                 layer.crop(-removed)
-                _let_go(layer)
+                sliding_layer.let_go(layer)
 
     def to(self, device: torch.device | str | int) -> "CompressedCache":
         """Moves everything stored to `device`, in place; the model's next forward must run there. Returns itself."""
@@ -118,11 +128,8 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.to(target)
-            elif layer.is_initialized:
-                for name in ("keys", "values", "_sliding_window_tensor"):
-                    if isinstance(getattr(layer, name, None), Tensor):
-                        setattr(layer, name, getattr(layer, name).to(target))
-                layer.device = target
+            else:
+                sliding_layer.move(layer, target)
         for table in self.rows.all_tables:
             table.leave_devices()
         self._forget()
@@ -137,7 +144,39 @@ class CompressedCache(Cache):
                 layer.is_initialized = False
         super().reset()
         self.rows.clear()
+        self.input_ids = None
         self._forget()
+
+    def save(self, path: str | os.PathLike[str], input_ids: Tensor | None = None) -> None:
+        """Writes everything stored to one safetensors file, for `compress(..., prefix=path)`; confirms drafts.
+
+        `input_ids`, integers `[rows, columns seen]`, come back as `cache.input_ids`: a text's tokens are not always the
+        beginning of a longer text's, so a question is better put behind these than behind the text. Nothing is left half
+        written. Raises PrefixError where there is nothing to save, the model is gone, or the file cannot be written.
+        """
+        prefix.save(self, path, input_ids)
+
+    def state(self) -> State:
+        """Everything stored, as a tree."""
+        layers = {
+            str(number): layer.state() if isinstance(layer, CompressedLayer) else sliding_layer.state_of(layer)
+            for number, layer in enumerate(self.layers)
+        }
+        guess: State = {} if self.guesses is None or self.guesses.tokens is None else {"guess": self.guesses.tokens}
+        return {"rows": self.rows.state(), "layers": layers} | guess
+
+    def restore(self, state: State, device: Callable[[int], torch.device]) -> None:
+        """See `state`, for an empty cache of the same plan; `device` of each layer. Raises StateError."""
+        self.rows.restore(branch(state, "rows"))
+        for number, layer in enumerate(self.layers):
+            own = branch(branch(state, "layers"), str(number))
+            if isinstance(layer, CompressedLayer):
+                layer.restore(own, device(number))
+            else:
+                sliding_layer.restore(layer, own, len(self.rows.lengths), device(number))
+        if self.guesses is not None and "guess" in state:
+            like = torch.zeros(len(self.rows.lengths), dtype=torch.int64, device=device(0))
+            self.guesses.tokens = tensor_like(state, "guess", like)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`: windows are copied, pages shared until one is written."""
@@ -152,6 +191,8 @@ class CompressedCache(Cache):
         kept = self.rows.permute(indices.tolist())
         if self.guesses is not None:
             self.guesses.permute(indices)
+        if self.input_ids is not None:
+            self.input_ids = self.input_ids[indices.to(self.input_ids.device)]
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.permute(indices, kept)
@@ -228,12 +269,3 @@ class CompressedCache(Cache):
             layers=len(self.layers),
             further=further,
         )
-
-
-def _let_go(layer: CacheLayerMixin) -> None:
-    """Copies what an uncompressed layer keeps out of a larger tensor, such as a whole prompt, which can then be freed."""
-    for name in ("keys", "values") if not isinstance(layer, CompressedLayer) and layer.is_initialized else ():
-        kept = getattr(layer, name)
-        # In a decode step transformers cuts off one token: not worth a copy.
-        if kept.untyped_storage().nbytes() > 1.02 * kept.numel() * kept.element_size():
-            setattr(layer, name, kept.clone())

@@ -1,5 +1,7 @@
 """`compress(model, method=...)`: builds the cache of a method for a model and attaches our attention to the model."""
 
+import os
+import weakref
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
@@ -10,7 +12,8 @@ from calib.runtime.attachment import Attachment
 from calib.runtime.cache import CompressedCache
 from calib.runtime.guesses import Guesses
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.methods import Geometry, build
+from calib.runtime.methods import Geometry, build, options_asked
+from calib.runtime.prefix import Origin, load
 from calib.runtime.rotation import Rotation
 from calib.runtime.step_graphs import graphs_for
 from calib.runtime.store import Place
@@ -27,6 +30,7 @@ def compress(
     seed: int = 0,
     allow_finetuned: bool = False,
     graphs: bool = False,
+    prefix: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> CompressedCache:
     """An empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
@@ -39,12 +43,15 @@ def compress(
         method: a name from `calib methods`.
         artifact: what `calib fit` wrote for this model; None where the method needs no statistic.
         seed: for methods that draw (probes, starts); the same seed gives the same bits.
-        allow_finetuned: accept an artifact of a relative with other weights.
+        allow_finetuned: accept an artifact of a relative with other weights, and a prefix of weights that cannot be compared.
         graphs: on a GPU, replay decode steps from CUDA graphs: what a step asks of the host is then one call.
+        prefix: a file of `cache.save`: the cache begins with what that one held. Model, method, options, seed and artifact
+            must be the same.
         options: the method's own (`bits=2`).
 
     Raises:
-        ValueError: unknown method or option, options that do not fit the model; `ArtifactError` for another model's artifact.
+        ValueError: unknown method or option, options that do not fit the model; `ArtifactError` for another model's artifact;
+            `PrefixError` for a prefix that is not of this model, method and artifact.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a model of transformers, got {type(model).__name__}; pass the model itself")
@@ -93,4 +100,12 @@ def compress(
     guesses = Guesses(rows, layers) if speculative else None
     replays = graphs_for(model, rows, layers) if graphs else None
     attachment = Attachment(model, rows if asks_ids else None, guesses, graphs)
-    return CompressedCache(layers, rows, method, seed, attachment, guesses, replays)
+    origin = Origin(method, seed, options_asked(built), weakref.ref(model))
+    cache = CompressedCache(layers, rows, origin, attachment, guesses, replays)
+    if prefix is not None:
+        try:
+            load(cache, prefix, unseen_weights=allow_finetuned)
+        except BaseException:
+            cache.release()
+            raise
+    return cache

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from calib.runtime.logits import Logits
 from calib.runtime.pages import PAGE_TOKENS, TILE_TOKENS
 from calib.runtime.rows import Draft, Forward, Rows
+from calib.runtime.state import State, StateError, branch, dtype_named, named, whole, wholes
 from calib.runtime.store import Given, Place, Plan, Store
 
 
@@ -28,7 +29,7 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(self, plan: Plan, rows: Rows, place: Place) -> None:
         super().__init__()
         # A copy: a plan's tables may be views of an artifact's tensors for all layers, and would keep those alive.
-        self.plan, self.state, self.place = plan.to(torch.device("cpu")), rows, place
+        self.plan, self.rows, self.place = plan.to(torch.device("cpu")), rows, place
         self._clear()
 
     def _clear(self) -> None:
@@ -41,7 +42,8 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Fixes dtype, device, shapes and parameter width from the first tokens."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = self.plan.open(key_states, value_states, self.state, self.place)
+        self.shapes = {"keys": list(key_states.shape), "values": list(value_states.shape)}
+        self.store = self.plan.open(key_states, value_states, self.rows, self.place)
         self.plan = self.store.plan  # on the device now, and only there
         self.is_initialized = True
 
@@ -61,7 +63,7 @@ class CompressedLayer(CacheLayerMixin):
         assert self._arrived is not None and self.store is not None, "attention without update"
         given, self._arrived = Given(query, *self._arrived), None
         self._check_window(logits.sliding)
-        forward = self.state.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
+        forward = self.rows.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
         real = given.of_columns(slice(forward.width)) if forward.guess else given
         if forward.recorded:
@@ -74,6 +76,26 @@ class CompressedLayer(CacheLayerMixin):
         self.seen += forward.width
         return output
 
+    def state(self) -> State:
+        """All that the layer has stored, for a file."""
+        assert self.store is not None
+        shapes = {f"{role}_shape": [shape[1], shape[3]] for role, shape in self.shapes.items()}
+        return {"dtype": named(self.dtype), "seen": self.seen, "store": self.store.state()} | shapes
+
+    def restore(self, state: State, device: torch.device) -> None:
+        """See `state`; opens the store on `device`. The rows are restored already."""
+        dtype, rows = dtype_named(state.get("dtype")), len(self.rows.lengths)
+        like = []
+        for role in ("keys", "values"):
+            shape = wholes(state, f"{role}_shape", least=1)
+            if len(shape) != 2:
+                raise StateError(f"'{role}_shape' is {shape}, expected heads and channels")
+            like.append(torch.zeros(rows, shape[0], 0, shape[1], dtype=dtype, device=device))
+        self.lazy_initialization(*like)
+        assert self.store is not None
+        self.store.restore(branch(state, "store"))
+        self.seen, self.steps = whole(state, "seen"), 1
+
     def replayed(self, forward: Forward) -> None:
         """A step of this layer has been done on the device alone; the host counts it."""
         self.steps += 1
@@ -81,7 +103,7 @@ class CompressedLayer(CacheLayerMixin):
         forward.stored()
 
     def _check_window(self, asked: int | None) -> None:
-        kept = self.state.sliding
+        kept = self.rows.sliding
         if kept is not None and (asked is None or asked > kept):
             raise ValueError(
                 f"this layer attends {'to everything' if asked is None else f'{asked} tokens back'}, and the cache keeps "
@@ -156,11 +178,11 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def record_past(self) -> bool:
         """Whether the tokens of a forward wait for `crop`, as transformers calls it; all layers share the answer."""
-        return self.state.recording
+        return self.rows.recording
 
     @record_past.setter
     def record_past(self, recording: bool) -> None:
-        self.state.recording = recording
+        self.rows.recording = recording
 
     def activate_past_recording(self) -> None:
         """From now on the last forward's tokens stay exact and can be taken back, until `crop` or the next forward."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.numbers import upload
+from calib.runtime.state import State, StateError, part_of, whole, wholes
 
 PAGE_TOKENS = 128
 
@@ -124,6 +125,25 @@ class PageTable:
             self._let_go(page)
         self._changed()
         return self._compact() if 2 * len(self._free) > self.capacity else None
+
+    def state(self) -> State:
+        """Each row's pages, and how many there are."""
+        return {"capacity": self.capacity, "rows": self.rows}
+
+    def restore(self, state: State, rows: int) -> None:
+        """See `state`; who holds a page and which are free follows from the rows."""
+        capacity, held = whole(state, "capacity"), part_of(state, "rows", list)
+        if len(held) != rows:
+            raise StateError(f"pages of {len(held)} rows, expected {rows}")
+        held = [wholes({"pages": pages}, "pages", least=NOWHERE) for pages in held]
+        if max((page for pages in held for page in pages), default=NOWHERE) >= capacity:
+            raise StateError(f"page numbers beyond the {capacity} that there are")
+        self.rows, self.capacity, self._holders = held, capacity, [0] * capacity
+        for page in (page for pages in held for page in pages if page != NOWHERE):
+            self._holders[page] += 1
+        self._free = [page for page in range(capacity - 1, -1, -1) if not self._holders[page]]
+        self._released = {}
+        self._changed()
 
     def numbers(self, device: torch.device) -> Tensor:
         """int32 `[rows, most pages of a row]`, 0 where a row holds none; rebuilt only when a row's pages changed."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from calib.runtime.numbers import upload
 from calib.runtime.pages import PAGE_TOKENS, Pages
 from calib.runtime.stages.contract import Block, Field
+from calib.runtime.state import State, StateError, fitting
 
 # Zeros of a shape and dtype for a device: where a pool's pages live.
 Memory: TypeAlias = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
@@ -86,6 +87,18 @@ class PagePool:
     def bytes_per_token(self) -> float:
         """Bytes of one more token, for all KV heads."""
         return sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in self.fields.values())
+
+    def state(self) -> State:
+        """Every page of every field."""
+        return dict(self.tensors)
+
+    def restore(self, state: State, capacity: int) -> None:
+        """The pages of a state, of which there are `capacity`; the fields must be laid out as they were."""
+        self.grow(capacity)
+        if state.keys() != self.tensors.keys():
+            raise StateError(f"pages of {sorted(state)}, expected {sorted(self.tensors)}")
+        for name, tensor in self.tensors.items():
+            tensor.copy_(fitting(state, name, tensor))
 
     def keep(self, pages: list[int]) -> None:
         """Keeps these pages alone, in this order."""

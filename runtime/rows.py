@@ -25,6 +25,7 @@ from torch import Tensor
 
 from calib.runtime.numbers import Fed, Numbers, upload
 from calib.runtime.pages import PAGE_TOKENS, PageTable
+from calib.runtime.state import State, branch, wholes
 
 INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
 
@@ -158,6 +159,22 @@ class Rows(ABC):
     def all_tables(self) -> list[PageTable]:
         """The ledger's own and those of the one it leads."""
         return self.tables + ([] if self.follower is None else self.follower.all_tables)
+
+    def state(self) -> State:
+        """Lengths and pages, and those of the ledger it leads; drafts must be confirmed."""
+        tables = {str(number): table.state() for number, table in enumerate(self.tables)}
+        followed: State = {} if self.follower is None else {"follower": self.follower.state()}
+        return {"lengths": self.lengths, "tables": tables} | followed
+
+    def restore(self, state: State) -> None:
+        """See `state`; counts as one forward, so that layers go on from the second."""
+        self.clear()
+        self.lengths, self.steps = wholes(state, "lengths"), 1
+        tables = branch(state, "tables")
+        for number, table in enumerate(self.tables):
+            table.restore(branch(tables, str(number)), len(self.lengths))
+        if self.follower is not None:
+            self.follower.restore(branch(state, "follower"))
 
     @abstractmethod
     def encoded(self, row: int, length: int) -> int:

@@ -17,6 +17,7 @@ from calib.runtime.beside import Beside
 from calib.runtime.logits import Logits
 from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward, Rows
+from calib.runtime.state import State
 
 
 class Given(NamedTuple):
@@ -102,6 +103,14 @@ class Store(Protocol):
 
     def to(self, device: torch.device) -> None:
         """Moves everything to `device`."""
+        ...
+
+    def state(self) -> State:
+        """All that it has stored, for a file."""
+        ...
+
+    def restore(self, state: State) -> None:
+        """Of an empty store that the same plan has opened, for rows that are restored already; raises StateError."""
         ...
 
     def footprint(self) -> Footprint:

@@ -7,6 +7,8 @@ Token t of a row lies in slot t % size. Only the slots in use are allocated (in 
 import torch
 from torch import Tensor
 
+from calib.runtime.state import State, StateError, tensor_like
+
 STEP = 32
 
 
@@ -36,6 +38,17 @@ class Window:
     def permute(self, sources: Tensor) -> None:
         """Row i becomes a copy of row `sources[i]`."""
         self.tokens = self.tokens.index_select(0, sources)
+
+    def state(self) -> State:
+        """Its tokens."""
+        return {"tokens": self.tokens}
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        tokens = tensor_like(state, "tokens", self.tokens, free=(2,))
+        if tokens.shape[2] > self.size:
+            raise StateError(f"a window of {tokens.shape[2]} slots, expected {self.size} at most")
+        self.tokens = tokens
 
     def in_order(self, rows: list[int], start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of `rows` in order: `[len(rows), kv_heads, stop - start, head_dim]`."""

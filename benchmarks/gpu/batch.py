@@ -66,7 +66,7 @@ def filled(bench: Bench, rows: int) -> list[CompressedLayer]:
 
 def held(bench: Bench, layers: list[CompressedLayer]) -> dict[str, int]:
     """Bytes of the layers, their tables included: by walking their tensors, from shapes, and as the device's allocator says."""
-    state = layers[0].state
+    state = layers[0].rows
     predicted = sum(table.predicted_bytes() for table in state.all_tables)
     for layer in layers:
         assert layer.store is not None

@@ -34,7 +34,7 @@ def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
 @torch.no_grad()
 def forward(layer: CompressedLayer, query: Tensor, keys: Tensor, values: Tensor, guess: bool = False) -> Tensor:
     """What attention does in a model's forward; with `guess` the last column is attended and not stored."""
-    layer.state.guessing = guess
+    layer.rows.guessing = guess
     layer.update(keys, values)
     return layer.attend(query, None, Logits(query.shape[-1] ** -0.5))
 
@@ -71,5 +71,5 @@ def filled(layer: CompressedLayer, heads: Heads, keys: Tensor, values: Tensor, s
 def bits_per_value(layer: CompressedLayer) -> float:
     """Everything that the layer's store holds on the device, parameters, window and tables included."""
     assert layer.store is not None
-    values = layer.store.footprint().values * sum(layer.state.lengths)
+    values = layer.store.footprint().values * sum(layer.rows.lengths)
     return 8 * (measure(layer.store) - measure(layer.store.on_host())) / values

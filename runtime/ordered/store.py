@@ -19,6 +19,7 @@ from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.schedule import Residual
 from calib.runtime.stages.transform import Identity
+from calib.runtime.state import State, branch
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.window import allocated
 
@@ -152,6 +153,15 @@ class OrderedStore:
         """Both streams."""
         for stream in self.streams:
             stream.to(device)
+
+    def state(self) -> State:
+        """Both streams."""
+        return {stream.role: stream.state() for stream in self.streams}
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        for stream in self.streams:
+            stream.restore(branch(state, stream.role), self.rows.table.capacity)
 
     def footprint(self) -> Footprint:
         """Pages, windows and drafts of both streams."""

@@ -15,6 +15,7 @@ from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Block, Codec, Schedule, Transform
 from calib.runtime.stages.moved import moved, own_tensors
+from calib.runtime.state import State, branch, part_of, tensor_like
 from calib.runtime.window import Window, allocated
 
 
@@ -61,6 +62,19 @@ class Stream:
         self.window.tokens = self.window.tokens.to(device)
         self.pool.to(device)
         self.further = None if self.further is None else self.further.to(device)
+
+    def state(self) -> State:
+        """Pages and window."""
+        counted: State = {} if self.further is None else {"further": self.further}
+        return {"wide": self.wide, "pages": self.pool.state(), "window": self.window.state()} | counted
+
+    def restore(self, state: State, capacity: int) -> None:
+        """See `state`."""
+        self.wide = part_of(state, "wide", bool)
+        self.pool.fit(self.plan.codec.fields(self.head_dim, self.window.tokens.dtype, self.wide))
+        self.pool.restore(branch(state, "pages"), capacity)
+        self.window.restore(branch(state, "window"))
+        self.further = None if self.further is None else tensor_like(state, "further", self.further)
 
     def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> None:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are."""

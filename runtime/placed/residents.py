@@ -7,6 +7,7 @@ from calib.kernels.host_gather.operation import exchange, host_gather
 from calib.runtime.beside import NOWHERE
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.side_stream import SideStream
+from calib.runtime.state import State, tensor_like
 
 STEP = 32  # entries are allocated in steps
 
@@ -75,6 +76,17 @@ class Residents:
         self.side.wait()
         self.pairs, self.places, self.fetched = (part.to(device) for part in (self.pairs, self.places, self.fetched))
         self.side = SideStream(device)
+
+    def state(self) -> State:
+        """Every entry."""
+        self.side.wait()
+        return {"pairs": self.pairs, "places": self.places, "fetched": self.fetched}
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        self.places = tensor_like(state, "places", self.places, free=(2,))
+        like = self.pairs.new_zeros(()).expand(*self.places.shape, self.pairs.shape[3])
+        self.pairs, self.fetched = tensor_like(state, "pairs", like), tensor_like(state, "fetched", self.fetched)
 
     def bytes(self) -> int:
         """Of entries, their places and the counter, from shapes."""

@@ -13,6 +13,7 @@ from calib.runtime.logits import Logits
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.placed.residents import Residents
 from calib.runtime.rows import Forward, Rows
+from calib.runtime.state import State, branch
 from calib.runtime.store import Footprint, Given, Place, Store
 
 
@@ -103,6 +104,16 @@ class PlacedStore(ABC):
         self.low.to(device)
         self.host.to(device)
         self.residents.to(device)
+
+    def state(self) -> State:
+        """Of both places, and what is fetched."""
+        self.residents.side.wait()
+        return {"low": self.low.state(), "host": self.host.state(), "residents": self.residents.state()}
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        for name, part in (("low", self.low), ("host", self.host), ("residents", self.residents)):
+            part.restore(branch(state, name))
 
     def footprint(self) -> Footprint:
         """Of the device's part, with the residents; the host's apart."""

@@ -44,6 +44,8 @@ class _Step(NamedTuple):
 class BudgetStore(TieredStore):
     """`mass [rows, kv_heads, slots]` float32: attention that each important token has got since it came."""
 
+    of_rows = ("mass",)
+
     def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
         super().__init__(plan, keys, values, rows, place)
         self.tiering: HeavyRecent = plan.tiering
@@ -77,8 +79,7 @@ class BudgetStore(TieredStore):
         elif forward.width:  # of drafts perhaps none was kept
             for rows in self.rows.alike(forward):
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
-        self.seen.clear()
-        self.queries.clear()
+        self.shown.clear()
 
     def _step(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """One token for each row, all rows at once: what `_take_in` does, without a sort."""
@@ -273,15 +274,9 @@ class BudgetStore(TieredStore):
             self.mass = torch.nn.functional.pad(self.mass, (0, slots - self.mass.shape[2]))
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
-        """Also the mass."""
+        """The mass of the rows that there are now."""
         super().permute(sources, kept)
-        self.mass = self.mass[sources.to(self.mass.device)]
         self._resize(self._slots())
-
-    def to(self, device: torch.device) -> None:
-        """Also the mass."""
-        super().to(device)
-        self.mass = self.mass.to(device)
 
     def footprint(self) -> Footprint:
         """Also the mass."""

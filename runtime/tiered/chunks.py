@@ -28,6 +28,8 @@ from calib.runtime.window import Window, allocated
 class ChunkStore(TieredStore):
     """The window holds the incomplete chunk, slot i its i-th token; `mass [rows, kv_heads, block]` what probes saw of it."""
 
+    of_rows = ("mass",)
+
     def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
         super().__init__(plan, keys, values, rows, place)
         self.tiering: Shares = plan.tiering
@@ -122,8 +124,7 @@ class ChunkStore(TieredStore):
         if step and len(complete) < len(exact):
             self._append([row for row in range(len(exact)) if row not in complete], exact, forward, keys, values)
         self._resize(max(left))
-        self.seen.clear()
-        self.queries.clear()
+        self.shown.clear()
 
     def _append(self, rows: list[int], exact: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """One token each for `rows` whose chunk goes on."""
@@ -140,7 +141,7 @@ class ChunkStore(TieredStore):
                 window.tokens[:, :, at] = new[:, :, 0]
             else:
                 window.tokens[index, :, place] = new[index, :, 0]
-        if not self.seen:
+        if not self.shown.seen:
             return
         held, fresh = self.seen_by(list(range(len(exact))), 1)
         if at is not None:
@@ -242,15 +243,9 @@ class ChunkStore(TieredStore):
             window.resize(slots)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
-        """Also the mass."""
+        """The window of the rows that there are now."""
         super().permute(sources, kept)
-        self.mass = self.mass[sources.to(self.mass.device)]
         self._resize(max((self.rows.exact(row, n) for row, n in enumerate(self.rows.lengths)), default=0))
-
-    def to(self, device: torch.device) -> None:
-        """Also the mass."""
-        super().to(device)
-        self.mass = self.mass.to(device)
 
     def footprint(self) -> Footprint:
         """Also the window and the mass."""

@@ -24,6 +24,8 @@ class LocalStore(TieredStore):
     `representatives [rows, kv_heads, blocks, r, D]` are keys in the model's dtype, before RoPE where the plan relocates.
     """
 
+    of_rows = ("mass", "representatives")
+
     def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
         super().__init__(plan, keys, values, rows, place)
         self.tiering: Local = plan.tiering
@@ -93,8 +95,7 @@ class LocalStore(TieredStore):
             if rows:
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
         self._resize(max(left))
-        self.seen.clear()
-        self.queries.clear()
+        self.shown.clear()
 
     def _append(self, rows: list[int], held: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """One token each for `rows` that no block leaves."""
@@ -169,16 +170,9 @@ class LocalStore(TieredStore):
         )
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
-        """Also the mass and the representatives."""
+        """The window and the mass of the rows that there are now."""
         super().permute(sources, kept)
-        index = sources.to(self.mass.device)
-        self.mass, self.representatives = self.mass[index], self.representatives[index]
         self._resize(max((self.tiering.exact(n, 0) for n in self.rows.lengths), default=0))
-
-    def to(self, device: torch.device) -> None:
-        """Also the mass and the representatives."""
-        super().to(device)
-        self.mass, self.representatives = self.mass.to(device), self.representatives.to(device)
 
     def footprint(self) -> Footprint:
         """Also the window, the mass and the representatives."""

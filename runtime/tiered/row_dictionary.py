@@ -8,6 +8,7 @@ from torch import Tensor
 from calib.runtime.draws import Draws
 from calib.runtime.numbers import upload
 from calib.runtime.stages.codec import Codec, Corrected, Sparse
+from calib.runtime.state import State, tensor_like
 from calib.runtime.store import Place
 from calib.runtime.tiered.tier_plan import TierPlan
 
@@ -55,6 +56,14 @@ class RowDictionary:
         """Moves the atoms; `codec` is the plan's, already there."""
         self.atoms = self.atoms.to(device)
         self.codec = sparse_part(codec) or self.codec
+
+    def state(self) -> State:
+        """The atoms."""
+        return {"atoms": self.atoms}
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        self.atoms = tensor_like(state, "atoms", self.atoms)
 
     def bytes(self) -> int:
         """From shapes."""

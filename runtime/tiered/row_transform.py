@@ -10,6 +10,7 @@ from calib.runtime.numbers import upload
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.moved import moved, own_tensors
 from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
+from calib.runtime.state import State, dtype_named, named, tensor_like
 
 
 class RowTransform:
@@ -48,6 +49,20 @@ class RowTransform:
     def to(self, device: torch.device, stage: Transform | Measured) -> None:
         """Moves its numbers; where nothing is measured, `stage` is the plan's, already there."""
         self.stage = moved(self.stage, device) if self.measured else stage  # type: ignore[assignment]
+
+    def state(self) -> State:
+        """The rows' numbers; nothing where none are measured."""
+        own = {name: value for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
+        return {"dtype": named(self.dtype)} | own if self.measured else {}
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        if self.measured is None:
+            return
+        self.dtype = dtype_named(state.get("dtype"))
+        own = {name: value.to(self.dtype) for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
+        found = {name: tensor_like(state, name, like) for name, like in own.items()}
+        self.stage = replace(self.stage, **found)  # type: ignore[type-var]
 
     def bytes(self) -> int:
         """Of the rows' numbers, from shapes."""

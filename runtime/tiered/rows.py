@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from calib.runtime.pages import PageTable
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stages.contract import Tiering
+from calib.runtime.state import State, StateError, wholes
 
 
 class TieredRows(Rows):
@@ -101,6 +102,17 @@ class TieredRows(Rows):
         """Slots in use of every table when `row` holds `length` tokens."""
         held = self.held(row, length)
         return held if self.records is None else [*held, int(sum(held) > 0)]
+
+    def state(self) -> State:
+        """Also the prompts."""
+        return super().state() | {"prompts": self.prompts}
+
+    def restore(self, state: State) -> None:
+        """Also the prompts."""
+        super().restore(state)
+        self.prompts = wholes(state, "prompts")
+        if len(self.prompts) != len(self.lengths):
+            raise StateError(f"prompts of {len(self.prompts)} rows, expected {len(self.lengths)}")
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Also the prompts."""

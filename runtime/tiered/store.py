@@ -18,12 +18,14 @@ from calib.runtime.rows import Forward
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.contract import Saliency
 from calib.runtime.stages.halves import HALF_MAX
+from calib.runtime.state import State, branch, tensor_like, whole
 from calib.runtime.store import Footprint, Given, Place
 from calib.runtime.tiered.attend import Seen, TieredAttention, Watch
 from calib.runtime.tiered.parts import Parts
 from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.rows import TieredRows
+from calib.runtime.tiered.shown import Shown
 from calib.runtime.tiered.tier import POSITIONS, Tier
 from calib.runtime.window import Window
 
@@ -35,6 +37,8 @@ class TieredStore(ABC):
     """
 
     windows: tuple[Window, Window] | None = None
+    # Tensors of the tiering's own, a row of the batch in each of their rows.
+    of_rows: tuple[str, ...] = ()
 
     def __init__(self, plan: Any, keys: Tensor, values: Tensor, rows: TieredRows, place: Place) -> None:
         """`keys`, `values [rows, kv_heads, n, head_dim]`: the first ones, which fix shapes and dtypes."""
@@ -63,8 +67,7 @@ class TieredStore(ABC):
             for number, tier in enumerate(plan.tiers)
         ]
         self.query_values = 0
-        self.seen: dict[range, Seen] = {}
-        self.queries: dict[range, Tensor] = {}
+        self.shown = Shown()
 
     @property
     def needs_positions(self) -> bool:
@@ -86,7 +89,7 @@ class TieredStore(ABC):
 
     @abstractmethod
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Takes a forward's tokens in; what was seen of it is in `self.seen`."""
+        """Takes a forward's tokens in; what was seen of it is in `self.shown`."""
 
     def block(self, forward: Forward) -> Hashable | None:
         """See `Store.block`. None unless the tiering knows better."""
@@ -144,15 +147,15 @@ class TieredStore(ABC):
         observe = observe and self.observes
         self.query_values = given.query.shape[1] * given.query.shape[3]
         if observe:
-            self.queries[rows] = given.query.detach()
+            self.shown.queries[rows] = given.query.detach()
         if attention.is_prompt:
             if observe:
-                self.seen[rows] = self._seen_of_prompt(forward, rows, logits, given.query, given.keys)
+                self.shown.seen[rows] = self._seen_of_prompt(forward, rows, logits, given.query, given.keys)
             return attention.prompt(*given)
         watch = self.watch(forward, rows, given.query.device) if observe else None
         output, seen = attention.output(*given, watch=watch)
         if seen is not None:
-            self.seen[rows] = seen
+            self.shown.seen[rows] = seen
         return output
 
     @torch.no_grad()
@@ -170,20 +173,8 @@ class TieredStore(ABC):
         return Seen(mass[:, :, :0], mass)
 
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Mass on held slots `[len(rows), kv_heads, slots]` and on the `count` new tokens, of `rows` alike; 0 if unseen."""
-        for span, seen in self.seen.items():
-            if len(span) == seen.new.shape[0] == len(rows) and rows[0] == span.start and rows[-1] == span.stop - 1:
-                return seen.held, seen.new
-        slots = max((seen.held.shape[2] for seen in self.seen.values()), default=0)
-        device = self.tiers[0].pool.device
-        held, new = (torch.zeros(len(rows), self.heads, size, device=device) for size in (slots, count))
-        for span, seen in self.seen.items():
-            inside = [(i, row - span.start) for i, row in enumerate(rows) if row in span]
-            if inside:
-                to, of = map(list, zip(*inside, strict=True))
-                held[to, :, : seen.held.shape[2]] = seen.held[of]
-                new[to] = seen.new[of]
-        return held, new
+        """See `Shown.of`."""
+        return self.shown.of(rows, count, self.heads, self.tiers[0].pool.device)
 
     def measure(
         self, rows: list[int], role: str, tokens: Tensor, tier: int | None, order: Tensor | None = None
@@ -193,16 +184,8 @@ class TieredStore(ABC):
         for (own, key), transform in self.transforms.items():
             if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
                 found = Before(order).gathered(tokens)
-                transform.measure(rows, found, self._queries_of(rows, found))
-
-    def _queries_of(self, rows: list[int], tokens: Tensor) -> Tensor:
-        """The real queries of the forward that is being stored; without any (nothing measured needs them) the tokens."""
-        parts = []
-        for span, query in self.queries.items():
-            inside = [row - span.start for row in rows if row in span]
-            if inside:
-                parts.append(query if len(inside) == query.shape[0] else query[inside])
-        return torch.cat(parts) if parts else tokens
+                queries = self.shown.queries_of(rows)
+                transform.measure(rows, found, found if queries is None else queries)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Row i becomes a copy of row `sources[i]`."""
@@ -216,6 +199,8 @@ class TieredStore(ABC):
                 pool.keep(pages)
         for window in self.windows or ():
             window.permute(sources.to(window.tokens.device))
+        for name in self.of_rows:
+            setattr(self, name, getattr(self, name)[sources.to(getattr(self, name).device)])
 
     def to(self, device: torch.device) -> None:
         """Moves everything."""
@@ -231,6 +216,34 @@ class TieredStore(ABC):
             pool.to(device)
         for window in self.windows or ():
             window.tokens = window.tokens.to(device)
+        for name in self.of_rows:
+            setattr(self, name, getattr(self, name).to(device))
+
+    def state(self) -> State:
+        """Tiers, windows, and the rows' own numbers."""
+        return {
+            "tiers": {str(number): tier.state() for number, tier in enumerate(self.tiers)},
+            "transforms": {str(number): part.state() for number, part in enumerate(self.transforms.values())},
+            "dictionaries": {role: dictionary.state() for role, dictionary in self.dictionaries.items()},
+            "windows": {str(number): window.state() for number, window in enumerate(self.windows or ())},
+            "query_values": self.query_values,
+            "of_rows": {name: getattr(self, name) for name in self.of_rows},
+        }
+
+    def restore(self, state: State) -> None:
+        """See `state`."""
+        self.query_values = whole(state, "query_values")
+        records = 0 if self.rows.records is None else self.rows.records.capacity
+        for number, tier in enumerate(self.tiers):
+            tier.restore(branch(branch(state, "tiers"), str(number)), self.rows.tables[number].capacity, records)
+        for number, transform in enumerate(self.transforms.values()):
+            transform.restore(branch(branch(state, "transforms"), str(number)))
+        for number, window in enumerate(self.windows or ()):
+            window.restore(branch(branch(state, "windows"), str(number)))
+        for role, dictionary in self.dictionaries.items():
+            dictionary.restore(branch(branch(state, "dictionaries"), role))
+        for name in self.of_rows:
+            setattr(self, name, tensor_like(branch(state, "of_rows"), name, getattr(self, name), free=(2,)))
 
     def counts(self, row: int) -> list[int]:
         """Tokens of a row in each tier."""

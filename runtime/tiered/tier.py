@@ -8,6 +8,7 @@ from calib.runtime.pool import PagePool
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Block, Codec, Field
+from calib.runtime.state import State, branch, part_of, tensor_like, whole
 from calib.runtime.tiered.row_dictionary import RowDictionary, bound, sparse_part
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.tier_plan import TierPlan
@@ -67,6 +68,22 @@ class Tier:
             self.records.fit(shared)
             fields = {name: field for name, field in fields.items() if name not in shared}
         self.pool.fit(fields)
+
+    def state(self) -> State:
+        """Pages and records, and what their fields follow from."""
+        found: State = {"wide": dict(self.wide), "longest": self.longest, "pages": self.pool.state()}
+        found |= {} if self.records is None else {"records": self.records.state()}
+        return found | ({} if self.further is None else {"further": self.further})
+
+    def restore(self, state: State, capacity: int, records: int) -> None:
+        """See `state`; so many pages, and records."""
+        wide = branch(state, "wide")
+        self.wide, self.longest = {role: part_of(wide, role, bool) for role in self.wide}, whole(state, "longest")
+        self._lay_out()
+        self.pool.restore(branch(state, "pages"), capacity)
+        if self.records is not None:
+            self.records.restore(branch(state, "records"), records)
+        self.further = None if self.further is None else tensor_like(state, "further", self.further)
 
     def write(
         self,

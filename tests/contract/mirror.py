@@ -50,7 +50,7 @@ class Mirror:
 
 def take_in(layer: Any, own: DynamicLayer, keys: Tensor, values: Tensor, *rest: Any) -> None:
     """What arrives at a layer, but for a guess: that should leave no trace."""
-    rows = layer.state
+    rows = layer.rows
     begun = rows.steps == layer.steps + 1  # by a layer before this one
     columns = slice(keys.shape[2] - (rows.forward.guess if begun else rows.guessing))
     own.update(keys[:, :, columns], values[:, :, columns])

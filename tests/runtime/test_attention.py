@@ -15,6 +15,7 @@ from calib.runtime.ordered.rows import OrderedRows
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.pages import PAGE_TOKENS, TILE_TOKENS
+from calib.runtime.prefix import Origin
 from calib.runtime.stages.codec import Exact, UniformQuant
 from calib.runtime.stages.schedule import Blocks, Residual
 from calib.runtime.stages.transform import ChannelRange, ChannelScale, Identity
@@ -144,4 +145,4 @@ def composed(keys, values, stages: str) -> CompressedCache:
     }[stages]
     plan = LayerPlan(StreamPlan(transform, key_codec, keys), StreamPlan(transform, value_codec, values))
     rows = OrderedRows(keys, values, 2)
-    return CompressedCache([CompressedLayer(plan, rows, Place()) for _ in range(2)], rows, "composed", 0, None)
+    return CompressedCache([CompressedLayer(plan, rows, Place()) for _ in range(2)], rows, Origin("composed"), None)

@@ -113,7 +113,7 @@ class Watch:
     def expected(self, layer, query, new_keys, new_values, logits):
         """The oracle's answer; zeros at padded queries. A guess is one more column of every row."""
         held = self.before.get(self.cache.compressed.index(layer))
-        forward = layer.state.forward
+        forward = layer.rows.forward
         output = torch.zeros(query.shape, dtype=torch.float64)
         relocates = isinstance(layer.plan, TieredPlan) and layer.plan.relocates
         for row, (before, count) in enumerate(zip(forward.before, forward.counts, strict=True)):
@@ -145,7 +145,7 @@ class Watch:
     @staticmethod
     def sinks(layer, row, before, query):
         """How many sinks there are, and the queries as they stand inside the cache."""
-        sinks, window = layer.state.held(row, before)
+        sinks, window = layer.rows.held(row, before)
         return sinks, oracle.turned(query, layer.place.rotation.frequencies, sinks + window - before)
 
 

@@ -38,7 +38,7 @@ class Widths:
 
         def updated(layer, keys, *rest, **named):
             if layer.place.layer == 0:
-                self.seen.append((keys.shape[2], layer.state.guessing))
+                self.seen.append((keys.shape[2], layer.rows.guessing))
             return update(layer, keys, *rest, **named)
 
         monkeypatch.setattr(CompressedLayer, "update", updated)

@@ -67,7 +67,7 @@ def recorded(monkeypatch) -> Recorded:
     def attend(layer, query, mask, logits):
         given = [part.clone() for part in (query, *layer._arrived)]
         output = original(layer, query, mask, logits)
-        arrived = Arrived(*given, mask, logits, layer.state.forward.guess)
+        arrived = Arrived(*given, mask, logits, layer.rows.forward.guess)
         found.layers.setdefault(layer.place.layer, []).append(arrived)
         return output
 

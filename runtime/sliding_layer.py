@@ -1,0 +1,47 @@
+"""transformers' own sliding layers, which stay as they are beside compressed ones: what a cache does to them that they do not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from calib.runtime.state import State, StateError, dtype_named, named, tensor_like, whole
+
+
+def let_go(layer: CacheLayerMixin) -> None:
+    """Copies what the layer keeps out of a larger tensor, such as a whole prompt, which can then be freed."""
+    for name in ("keys", "values") if layer.is_initialized else ():
+        kept = getattr(layer, name)
+        # In a decode step transformers cuts off one token: not worth a copy.
+        if kept.untyped_storage().nbytes() > 1.02 * kept.numel() * kept.element_size():
+            setattr(layer, name, kept.clone())
+
+
+def move(layer: CacheLayerMixin, device: torch.device) -> None:
+    """Moves what the layer keeps to `device`."""
+    if layer.is_initialized:
+        for name in ("keys", "values", "_sliding_window_tensor"):
+            if isinstance(getattr(layer, name, None), Tensor):
+                setattr(layer, name, getattr(layer, name).to(device))
+        layer.device = device
+
+
+def state_of(layer: Any) -> State:
+    """What the layer keeps, for a file; StateError for a layer of another kind."""
+    if type(layer) is not DynamicSlidingWindowLayer:
+        raise StateError(f"a {type(layer).__name__} beside the compressed layers cannot be saved")
+    if not layer.is_initialized:
+        return {}
+    seen = int(layer.cumulative_length)
+    return {"keys": layer.keys, "values": layer.values, "dtype": named(layer.dtype), "seen": seen}
+
+
+def restore(layer: Any, state: State, rows: int, device: torch.device) -> None:
+    """See `state_of`; for an empty layer."""
+    if not state:
+        return
+    like = torch.zeros(rows, 0, 0, 0, dtype=dtype_named(state.get("dtype")), device=device)
+    keys, values = (tensor_like(state, name, like, free=(1, 2, 3)) for name in ("keys", "values"))
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, whole(state, "seen")
