@@ -62,8 +62,8 @@ def save(cache: "CompressedCache", path: str | os.PathLike[str], input_ids: Tens
     if input_ids is not None:
         state[IDS] = _checked_ids(input_ids, len(cache.rows.lengths), cache.get_seq_length(), path)
     tensors, numbers = flat(state)
-    # One at a time to the host, and no two that share memory: the streams of host memory are views of one tensor.
-    stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    # No two share memory then: the streams of host memory are views of one tensor, a token's key beside its value.
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     document = {
         "format": FORMAT,
         "fingerprint": fingerprint(model),
