@@ -1,7 +1,7 @@
 """A stage's checkpoint: written whole or not at all, and read back under the same settings only."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,29 @@ class StageCheckpoint(Callback):
     Args:
         path: of the checkpoint.
         every: batches.
-        whole: whether every process holds the state of all of them then; where each has a part of its own until the
-            stage ends, several processes save finished stages only.
+        gather: called in every process, with the device to exchange tensors on, before an unfinished stage is saved: the
+            checkpoint is what the first process holds then. Such a stage is saved once more when it has ended. None where
+            every process holds the whole at any time.
     """
 
-    def __init__(self, path: Path, every: int, whole: bool = False) -> None:
-        self.path, self.every, self.whole = path, every, whole
+    def __init__(self, path: Path, every: int, gather: Callable[[torch.device], None] | None = None) -> None:
+        self.path, self.every, self.gather = path, every, gather
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves where it is time."""
-        if (self.whole or trainer.world_size == 1) and (batch_idx + 1) % self.every == 0:
+        if (batch_idx + 1) % self.every:
+            return
+        if self.gather is not None:
+            if trainer.is_last_batch:
+                return  # a stage is never left with nothing to do but its end
+            self.gather(trainer.strategy.root_device)
+        self.save(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the stage that has ended."""
+        if self.gather is not None:
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:

@@ -1,7 +1,9 @@
-"""Writing a file that is either the old one or the new one, whatever happens in between."""
+"""Writing a file that is either the old one or the new one, or a folder that is there whole, whatever happens in between."""
 
+import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,27 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes `data` as `atomically` says."""
     with atomically(path) as temporary:
         temporary.write_bytes(data)
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Gives a folder with a temporary name beside `path` to write files to, fsyncs them and renames it to `path`.
+
+    On any failure nothing is left of it. Raises `OSError`, `FileExistsError` where `path` is there already.
+    """
+    target = Path(os.path.abspath(path))
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for written in (*temporary.iterdir(), temporary):
+            _fsync(written)
+        os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _fsync(target.parent)
 
 
 def _fsync(path: Path) -> None:

@@ -62,7 +62,7 @@ def fingerprint(model: "PreTrainedModel") -> dict[str, Any]:
     architecture: the configuration's model type. layers, heads, kv_heads, head_dim, vocab_size: integers. rope: its
     parameters or None. config: the text model's configuration without volatile fields; config_hash: its SHA-256.
     weights: SHA-256 of sampled rows of the key and value projections, one for each rounding in `ROUNDINGS`, each
-    None where they cannot be read (quantised by a library, or offloaded).
+    None where they cannot be read (quantised by a library).
 
     Raises `ArtifactError` for a model without key and value projections or without a usual configuration.
     """
@@ -123,10 +123,18 @@ def projections(model: torch.nn.Module) -> Iterator[tuple[str, Tensor | None]]:
         )
     for name, module in found:
         weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_meta:
+            weight = offloaded(module)
         readable = (
             isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point() and not weight.is_meta
         )
         yield name, weight if readable else None
+
+
+def offloaded(module: torch.nn.Module) -> Tensor | None:
+    """The weight that accelerate keeps in host memory or on disk until `module` runs; None where it keeps none."""
+    held = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    return None if held is None else held["weight"]
 
 
 def check_fields(found: Mapping[str, Any]) -> None:

@@ -26,24 +26,26 @@ class Rotation:
 
     @staticmethod
     def of(model: nn.Module, remedy: str) -> "Rotation":
-        """The model's own, checked against what the model computes.
+        """The model's own, checked against what the model computes; where kinds of layers turn differently (Gemma 3), that of
+        the layers whose cache is compressed.
 
-        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length or the layer, or channels are
-        not split in halves.
+        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length, or channels are not split in
+        halves.
         """
         name = type(model).__name__
-        embeddings: list[Any] = [
-            part for part in model.modules() if isinstance(getattr(part, "inv_freq", None), Tensor)
-        ]
-        if len(embeddings) != 1:
-            raise ValueError(f"{name} has {len(embeddings)} rotary embeddings, expected one for all layers; {remedy}")
-        (embedding,) = embeddings
-        if getattr(embedding, "rope_type", "default") in ("dynamic", "longrope"):
+        kinds = ("", _kind(model))
+        found = [(part, kind) for part in model.modules() for kind in kinds if _frequencies(part, kind)]
+        if len(found) != 1:
+            raise ValueError(f"{name} has {len(found)} rotary embeddings, expected one for all layers; {remedy}")
+        ((embedding, kind),) = found
+        types: Any = getattr(embedding, "rope_type", "default")
+        rope_type = types[kind] if isinstance(types, dict) else types
+        if rope_type in ("dynamic", "longrope"):
             raise ValueError(
-                f"{name} has RoPE of type {embedding.rope_type!r}, whose frequencies change with the length; {remedy}"
+                f"{name} has RoPE of type {rope_type!r}, whose frequencies change with the length; {remedy}"
             )
-        rotation = Rotation(embedding.inv_freq.detach().double().cpu())
-        if not rotation._agrees(embedding):
+        rotation = Rotation(getattr(embedding, _named(kind, "inv_freq")).detach().double().cpu())
+        if not rotation._agrees(embedding, kind):
             raise ValueError(f"{name} does not rotate its channels in halves; {remedy}")
         return rotation
 
@@ -93,7 +95,7 @@ class Rotation:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
-    def _agrees(self, embedding: Any) -> bool:
+    def _agrees(self, embedding: Any, kind: str) -> bool:
         """Whether the model's function turns a vector as ours does."""
         apply = getattr(sys.modules[type(embedding).__module__], "apply_rotary_pos_emb", None)
         if apply is None:
@@ -101,8 +103,26 @@ class Rotation:
         place = 7
         with torch.no_grad():
             x = torch.randn(1, 1, 1, 2 * len(self.frequencies), generator=torch.Generator().manual_seed(0))
-            x = x.to(embedding.inv_freq.device)
-            cos, sin = embedding(x, torch.tensor([[place]], device=x.device))
+            x = x.to(getattr(embedding, _named(kind, "inv_freq")).device)
+            cos, sin = embedding(x, torch.tensor([[place]], device=x.device), *([kind] if kind else []))
             theirs = apply(x, x, cos, sin)[0]
-            ours = self.turned(x, *self.turns([place], x.device)) * getattr(embedding, "attention_scaling", 1.0)
+            scaling = getattr(embedding, _named(kind, "attention_scaling"), 1.0)
+            ours = self.turned(x, *self.turns([place], x.device)) * scaling
         return bool(torch.allclose(theirs, ours, atol=1e-4))
+
+
+def _kind(model: nn.Module) -> str:
+    """The kind of layer whose cache is compressed, as the configuration names it: those that slide only where all do."""
+    config: Any = model.config
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
+    return "full_attention" if "full_attention" in kinds else str(kinds[0])
+
+
+def _named(kind: str, name: str) -> str:
+    """What an embedding with frequencies for each kind of layer calls that of `kind`."""
+    return f"{kind}_{name}" if kind else name
+
+
+def _frequencies(part: nn.Module, kind: str) -> bool:
+    """Whether `part` is a rotary embedding for layers of `kind`."""
+    return isinstance(getattr(part, _named(kind, "inv_freq"), None), Tensor)

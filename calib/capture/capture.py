@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calib.capture.attention import NAME
+from calib.capture.device_map import entry_device
 from calib.capture.sample import LayerSample, Sink
 from calib.errors import RunError
 
@@ -20,9 +21,12 @@ from calib.errors import RunError
 def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, sink: Sink) -> None:
     """One forward pass; calls `sink` once for each attention layer, in the model's order.
 
+    Layers may lie on several devices, or in host memory or on disk until they are needed (`device_map.py`): each sample
+    is on the device that computes its layer.
+
     Args:
         model: a causal language model that uses transformers' AttentionInterface.
-        tokens: int64 `[batch, tokens]`.
+        tokens: int64 `[batch, tokens]`; these tensors may lie anywhere.
         mask: bool `[batch, tokens]`, True for real tokens.
         index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
         sink: called with each layer's sample; must not keep it.
@@ -30,6 +34,8 @@ def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, 
     Raises:
         RunError: NaN or infinite queries, keys or values (names the layer), or a model that cannot be captured.
     """
+    device = entry_device(model)
+    tokens, mask, index = tokens.to(device), mask.to(device), index.to(device)
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     batch = _Batch(mask, positions, index, sink)
     with torch.no_grad(), _capturing(model, batch):

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.capture.batches import CapturedBatch, TokenBatch, TokenBatches
 from calib.capture.corpus import Corpus, divide, text_files, text_sequences, token_hash
+from calib.capture.device_map import DeviceMap, MaxMemory, check_device_map, check_one_process
 from calib.capture.generated import generated_sequences
 from calib.capture.language_model import check_dtype, load, without_waiting_for_the_hub
 from calib.errors import UsageError
@@ -22,6 +23,8 @@ class CaptureData(LightningDataModule):
     Args:
         model_path: the model, a local folder or a hub name.
         model_dtype: the dtype it runs in.
+        model_device_map: how accelerate spreads it over devices; None puts it on the Trainer's.
+        model_max_memory: what the map may use of each.
         seed: chooses the places of the text and what is generated.
         text: local text files or folders (UTF-8); when given, `name` is not looked at.
         name: data set on the Hugging Face hub, or `generated`: made on the spot, half retrieval documents, half text
@@ -41,6 +44,8 @@ class CaptureData(LightningDataModule):
         self,
         model_path: str,
         model_dtype: str = "float32",
+        model_device_map: DeviceMap | None = None,
+        model_max_memory: MaxMemory | None = None,
         seed: int = 0,
         text: str | list[str] | None = None,
         name: str | None = GENERATED,
@@ -67,7 +72,9 @@ class CaptureData(LightningDataModule):
             raise UsageError(
                 "no corpus: give data.text=FILE, or data.name=OWNER/DATASET of the hub, or data.name=generated"
             )
+        check_device_map(model_device_map, model_max_memory)
         self.model_path, self.model_dtype, self.seed = model_path, check_dtype(model_dtype), seed
+        self.device_map, self.max_memory = model_device_map, model_max_memory
         self.source = TextSource(
             text_files([text] if isinstance(text, str) else list(text or [])),
             name,
@@ -99,8 +106,10 @@ class CaptureData(LightningDataModule):
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
         """The model, its tokenizer and the corpus, loaded at the first call."""
         if self.model is None or self.tokenizer is None:
-            self.model, self.tokenizer = load(self.model_path, self.model_dtype)
-            self.model.to(self.trainer.strategy.root_device if self.trainer else "cpu")
+            check_one_process(self.device_map, self.trainer.world_size if self.trainer else 1)
+            self.model, self.tokenizer = load(self.model_path, self.model_dtype, self.device_map, self.max_memory)
+            if self.device_map is None:
+                self.model.to(self.trainer.strategy.root_device if self.trainer else "cpu")
         if self.corpus is None:
             self.corpus = self._make_corpus(self.model, self.tokenizer)
         return self.model, self.tokenizer, self.corpus

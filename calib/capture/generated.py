@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.capture.corpus import pack
+from calib.capture.device_map import entry_device
 from calib.capture.language_model import without_notes
 from calib.errors import UsageError
 from calib.testbed.generators import keyed_lines, keyed_random
@@ -58,12 +59,13 @@ def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, se
         pad_token_id=first,
         eos_token_id=None,  # every sequence is filled; what follows an end of text is text again
     )
-    devices = [model.device] if model.device.type == "cuda" else []
+    device = entry_device(model)
     parts = []
-    with torch.no_grad(), torch.random.fork_rng(devices), without_notes():
+    # Tokens are drawn where they go in.
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), without_notes():
         torch.manual_seed(seed)
         for start in range(0, count, ROWS):
             rows = min(ROWS, count - start)
-            prompt = torch.full((rows, 1), first, device=model.device)
+            prompt = torch.full((rows, 1), first, device=device)
             parts.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings))
     return torch.cat(parts)

@@ -4,15 +4,18 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import huggingface_hub.constants
 import torch
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import calib
+from calib.capture.device_map import MaxMemory
 from calib.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -26,12 +29,16 @@ def find_model(path: str) -> str:
     return path
 
 
-def load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    path: str, dtype: str, device_map: str | None = None, max_memory: MaxMemory | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model in evaluation mode, and its tokenizer.
 
     Args:
         path: a local folder or a name on the Hugging Face hub.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: what the weights are stored in.
+        device_map: how accelerate spreads the model over devices; None loads it on the CPU.
+        max_memory: what the map may use of a GPU (by number) and of `cpu`; what does not fit stays on disk.
 
     Raises:
         UsageError: no such model, or not a causal language model that can be read.
@@ -44,17 +51,50 @@ def load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         try:
             config = AutoConfig.from_pretrained(found)
             tokenizer = AutoTokenizer.from_pretrained(found)
-            model = AutoModelForCausalLM.from_pretrained(found, config=config, dtype=DTYPES[dtype])
+            bounds = None if max_memory is None else dict(max_memory)  # accelerate writes numbers into it
+            model = AutoModelForCausalLM.from_pretrained(
+                found, config=config, dtype=DTYPES[dtype], device_map=device_map, max_memory=bounds
+            )
         except Exception as error:  # transformers raises many types; each means that this model cannot be had
             # Its messages run over many lines of advice; the first one says what happened.
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             if local:
                 raise UsageError(f"cannot load the model in '{path}' ({reason})") from error
-            raise UsageError(
-                f"no folder '{path}' here, and the Hugging Face hub gave none ({reason}); "
-                "without network give model.path=FOLDER"
-            ) from error
+            raise UsageError(why_the_hub_gave_none(path, error, reason)) from error
     return model.eval().requires_grad_(False), tokenizer
+
+
+def why_the_hub_gave_none(path: str, error: BaseException, reason: str) -> str:
+    """One line for a hub name that could not be loaded: what happened and what to do about it.
+
+    Args:
+        path: the name.
+        error: what was raised, of the hub's library or because of it.
+        reason: the error in short.
+    """
+    causes: list[Any] = []
+    cause: Any = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    answers = (getattr(cause, "response", None) for cause in causes if isinstance(cause, HfHubHTTPError))
+    status = next((answer.status_code for answer in answers if answer is not None), None)
+    gated = any(isinstance(cause, GatedRepoError) for cause in causes)
+    if not gated and any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return (
+            f"the Hugging Face hub knows no model '{path}', or it is private (status {status}): check the name, log in with "
+            "`hf auth login`, or give model.path=FOLDER"
+        )
+    if gated or status in (401, 403):
+        return (
+            f"the Hugging Face hub does not give '{path}' to you yet (status {status}): accept its licence at "
+            f"{huggingface_hub.constants.ENDPOINT}/{path} and log in with `hf auth login`, or give model.path=FOLDER"
+        )
+    answer = "cannot be reached" if huggingface_hub.constants.HF_HUB_OFFLINE else "gave none"
+    return (
+        f"no folder '{path}' here, and the Hugging Face hub {answer} ({reason}); a gated model wants its licence accepted on its "
+        "page and `hf auth login`; without network give model.path=FOLDER"
+    )
 
 
 def is_hub_name(path: str) -> bool:

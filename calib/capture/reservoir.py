@@ -78,9 +78,13 @@ class Reservoir(nn.Module):
             gathered[name] = [torch.empty_like(part) for _ in range(distributed.get_world_size())]
             distributed.all_gather(gathered[name], part)
         # Every process merges them all in the same order, its own among them: into an empty reservoir.
-        self.priority = torch.full_like(self.priority, LAST)
+        self.clear()
         for priority, rows in zip(gathered["priority"], gathered["rows"], strict=True):
             self.merge_rows(priority, rows)
+
+    def clear(self) -> None:
+        """Empties the sample."""
+        self.priority = torch.full_like(self.priority, LAST)
 
     def sample(self) -> Tensor:
         """The tokens' rows, `[at most capacity, width]`, in order of priority."""

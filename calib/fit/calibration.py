@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from calib.capture.batches import CapturedBatch
+from calib.capture.device_map import DeviceMap, MaxMemory
 from calib.capture.language_model import check_dtype
 from calib.capture.sample import LayerSample
 from calib.errors import UsageError
@@ -63,6 +64,10 @@ class Calibration(LightningModule):
     Args:
         path: the model to measure, a local folder or a name on the Hugging Face hub.
         dtype: the dtype it runs in: `float32`, `bfloat16` or `float16`. Statistics are always computed in float32.
+        device_map: spreads a model that no device holds whole over all of them: `auto`, `balanced`, `balanced_low_0` or
+            `sequential` (accelerate); null puts it on the Trainer's device, where statistics and dictionaries always are.
+        max_memory: what the map may use of each GPU, by its number, and of the host, such as {0: 10GiB, cpu: 60GiB}; what
+            fits nowhere is read from the model's files whenever it is needed.
         bits: bit widths for which clip factors are chosen, increasing, 1 to 8.
         clip_factors: candidates for the clip factor, decreasing from 1; more of them cost time in proportion.
         clip_sequences: how many of `data.sequences` choose clip factors and residual bases, which cost far more than
@@ -84,6 +89,8 @@ class Calibration(LightningModule):
         self,
         path: str,
         dtype: str = "float32",
+        device_map: DeviceMap | None = None,
+        max_memory: MaxMemory | None = None,
         bits: list[int] = list(BITS),  # noqa: B006  (read only; a factory would hide the default from --help)
         clip_factors: list[float] = list(FACTORS),  # noqa: B006
         clip_sequences: int | None = 32,
@@ -101,6 +108,7 @@ class Calibration(LightningModule):
             if value is not None and value < 1:
                 raise UsageError(f"model.{option}={value}: must be at least 1")
         self.path, self.dtype_name = path, check_dtype(dtype)
+        self.device_map, self.max_memory = device_map, max_memory
         self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
         self.clip_sequences, self.checkpoint_batches = clip_sequences, checkpoint_batches
         self.outlier_shares = tuple(outlier_shares)
@@ -136,10 +144,18 @@ class Calibration(LightningModule):
             ):
                 self.statistics[name] = VectorSamples(self.shape, seed, capacity, model.dtype, rotation)
 
-    def begin(self, stage: Stage, seen: int = 0) -> None:
-        """Makes `stage` the one under way, `seen` of its batches being in the statistics already."""
+    def begin(self, stage: Stage, seen: int = 0, first: bool = True) -> None:
+        """Makes `stage` the one under way.
+
+        Args:
+            stage: of the fit.
+            seen: how many of each process's batches are in the statistics already: a checkpoint's.
+            first: whether this is the first process. What was measured before is in its statistics alone.
+        """
         self.stage = stage
         self.progress = {"stage": stage.name, "seen": seen, "finished": False}
+        if not first:
+            self.clear()
         fitted = self.tensors(stage.needs)
         for name in self.filled():
             for attribute in ("ranges", "fitted"):
@@ -186,11 +202,29 @@ class Calibration(LightningModule):
         assert isinstance(heldout, HeldoutError)
         return named_errors(heldout.overall(), self.bits)
 
-    def finish(self, device: torch.device) -> None:
-        """Ends the stage: merges what the processes have measured, exchanging it on `device`."""
+    def merge(self, device: torch.device) -> None:
+        """Merges what the processes have measured in this stage, exchanging it on `device`: each has the whole then."""
         if distributed.is_available() and distributed.is_initialized():
             for name in self.filled():
                 self.statistic(name).synchronise(device)
+
+    def clear(self) -> None:
+        """Forgets what was measured in this stage."""
+        for name in self.filled():
+            self.statistic(name).clear()
+
+    def gather(self, device: torch.device) -> None:
+        """Merges what the processes have measured into the first one, whose checkpoint is the whole; the others begin anew.
+
+        A run that goes on from there does as much (`begin`), so its sums are added in the order of one never interrupted.
+        """
+        self.merge(device)
+        if not self.trainer.is_global_zero:
+            self.clear()
+
+    def on_train_end(self) -> None:
+        """Ends the stage: every process gets the whole of its statistics."""
+        self.merge(self.trainer.strategy.root_device)
         self.progress["finished"] = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

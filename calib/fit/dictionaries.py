@@ -15,6 +15,7 @@ from torch import Tensor
 
 from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import group_tasks
+from calib.fit.processes import together
 from calib.fit.stages import MakeTrainer
 from calib.layer_groups.divergence import divergences
 from calib.layer_groups.grouping import layer_groups, members
@@ -71,7 +72,8 @@ def fit_dictionaries(
         mine = group_tasks(stream, groups, samples, heldout, options, calibration.shape.kv_heads)
         tasks += mine
         layers |= {task.name: group for task, group in zip(mine, groups, strict=True)}
-    fitted = train(tasks, options, seed, make_trainer, path, plan, resume)
+    with together():
+        fitted = train(tasks, options, seed, make_trainer, path, plan, resume)
     for stream in STREAMS:
         atoms = [fitted[task.name].atoms for task in tasks if task.name.startswith(stream)]
         tensors[f"{stream}.dictionary"] = torch.stack(atoms).half()

@@ -3,9 +3,9 @@
     runs/NAME/statistics.ckpt   runs/NAME/clip.ckpt   runs/NAME/evaluate.ckpt
 
 Dictionaries, which are trained and not measured, come after them (`dictionaries.py`).
-A checkpoint holds all statistics so far. `--ckpt_path last` goes on from the newest one: stages that were finished are
-not run again, and the unfinished one continues with the batch after its last checkpoint. Batches come in the same order
-and sums are carried in full, so the artifact has the bytes of an uninterrupted run.
+A checkpoint holds all statistics so far, of all processes. `--ckpt_path last` goes on from the newest one: stages that
+were finished are not run again, and the unfinished one continues with the batch after its last checkpoint. Batches come
+in the same order and sums are carried in full, so the artifact has the bytes of an uninterrupted run.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from calib.capture.data import CaptureData
 from calib.fit.calibration import STAGES, Calibration
+from calib.fit.processes import together
 from calib.stage_checkpoint import StageCheckpoint, load_checkpoint
 
 MakeTrainer = Callable[[str, list[Callback]], Trainer]
@@ -54,19 +55,16 @@ def run_stages(
     for stage in STAGES:
         if stage.name in finished:
             continue
-        calibration.begin(stage, done[stage.name])
         limit = calibration.clip_sequences if stage.name == "clip" else None
         data.read(stage.part, limit, skip=done[stage.name])
-        keeper = StageCheckpoint(paths[stage.name], calibration.checkpoint_batches)
+        keeper = StageCheckpoint(paths[stage.name], calibration.checkpoint_batches, calibration.gather)
         trainer = make_trainer(stage.name, [keeper])
         data.trainer = trainer
-        # A run killed just before a stage's end has nothing left of it to read.
-        if len(data.train_dataloader()):
+        calibration.begin(stage, done[stage.name], trainer.is_global_zero)
+        with together():
             trainer.fit(calibration, datamodule=data)
         if trainer.interrupted:
             raise KeyboardInterrupt
-        calibration.finish(trainer.strategy.root_device)
-        keeper.save(trainer)
 
 
 @rank_zero_only

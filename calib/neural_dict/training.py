@@ -77,7 +77,7 @@ def train(
     elif path.exists():
         module.epoch = load_checkpoint(module, path, module.plan, "dictionaries")["epoch"]
     if module.left():
-        trainer = make_trainer(STAGE, [StageCheckpoint(path, PARTS, whole=True)])
+        trainer = make_trainer(STAGE, [StageCheckpoint(path, PARTS)])
         trainer.fit(module, train_dataloaders=module.left())
         if trainer.interrupted:
             raise KeyboardInterrupt

@@ -73,8 +73,10 @@ class Reference:
         tokens = sample.keys.shape[2] // GROUP * GROUP
         if tokens == 0:
             raise RunError(f"a sequence of {sample.keys.shape[2]} tokens is too short: at least {GROUP} are needed")
+        # Numbers of the CPU, whose rounding another device may not share.
         places = torch.linspace(tokens // 2, tokens - 1, min(rows, tokens - tokens // 2)).long()
-        queries = sample.queries[:, :, places.to(sample.queries.device)]
+        places = places.to(sample.queries.device)
+        queries = sample.queries[:, :, places]
         keys, values = sample.keys[:, :, :tokens].float(), sample.values[:, :, :tokens].float()
         seen = visible(places, tokens, sample.window)
         weights = attention_weights(queries, keys, seen, sample.scaling, sample.softcap)

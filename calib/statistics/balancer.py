@@ -28,7 +28,7 @@ class Balancers(Statistic):
         heads = largest(sample.queries, sample.mask).unflatten(0, (sample.keys.shape[1], -1))
         for name, found in (("queries_max", heads.amax(1)), ("keys_max", largest(sample.keys, sample.mask))):
             maximum = getattr(self, name)[sample.layer]
-            torch.maximum(maximum, found, out=maximum)
+            torch.maximum(maximum, found.to(maximum.device), out=maximum)
 
     def tensors(self) -> dict[str, Tensor]:
         """The balancers."""

@@ -26,8 +26,8 @@ class ChannelRanges(Statistic):
         for stream, x in (("keys", sample.keys), ("values", sample.values)):
             tokens = tokens_of(x, sample.mask)
             low, high = getattr(self, f"{stream}_low")[sample.layer], getattr(self, f"{stream}_high")[sample.layer]
-            torch.minimum(low, tokens.amin(1), out=low)
-            torch.maximum(high, tokens.amax(1), out=high)
+            torch.minimum(low, tokens.amin(1).to(low.device), out=low)
+            torch.maximum(high, tokens.amax(1).to(high.device), out=high)
 
     def tensors(self) -> dict[str, Tensor]:
         """The four extremes; 0 in layers that were not seen."""

@@ -22,7 +22,7 @@ class ChannelScales(Statistic):
     def observe(self, sample: LayerSample) -> None:
         """Raises the layer's maxima."""
         maximum = self.values_max[sample.layer]
-        torch.maximum(maximum, largest(sample.values, sample.mask), out=maximum)
+        torch.maximum(maximum, largest(sample.values, sample.mask).to(maximum.device), out=maximum)
 
     def tensors(self) -> dict[str, Tensor]:
         """The scales."""

@@ -63,7 +63,7 @@ class ClipFactors(Statistic):
                 for row, bits in enumerate(self.bits):
                     for column, factor in enumerate(self.factors):
                         approximate = form.approximate(x, bits, factor, self.ranges, sample.layer)
-                        total[:, row, column] += reference.error(**{form.stream: approximate})
+                        total[:, row, column] += reference.error(**{form.stream: approximate}).to(total.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The factors of least error."""

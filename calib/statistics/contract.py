@@ -2,6 +2,9 @@
 
 Minima, maxima and sums merge: the statistic of a corpus is the merge of its parts' statistics, so several processes can
 each read a part. Buffers are registered, so a Lightning checkpoint carries a measurement half done.
+
+A sample is measured on its layer's own device, and what is found there, a few numbers beside the tokens, goes to the
+buffers' device: the layers of a model may lie on many.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +19,7 @@ from calib.capture.sample import LayerSample
 from calib.errors import RunError
 
 Reduction = Literal["min", "max", "sum"]
+NEUTRAL: Mapping[Reduction, float] = {"min": torch.inf, "max": -torch.inf, "sum": 0}
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class Statistic(nn.Module, ABC):
             merged = mine.to(device, copy=True)
             distributed.all_reduce(merged, op=operations[reduction])
             setattr(self, name, merged.to(mine.device))
+
+    def clear(self) -> None:
+        """Forgets all that was measured: merged with another statistic it leaves that as it is."""
+        for name, reduction in self.reductions.items():
+            getattr(self, name).fill_(NEUTRAL[reduction])
 
 
 def tokens_of(x: Tensor, mask: Tensor) -> Tensor:

@@ -52,14 +52,15 @@ class HeldoutError(Statistic):
         """Adds the layer's errors."""
         for part in sample.without_padding():
             reference = Reference.of(part, self.rows)
-            self.energy[sample.layer] += reference.energy().sum()
+            self.energy[sample.layer] += reference.energy().sum().to(self.energy.device)
             for row, setting in enumerate(SETTINGS):
                 for column, bits in enumerate(self.bits):
                     streams = {
                         form.stream: self.approximate(form, reference, setting, bits, sample.layer)
                         for form in (self.calibrated if setting == "calibrated" else self.measured)
                     }
-                    self.error[sample.layer, row, column] += reference.error(**streams).sum()
+                    error = reference.error(**streams).sum()
+                    self.error[sample.layer, row, column] += error.to(self.error.device)
 
     def approximate(self, form: Form, reference: Reference, setting: str, bits: int, layer: int) -> Tensor:
         """One stream of the sample as the setting stores it."""

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from calib.capture.reservoir import Reservoir
 from calib.capture.sample import LayerSample
 from calib.errors import UsageError
-from calib.statistics.contract import Shape, Statistic
+from calib.statistics.contract import Shape
+from calib.statistics.layer_samples import LayerSamples
 
 TOKENS = 2048
 SHARES = (0.02, 0.05, 0.1)
 
 
-class OutlierThresholds(Statistic):
+class OutlierThresholds(LayerSamples):
     """Per layer, a `Reservoir` of tokens with their keys and values (all KV heads); thresholds are read off at the end.
 
     Args:
@@ -67,17 +68,6 @@ class OutlierThresholds(Statistic):
                     for end, threshold in zip(("low", "high"), thresholds(entries, self.shares), strict=True):
                         by_layer.setdefault(f"{stream}.outliers.{part}.{end}", []).append(threshold)
         return {"outliers.shares": torch.tensor(self.shares), **{name: torch.stack(x) for name, x in by_layer.items()}}
-
-    def merge(self, other: Statistic) -> None:
-        """Takes in the samples of another part of the corpus."""
-        assert isinstance(other, OutlierThresholds)
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.merge(theirs)
-
-    def synchronise(self, device: torch.device) -> None:
-        """Merges the samples of all processes."""
-        for mine in self.layers:
-            mine.synchronise(device)
 
 
 def thresholds(x: Tensor, shares: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ class QueryEnergy(Statistic):
         """Adds the layer's squares."""
         squares = tokens_of(sample.queries, sample.mask).double().square().sum(1)
         group = squares.unflatten(0, (sample.keys.shape[1], -1))
-        self.total[sample.layer] += group.sum(1)
+        self.total[sample.layer] += group.sum(1).to(self.total.device)
         self.count[sample.layer] += int(sample.mask.sum()) * group.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:

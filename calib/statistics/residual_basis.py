@@ -89,7 +89,7 @@ class ResidualBasis(Statistic):
                 for moment, bits in zip(getattr(self, f"moment_{number}"), self.bits, strict=True):
                     residual = (rest - form.approximate(rest, bits, 1.0, {}, sample.layer)).masked_fill(outlier, 0)
                     rows = residual.transpose(0, 1).flatten(1, 2).double()  # [kv_heads, batch * tokens, head_dim]
-                    moment[sample.layer] += rows.mT @ rows
+                    moment[sample.layer] += (rows.mT @ rows).to(moment.device)
                 getattr(self, f"tokens_{number}").add_(x.shape[0] * whole)
 
     def tensors(self) -> dict[str, Tensor]:

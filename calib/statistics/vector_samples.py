@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from calib.capture.reservoir import LAST, Reservoir
 from calib.capture.sample import LayerSample
 from calib.runtime.rotation import Rotation
-from calib.statistics.contract import Shape, Statistic
+from calib.statistics.contract import Shape
+from calib.statistics.layer_samples import LayerSamples
 
 
-class VectorSamples(Statistic):
+class VectorSamples(LayerSamples):
     """Per layer, a `Reservoir` of vectors of single KV heads: the key before RoPE beside the value.
 
     Vector number `token * kv_heads + head` is the same in every layer, so all layers keep the same ones and as many: a
@@ -70,14 +71,3 @@ class VectorSamples(Statistic):
     def tensors(self) -> dict[str, Tensor]:
         """None: what is made of the sample goes into the artifact, the sample itself does not."""
         return {}
-
-    def merge(self, other: Statistic) -> None:
-        """Takes in the samples of another part of the corpus."""
-        assert isinstance(other, VectorSamples)
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.merge(theirs)
-
-    def synchronise(self, device: torch.device) -> None:
-        """Merges the samples of all processes."""
-        for mine in self.layers:
-            mine.synchronise(device)

@@ -244,16 +244,3 @@ def test_figures_reach_the_logger(toy, tmp_path):
     header, *rows = table.read_text().splitlines()
     assert header == "stream,group,layers,samples,atoms,initial_loss,loss,epochs,dead"
     assert len(rows) == len(Artifact.load("toy.safetensors").provenance["metrics"]["dictionaries"])
-
-
-@pytest.mark.slow
-def test_two_processes_fit_what_one_does(toy, fitted, tmp_path):
-    script = tmp_path / "run.py"  # Lightning starts the second process by running this file again
-    script.write_text("import sys; from calib.cli import main; sys.exit(main(sys.argv[1:]))")
-    more = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    result = subprocess.run([sys.executable, script, *words(toy, *more)], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-2000:]
-    one, two = Artifact.load(fitted), Artifact.load("toy.safetensors")
-    for stream in ("keys", "values"):
-        for kind in KINDS:
-            assert torch.equal(one.tensor(f"{stream}.{kind}"), two.tensor(f"{stream}.{kind}")), (stream, kind)

@@ -1,0 +1,47 @@
+"""One model over several devices, host memory and disk: accelerate's device maps, as far as a capture needs to know them.
+
+transformers loads the model where the map says, and accelerate's hooks bring each layer's input to the layer, and a
+layer's weights to the device that computes it. So a forward pass is as ever; only where it begins is asked for here.
+"""
+
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import PreTrainedModel
+
+from calib.errors import UsageError
+
+DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+MaxMemory = dict[int | str, int | str]
+
+
+def check_device_map(device_map: str | None, max_memory: MaxMemory | None) -> None:
+    """UsageError where no model can be loaded so: another map, a bound without one, or no accelerate."""
+    if device_map is None:
+        if max_memory is not None:
+            raise UsageError("model.max_memory bounds what a device map uses: give model.device_map=auto as well")
+        return
+    if device_map not in get_args(DeviceMap):
+        raise UsageError(f"model.device_map={device_map!r}: one of {', '.join(get_args(DeviceMap))}")
+    for key in max_memory or {}:
+        if key != "cpu" and not (isinstance(key, int) and key >= 0):
+            raise UsageError(f"model.max_memory: {key!r} is no device; expected the number of a GPU, or cpu")
+    if find_spec("accelerate") is None:
+        raise UsageError(f"model.device_map={device_map} needs the package accelerate: pip install accelerate")
+
+
+def check_one_process(device_map: str | None, processes: int) -> None:
+    """UsageError where several processes would each spread a model over the same devices."""
+    if device_map is not None and processes > 1:
+        raise UsageError(
+            f"model.device_map={device_map} spreads one model over all devices, and each of {processes} processes needs a "
+            "whole one of its own: give --trainer.devices 1, or no model.device_map"
+        )
+
+
+def entry_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go in: the device that embeds them, also where the embedding lies elsewhere until it is needed."""
+    embedding: Any = model.get_input_embeddings()
+    place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return embedding.weight.device if place is None else torch.device(place)

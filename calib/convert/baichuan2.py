@@ -1,0 +1,89 @@
+"""Baichuan2 7B (arXiv:2309.10305) as a Llama: the same layers, with queries, keys and values in one matrix and a normalised
+head.
+
+1. `W_pack` [3 hidden, hidden] holds the projections of queries, keys and values one under another: it is cut in three.
+2. The head divides each row of its weight by its length whenever it is used: it is divided once, in float32.
+3. Rotary frequencies are computed, not stored.
+
+The 13B model has ALiBi in place of RoPE, which no Llama has.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from calib.convert.checkpoint import checkpoint_folder, read_json, rewrite, shards
+from calib.convert.sentencepiece_tokenizer import sentencepiece_tokenizer
+from calib.errors import UsageError
+
+ARCHITECTURE = "BaichuanForCausalLM"
+NUMBERS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+SAME = (*NUMBERS, "rms_norm_eps", "hidden_act")
+OPTIONAL = ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+LEAST_LENGTH = 1e-12  # of a row of the head that is divided by it, as in torch.nn.functional.normalize
+
+
+def convert(source: Path, output: Path) -> None:
+    """Writes the checkpoint in `source` into the new folder `output`, tokenizer included.
+
+    Raises:
+        UsageError: another model, weights that are no safetensors, an `output` that is there.
+        RunError: a damaged or incomplete checkpoint, a folder that cannot be written.
+    """
+    config = llama_config(read_json(source / "config.json"), source)
+    shards(source)
+    tokenizer = sentencepiece_tokenizer(source / "tokenizer.model", read_json(source / "tokenizer_config.json"))
+    with torch.device("meta"):
+        expected = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    with checkpoint_folder(output) as folder:
+        rewrite(source, folder, as_llama, expected)
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for name in ("tokenizer.model", "generation_config.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
+def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
+    """The same sizes as a Llama's configuration; UsageError for what is not Baichuan2 7B."""
+    architectures = found.get("architectures")
+    if architectures != [ARCHITECTURE] or found.get("quantization_config"):
+        what = "quantised" if architectures == [ARCHITECTURE] else f"of {architectures}"
+        raise UsageError(f"'{source}' is {what}, expected the plain weights of {ARCHITECTURE}; give Baichuan2 7B")
+    # The 13B model knows no greatest position, only a greatest length.
+    if "max_position_embeddings" not in found or found.get("hidden_size") == 5120:
+        raise UsageError(
+            f"'{source}' has ALiBi in place of RoPE (the 13B model), which no Llama has; give Baichuan2 7B"
+        )
+    for name in SAME:
+        if name not in found or (name in NUMBERS and (type(found[name]) is not int or found[name] < 1)):
+            raise UsageError(f"'{source / 'config.json'}': {name} is {found.get(name, 'not there')}; download it again")
+    return LlamaConfig(
+        **{name: found[name] for name in (*SAME, *OPTIONAL) if name in found},
+        num_key_value_heads=found["num_attention_heads"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        dtype=found.get("torch_dtype") or found.get("dtype"),
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def as_llama(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """What takes the place of one tensor."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return {}
+    if name == "lm_head.weight":
+        rows = weight.float()
+        return {name: (rows / rows.norm(dim=1, keepdim=True).clamp(min=LEAST_LENGTH)).to(weight.dtype)}
+    if name.endswith("W_pack.weight"):
+        names = (name.replace("W_pack", f"{stream}_proj") for stream in "qkv")
+        return {each: part.clone() for each, part in zip(names, weight.chunk(3), strict=False)}
+    return {name: weight}

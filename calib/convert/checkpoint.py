@@ -1,0 +1,114 @@
+"""A checkpoint folder in safetensors: read and written a shard at a time, and there at the end wholly or not at all."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calib.errors import RunError, UsageError
+from calib.runtime.atomic_file import new_folder
+
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
+
+
+@contextmanager
+def checkpoint_folder(output: Path) -> Iterator[Path]:
+    """Gives a temporary folder that is `output` at the end; on any failure nothing is left of it.
+
+    Raises UsageError where `output` is there already, RunError where it cannot be written.
+    """
+    if os.path.lexists(output):
+        raise UsageError(f"'{output}' is there already and is not overwritten; name a new folder")
+    try:
+        with new_folder(output) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"'{output}' cannot be written ({error}); name another folder, or make room") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; UsageError where it is not there or is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}' ({error.strerror}); give the folder of the whole checkpoint") from error
+    except ValueError as error:
+        raise UsageError(f"'{path}' is not valid JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"'{path}' holds a {type(content).__name__}, expected an object; download it again")
+    return content
+
+
+def shards(folder: Path) -> list[str]:
+    """The names of the checkpoint's files of weights, sorted.
+
+    Raises UsageError where it has none in safetensors, or not all that its index names.
+    """
+    if not (folder / INDEX).is_file():
+        if (folder / WHOLE).is_file():
+            return [WHOLE]
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        why = f"its weights are pickles ({pickles[0]}), which are never opened here" if pickles else "it has no weights"
+        raise UsageError(
+            f"'{folder}': {why}, expected {WHOLE} or {INDEX}; load the revision with safetensors, or convert the weights "
+            "with the publisher's own code and save_pretrained"
+        )
+    named = read_json(folder / INDEX).get("weight_map")
+    names = sorted(set(named.values())) if isinstance(named, Mapping) else []
+    if not names:
+        raise UsageError(f"'{folder / INDEX}' names no file of weights; download it again")
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UsageError(f"'{folder}' has no file '{name}', which {INDEX} names; download it again")
+    return names
+
+
+def rewrite(
+    source: Path, output: Path, change: Callable[[str, Tensor], Mapping[str, Tensor]], expected: Mapping[str, list[int]]
+) -> None:
+    """Writes into the folder `output` what `change` makes of each tensor of `source`: a shard for a shard.
+
+    The most that is held is one shard.
+
+    Args:
+        source: a folder that `shards` accepts.
+        output: a folder.
+        change: gives the tensors, by their new names, that take the place of one, perhaps none.
+        expected: names and shapes that must come out.
+
+    Raises:
+        RunError: a damaged file, a tensor that is not expected or of another shape, or one that is missing.
+    """
+    placed: dict[str, str] = {}
+    size = 0
+    names = shards(source)
+    for shard in names:
+        tensors: dict[str, Tensor] = {}
+        try:
+            with safe_open(source / shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (no mapping)
+                    tensors |= change(name, file.get_tensor(name))
+        except SafetensorError as error:
+            raise RunError(f"'{source / shard}' is damaged ({error}); download it again") from error
+        for name, tensor in tensors.items():
+            if expected.get(name) != list(tensor.shape) or name in placed:
+                raise RunError(
+                    f"'{source / shard}' gives {name} {list(tensor.shape)}, expected {expected.get(name, 'no such tensor')} "
+                    "by config.json, once; give an unchanged checkpoint"
+                )
+        save_file(tensors, output / shard, metadata={"format": "pt"})
+        placed |= dict.fromkeys(tensors, shard)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    missing = sorted(expected.keys() - placed.keys())
+    if missing:
+        raise RunError(f"'{source}' lacks {missing[0]} and {len(missing) - 1} more tensors; give the whole checkpoint")
+    if names != [WHOLE]:
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
+        (output / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""A SentencePiece byte pair encoding as a tokenizer of transformers that needs neither remote code nor `sentencepiece`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from calib.convert.sentencepiece_file import Kind, Piece, SentencePieceFile
+from calib.errors import UsageError
+
+SPACE = "▁"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a SentencePiece model file.
+
+    Args:
+        path: the file.
+        settings: of its tokenizer_config.json: special tokens, `add_bos_token`, `add_eos_token` (false unless given),
+            `model_max_length`, `chat_template`.
+
+    Raises UsageError for a file that cannot be rebuilt.
+    """
+    file = SentencePieceFile.read(path)
+    special = {name: content(settings[name]) for name in SPECIAL if settings.get(name)}
+    unknown = next((piece.text for piece in file.pieces if piece.kind == Kind.UNKNOWN), None)
+    vocabulary = {piece.text: number for number, piece in enumerate(file.pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges(file.pieces), unk_token=unknown, fuse_unk=True, byte_fallback=file.byte_fallback)
+    )
+    stripped = (
+        [normalizers.Replace(Regex(gap), to) for gap, to in ((r"\A +| +\z", ""), (" {2,}", " "))] if file.strip else []
+    )
+    prefixed = [normalizers.Prepend(SPACE)] if file.prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*stripped, *prefixed, normalizers.Replace(" ", SPACE)])
+    first = [decoders.Strip(" ", 1, 0)] if file.prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *first]
+    )
+    # Found whole in a text; those of spaces where these are written U+2581 already.
+    own = [piece.text for piece in file.pieces if piece.kind == Kind.USER_DEFINED]
+    if own and file.prefix:
+        raise UsageError(
+            f"'{path}' has tokens to be found whole ({own[0]}) and puts a space in front of texts, which cannot be rebuilt "
+            "together; give the tokenizer.model of Baichuan2"
+        )
+    tokenizer.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])
+    around = [special.get(f"{end}_token") if settings.get(f"add_{end}_token") else None for end in ("bos", "eos")]
+    if any(around):
+        template = " ".join(token for token in (around[0], "$A", around[1]) if token)
+        named = [(token, vocabulary[token]) for token in around if token]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+    rest = {name: settings[name] for name in ("model_max_length", "chat_template") if settings.get(name)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, padding_side="left", **special, **rest
+    )
+
+
+def merges(pieces: tuple[Piece, ...]) -> list[tuple[str, str]]:
+    """Pairs of pieces that are joined, first come first: every way to split a piece, pieces of the highest score first."""
+    known = {piece.text for piece in pieces if piece.kind == Kind.NORMAL}
+    ordered = sorted((piece for piece in pieces if piece.kind == Kind.NORMAL), key=lambda piece: -piece.score)
+    return [
+        (left, right)
+        for text in (piece.text for piece in ordered)
+        for left, right in ((text[:place], text[place:]) for place in range(1, len(text)))
+        if left in known and right in known
+    ]
+
+
+def content(token: str | Mapping[str, Any]) -> str:
+    """A special token's text, which tokenizer_config.json gives alone or among its settings."""
+    return token if isinstance(token, str) else str(token["content"])

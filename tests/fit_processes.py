@@ -1,0 +1,64 @@
+"""`calib fit` in several processes that one imported interpreter gives birth to, and what goes wrong in them.
+
+Lightning's own launcher starts the program anew for each process, seconds of imports every time; here they come from
+`multiprocessing`'s fork server, with the environment that a launcher on a cluster gives them.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Cut = tuple[int, str, int]  # the process, the stage and the batch of this run before which it is killed
+
+
+class End(NamedTuple):
+    """Of one process: its exit status (negative: the signal) and what it wrote to standard error."""
+
+    status: int | None
+    errors: str
+
+
+def fit_in_processes(argv: list[str], folder: Path, *cuts: Cut, processes: int = 2, seconds: float = 90) -> list[End]:
+    """Runs `calib ARGV --trainer.devices PROCESSES` in `folder`; the status of a process that did not end is None."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["calib.fit.command"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*argv, f"--trainer.devices={processes}"]
+    runs = [context.Process(target=run, args=(words, folder, rank, port, cuts)) for rank in range(processes)]
+    for one in runs:
+        one.start()
+    deadline = time.monotonic() + seconds
+    for one in runs:
+        one.join(max(0, deadline - time.monotonic()))
+    ends = [End(one.exitcode, (folder / f"stderr-{rank}").read_text()) for rank, one in enumerate(runs)]
+    for one in runs:
+        one.kill()
+        one.join()
+    return ends
+
+
+def run(argv: list[str], folder: Path, rank: int, port: int, cuts: tuple[Cut, ...]) -> None:
+    """One process."""
+    os.chdir(folder)
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    from calib.cli import main
+    from calib.fit.calibration import Calibration
+
+    step = Calibration.training_step
+
+    def cut_step(self: Calibration, batch: Any, batch_idx: int) -> None:
+        if (rank, self.stage.name, batch_idx) in cuts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self, batch, batch_idx)
+
+    Calibration.training_step = cut_step  # type: ignore[method-assign]
+    sys.exit(main(argv))
