@@ -20,6 +20,8 @@ COMMANDS = {
     "generate": "run a prompt through a method beside the full cache",
     "eval": "measure what methods keep of a model's answers, and what they weigh",
     "bench": "measure how long methods take, what they hold, and the batch that still fits",
+    "export": "write what other programs read: ONNX graphs, a checkpoint with fp8 scales for vLLM",
+    "convert": "turn a checkpoint of another kind into one that transformers has code for",
 }
 
 

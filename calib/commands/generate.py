@@ -1,15 +1,14 @@
 """`calib generate`: one prompt through a method and through the full cache, with what each cache weighs."""
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from calib.arguments import Parser
+from calib.artifact_name import artifact_file
 from calib.errors import UsageError
+from calib.method_options import as_usage, read_method, read_options
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16, or auto: what the weights are stored in"
     )
-    parser.add_argument("--artifact", help="what `calib fit` wrote for this model")
+    parser.add_argument("--artifact", help="what `calib fit` wrote for this model, a file or a name on the hub")
     parser.add_argument(
         "--method",
         default="kivi",
@@ -48,47 +47,10 @@ def run(argv: Sequence[str]) -> int:
         build(name, options)
     if asked.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {asked.max_new_tokens}")
-    if asked.artifact and not Path(asked.artifact).is_file():
-        raise UsageError(f"{asked.artifact} is no file, expected an artifact; `calib fit` writes one")
+    if asked.artifact:
+        asked.artifact = artifact_file(asked.artifact)
     text = read_prompt(asked)
     return generate(asked, name, options, text)
-
-
-@contextmanager
-def as_usage() -> Iterator[None]:
-    """Inside, a ValueError about the options is the user's: exit status 2."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def read_method(word: str) -> tuple[str, dict[str, Any]]:
-    """A method's name and options from `word`: a name, or a YAML file."""
-    if not word.endswith((".yaml", ".yml")):
-        return word, {}
-    from calib.config_files import find_config
-
-    content = yaml.safe_load(find_config(word).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or "method" not in content:
-        raise UsageError(f"'{word}' must be a mapping with the key `method`")
-    return content.pop("method"), content
-
-
-def read_options(words: Sequence[str], known: set[str], method: str) -> dict[str, Any]:
-    """`--bits 2 --clip=0.8` as {"bits": 2, "clip": 0.8}."""
-    options, queue = {}, list(words)
-    while queue:
-        flag, equals, value = queue.pop(0).partition("=")
-        option = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or option not in known:
-            raise UsageError(f"unknown option '{flag}' (method '{method}' has {', '.join(sorted(known)) or 'none'})")
-        if not equals:
-            if not queue:
-                raise UsageError(f"option '{flag}' needs a value")
-            value = queue.pop(0)
-        options[option] = yaml.safe_load(value)
-    return options
 
 
 def read_prompt(asked: argparse.Namespace) -> str:

@@ -53,7 +53,7 @@ def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
         (["--method", "kiwi"], "did you mean 'kivi'?"),
         (["--method", "nope.yaml"], "no configuration file 'nope.yaml'"),
         (["--statistics", "calibrated"], "needs an artifact"),
-        (["--artifact", "nope"], "nope is no file"),
+        (["--artifact", "nope"], "artifact 'nope' is no file"),
         (["--prompt-file", "nope"], "cannot read the prompt file 'nope'"),
         (["--prompt", ""], "the prompt is empty"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),

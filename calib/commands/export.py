@@ -1,0 +1,43 @@
+"""`calib export --format FORMAT ...`: what other programs read, made from an artifact."""
+
+import importlib
+from collections.abc import Sequence
+
+from calib.arguments import Parser
+from calib.errors import UsageError
+
+# Each has a module `command` with `run(argv) -> int` and options of its own; imported when it is asked for.
+FORMATS = {
+    "onnx": "a method's encoding, decoding and attention step as ONNX graphs",
+    "compressed-tensors": "a checkpoint with calibrated fp8 scales of keys and values, which vLLM loads",
+}
+
+
+def usage() -> str:
+    width = max(map(len, FORMATS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in FORMATS.items()]
+    return "\n".join(
+        [
+            "usage: calib export --format FORMAT [options]",
+            "",
+            "formats:",
+            *lines,
+            "",
+            "calib export --format FORMAT --help tells a format's options.",
+        ]
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Hands everything but `--format` to the format's own command; raises `UsageError` for one that is not known."""
+    parser = Parser(prog="calib export", add_help=False, allow_abbrev=False)
+    parser.add_argument("--format")
+    asked, rest = parser.parse_known_args(argv)
+    if asked.format is None and {"-h", "--help"} & set(rest):
+        print(usage())
+        return 0
+    if asked.format not in FORMATS:
+        found = "--format is missing" if asked.format is None else f"--format {asked.format}: unknown"
+        raise UsageError(f"{found}, expected one of {', '.join(FORMATS)}; `calib export --help` tells what they are")
+    status: int = importlib.import_module(f"calib.export.{asked.format.replace('-', '_')}.command").run(rest)
+    return status

@@ -1,0 +1,51 @@
+"""The files of the exported checkpoint: what is new, what is the model's, and the index that knows of both."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from calib.errors import UsageError
+from calib.export.compressed_tensors.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
+
+SHARD = "model-kv-scales.safetensors"
+
+# What a lone `model.safetensors` is called beside an index: where there is a file of that name transformers reads no
+# index, and would miss the scales.
+BESIDE_INDEX = {SINGLE: "model-weights.safetensors"}
+
+
+def contents(
+    checkpoint: Checkpoint, config: Mapping[str, Any], scales: Mapping[str, Tensor], whole: bool
+) -> dict[str, bytes | Path]:
+    """Scales, configuration and index, and with `whole` what lies beside the model's weights.
+
+    Without `whole` the index tells the weights by the names they have now: the three files are for the model's own folder.
+    Raises `UsageError` for a model that has tensors of these names already.
+    """
+    taken = sorted(scales.keys() & checkpoint.files.keys())
+    if taken:
+        raise UsageError(
+            f"--model {checkpoint.folder}: has a tensor {taken[0]} already, expected a model without scales"
+        )
+    renamed = BESIDE_INDEX if whole else {}
+    places = {name: renamed.get(file, file) for name, file in checkpoint.files.items()} | dict.fromkeys(scales, SHARD)
+    total = checkpoint.total_size + sum(scale.nbytes for scale in scales.values())
+    own: dict[str, bytes | Path] = {
+        CONFIG: json_bytes(config),
+        INDEX: json_bytes({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}),
+        SHARD: safetensors.torch.save(dict(scales), metadata={"format": "pt"}),
+    }
+    return {**{path.name: path for path in checkpoint.companions()}, **own} if whole else own
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, Path]:
+    """The model's own files of weights, by the names they have beside an index."""
+    return {BESIDE_INDEX.get(file, file): checkpoint.folder / file for file in sorted(set(checkpoint.files.values()))}
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2) + "\n").encode()

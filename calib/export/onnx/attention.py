@@ -1,0 +1,94 @@
+"""A decode step's attention over packed tiers and an exact window, in one graph: the twin of `runtime/ordered/attend.py` and
+`runtime/tiered/attend.py` without their tiles.
+
+Tokens come in one order in all that follows: tier by tier, then the window. Keys and values may divide them differently
+between tier and window (KIVI's do), as long as both have as many in all.
+"""
+
+import numpy as np
+
+from calib.export.onnx.graph import Graph, Value
+from calib.export.onnx.parts import Layer, Stream, Tier
+from calib.export.onnx.stream_graphs import inputs, tokens_of
+
+LEAST = float(np.finfo(np.float32).min)
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def attend_graph(layer: Layer) -> Graph:
+    """Query, fields of every tier, window and mask -> output and log-sum-exp."""
+    graph, (heads, channels) = Graph(), layer.shape
+    query = graph.input("query", np.float32, ("batch", "heads", "rows", channels))
+    # Query rows of a KV head: its group's heads, then their rows.
+    grouped = query.reshape(0, heads, -1, channels) * (channels**-0.5)
+    keys = [_Part(graph, tier, tier.keys, layer.before_rope) for tier in layer.tiers]
+    windows = [
+        graph.input(f"{role}.window", np.float32, ("batch", heads, f"{role}.recent", channels))
+        for role in ("keys", "values")
+    ]
+    values = [_Part(graph, tier, tier.values, False) for tier in layer.tiers]
+    mask = graph.input("mask", np.bool_, ("batch", "rows", "all"))
+
+    scores = graph.join([part.scores(grouped) for part in keys] + [grouped @ windows[0].permute(0, 1, 3, 2)], 3)
+    seen = mask.reshape(mask.size(0), 1, 1, mask.size(1), mask.size(2))
+    by_head = scores.reshape(0, heads, -1, query.size(2), mask.size(2))
+    by_row = graph.where(seen, by_head, -np.inf).reshape(scores.shape())
+    # A row that meets no token has no maximum; a finite stand-in makes its weights 0 instead of NaN.
+    top = by_row.max(3).at_least(LEAST)
+    weights = (by_row - top).op("Exp")
+    mass = weights.sum(3)
+    sizes = [part.tokens() for part in values] + [windows[1].size(2)]
+    *of_tiers, of_window = weights.split(3, sizes)
+    mixed = of_window @ windows[1]
+    for part, share in zip(values, of_tiers, strict=True):
+        mixed = mixed + part.mix(share)
+
+    output = (mixed / mass.at_least(TINY)).reshape(query.shape())
+    lse = (top + mass.op("Log")).reshape(0, query.size(1), query.size(2))
+    graph.output("output", output, ("batch", "heads", "rows", channels))
+    graph.output("lse", lse, ("batch", "heads", "rows"))
+    return graph
+
+
+class _Part:
+    """A stream of a tier, as the inputs of one graph."""
+
+    def __init__(self, graph: Graph, tier: Tier, stream: Stream, turned: bool) -> None:
+        prefix, self.stream = f"{tier.name}{stream.role}.", stream
+        fields = {"exact": tokens_of(stream)} if stream.writer is None else stream.writer.fields()
+        self.block = inputs(graph, fields, prefix)
+        self.map = stream.map(graph, inputs(graph, stream.numbers(), prefix))
+        self.turns: list[Value] = []
+        if turned:
+            axes = tuple(f"{prefix}turned.{axis}" for axis in ("batch", "heads"))
+            shape = (*axes, f"{prefix}tokens", f"{prefix}half")
+            self.turns = [graph.input(f"{prefix}{name}", np.float32, shape) for name in ("cos", "sin")]
+
+    def tokens(self) -> Value:
+        """How many."""
+        return next(iter(self.block.values())).size(2)
+
+    def scores(self, query: Value) -> Value:
+        """q.k^ of every token, `[batch, kv_heads, rows, tokens]`."""
+        writer = self.stream.writer
+        if writer is None:
+            return query @ self.block["exact"].permute(0, 1, 3, 2)
+        if self.turns:
+            return query @ _rotated(self.map.inverse(writer.decode(self.block)), *self.turns).permute(0, 1, 3, 2)
+        folded, constant = self.map.fold_query(query)
+        scores = writer.scores(folded, self.block)
+        return scores if constant is None else scores + constant
+
+    def mix(self, weights: Value) -> Value:
+        """sum_t p_t v^_t."""
+        writer = self.stream.writer
+        if writer is None:
+            return weights @ self.block["exact"]
+        return self.map.fold_output(writer.mix(weights, self.block), weights)
+
+
+def _rotated(keys: Value, cos: Value, sin: Value) -> Value:
+    """Half-split RoPE of the first channels, twice as many as `cos` has."""
+    half = cos.size(3)
+    first, second, rest = keys.part(3, 0, half), keys.part(3, half, half * 2), keys.part(3, half * 2, 2**31 - 1)
+    return keys.graph.join([first * cos - second * sin, second * cos + first * sin, rest], 3)

@@ -1,0 +1,121 @@
+"""`calib export --format onnx`: a method's encoding, decoding and attention step as ONNX graphs, one folder of files."""
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calib.arguments import Parser
+from calib.artifact_name import artifact_file
+from calib.errors import RunError, UsageError
+from calib.method_options import as_usage, read_method, read_options
+
+if TYPE_CHECKING:
+    from calib.export.onnx.models import Request
+    from calib.runtime.methods import Geometry
+
+MISSING = "calib export --format onnx needs the package onnx: pip install 'calib-kv[export]'"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Writes the graphs of one layer, or of all, and prints what each takes and gives."""
+    parser = Parser(
+        prog="calib export --format onnx",
+        description="Write a method's encode, decode and attend graphs, with the artifact's numbers in them.",
+        epilog="A method's own options follow as flags (--bits 2 --group 32); `calib methods NAME` tells them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--artifact", help="what `calib fit` wrote; says how many layers, KV heads and channels there are"
+    )
+    parser.add_argument("--model", help="without an artifact: folder or hub name of the model, for its shape")
+    parser.add_argument(
+        "--method", default="kivi", help="a method, or a YAML file that holds `method:` and its options"
+    )
+    parser.add_argument("--layer", type=int, help="one attention layer, counted from 0; all of them where left out")
+    parser.add_argument("--output", required=True, help="the folder for the .onnx files; made where it is missing")
+    parser.add_argument("--seed", type=int, default=0, help="the cache's seed: where power iterations start")
+    parser.add_argument(
+        "--wide", action="store_true", help="keep scales, zero points and the like in float32, for tokens beyond 65504"
+    )
+    asked, rest = parser.parse_known_args(argv)
+    try:
+        import onnx  # noqa: F401
+    except ImportError as error:
+        raise UsageError(MISSING) from error
+    request = read_request(asked, rest)
+    layers = request.geometry.layers
+    if asked.layer is not None and not 0 <= asked.layer < layers:
+        raise UsageError(f"--layer must be 0 ... {layers - 1}, got {asked.layer}")
+    return write(request, range(layers) if asked.layer is None else [asked.layer], Path(asked.output))
+
+
+def read_request(asked: argparse.Namespace, rest: Sequence[str]) -> "Request":
+    """The method, its options and what they are bound to; every mistake is found before a file is written."""
+    from calib.export.onnx.models import Request
+    from calib.runtime import Artifact
+    from calib.runtime.methods import Geometry, options_of
+
+    name, options = read_method(asked.method)
+    with as_usage():
+        options |= read_options(rest, set(options_of(name)), name)
+    if (asked.artifact is None) == (asked.model is None):
+        raise UsageError(
+            "give either --artifact FILE or --model FOLDER: one of them says how many layers, KV heads and channels there are"
+        )
+    artifact, sha256 = None, ""
+    if asked.artifact is not None:
+        path = artifact_file(asked.artifact)
+        artifact, sha256 = Artifact.load(path), hashlib.sha256(path.read_bytes()).hexdigest()
+        geometry = Geometry(*(artifact.fingerprint[field] for field in ("layers", "kv_heads", "head_dim")))
+    else:
+        geometry = geometry_of(asked.model)
+    return Request(name, options, artifact, sha256, geometry, asked.seed, asked.wide)
+
+
+def geometry_of(model: str) -> "Geometry":
+    """The shape in a model's configuration; no weight is read."""
+    from transformers import AutoConfig
+
+    from calib.runtime.methods import Geometry
+
+    try:
+        return Geometry.of(AutoConfig.from_pretrained(model).get_text_config(decoder=True))
+    except Exception as error:  # transformers raises many types; each means that this configuration cannot be had
+        raise UsageError(
+            f"--model {model}: no configuration of a model could be read ({type(error).__name__})"
+        ) from error
+
+
+def write(request: "Request", layers: Sequence[int], folder: Path) -> int:
+    """All models are made and checked before the first is written; each file is the old one or the new one."""
+    from calib.runtime.atomic_file import write_atomically
+
+    models: dict[str, Any] = {}
+    with as_usage():
+        for layer in layers:
+            models |= request.models(layer)
+    for name, model in models.items():
+        path = folder / f"{name}.onnx"
+        try:
+            write_atomically(path, model.SerializeToString(deterministic=True))
+        except OSError as error:
+            raise RunError(
+                f"{path}: cannot be written ({error.strerror}); choose a folder with room and write permission"
+            ) from error
+        print(path)
+        for title, values in (("in", model.graph.input), ("out", model.graph.output)):
+            print(f"    {title:<4}" + "\n        ".join(map(described, values)))
+    opset = next(iter(models.values())).opset_import[0].version
+    print(f"{len(models)} graphs of {len(layers)} layer{'s' * (len(layers) > 1)}, opset {opset}")
+    return 0
+
+
+def described(value: Any) -> str:
+    """`keys float [batch, 2, tokens, 64]`."""
+    import onnx
+
+    kind = value.type.tensor_type
+    dims = ", ".join(dim.dim_param or str(dim.dim_value) for dim in kind.shape.dim)
+    return f"{value.name} {onnx.TensorProto.DataType.Name(kind.elem_type).lower()} [{dims}]"

@@ -1,0 +1,137 @@
+"""What tokens share of a residual, as two thin factors: the twin of `kernels/low_rank` and
+`runtime/stages/correction/low_rank.py`, for a segment a row. ONNX has no QR: columns are made orthonormal by reflections."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from calib.export.onnx.graph import Value
+from calib.export.onnx.halves import kept_dtype, stored
+from calib.export.onnx.shape import Field, Fields, Shape
+from calib.kernels.low_rank.reference import NARROW
+from calib.runtime.stages.correction import LowRank
+from calib.runtime.stages.correction.low_rank import CHEAP_ROUNDS, ROUNDS
+from calib.runtime.stages.halves import stored as stored_tensor
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """`coefficients` and, where the artifact has none, the `basis` of the segment, which has `longest` tokens at most."""
+
+    part: LowRank
+    shape: Shape
+    wide: bool
+    longest: int | None
+
+    def fields(self) -> Fields:
+        """`coefficients` of every token; `basis`, r D numbers, of the segment."""
+        heads, dtype = self.shape.heads, kept_dtype(self.wide)
+        if self.part.basis is not None:
+            return {"coefficients": Field(dtype, heads, 1, int(self.part.rank))}
+        return {
+            "coefficients": Field(dtype, 1 if self.part.across_heads else heads, 1, "rank"),
+            "basis": Field(dtype, heads, None, f"rank*{self.shape.channels}"),
+        }
+
+    def encode(self, residual: Value) -> dict[str, Value]:
+        """Factors of float32 `[batch, kv_heads, T, D]`."""
+        if self.part.basis is not None:
+            return {"coefficients": stored(residual @ self._known(residual).permute(0, 2, 1), self.wide)}
+        heads, channels = self.shape
+        matrix = self.shape.merged(residual) if self.part.across_heads else residual
+        rank = self._rank(matrix)
+        # With the basis as it is stored the coefficients make up for its rounding.
+        basis = stored(self._iterated(matrix, rank).part(3, 0, rank), self.wide)
+        by_head = basis.reshape(0, heads, channels, -1)
+        return {
+            "coefficients": stored(matrix @ basis.cast(np.float32), self.wide),
+            "basis": by_head.permute(0, 1, 3, 2).reshape(0, heads, 1, -1),
+        }
+
+    def decode(self, block: dict[str, Value]) -> Value:
+        """A B^T, float32 `[batch, kv_heads, T, D]`."""
+        return block["coefficients"].cast(np.float32) @ self._basis(block)
+
+    def scores(self, query: Value, block: dict[str, Value]) -> Value:
+        """(q B) A^T `[batch, kv_heads, rows, T]`."""
+        shared = query @ _turned(self._basis(block), self.part.basis is not None)
+        return shared @ block["coefficients"].cast(np.float32).permute(0, 1, 3, 2)
+
+    def mix(self, weights: Value, block: dict[str, Value]) -> Value:
+        """(p A) B^T `[batch, kv_heads, rows, D]`."""
+        return (weights @ block["coefficients"].cast(np.float32)) @ self._basis(block)
+
+    @property
+    def _width(self) -> int:
+        return self.shape.width if self.part.across_heads else self.shape.channels
+
+    def _basis(self, block: dict[str, Value]) -> Value:
+        """float32 `[batch or none, kv_heads, r, D]`."""
+        if self.part.basis is not None:
+            return self._known(block["coefficients"])
+        return block["basis"].cast(np.float32).reshape(0, self.shape.heads, -1, self.shape.channels)
+
+    def _known(self, like: Value) -> Value:
+        """The artifact's basis as it is computed with, float32 `[kv_heads, r, D]`."""
+        assert self.part.basis is not None
+        return like.graph.constant(stored_tensor(self.part.basis[:, : int(self.part.rank)], False).float().numpy())
+
+    def _rank(self, matrix: Value) -> Value:
+        """`LowRank.of_segment` of a matrix `[..., T, width]`."""
+        least = matrix.size(2).op("Min", matrix.graph.dims([self._width]))
+        if type(self.part.rank) is int:
+            return least.op("Min", matrix.graph.dims([self.part.rank]))
+        share = (least.cast(np.float64) * float(self.part.rank) + 1e-9).op("Floor").cast(np.int64)
+        return share.at_least(1).op("Min", least)
+
+    def _iterated(self, matrix: Value, rank: Value) -> Value:
+        """Orthonormal columns by power iteration, float32 `[batch, h, width, R]`, R the highest rank; `rank` of them count."""
+        graph, heads, width = matrix.graph, 1 if self.part.across_heads else self.shape.heads, self._width
+        highest = self.part.of_segment(self.longest or width, width)
+        # As many columns as the segment has, from one run of draws; zeros behind do not touch those before.
+        draws = self.part._start(heads, width, highest, torch.device("cpu")).reshape(heads, -1).numpy()
+        start = graph.constant(draws).part(1, 0, rank * width).reshape(1, heads, width, rank)
+        start = start.pad(3, 4, graph.dims([highest]) - rank)
+        start = start.expand(matrix.size(0), heads, width, highest)
+        rounds: Value = graph.constant([CHEAP_ROUNDS], np.int64)
+        if width > NARROW:
+            rounds = graph.where(matrix.size(2) <= width, rounds, ROUNDS)
+        turned = matrix.permute(0, 1, 3, 2)
+        return graph.repeat(rounds, start, lambda basis: orthonormal(turned @ (matrix @ basis), width, highest))
+
+
+def orthonormal(columns: Value, width: int, count: int) -> Value:
+    """Q of the QR decomposition of `[batch, h, width, count]` by Householder's reflections, with LAPACK's signs.
+
+    Column by column H = I - tau v v^T, v = (1, what is below / (first - beta)), beta = -sign(first) norm; where nothing is
+    below there is nothing to reflect. Columns after the first r do not touch those.
+    """
+    graph = columns.graph
+    # Q does not depend on the size of what it spans; squares must not leave float32.
+    largest, rows = columns.abs().max(2, 3), graph.constant(np.arange(width)[:, None], np.float32)
+    left, reflections = columns / largest.at_least(TINY), []
+    for step in range(count):
+        column = left.part(3, step, step + 1)
+        first, below = column.part(2, step, step + 1), graph.where(rows > step, column, 0.0)
+        tail = (below * below).sum(2)
+        norm, flat = (first * first + tail).op("Sqrt"), tail <= 0.0
+        beta = graph.where(first >= 0.0, -norm, norm)
+        vector = graph.where(rows > step, below / graph.where(flat, 1.0, first - beta), (rows >= step).cast(np.float32))
+        tau = graph.where(flat, 0.0, (beta - first) / graph.where(flat, 1.0, beta))
+        reflections.append((vector, tau))
+        left = _reflected(left, vector, tau)
+    found = graph.constant(np.eye(width, count, dtype=np.float32))
+    for vector, tau in reversed(reflections):
+        found = _reflected(found, vector, tau)
+    return found
+
+
+def _reflected(x: Value, vector: Value, tau: Value) -> Value:
+    return x - vector @ (vector.permute(0, 1, 3, 2) @ x * tau)
+
+
+def _turned(basis: Value, known: bool) -> Value:
+    return basis.permute(0, 2, 1) if known else basis.permute(0, 1, 3, 2)

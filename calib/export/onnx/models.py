@@ -1,0 +1,72 @@
+"""From a method's options and an artifact to the checked ONNX models of one layer."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import torch
+
+from calib import __version__
+from calib.export.onnx.attention import attend_graph
+from calib.export.onnx.graph import OPSET, Graph
+from calib.export.onnx.parts import Layer, layer_of
+from calib.export.onnx.shape import Shape
+from calib.export.onnx.stream_graphs import stream_graphs
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods import Geometry, build, options_asked
+from calib.runtime.store import Place
+
+
+@dataclass(frozen=True)
+class Request:
+    """A method and its options, and what they are bound to.
+
+    Args:
+        method, options: as `compress` takes them.
+        artifact: or None where the method needs no statistic; `artifact_sha256` is of its file.
+        geometry: of the model, or of the artifact.
+        seed: of the cache: where power iterations start.
+        wide: numbers that share a group are float32, as the runtime keeps them for tokens beyond float16's range.
+    """
+
+    method: str
+    options: dict[str, Any]
+    artifact: Artifact | None
+    artifact_sha256: str
+    geometry: Geometry
+    seed: int = 0
+    wide: bool = False
+
+    def layer(self, number: int) -> Layer:
+        """The stages of attention layer `number`; ValueError for options that do not fit, or have no graph."""
+        geometry = self.geometry
+        plan = build(self.method, self.options).plan(number, geometry, self.artifact)
+        plan.check(geometry.head_dim, torch.float32)
+        shape = Shape(geometry.kv_heads, geometry.head_dim)
+        return layer_of(plan, shape, self.wide, Place(number, self.seed), self.method)
+
+    def models(self, number: int) -> dict[str, onnx.ModelProto]:
+        """By file name without its ending: `layer0.keys.encode`, `layer0.tier1.values.decode`, `layer0.attend`, ..."""
+        layer, found = self.layer(number), {}
+        for tier in layer.tiers:
+            for stream in (tier.keys, tier.values):
+                for kind, graph in stream_graphs(stream).items():
+                    name = f"{tier.name}{stream.role}.{kind}"
+                    found[name] = self._model(graph, number, name, layer)
+        found["attend"] = self._model(attend_graph(layer), number, "attend", layer)
+        return {f"layer{number}.{name}": model for name, model in found.items()}
+
+    def _model(self, graph: Graph, number: int, name: str, layer: Layer) -> onnx.ModelProto:
+        metadata = {
+            "calib.version": __version__,
+            "calib.opset": str(OPSET),
+            "calib.graph": name,
+            "calib.layer": str(number),
+            "calib.method": self.method,
+            "calib.options": json.dumps(options_asked(build(self.method, self.options)), sort_keys=True),
+            "calib.keys": "before RoPE" if layer.before_rope else "after RoPE",
+            "calib.seed": str(self.seed),
+            "calib.artifact.sha256": self.artifact_sha256,
+        }
+        return graph.model(name.replace(".", "_"), metadata, "calib", __version__)

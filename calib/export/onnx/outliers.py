@@ -1,0 +1,175 @@
+"""Entries kept exactly: the twin of `kernels/outliers` and `runtime/stages/correction/outliers.py`, for a segment a row."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from calib.export.onnx.graph import Dim, Graph, Value
+from calib.export.onnx.halves import kept_dtype, stored
+from calib.export.onnx.shape import Field, Fields, Shape
+from calib.runtime.stages.correction import Outliers
+
+
+class Found(NamedTuple):
+    """Outliers of rows `[batch, h, m, N]`: places int64 `[batch, h, m, 2k]`, slots in use (None: all), all of them as a mask,
+    and how many entries beyond a threshold found no slot, `[batch]`."""
+
+    places: Value
+    used: Value | None
+    mask: Value
+    further: Value | None
+
+
+@dataclass(frozen=True)
+class ExactEntries:
+    """`delta`, an entry's distance from what codec and low rank make of it, and its place: `tokens`, `channels` or both."""
+
+    part: Outliers
+    shape: Shape
+    wide: bool
+
+    def fields(self) -> Fields:
+        """Of every token, or of the segment. Places as int32; pages keep them in as few bytes as a segment's length allows."""
+        heads, ranked = 1 if self._across else self.shape.heads, self.part.ranked
+        each, width = (None, "outliers") if self._length is None else (1, 2 * self.part.count(self._length))
+        names = {"tokens": ["tokens"], "channels": ["channels"], "matrix": ["channels", "tokens"]}[ranked]
+        places = {name: Field(np.int32, heads, each, width) for name in names}
+        return {"delta": Field(kept_dtype(self.wide), heads, each, width)} | places
+
+    def find(self, x: Value) -> Found:
+        """The outliers of float32 `[batch, kv_heads, T, D]`."""
+        rows, count = self._rows(x), self._count(x)
+        if self.part.low is not None and self.part.high is not None:
+            low, high = (self._threshold(x.graph, part) for part in (self.part.low, self.part.high))
+            return _first_beyond(rows, low, high, count)
+        top = _extreme(rows, count, largest=1)
+        # An entry of a constant row is among the largest and the smallest: the second search must not meet it again.
+        bottom = _extreme(_marked(rows, top, np.inf), count, largest=0)
+        places = x.graph.join([top, bottom], 3)
+        nothing = x.graph.constant([0], np.float32).expand(rows.shape())
+        return Found(places, None, _marked(nothing, places, 1.0) > 0.0, None)
+
+    def filled(self, x: Value, found: Found) -> Value:
+        """`x` with its outliers replaced."""
+        where = x.graph.where
+        rest = where(found.mask, 0.0, self._rows(x))
+        if self.part.fill == "mean":
+            left = (~found.mask).cast(np.float32).sum(3)
+            rest = where(found.mask, rest.sum(3) / left.at_least(1.0), rest)
+        return self._tokens(rest)
+
+    def cleared(self, x: Value, found: Found) -> Value:
+        """`x` with 0 at the outliers."""
+        return self._tokens(x.graph.where(found.mask, 0.0, self._rows(x)))
+
+    def encode(self, distance: Value, found: Found) -> dict[str, Value]:
+        """Fields of what codec and low rank lack, float32 `[batch, kv_heads, T, D]`."""
+        delta = self._rows(distance).gather(3, found.places)
+        delta = stored(delta if found.used is None else delta * found.used.cast(np.float32), self.wide)
+        places, heads = found.places.cast(np.int32), self.shape.heads
+        if self.part.ranked == "tokens":  # a list with channels running fastest
+            named = {"delta": delta, "tokens": places}
+            return {name: part.permute(0, 1, 3, 2).reshape(0, heads, 1, -1) for name, part in named.items()}
+        if self.part.ranked == "channels":
+            return {"delta": delta, "channels": places}
+        token = places / self.shape.width
+        return {"delta": delta, "channels": places - token * self.shape.width, "tokens": token}
+
+    def decode(self, block: dict[str, Value], tokens: Value) -> Value:
+        """Distances where they belong, 0 elsewhere: float32 `[batch, kv_heads, T, D]`, T being `tokens`."""
+        delta, heads, channels = block["delta"].cast(np.float32), *self.shape
+        rows: tuple[Dim, ...]
+        if self.part.ranked == "tokens":
+            rows = (heads, channels, tokens)
+            delta, places = (
+                part.reshape(0, heads, -1, channels).permute(0, 1, 3, 2) for part in (delta, block["tokens"])
+            )
+        elif self.part.ranked == "channels":
+            rows, places = (
+                ((1, tokens, self.shape.width) if self._across else (heads, tokens, channels)),
+                block["channels"],
+            )
+        else:
+            rows, places = (1, 1, tokens * self.shape.width), block["tokens"] * self.shape.width + block["channels"]
+        zeros = delta.graph.constant([0], np.float32).expand(delta.size(0), *rows)
+        return self._tokens(zeros.op("ScatterElements", places, delta, axis=3, reduction="add"))
+
+    @property
+    def _across(self) -> bool:
+        return self.part.across_heads or self.part.ranked == "matrix"
+
+    @property
+    def _length(self) -> int | None:
+        """Entries of a row; None where it depends on the tokens."""
+        if self.part.ranked != "channels":
+            return None
+        return self.shape.width if self._across else self.shape.channels
+
+    def _count(self, x: Value) -> Dim:
+        """Outliers at each end of a row (`Outliers.count`)."""
+        if self._length is not None:
+            return self.part.count(self._length)
+        length = x.size(2) if self.part.ranked == "tokens" else x.size(2) * self.shape.width
+        share = (length.cast(np.float64) * (self.part.share / 2) + 1e-9).op("Floor").cast(np.int64)
+        return share.at_least(1).op("Min", length / 2)
+
+    def _threshold(self, graph: Graph, threshold: torch.Tensor) -> Value:
+        """As it meets the rows: `[1 or kv_heads, D, 1]`, or a number a head or layer."""
+        array = threshold.float().numpy()
+        if array.size == 1:
+            return graph.constant(array.reshape(1, 1, 1, 1))
+        if self.part.ranked == "tokens":
+            return graph.constant(array.transpose(0, 2, 1)[None])
+        if not self._across:
+            return graph.constant(array[None])
+        whole = np.broadcast_to(array, (self.shape.heads, 1, self.shape.channels))
+        return graph.constant(whole.transpose(1, 0, 2).reshape(1, 1, 1, -1))
+
+    def _rows(self, x: Value) -> Value:
+        """`[batch, kv_heads, T, D]` with what is ranked last."""
+        if self.part.ranked == "tokens":
+            return x.permute(0, 1, 3, 2)
+        if not self._across:
+            return x
+        merged = self.shape.merged(x)
+        return merged if self.part.ranked == "channels" else merged.reshape(0, 1, 1, -1)
+
+    def _tokens(self, rows: Value) -> Value:
+        """Undoes `_rows`."""
+        if self.part.ranked == "tokens":
+            return rows.permute(0, 1, 3, 2)
+        return self.shape.apart(rows) if self._across else rows
+
+
+def _extreme(rows: Value, count: Dim, largest: int) -> Value:
+    """Places of the `count` largest, or smallest, entries of the last axis, int64."""
+    ends = rows.graph.dims([count])
+    return rows.graph.ops("TopK", rows, ends, outputs=2, dtypes=[None, np.int64], axis=3, largest=largest)[1]
+
+
+def _marked(rows: Value, places: Value, number: float) -> Value:
+    """`rows` with `number` at `places` of the last axis."""
+    filling = rows.graph.constant([number], np.float32).expand(places.shape())
+    return rows.op("ScatterElements", places, filling, axis=3)
+
+
+def _first_beyond(rows: Value, low: Value, high: Value, count: Dim) -> Found:
+    """The first `count` entries above `high` and the first below `low`, by position; place 0 in a slot that found none."""
+    graph, length = rows.graph, rows.size(3)
+    most = graph.dims([count])
+    # What is earlier is larger, and what is not beyond is 0: the largest come by position.
+    falling = (length - graph.up_to(length)).cast(np.int32)
+    places, used, masks, further = [], [], [], []
+    for beyond in (rows > high, rows < low):
+        number = beyond.cast(np.int32)
+        order = graph.where(beyond, falling, 0)
+        found, place = graph.ops("TopK", order, most, outputs=2, dtypes=[None, np.int64], axis=3, largest=1)
+        taken = found > 0
+        places.append(graph.where(taken, place, 0))
+        used.append(taken)
+        masks.append(beyond & (number.op("CumSum", graph.constant(3, np.int64)) <= most.cast(np.int32)))
+        left = number.sum(3).cast(np.int64) - most
+        further.append(left.at_least(0).sum(1, 2, 3, keep=False))
+    return Found(graph.join(places, 3), graph.join(used, 3), masks[0] | masks[1], further[0] + further[1])

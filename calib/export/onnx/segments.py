@@ -1,0 +1,80 @@
+"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's after the prompt): a row of the batch apiece.
+
+A row has S blocks of n tokens; their fields lie one after the other, as in the runtime.
+"""
+
+from dataclasses import dataclass
+
+from calib.export.onnx.corrected import Repaired
+from calib.export.onnx.graph import Value
+from calib.export.onnx.shape import Fields
+from calib.export.onnx.sparse import Pairs
+from calib.export.onnx.uniform import Uniform
+from calib.runtime.stages.codec.corrected import FURTHER
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`writer` for each block of `tokens` tokens."""
+
+    writer: Uniform | Pairs | Repaired
+    tokens: int
+
+    def fields(self) -> Fields:
+        """The writer's, those of a segment a row for every block."""
+        own = self.writer.fields()
+        return {name: field._replace(tokens_per_row=field.tokens_per_row or self.tokens) for name, field in own.items()}
+
+    def encode(self, x: Value) -> dict[str, Value]:
+        """float32 `[batch, kv_heads, S n, D]` -> fields."""
+        found = self.writer.encode(self._apart(x, self.tokens))
+        further = {
+            name: part.reshape(x.size(0), -1).sum(1, keep=False) for name, part in found.items() if name == FURTHER
+        }
+        return {name: self._together(part, x.size(0)) for name, part in found.items() if name != FURTHER} | further
+
+    def decode(self, block: dict[str, Value]) -> Value:
+        """Fields -> float32 `[batch, kv_heads, S n, D]`."""
+        return self._together(self.writer.decode(self._blocks(block)), self._batch(block)).part(2, 0, -self.tokens)
+
+    def scores(self, query: Value, block: dict[str, Value]) -> Value:
+        """q.x^ `[batch, kv_heads, rows, S n]`."""
+        heads, channels = self.writer.shape
+        own, batch, rows = self._blocks(block), self._batch(block), query.size(2)
+        count = next(iter(own.values())).size(0) / batch
+        repeated = query.reshape(0, 1, heads, -1, channels).expand(1, count, 1, 1, 1).reshape(-1, heads, rows, channels)
+        found = self.writer.scores(repeated, own).reshape(batch, count, heads, rows, self.tokens)
+        return found.permute(0, 2, 3, 1, 4).reshape(batch, heads, rows, -1).part(3, 0, -self.tokens)
+
+    def mix(self, weights: Value, block: dict[str, Value]) -> Value:
+        """sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
+        heads, channels = self.writer.shape
+        own, rows = self._blocks(block), weights.size(2)
+        split = weights.pad(3, 4, self.tokens).reshape(0, 0, 0, -1, self.tokens).permute(0, 3, 1, 2, 4)
+        mixed = self.writer.mix(split.reshape(-1, heads, rows, self.tokens), own)
+        return mixed.reshape(weights.size(0), -1, heads, rows, channels).sum(1, keep=False)
+
+    def _blocks(self, block: dict[str, Value]) -> dict[str, Value]:
+        """Fields with a row of the batch for every block, and for one more of zeros: a row without a block is no special case."""
+        found = {}
+        for name, field in self.fields().items():
+            part, rows = block[name], self.tokens // (field.tokens_per_row or 1)
+            zeros = part.graph.constant([0], part.dtype).expand(part.size(0), part.size(1), rows, part.size(3))
+            found[name] = self._apart(part.graph.join([part, zeros], 2), rows)
+        return found
+
+    @staticmethod
+    def _batch(block: dict[str, Value]) -> Value:
+        return next(iter(block.values())).size(0)
+
+    @staticmethod
+    def _apart(x: Value, tokens: int) -> Value:
+        """`[batch, h, S n, width]` -> `[batch S, h, n, width]`."""
+        heads, width = x.size(1), x.size(3)
+        return x.reshape(0, 0, -1, tokens, width).permute(0, 2, 1, 3, 4).reshape(-1, heads, tokens, width)
+
+    @staticmethod
+    def _together(x: Value, batch: Value) -> Value:
+        """Undoes `_apart`."""
+        heads, tokens, width = (x.size(axis) for axis in (1, 2, 3))
+        return x.reshape(batch, -1, heads, tokens, width).permute(0, 2, 1, 3, 4).reshape(batch, heads, -1, width)

@@ -1,0 +1,44 @@
+"""What is known of a stream's tensors while its graph is written: KV heads and channels; batch and tokens are not."""
+
+from typing import NamedTuple
+
+from calib.export.onnx.graph import Value
+
+
+class Field(NamedTuple):
+    """Storage of a part of encoded tokens, as in the runtime: a row of `width` numbers for every `tokens_per_row` tokens and
+    each of `heads` heads; None: one for a whole segment. A word for a width says that it depends on the segment."""
+
+    dtype: type
+    heads: int
+    tokens_per_row: int | None
+    width: int | str
+
+    def shape(self, prefix: str = "") -> tuple[int | str, ...]:
+        """`[batch, heads, rows, width]`; lengths that differ have names that differ, by `prefix`."""
+        each = self.tokens_per_row
+        rows = 1 if each is None else f"{prefix}tokens" if each == 1 else f"{prefix}tokens/{each}"
+        return ("batch", self.heads, rows, self.width if isinstance(self.width, int) else prefix + self.width)
+
+
+Fields = dict[str, Field]
+
+
+class Shape(NamedTuple):
+    """KV heads and channels of a head."""
+
+    heads: int
+    channels: int
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.channels
+
+    def merged(self, x: Value) -> Value:
+        """`[batch, kv_heads, T, D]` -> `[batch, 1, T, kv_heads D]`."""
+        return x.permute(0, 2, 1, 3).reshape(0, 1, -1, self.width)
+
+    def apart(self, x: Value) -> Value:
+        """Undoes `merged`."""
+        return x.reshape(0, -1, self.heads, self.channels).permute(0, 2, 1, 3)

@@ -1,0 +1,69 @@
+"""The graphs of one stream of a tier: `measure` (where its transform is measured), `encode` and `decode`."""
+
+import numpy as np
+
+from calib.export.onnx.graph import Graph, Value
+from calib.export.onnx.parts import Stream
+from calib.export.onnx.shape import Field, Fields
+from calib.export.onnx.transform import measure
+from calib.runtime.stages.codec.corrected import FURTHER
+from calib.runtime.stages.transform import MeasuredBalancer
+
+
+def stream_graphs(stream: Stream) -> dict[str, Graph]:
+    """By name; none where tokens are exact."""
+    if stream.writer is None:
+        return {}
+    graphs = {"encode": encode_graph(stream), "decode": decode_graph(stream)}
+    return {"measure": measure_graph(stream)} | graphs if stream.measured else graphs
+
+
+def measure_graph(stream: Stream) -> Graph:
+    """A row's first tokens (and queries) -> the numbers of its transform."""
+    graph, query = Graph(), None
+    tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
+    if isinstance(stream.transform, MeasuredBalancer):
+        query = graph.input("query", np.float32, ("batch", "heads", "rows", stream.shape.channels))
+    found = measure(stream.transform, tokens, query, stream.shape, stream.wide)
+    _put_out(graph, found, stream.numbers())
+    return graph
+
+
+def encode_graph(stream: Stream) -> Graph:
+    """Tokens (and what was measured) -> fields."""
+    graph, writer = Graph(), stream.writer
+    assert writer is not None
+    tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
+    found = writer.encode(stream.map(graph, inputs(graph, stream.numbers())).forward(tokens))
+    _put_out(graph, found, writer.fields())
+    return graph
+
+
+def decode_graph(stream: Stream) -> Graph:
+    """Fields (and what was measured) -> tokens."""
+    graph, writer = Graph(), stream.writer
+    assert writer is not None
+    block, given = inputs(graph, writer.fields()), inputs(graph, stream.numbers())
+    _put_out(
+        graph, {stream.role: stream.map(graph, given).inverse(writer.decode(block))}, {stream.role: tokens_of(stream)}
+    )
+    return graph
+
+
+def inputs(graph: Graph, fields: Fields, prefix: str = "") -> dict[str, Value]:
+    """An input for every field, by the field's name."""
+    return {name: graph.input(prefix + name, field.dtype, field.shape(prefix)) for name, field in fields.items()}
+
+
+def tokens_of(stream: Stream) -> Field:
+    """Tokens as they are: float32 `[batch, kv_heads, tokens, D]`."""
+    return Field(np.float32, stream.shape.heads, 1, stream.shape.channels)
+
+
+def _put_out(graph: Graph, found: dict[str, Value], fields: Fields) -> None:
+    for name, value in found.items():
+        if name == FURTHER:  # no field: a count
+            graph.output(name, value, ("batch",))
+            continue
+        assert value.dtype == np.dtype(fields[name].dtype), (name, value.dtype)
+        graph.output(name, value, fields[name].shape())

@@ -1,0 +1,89 @@
+"""Maps of single channels: the twin of `runtime/stages/transform`. One is constants of the artifact, or measured on a row's
+first tokens (`measure`), kept, and given to every later graph as inputs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from calib.export.onnx.graph import Graph, Value
+from calib.export.onnx.halves import kept_dtype, stored
+from calib.export.onnx.shape import Field, Fields, Shape
+from calib.runtime.stages.contract import Transform
+from calib.runtime.stages.halves import HALF_MAX
+from calib.runtime.stages.transform import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
+from calib.runtime.stages.transform.channel import NARROW
+
+MEASURED: dict[type[Any], tuple[str, ...]] = {
+    MeasuredRange: ("center", "half"),
+    MeasuredScale: ("half",),
+    MeasuredBalancer: ("balance",),
+}
+
+
+@dataclass(frozen=True)
+class ChannelMap:
+    """y = (x - center) / half * balance, each part only where it is there: float32 `[batch or none, kv_heads, 1, D]`."""
+
+    center: Value | None = None
+    half: Value | None = None
+    balance: Value | None = None
+
+    @staticmethod
+    def constant(graph: Graph, transform: Transform) -> "ChannelMap":
+        """A transform of the artifact."""
+        before = transform.before()
+        parts = {name: getattr(before, name) for name in ("center", "half", "balance")}
+        return ChannelMap(
+            **{name: graph.constant(part.float().numpy()) for name, part in parts.items() if part is not None}
+        )
+
+    def forward(self, x: Value) -> Value:
+        """float32 tokens as they are encoded."""
+        y = x if self.center is None else x - self.center
+        y = y if self.half is None else y / self.half
+        return y if self.balance is None else y * self.balance
+
+    def inverse(self, y: Value) -> Value:
+        """Undoes `forward`."""
+        x = y if self.balance is None else y / self.balance
+        x = x if self.half is None else x * self.half
+        return x if self.center is None else x + self.center
+
+    def fold_query(self, query: Value) -> tuple[Value, Value | None]:
+        """(q', constant): q.x = q'.y + constant."""
+        folded = query if self.half is None else query * self.half
+        folded = folded if self.balance is None else folded / self.balance
+        return folded, None if self.center is None else (query * self.center).sum(3)
+
+    def fold_output(self, mixed: Value, weights: Value) -> Value:
+        """sum_t p_t x_t from sum_t p_t y_t."""
+        found = mixed if self.balance is None else mixed / self.balance
+        found = found if self.half is None else found * self.half
+        return found if self.center is None else found + self.center * weights.sum(3)
+
+
+def numbers(measured: Measured, shape: Shape, wide: bool) -> Fields:
+    """What `measure` finds: `[batch, kv_heads, 1, D]` of each."""
+    return dict.fromkeys(MEASURED[type(measured)], Field(kept_dtype(wide), shape.heads, None, shape.channels))
+
+
+def measure(measured: Measured, tokens: Value, query: Value | None, shape: Shape, wide: bool) -> dict[str, Value]:
+    """The numbers of a row's first tokens, float32 `[batch, kv_heads, T, D]`; the balancer's need `query [batch, heads, n, D]`."""
+    where = tokens.graph.where
+    if isinstance(measured, MeasuredRange):
+        # Halved before they meet: values near the end of the range must not overflow.
+        low, high = tokens.min(2) / 2.0, tokens.max(2) / 2.0
+        half = stored(high - low, wide).cast(np.float32).at_least(NARROW).cast(kept_dtype(wide))
+        return {"center": stored(high + low, wide), "half": half}
+    largest = tokens.abs().max(2)
+    if isinstance(measured, MeasuredScale):
+        scale = stored(largest.op("Sqrt"), wide).cast(np.float32)
+        return {"half": where(scale > 0.0, scale, 1.0).cast(kept_dtype(wide))}
+    assert query is not None
+    queries = query.abs().max(2).reshape(0, shape.heads, -1, shape.channels).max(2)
+    balance = (
+        (queries / largest.at_least(float(np.finfo(np.float32).tiny))).op("Sqrt").cast(np.float16).cast(np.float32)
+    )
+    usable = (queries > 0.0) & (largest > 0.0) & (balance > 0.0) & (balance <= HALF_MAX)
+    return {"balance": where(usable, balance, 1.0).cast(kept_dtype(wide))}

@@ -1,0 +1,159 @@
+"""The uniform quantiser: the twin of `kernels/quantise` and `runtime/stages/codec/uniform.py`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from calib.export.onnx.graph import Value
+from calib.export.onnx.halves import kept_dtype, stored
+from calib.export.onnx.packing import pack, unpack
+from calib.export.onnx.shape import Field, Fields, Shape
+from calib.kernels.pack.reference import words_per_token
+from calib.runtime.stages.codec import UniformQuant
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Words and, where a group is measured, its stored scale and zero point."""
+
+    codec: UniformQuant
+    shape: Shape
+    wide: bool
+
+    def fields(self) -> Fields:
+        """`words` of every token, `parameters` of every group of tokens: scales, then zero points."""
+        heads, channels = self.shape
+        fields = {"words": Field(np.int16, heads, 1, words_per_token(channels, self.codec.bits))}
+        if self.codec.group is not None:
+            fields["parameters"] = Field(kept_dtype(self.wide), self._rows, self.codec.group[0], 2 * self._columns)
+        return fields
+
+    def encode(self, x: Value) -> dict[str, Value]:
+        """float32 `[batch, kv_heads, tokens, D]` -> fields."""
+        if self.codec.group is None:
+            return {"words": self._words(x, *self._fixed(x))}
+        parameters = self._measured(x)
+        scale, zero = self._spread(parameters)
+        return {"words": self._words(self._grouped(x), scale, zero), "parameters": parameters}
+
+    def decode(self, block: dict[str, Value]) -> Value:
+        """Fields -> float32 `[batch, kv_heads, tokens, D]`."""
+        codes = unpack(block["words"], self.codec.bits, self.shape.channels).cast(np.float32)
+        if self.codec.group is None:
+            scale, zero = self._fixed(codes)
+            return codes * scale + zero
+        scale, zero = self._spread(block["parameters"])
+        return self._ungrouped(self._grouped(codes) * scale + zero)
+
+    def scores(self, query: Value, block: dict[str, Value]) -> Value:
+        """q.x^ `[batch, kv_heads, rows, tokens]`: scales meet the codes, or the query where all tokens share them; zero points
+        add a number for each query row and group."""
+        codes, scale, zero = self._codes(block)
+        if self._folds:
+            return query * scale @ codes.permute(0, 1, 3, 2) + (query * zero).sum(3)
+        zeros = query @ zero.permute(0, 1, 3, 2)  # [batch, kv_heads, rows, groups of tokens]
+        return query @ codes.permute(0, 1, 3, 2) + self._each_token(zeros, codes)
+
+    def mix(self, weights: Value, block: dict[str, Value]) -> Value:
+        """sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
+        codes, scale, zero = self._codes(block)
+        if self._folds:
+            return weights @ codes * scale + weights.sum(3) * zero
+        by_group = weights.reshape(0, self.shape.heads, 0, -1, self._tokens[1]).sum(4, keep=False)
+        return weights @ codes + by_group @ zero
+
+    @property
+    def _folds(self) -> bool:
+        """Whether all tokens of a segment share their scales."""
+        return self.codec.group is None or self.codec.group[0] is None
+
+    def _codes(self, block: dict[str, Value]) -> tuple[Value, Value, Value]:
+        """Codes in float32, times their scales where these differ by token; scales (each channel's, where they do not) and
+        zero points of each group of tokens and channel, `[..., groups or 1, D]`."""
+        channels = self.shape.channels
+        codes = unpack(block["words"], self.codec.bits, channels).cast(np.float32)
+        if self.codec.group is None:
+            scale, zero = self._fixed(codes)
+            return (
+                codes,
+                scale,
+                zero * np.ones((1, 1, channels), np.float32),
+            )  # a head's number, for each of its channels
+        scale, zero = self._spread(block["parameters"])
+        if not self._folds:
+            codes = self._ungrouped(self._grouped(codes) * scale)
+        ones = np.ones((1, self._channels), np.float32)
+        scale, zero = ((part * ones).reshape(0, self._rows, -1, channels) for part in (scale, zero))
+        return codes, scale, zero
+
+    def _each_token(self, zeros: Value, codes: Value) -> Value:
+        """`[..., rows, groups of tokens]` at every token of each group."""
+        ones = np.ones((1, self._tokens[1]), np.float32)
+        return (zeros.reshape(0, 0, 0, -1, 1) * ones).reshape(0, 0, 0, codes.size(2))
+
+    def _words(self, values: Value, scale: Value, zero: Value) -> Value:
+        """Codes of values for stored parameters, packed. Where the scale is 0 the clamp keeps the quotient a number."""
+        codes = ((values - zero) / scale.at_least(TINY) + 0.5).clamp(0.0, 2.0**self.codec.bits - 1)
+        return pack(self._ungrouped(codes.cast(np.int32)), self.codec.bits, self.shape.channels)
+
+    def _measured(self, x: Value) -> Value:
+        """Parameters of each group as they are kept: scales, then zero points."""
+        levels, groups = 2**self.codec.bits - 1, self._grouped(x)
+        if self.codec.across_heads:
+            groups = self.shape.merged(x).reshape(0, 1, *self._tokens, 1, self.shape.width)
+        low, high = groups.min(3, 5) / 2.0, groups.max(3, 5) / 2.0
+        scale = (high - low) * self._factor(levels)
+        # The runtime rounds the product and the sum once, together; in float64 the product is exact.
+        exact = (low + high).cast(np.float64) - scale.cast(np.float64) * (levels / 2)
+        both = x.graph.join([scale, exact.cast(np.float32)], 4)
+        return stored(both.reshape(0, self._rows, -1, 2 * self._columns), self.wide)
+
+    def _factor(self, levels: int) -> np.ndarray:
+        """What turns a range into a scale, float32: a number, or one a head as it meets the groups."""
+        if isinstance(self.codec.clip, torch.Tensor):
+            return (self.codec.clip * (2 / levels)).reshape(1, -1, 1, 1, 1, 1).numpy()
+        return np.array(self.codec.clip * (2 / levels), np.float32)
+
+    def _fixed(self, like: Value) -> tuple[Value, Value]:
+        """Scale and zero point of the calibrated range, `[kv_heads or 1, 1, 1]`."""
+        scale, zero = (like.graph.constant(part.numpy()) for part in self.codec.fixed(torch.zeros(1)))
+        return scale, zero
+
+    @property
+    def _rows(self) -> int:
+        """Heads that have parameters of their own."""
+        return 1 if self.codec.across_heads else self.shape.heads
+
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        """Groups of tokens and the tokens of one, as a reshape has them."""
+        assert self.codec.group is not None
+        return (1, -1) if self.codec.group[0] is None else (-1, self.codec.group[0])
+
+    @property
+    def _channels(self) -> int:
+        """Channels of a group (of a head, where all heads share parameters)."""
+        assert self.codec.group is not None
+        return self.codec.group[1] or self.shape.channels
+
+    @property
+    def _columns(self) -> int:
+        """Groups of channels of a head."""
+        return self.shape.channels // self._channels
+
+    def _grouped(self, x: Value) -> Value:
+        """`[batch, kv_heads, T, D]` -> `[batch, kv_heads, T / g_t, g_t, D / g_c, g_c]`."""
+        return x.reshape(0, self.shape.heads, *self._tokens, self._columns, self._channels)
+
+    def _ungrouped(self, x: Value) -> Value:
+        """Undoes `_grouped`; values of a calibrated range were never grouped."""
+        return x if self.codec.group is None else x.reshape(0, self.shape.heads, -1, self.shape.channels)
+
+    def _spread(self, parameters: Value) -> tuple[Value, Value]:
+        """Stored scales and zero points in float32, as they meet the groups."""
+        both = parameters.cast(np.float32).reshape(0, self._rows, -1, 1, 2 * self._columns, 1)
+        scale, zero = both.split(4, [self._columns] * 2)
+        return scale, zero

@@ -1,0 +1,45 @@
+"""A method and its options on a command line: `--method kivi --bits 2`, or a YAML file that holds both."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from calib.config_files import find_config
+from calib.errors import UsageError
+
+
+@contextmanager
+def as_usage() -> Iterator[None]:
+    """Inside, a ValueError about the options is the user's: exit status 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def read_method(word: str) -> tuple[str, dict[str, Any]]:
+    """A method's name and options from `word`: a name, or a YAML file."""
+    if not word.endswith((".yaml", ".yml")):
+        return word, {}
+    content = yaml.safe_load(find_config(word).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or "method" not in content:
+        raise UsageError(f"'{word}' must be a mapping with the key `method`")
+    return content.pop("method"), content
+
+
+def read_options(words: Sequence[str], known: set[str], method: str) -> dict[str, Any]:
+    """`--bits 2 --clip=0.8` as {"bits": 2, "clip": 0.8}."""
+    options, queue = {}, list(words)
+    while queue:
+        flag, equals, value = queue.pop(0).partition("=")
+        option = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or option not in known:
+            raise UsageError(f"unknown option '{flag}' (method '{method}' has {', '.join(sorted(known)) or 'none'})")
+        if not equals:
+            if not queue:
+                raise UsageError(f"option '{flag}' needs a value")
+            value = queue.pop(0)
+        options[option] = yaml.safe_load(value)
+    return options
