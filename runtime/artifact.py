@@ -1,11 +1,11 @@
 """The artifact: what `calib fit` measured about one model's keys and values, in one file.
 
-    artifact = Artifact.load("artifacts/tiny-llama.calib.safetensors")
+    artifact = Artifact.load("artifacts/tiny-llama.calib.safetensors")     # from_pretrained also takes folders and hub names
     artifact.check(model)                                  # raises ArtifactError for another model
     low = artifact.tensor("keys.low", wanted_by="kivi")    # [layers, kv_heads, head_dim], float32
 
 The file is specified in `docs/artifact_format.md`, its bytes are made in `artifact_file.py`, the tensors' names are in
-`tensor_registry.py`.
+`tensor_registry.py`; `hub/` is its way to the Hugging Face hub and back.
 """
 
 import os
@@ -22,9 +22,14 @@ from calib.runtime.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.atomic_file import write_atomically
 from calib.runtime.canonical_json import plain
 from calib.runtime.fingerprint import check_fields, compare, fingerprint
+from calib.runtime.hub.client import Token
+from calib.runtime.hub.find import find
+from calib.runtime.hub.push import push
+from calib.runtime.hub.save import save
 from calib.runtime.tensor_registry import STREAMS, calibrator_of, check_registered, clip_form
 
 if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
     from transformers import PreTrainedModel
 
 __all__ = ["Artifact", "ArtifactError"]
@@ -85,13 +90,121 @@ class Artifact:
 
         The same content gives the same bytes. Raises `ArtifactError` when the folder or the disk does not allow it.
         """
-        document = {"fingerprint": self.fingerprint, "provenance": self.provenance, "clip_bits": list(self.clip_bits)}
         try:
-            write_atomically(path, artifact_file.encode(self.tensors, document))
+            write_atomically(path, self.encoded())
         except OSError as error:
             raise ArtifactError(
                 f"{path}: cannot be written ({error.strerror}); choose a folder with room and write permission"
             ) from error
+
+    def encoded(self) -> bytes:
+        """The file's bytes."""
+        document = {"fingerprint": self.fingerprint, "provenance": self.provenance, "clip_bits": list(self.clip_bits)}
+        return artifact_file.encode(self.tensors, document)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        filename: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: Token = None,
+    ) -> "Artifact":
+        """`load` for a file, a folder that holds an artifact, or a repository of the hub (`owner/name`).
+
+        What exists on this machine is taken, and the hub is not asked. A download is kept in the hub's cache and used
+        again, without a network too (HF_HUB_OFFLINE=1). Raises `ArtifactError`, which never holds a token.
+
+        Args:
+            filename: which file of the folder or repository; without it `calib.safetensors`, or the only
+                `NAME.calib.safetensors`.
+            revision: of the repository: a branch, a tag or a whole commit hash; without it `main`.
+            cache_dir: instead of the hub's cache.
+            force_download: download again what the cache has.
+            local_files_only: use the cache alone.
+            token: for private and gated repositories, instead of the one of `hf auth login`.
+        """
+        return cls.load(
+            find(
+                name,
+                filename=filename,
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
+            )
+        )
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        license: str | None = None,
+        base_model: str | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes `calib.safetensors` and its card README.md into the folder, which is made where it is missing.
+
+        A README.md that is not calib's (a model's own) stays. Raises `ArtifactError`.
+
+        Args:
+            license: of the artifact, for the card; named there only if given here.
+            base_model: hub name of the model; without it the one that it was fitted by, where that was a hub name.
+            push_to_hub: pushes it as well, with `options` of `push_to_hub`.
+            repo_id: where to, and what the card tells readers to load; without it the folder's name.
+        """
+        if options and not push_to_hub:
+            raise ArtifactError(
+                f"got {', '.join(options)} without push_to_hub=True, which alone takes it; leave it out"
+            )
+        name = repo_id or (Path(folder).resolve().name if push_to_hub else "path/to/this/folder")
+        save(self, folder, name, license, base_model)
+        if push_to_hub:
+            self.push_to_hub(name, license=license, base_model=base_model, **options)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: Token = None,
+        revision: str | None = None,
+        commit_message: str = "Upload calib artifact",
+        create_pr: bool = False,
+        license: str | None = None,
+        base_model: str | None = None,
+    ) -> "CommitInfo":
+        """Uploads `calib.safetensors` and its card as one commit, and returns the hub's word on that.
+
+        The repository is made where it is missing, the branch too. A README.md in it that is not calib's stays. Raises
+        `ArtifactError`, which never holds a token.
+
+        Args:
+            repo_id: `owner/name`, or `name` for one's own.
+            private: of a repository that is made here; None: as the owner's settings say.
+            token: one that may write, instead of that of `hf auth login`.
+            revision: the branch; without it `main`.
+            create_pr: opens a pull request instead of committing.
+            license, base_model: as in `save_pretrained`.
+        """
+        return push(
+            self,
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            license=license,
+            base_model=base_model,
+        )
 
     def check(self, model: "PreTrainedModel", allow_finetuned: bool = False) -> None:
         """Raises `ArtifactError` naming the first field in which `model` is not the one this was fitted on.

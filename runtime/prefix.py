@@ -149,7 +149,7 @@ def _check_origin(
     ours, theirs = running["weights"], saved["weights"]
     if ours == theirs == dict.fromkeys(ROUNDINGS) and not unseen_weights:
         raise StateError(
-            "weights cannot be compared (quantised or offloaded); pass allow_finetuned=True if you know them to be the same"
+            "weights cannot be compared (quantised); pass allow_finetuned=True if you know them to be the same"
         )
     if ours != theirs and not any(ours[name] == theirs[name] is not None for name in ROUNDINGS):
         raise StateError("the model's weights are not those that made the prefix; load the model that made it")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calib.arguments import Parser
+from calib.artifact_name import artifact_file
 from calib.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -22,25 +23,22 @@ ENDINGS = (".html", ".htm")
 def run(argv: Sequence[str]) -> int:
     """Prints the artifact named in `argv`; raises `UsageError` for a wrong request, `ArtifactError` for a bad file."""
     parser = Parser(prog="calib inspect", description="Show what an artifact of `calib fit` holds, after checking it.")
-    parser.add_argument("artifact", metavar="ARTIFACT", help="the .calib.safetensors file")
+    parser.add_argument("artifact", metavar="ARTIFACT", help="the .calib.safetensors file, or a name on the hub")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     form.add_argument(
         "--html", metavar="FILE", help="write one page with tables and drawings instead, to look at offline"
     )
     asked = parser.parse_args(argv)
-    if not os.path.isfile(asked.artifact):
-        found = "is a folder" if os.path.isdir(asked.artifact) else "does not exist"
-        raise UsageError(f"{asked.artifact} {found}, expected an artifact file; `calib fit` writes one")
+    path = artifact_file(asked.artifact)
     if asked.html is not None:
-        check_output(asked.html, asked.artifact)
+        check_output(asked.html, path)
 
     from calib.artifact_view.tables import tables
     from calib.artifact_view.terminal import show
     from calib.runtime.artifact import Artifact
 
-    path = Path(asked.artifact)
-    artifact = Artifact.load(asked.artifact)
+    artifact = Artifact.load(path)
     if asked.json:
         print(json.dumps(as_json(artifact, path), indent=2, sort_keys=True, allow_nan=False))
     elif asked.html is not None:
@@ -50,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_output(output: str, artifact: str) -> None:
+def check_output(output: str, artifact: Path) -> None:
     """UsageError where the page would be no page, or replace an artifact named by mistake."""
     if not output.lower().endswith(ENDINGS) or os.path.isdir(output):
         raise UsageError(f"--html {output}: must name a file that ends in {ENDINGS[0]}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from calib import __version__
+from calib.artifact_name import artifact_file
 from calib.capture.language_model import find_model, load
 from calib.errors import UsageError
 from calib.evaluate.cell import Cell, Result
@@ -103,12 +104,11 @@ def usable_device(name: str) -> torch.device:
 
 
 def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
-    """The artifact and the SHA-256 of its file; a missing file is a usage error."""
+    """The artifact and the SHA-256 of its file; `name` is one of here, of the package or of the hub."""
     if name is None:
         return None, None
-    path = Path(name) if Path(name).is_file() else Path(find_model(str(Path(name).parent))) / Path(name).name
-    if not path.is_file():
-        raise UsageError(f"artifact '{name}' is no file, expected an artifact; `calib fit` writes one")
+    packaged = Path(find_model(str(Path(name).parent))) / Path(name).name
+    path = packaged if packaged.is_file() else artifact_file(name)
     return Artifact.load(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 

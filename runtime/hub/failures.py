@@ -1,0 +1,104 @@
+"""What the hub's client raises, as one line that says what to do. No message ever holds a token."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import (
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from calib.runtime.artifact_error import ArtifactError
+from calib.runtime.hub.client import Token
+
+LOGIN = "`hf auth login`, or pass token="
+LONGEST = 160  # characters of a foreign message
+
+
+@contextmanager
+def in_one_line(repo_id: str, filename: str, revision: str | None, token: Token) -> Iterator[None]:
+    """Inside, whatever the client raises about `filename` in `repo_id` becomes an `ArtifactError`."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except Exception as error:  # the client raises its own types, those of HTTP, of sockets and of the disk
+        line = f"{repo_id}: {reason(error, repo_id, filename, revision)}"
+        for secret in (token, get_token()):
+            if isinstance(secret, str) and secret:
+                line = line.replace(secret, "[token]")
+        raise ArtifactError(line) from error
+
+
+def reason(error: BaseException, repo_id: str, filename: str, revision: str | None) -> str:
+    """What happened, what was expected and the remedy."""
+    at = f" --revision {revision}" if revision else ""
+    match error:
+        case HFValidationError():
+            return "no repository of the hub can be called so, expected a name such as 'owner/name'; check the name or path"
+        case GatedRepoError():
+            return f"is gated on the hub; ask for access on {constants.ENDPOINT}/{repo_id}, then {LOGIN}"
+        case RepositoryNotFoundError():
+            return (
+                f"no such repository of the hub that you may see; check the name or path, and if it is private {LOGIN}"
+            )
+        case RevisionNotFoundError():
+            return f"the hub's repository has no revision {revision!r}; name a branch, a tag or a whole commit hash"
+        case RemoteEntryNotFoundError():
+            return f"the hub's repository has no file {filename!r} in {revision or 'main'}; name one that it has"
+        case LocalTokenNotFoundError():
+            return f"a token is asked for and none is stored here; {LOGIN}"
+        case LocalEntryNotFoundError():
+            return (
+                f"{hindrance(error.__cause__)}, and there is no copy in its cache; run `hf download {repo_id} "
+                f"{filename}{at}` where there is a network"
+            )
+        case OfflineModeIsEnabled():
+            return f"{hindrance(error)}; try again where there is a network"
+        case HfHubHTTPError() if error.response.status_code == 401:
+            return f"the hub takes no token, or not this one; {LOGIN}"
+        case HfHubHTTPError() if error.response.status_code == 403:
+            return f"the hub does not allow it; a token that may write to {repo_id} is needed: {LOGIN}"
+        case HfHubHTTPError():
+            status = error.response.status_code
+            remedy = "change what it names" if status < 500 else "try again later"
+            return f"the hub answered {status} ({words(error.server_message or '')}); {remedy}"
+        case ValueError() | RuntimeError() if error.__cause__ is not None:  # "failed due to the above error"
+            return reason(error.__cause__, repo_id, filename, revision)
+        case OSError() if not isinstance(error, ConnectionError):
+            what = error.strerror or type(error).__name__
+            return f"the hub's cache cannot be used ({what}); make room, or give another folder: cache_dir= or HF_HOME"
+        case ValueError():
+            return f"the hub's client refuses: {words(str(error))}"
+    return (
+        f"the hub cannot be reached ({type(error).__name__}: {words(str(error))}); check the connection, and try again"
+    )
+
+
+def hindrance(error: BaseException | None) -> str:
+    """Why the hub was not asked, or not heard."""
+    match error:
+        case None:
+            return "the hub is not asked (local_files_only)"
+        case OfflineModeIsEnabled():
+            return "the hub is not asked (HF_HUB_OFFLINE, or no connection)"
+        case FileMetadataError():
+            return f"{constants.ENDPOINT} does not answer as the hub does (HF_ENDPOINT, or a proxy)"
+        case HfHubHTTPError():
+            return f"the hub answered {error.response.status_code}"
+    return f"the hub cannot be reached ({type(error).__name__})"
+
+
+def words(text: str) -> str:
+    """One line of a foreign message."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."

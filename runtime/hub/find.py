@@ -1,0 +1,115 @@
+"""Where an artifact is: a file, a folder that holds one, or a repository of the hub, which is downloaded once.
+
+    find("my.calib.safetensors"), find("artifacts"), find("owner/name", revision="v1")
+
+A repository (and a folder) holds `calib.safetensors`; where it does not, its only `*.calib.safetensors` is meant, as
+`calib fit` names what it writes. What exists on this machine is taken as it is and the hub is not asked.
+"""
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+from calib.runtime.artifact_error import ArtifactError
+from calib.runtime.hub.client import Token, client
+from calib.runtime.hub.failures import in_one_line
+
+NAME = "calib.safetensors"
+
+
+def find(
+    name: str | os.PathLike[str],
+    *,
+    filename: str | None = None,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    force_download: bool = False,
+    local_files_only: bool = False,
+    token: Token = None,
+) -> Path:
+    """The artifact's file on this machine; options as in `Artifact.from_pretrained`.
+
+    A path that does not exist and cannot be a hub name is returned as it is. Raises `ArtifactError`.
+    """
+    word = os.fspath(name)
+    if os.path.exists(word) or not is_hub_name(word):
+        return find_here(word, filename, revision)
+    if force_download and local_files_only:
+        raise ArtifactError(f"{word}: force_download and local_files_only exclude each other; leave one out")
+    if filename is not None and (filename.startswith("/") or ".." in filename.split("/")):
+        raise ArtifactError(f"{word}: filename={filename!r} is not inside the repository; name a file of it")
+    api = client(token)
+    fetch = partial(
+        api.hf_hub_download,
+        word,
+        revision=revision,
+        cache_dir=cache_dir,
+        force_download=force_download,
+        local_files_only=local_files_only,
+    )
+    with in_one_line(word, filename or NAME, revision, token):
+        try:
+            return Path(fetch(filename=filename or NAME))
+        except EntryNotFoundError as missing:
+            if filename is not None:
+                raise
+            if isinstance(missing, LocalEntryNotFoundError):  # not asked, so the cache may have it by another name
+                names = cached_names(api, word, revision, cache_dir)
+                if not any(map(is_artifact, names)):
+                    raise
+            else:
+                names = api.list_repo_files(word, revision=revision)
+            return Path(fetch(filename=chosen(names, word)))
+
+
+def is_hub_name(word: str) -> bool:
+    """Whether `word` can be `owner/name` (or `name`, as the hub's oldest repositories are called)."""
+    parts = word.split("/")
+    return len(parts) <= 2 and not word.endswith(".safetensors") and not {"", ".", "..", "~"} & set(parts)
+
+
+def find_here(word: str, filename: str | None, revision: str | None) -> Path:
+    """A file or folder of this machine; what does not exist is left to whoever reads it."""
+    if revision is not None and os.path.exists(word):
+        raise ArtifactError(
+            f"{word}: exists here, where there are no revisions, got revision={revision!r}; "
+            "leave it out, or run in another folder to have the hub's"
+        )
+    if not os.path.isdir(word):
+        if filename is not None:
+            raise ArtifactError(f"{word}: is no folder, got filename={filename!r} besides; leave it out")
+        return Path(word)
+    if filename is not None:
+        return Path(word, filename)
+    try:
+        return Path(word, chosen(os.listdir(word), word))
+    except OSError as error:
+        raise ArtifactError(f"{word}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+def is_artifact(name: str) -> bool:
+    """Whether a file at the top of a folder or repository is named as an artifact."""
+    return "/" not in name and (name == NAME or name.endswith(f".{NAME}"))
+
+
+def chosen(names: Iterable[str], where: str) -> str:
+    """The one of `names` that is meant; `ArtifactError` where `where` has none, or several and none called `NAME`."""
+    found = sorted(filter(is_artifact, names))
+    if NAME in found or len(found) == 1:
+        return NAME if NAME in found else found[0]
+    if not found:
+        raise ArtifactError(f"{where}: holds no {NAME} and no NAME.{NAME}, expected one; `calib fit` writes it")
+    listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    raise ArtifactError(f"{where}: holds {len(found)} artifacts ({listed}) and no {NAME}; choose one with filename=")
+
+
+def cached_names(api: HfApi, repo_id: str, revision: str | None, cache_dir: str | Path | None) -> list[str]:
+    """Names at the top of what the cache holds of a revision."""
+    try:
+        return os.listdir(api.snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return []

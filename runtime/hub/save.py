@@ -1,0 +1,30 @@
+"""An artifact and its card in a folder, which is then what a repository of the hub holds."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calib.runtime.artifact_error import ArtifactError
+from calib.runtime.atomic_file import write_atomically
+from calib.runtime.hub.card import CARD, card
+from calib.runtime.hub.find import NAME
+
+if TYPE_CHECKING:
+    from calib.runtime.artifact import Artifact
+
+
+def save(
+    artifact: "Artifact", folder: str | os.PathLike[str], where: str, license: str | None, base_model: str | None
+) -> None:
+    """Options as in `Artifact.save_pretrained`; `where` is what the card gives `from_pretrained`. Raises `ArtifactError`."""
+    path = Path(folder, CARD)
+    try:
+        existing = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+        text = card(artifact, existing, where, license, base_model)
+        artifact.save(Path(folder, NAME))
+        if text is not None:
+            write_atomically(path, text.encode())
+    except OSError as error:
+        raise ArtifactError(
+            f"{path}: cannot be written ({error.strerror}); choose a folder with room and write permission"
+        ) from error
