@@ -61,7 +61,7 @@ gear-table csr-table specache-table: %-table: .venv/dev.stamp fit  ## the tables
 	cp runs/eval/$*/results.json benchmarks/results/$*.json
 	$(BIN)/python benchmarks/$(BEHIND).py --write
 
-bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost
+bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost, plans beside fits
 	$(BIN)/python benchmarks/decode_cpu.py --write
 	$(BIN)/python benchmarks/attend_cpu.py --write
 	$(PIP) 'hqq>=0.2.8'  # a peer of the next alone
@@ -71,6 +71,7 @@ bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, w
 	$(BIN)/python benchmarks/pursuit_cpu.py --write
 	$(BIN)/python benchmarks/neural_dict_cpu.py --write
 	$(BIN)/python benchmarks/specache_cpu.py --batches 1 --turns 11 --write
+	$(BIN)/python benchmarks/plan_cpu.py --write
 
 gpu:  ## on a machine with an NVIDIA GPU, by its own Python: the tests that need it, every speed, the table, one JSON file
 	$(PYTHON) -m benchmarks.gpu

@@ -56,7 +56,9 @@ def compress(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a model of transformers, got {type(model).__name__}; pass the model itself")
     if artifact is not None and not isinstance(artifact, Artifact):
-        raise ValueError(f"artifact must be an Artifact, got {artifact!r}; Artifact.load(path) reads one")
+        raise ValueError(
+            f"artifact must be an Artifact, got {artifact!r}; Artifact.load(path) or Artifact.from_pretrained(name) gives one"
+        )
     if type(graphs) is not bool:
         raise ValueError(f"graphs must be True or False, got {graphs!r}")
     if type(seed) is not int:

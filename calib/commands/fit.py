@@ -1,5 +1,21 @@
-"""`calib fit --config tiny.yaml`: measure a model's keys and values and write one artifact."""
+"""`calib fit --config tiny.yaml`: measure a model's keys and values and write one artifact; `--plan` tells what that takes."""
 
-from calib.fit.command import run
+import warnings
 
-__all__ = ["run"]
+from calib.fit.options import FitCLI
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    for text in (".*configure_optimizers.* returned `None`.*", ".*does not have a .*val_dataloader.*"):
+        warnings.filterwarnings("ignore", message=text)
+    cli = FitCLI(argv)
+    if cli.config.plan:
+        from calib.plan.command import tell
+
+        tell(cli)
+    else:
+        from calib.fit.command import fit
+
+        fit(cli, cli.model, cli.datamodule)
+    return 0

@@ -1,7 +1,6 @@
-"""What `calib fit` does: its options, then load, run the stages, write the artifact, tell what was found."""
+"""What `calib fit` does: load, run the stages, write the artifact, tell what was found."""
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,6 @@ from calib.fit.table import print_groups, print_table
 from calib.loggers import OfflineFirstWandbLogger, TableCSVLogger
 from calib.runtime.artifact import Artifact
 from calib.runtime.fingerprint import fingerprint
-
-
-def run(argv: list[str]) -> int:
-    """Runs the command; returns the exit status."""
-    for text in (".*configure_optimizers.* returned `None`.*", ".*does not have a .*val_dataloader.*"):
-        warnings.filterwarnings("ignore", message=text)
-    cli = FitCLI(argv)
-    fit(cli, cli.model, cli.datamodule)
-    return 0
 
 
 def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:

@@ -17,7 +17,7 @@ SUFFIX = ".calib.safetensors"
 
 
 class FitCLI(CalibCLI):
-    """The options of `calib fit`: `model.*`, `data.*`, `trainer.*`, `seed_everything`, `output`."""
+    """The options of `calib fit`: `model.*`, `data.*`, `trainer.*`, `seed_everything`, `output`, `plan*`."""
 
     def __init__(self, argv: list[str]) -> None:
         super().__init__(
@@ -37,11 +37,19 @@ class FitCLI(CalibCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds `output`, and tells the data module what the rest knows."""
+        """Adds `output` and `plan`, and tells the data module what the rest knows."""
         super().add_arguments_to_parser(parser)
         parser.add_argument("--output", type=str, required=True, help=f"the artifact to write, NAME{SUFFIX}")
+        parser.add_argument(
+            "--plan", action="store_true", help="tell what the fit captures, holds, writes and takes, and run nothing"
+        )
+        parser.add_argument("--plan_batch", type=int, default=1, help="rows of the caches that --plan weighs")
+        parser.add_argument("--plan_context", type=int, default=4096, help="tokens of each row of these caches")
+        parser.add_argument("--plan_json", type=str | None, default=None, help="a file for the plan as JSON as well")
         parser.link_arguments("model.path", "data.model_path")
         parser.link_arguments("model.dtype", "data.model_dtype")
+        parser.link_arguments("model.device_map", "data.model_device_map")
+        parser.link_arguments("model.max_memory", "data.model_max_memory")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=whole_number)
 
     def before_instantiate_classes(self) -> None:
@@ -53,6 +61,13 @@ class FitCLI(CalibCLI):
         output = Path(self.config.output)
         if not output.name.endswith(".safetensors") or output.is_dir():
             raise UsageError(f"output '{output}' must name a file that ends in {SUFFIX}")
+        for option in ("plan_batch", "plan_context"):
+            if self.config[option] < 1:
+                raise UsageError(f"{option}={self.config[option]}: must be at least 1")
+        if self.config.plan_json is not None and not self.config.plan:
+            raise UsageError(f"plan_json={self.config.plan_json}: only with --plan, which it writes down")
+        if self.config.plan:  # neither may leave anything behind
+            self.config.trainer.logger, self.config.trainer.callbacks = False, None
         self.folder = Path(self.config.trainer.default_root_dir or Path("runs") / self.name)
 
     @property

@@ -1,0 +1,106 @@
+"""The artifact of a fit that has not been run: its tensors by name and shape, and the bytes of its file.
+
+A stand-in of the same shapes is written in memory by the code that writes the real one. Unknown before the fit are its
+figures, each counted as long as a third in digits, and how many dictionaries measured groups of layers need: as many as for
+layers that have nothing in common.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.capture.corpus import Corpus
+from calib.fit.calibration import Calibration
+from calib.fit.dictionaries import Dictionaries
+from calib.fit.dictionary_tasks import chunks
+from calib.fit.metrics import fit_metrics
+from calib.fit.provenance import provenance, settings
+from calib.layer_groups.grouping import layer_groups, members
+from calib.neural_dict.options import DictionaryOptions
+from calib.plan.subject import Subject
+from calib.runtime import artifact_file
+from calib.runtime.artifact import Artifact
+from calib.runtime.fingerprint import fingerprint
+from calib.runtime.tensor_registry import SHARES, STREAMS
+
+FIGURE = 1 / 3
+
+
+def stand_in(
+    calibration: Calibration, rehearsed: Calibration, subject: Subject, corpus: Corpus, seed: int, batch_size: int
+) -> Artifact:
+    """An artifact of the fit's shapes for the whole model: one layer's numbers for all.
+
+    Args:
+        calibration: of the fit.
+        rehearsed: the same for one layer, complete.
+        subject: the model.
+        corpus: of the fit's sizes.
+        seed: of the fit.
+        batch_size: of the fit.
+    """
+    layers = subject.shape.layers
+    one = rehearsed.tensors(tuple(rehearsed.statistics))
+    tensors = {name: x if name == SHARES else x.expand(layers, *x.shape[1:]) for name, x in one.items()}
+    groups: list[dict[str, Any]] = []
+    if calibration.dictionary.atoms:
+        found, groups = dictionary_tensors(calibration.dictionary, subject)
+        tensors |= found
+    figures = lengthened(fit_metrics(rehearsed, Dictionaries()))
+    figures["layers"] = [row | {"layer": layer} for layer in range(layers) for row in figures["layers"]]
+    metrics = figures | ({"dictionaries": groups} if groups else {})
+    config = settings(calibration, corpus, seed, batch_size)
+    identity = fingerprint(subject.model)
+    identity["weights"] = dict.fromkeys(identity["weights"], "0" * 64)
+    return Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
+
+
+def dictionary_tensors(options: DictionaryOptions, subject: Subject) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Groups, divergences and dictionaries where layers have nothing in common; and what a fit notes of each group."""
+    shape, tensors, groups = subject.shape, dict[str, Tensor](), list[dict[str, Any]]()
+    atoms, reached = options.atoms * shape.kv_heads, range(shape.layers)
+    divergence = torch.full((shape.layers, shape.layers), math.log(2)).fill_diagonal_(0)
+    for stream in STREAMS:
+        found = layer_groups(options.groups, stream, divergence, reached, options.delta1, options.delta2)
+        parts = chunks(stream, options)
+        unit = torch.eye(shape.head_dim // parts, dtype=torch.float16)
+        rows = unit[torch.arange(atoms) % len(unit)]
+        own = members(found, reached)
+        tensors |= {f"{stream}.layer_groups": found, f"{stream}.divergence": divergence}
+        tensors[f"{stream}.dictionary"] = rows.expand(len(own), *rows.shape)
+        groups += [
+            {
+                "stream": stream,
+                "group": number,
+                "layers": layers,
+                "samples": options.samples * len(layers) * parts,
+                "atoms": atoms,
+                "initial_loss": FIGURE,
+                "loss": FIGURE,
+                "epochs": options.epochs,
+                "dead": 0,
+            }
+            for number, layers in enumerate(own)
+        ]
+    return tensors, groups
+
+
+def lengthened(figures: Any) -> Any:
+    """The same structure with every number that is measured as long as such numbers are."""
+    if isinstance(figures, dict):
+        return {name: lengthened(value) for name, value in figures.items()}
+    if isinstance(figures, list):
+        return [lengthened(value) for value in figures]
+    return FIGURE if isinstance(figures, float) else figures
+
+
+def file_bytes(artifact: Artifact) -> int:
+    """Bytes of the artifact's file."""
+    document = {
+        "fingerprint": artifact.fingerprint,
+        "provenance": artifact.provenance,
+        "clip_bits": list(artifact.clip_bits),
+    }
+    return len(artifact_file.encode(artifact.tensors, document))

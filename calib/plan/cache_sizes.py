@@ -1,0 +1,89 @@
+"""What a cache of every method weighs at a batch and a context: the runtime's own prediction, of stores that hold no numbers."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from calib.bench.largest_batch import MEASURED, Law
+from calib.plan.subject import Subject
+from calib.plan.without_data import META, WithoutData
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods import METHODS, Geometry, build
+from calib.runtime.rotation import Rotation
+from calib.runtime.store import Footprint, Place
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of a cache.
+
+    Attributes:
+        device: all that lies on the device, tables of the artifact and layers that stay uncompressed included.
+        host: pages in host memory.
+        refused: why the method cannot serve this model; None where it can.
+    """
+
+    device: int = 0
+    host: int = 0
+    refused: str | None = None
+
+    def content(self, values: int) -> dict[str, Any]:
+        """As plain JSON; `values` keys and values of all layers in it."""
+        if self.refused is not None:
+            return {"refused": self.refused}
+        return {"device_bytes": self.device, "host_bytes": self.host, "bits_per_value": 8 * self.device / values}
+
+
+def cache_sizes(subject: Subject, artifact: Artifact, batch: int, context: int) -> dict[str, Any]:
+    """Every method's at its default options, given this artifact; `exact` is the cache of transformers in 16 bits."""
+    shape = subject.shape
+    values = batch * 2 * shape.kv_heads * shape.head_dim * context * shape.layers
+    sizes = {name: cache_size(subject, name, {}, artifact, batch, context).content(values) for name in METHODS}
+    return {"batch": batch, "context": context, "values": values, "exact_16_bit_bytes": 2 * values, "methods": sizes}
+
+
+def cache_size(
+    subject: Subject, method: str, options: dict[str, Any], artifact: Artifact | None, batch: int, context: int
+) -> CacheSize:
+    """Of `batch` rows that each hold a prompt of `context` tokens."""
+    try:
+        one, two = (weighed(subject, method, options, artifact, rows, context) for rows in MEASURED)
+    except ValueError as error:
+        return CacheSize(refused=" ".join(str(error).split()))
+    # Rows stand alone, so two batches give all.
+    device, host = (Law.through(getattr(one, part), getattr(two, part)).at(batch) for part in ("device", "host"))
+    return CacheSize(device, host)
+
+
+def weighed(
+    subject: Subject, method: str, options: dict[str, Any], artifact: Artifact | None, batch: int, context: int
+) -> CacheSize:
+    """What `memory()` of a cache with such a prompt in it would predict: all layers weigh what the first does."""
+    config, dtype, numbers = subject.text, subject.model.dtype, subject.compressed
+    built, geometry = build(method, options), Geometry.of(config)
+    plans = [built.plan(number, geometry, artifact) for number in numbers]
+    plan, windows = plans[0], [subject.windows[number] for number in numbers]
+    plan.check(geometry.head_dim, dtype)
+    remedy = plan.rotation_remedy
+    rotation = None if remedy is None else Rotation.of(subject.model, remedy)
+    shared = {id(table): table for one in plans for table in one.tables()}
+    with torch.no_grad(), WithoutData():
+        rows = plan.rows(1, max((window for window in windows if window is not None), default=None))
+        keys = torch.empty(batch, geometry.kv_heads, context, geometry.head_dim, dtype=dtype, device=META)
+        store = plan.open(keys, keys, rows, Place(rotation=rotation))
+        forward = rows.begin(1, batch, context, None)
+        store.prepare(forward)
+        store.store(forward, keys, keys)
+        forward.stored()
+        weight: Footprint = store.footprint()
+    kinds = Counter({kind: len(numbers) * size for kind, size in weight.kinds.items()})
+    kinds["tables"] += sum(table.nbytes for table in shared.values())
+    kinds["tables"] += sum(table.predicted_bytes() for table in rows.all_tables)
+    kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
+    row = 2 * batch * geometry.kv_heads * geometry.head_dim * dtype.itemsize
+    for number, window in enumerate(subject.windows):
+        if number not in numbers:
+            kinds["uncompressed"] += row * (context if window is None else min(context, window - 1))
+    return CacheSize(kinds.total(), len(numbers) * weight.host)

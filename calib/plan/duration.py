@@ -1,0 +1,80 @@
+"""How long a fit takes, extrapolated from pieces of its work.
+
+A layer's forward grows with its floating-point operations, 2 for each weight and token and 2 head_dim for each pair of a
+query head and a key that it sees, twice over; a statistic with the tokens; a dictionary with its steps, all epochs counted.
+"""
+
+from dataclasses import dataclass
+
+from calib.fit.calibration import Calibration
+from calib.fit.dictionary_tasks import chunks
+from calib.neural_dict.dictionary import RESEED_VECTORS
+from calib.plan.captured import Pass, Sizes
+from calib.plan.probe import Pace
+from calib.plan.subject import Subject
+from calib.runtime.tensor_registry import STREAMS
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done, in the units of a `Pace`.
+
+    Attributes:
+        calibration: of the fit.
+        subject: the model.
+        sizes: of the corpus.
+        passes: over it.
+        statistics: bytes of all of them.
+    """
+
+    calibration: Calibration
+    subject: Subject
+    sizes: Sizes
+    passes: list[Pass]
+    statistics: int
+
+    def seconds(self, pace: Pace) -> dict[str, float]:
+        """Of every stage, and of the checkpoints of all."""
+        found = {one.stage.name: self._of_pass(one, pace) for one in self.passes}
+        if self.calibration.dictionary.atoms:
+            found["layer groups"] = self._of_grouping(pace)
+            found["dictionaries"] = self._of_dictionaries(pace)
+        found["checkpoints"] = sum(one.saves for one in self.passes) * self.statistics * pace.byte
+        return found
+
+    def _of_pass(self, one: Pass, pace: Pace) -> float:
+        layers, tokens = self.subject.shape.layers, one.batches * self.sizes.batch * self.sizes.length
+        tokens = min(tokens, one.sequences * self.sizes.length)
+        piece = flops(self.subject, pace.tokens, pace.length)
+        forward = pace.forward * flops(self.subject, tokens, self.sizes.length) / piece
+        observing = sum(pace.observe[name] for name in one.statistics) * tokens / pace.tokens
+        return layers * (forward + observing + sum(pace.finish[name] for name in one.statistics))
+
+    def _of_grouping(self, pace: Pace) -> float:
+        layers = self.subject.shape.layers
+        return len(STREAMS) * layers * (layers - 1) / 2 * pace.pair
+
+    def _of_dictionaries(self, pace: Pace) -> float:
+        """As many dictionaries as layers: fewer have as many vectors in all."""
+        options, layers, total = self.calibration.dictionary, self.subject.shape.layers, 0.0
+        for name in STREAMS:
+            samples, heldout = (count * chunks(name, options) for count in (options.samples, options.heldout_samples))
+            steps = options.epochs * -(-samples // options.batch_size)
+            validated = (options.epochs + 1) * heldout + options.epochs * options.reseed * RESEED_VECTORS
+            own = steps * pace.step[name] + validated * pace.validation[name] + samples * pace.start[name]
+            total += layers * own
+        return total / min(self.sizes.processes, len(STREAMS) * layers)
+
+
+def flops(subject: Subject, tokens: int, length: int) -> float:
+    """Floating-point operations of a layer's forward over `tokens` in sequences of `length`."""
+    shape = subject.shape
+    return tokens * (2.0 * layer_parameters(subject) + 2 * shape.heads * shape.head_dim * length)
+
+
+def layer_parameters(subject: Subject) -> int:
+    """Weights of a layer, in the mean: all but the embedding and the head."""
+    model = subject.model
+    outside = {id(part): part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
+    weights = {id(one): one.numel() for part in outside.values() for one in part.parameters()}
+    return (subject.parameters - sum(weights.values())) // subject.shape.layers

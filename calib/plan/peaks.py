@@ -1,0 +1,104 @@
+"""The most memory that each stage holds: counted, not measured, by running its code on one layer without numbers.
+
+On a GPU the device has the weights, the statistics of all layers, a batch's activations and what a statistic makes of one
+layer; the host has checkpoints on their way to the disk, which Lightning holds twice, and the vectors of the dictionaries. On
+a CPU all of it is the host's.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from calib.capture.capture import stream
+from calib.fit.calibration import STAGES, Calibration
+from calib.fit.dictionary_tasks import chunks, sparsity
+from calib.kernels.matching_pursuit.reference import gram_is_cheaper, tile_rows
+from calib.neural_dict.centroids import BATCH, TILE_ELEMENTS
+from calib.neural_dict.options import DictionaryOptions
+from calib.plan.captured import Sizes
+from calib.plan.subject import Subject
+from calib.plan.without_data import META, WithoutData
+from calib.runtime.tensor_registry import STREAMS
+from calib.statistics.contract import Shape
+
+FLOAT = 4
+COPIES = 2  # of a checkpoint while it is saved: Lightning's buffer, and the bytes taken out of it
+STATE = 6  # atoms, their gradient, Adam's two moments, the best so far and what is being written
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a stage: `device` on a GPU, `host` beside it; on a CPU `host` is all."""
+
+    stage: str
+    device: int
+    host: int
+
+
+def peaks(calibration: Calibration, subject: Subject, sizes: Sizes, statistics: int, on_gpu: bool) -> list[Peak]:
+    """Every stage's; `statistics` are the bytes of all of them."""
+    resident, saving = subject.weights + statistics, COPIES * statistics
+    found = [Peak("loading", subject.weights, subject.weights)] if on_gpu else []
+    for stage, size in transients(calibration, subject, sizes).items():
+        found.append(placed(stage, resident + size, saving, on_gpu))
+    options = calibration.dictionary
+    if options.atoms:
+        vectors = stream_bytes(options, subject.shape)
+        # On the host: both streams' in groups, and one stream's by layers as well; a GPU gets a copy of the first.
+        device = resident + training_bytes(options, subject.shape, on_gpu) + (2 * vectors if on_gpu else 0)
+        found.append(placed("dictionaries", device, 3 * vectors, on_gpu))
+    return found
+
+
+def placed(stage: str, device: int, host: int, on_gpu: bool) -> Peak:
+    """Both parts; on a CPU they are one."""
+    return Peak(stage, device, host) if on_gpu else Peak(stage, 0, device + host)
+
+
+def transients(calibration: Calibration, subject: Subject, sizes: Sizes) -> dict[str, int]:
+    """Bytes beside weights and statistics while a full batch goes through a layer, by stage."""
+    one, found = copy.deepcopy(calibration), {}
+    # Every width and factor is tried in the same memory.
+    one.bits, one.residual_bits, one.clip_factors = one.bits[:1], one.residual_bits[:1], (1.0,)
+    model = subject.one_layer()
+    with torch.no_grad(), WithoutData() as memory, META:
+        one.prepare(model, seed=0)
+        tokens = torch.empty(sizes.batch, sizes.length, dtype=torch.int64)
+        real = torch.ones_like(tokens, dtype=torch.bool)
+        for stage in STAGES:
+            one.begin(stage)
+            before = memory.most = memory.held
+            stream(model, tokens, real, tokens, one.observe)
+            found[stage.name] = memory.most - before
+    return found
+
+
+def stream_bytes(options: DictionaryOptions, shape: Shape) -> int:
+    """Bytes of the vectors of keys, or of values, that dictionaries are trained and validated on, all layers."""
+    return shape.layers * (options.samples + options.heldout_samples) * shape.head_dim * FLOAT
+
+
+def training_bytes(options: DictionaryOptions, shape: Shape, on_gpu: bool) -> int:
+    """Bytes of all dictionaries in training, and of the steps that are done at once: on a CPU one a thread."""
+    atoms, at_once = options.atoms * shape.kv_heads, 1 if on_gpu else torch.get_num_threads()
+    state = sum(shape.layers * STATE * atoms * shape.head_dim // chunks(one, options) * FLOAT for one in STREAMS)
+    return state + at_once * max(step_bytes(options, shape, stream, on_gpu) for stream in STREAMS)
+
+
+def step_bytes(options: DictionaryOptions, shape: Shape, stream: str, on_gpu: bool) -> int:
+    """Bytes of the largest step: a batch of training, of validation or of k-means."""
+    atoms, width, pairs = (
+        options.atoms * shape.kv_heads,
+        shape.head_dim // chunks(stream, options),
+        sparsity(stream, options),
+    )
+    heldout = options.heldout_samples * chunks(stream, options) * (shape.layers if on_gpu else 1)
+    like = torch.empty(0, device="meta" if on_gpu else "cpu")
+    found = [FLOAT * atoms * min(max(BATCH, 4 * atoms), TILE_ELEMENTS // atoms)]
+    for vectors in (options.batch_size, heldout):
+        gram = FLOAT * atoms**2 if gram_is_cheaper(vectors, atoms, width, pairs) else 0
+        # Correlations, their sizes, and a padded copy of those; the residual, what is approximated, the pairs.
+        tile = 3 * FLOAT * atoms * min(vectors, tile_rows(like, atoms))
+        found.append(gram + tile + vectors * (2 * FLOAT * width + 12 * pairs))
+    return max(found)

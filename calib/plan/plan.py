@@ -1,0 +1,149 @@
+"""`calib fit --plan`: everything that is told of a fit before it runs, as plain JSON."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from calib.bench.peak import resident
+from calib.capture.data import CaptureData
+from calib.fit.calibration import Calibration
+from calib.fit.dictionary_tasks import check_dictionaries, chunks, sparsity
+from calib.plan.artifact_size import file_bytes, stand_in
+from calib.plan.cache_sizes import cache_sizes
+from calib.plan.captured import Sizes, passes, statistics
+from calib.plan.duration import Work
+from calib.plan.peaks import peaks
+from calib.plan.probe import measured_pace
+from calib.plan.rehearsal import rehearse
+from calib.plan.subject import Subject, read_subject
+from calib.runtime.artifact import Artifact
+from calib.runtime.tensor_registry import STREAMS
+
+BUDGET = 3.0  # seconds of captured pieces, roughly
+
+
+def make_plan(
+    calibration: Calibration,
+    data: CaptureData,
+    seed: int,
+    batch: int,
+    context: int,
+    device: torch.device,
+    processes: int = 1,
+    budget: float = BUDGET,
+) -> dict[str, Any]:
+    """The plan of a fit.
+
+    Args:
+        calibration: the fit's, as configured.
+        data: the corpus, not read.
+        seed: of the fit.
+        batch: rows of the caches that are weighed.
+        context: tokens of each.
+        device: where the fit runs and pieces of it are timed.
+        processes: of the fit.
+        budget: seconds for timing what is captured.
+
+    Raises:
+        UsageError: no such model, or dictionaries that it cannot have.
+    """
+    libraries = resident("VmRSS")
+    subject = read_subject(calibration.path, calibration.dtype_name)
+    sizes = Sizes.of(data, subject, processes)
+    if calibration.dictionary.atoms:
+        check_dictionaries(calibration.dictionary, subject.shape, sizes.train * sizes.length)
+    found, stages = statistics(calibration, subject), passes(calibration, sizes)
+    held = sum(one["bytes"] for one in found.values())
+    rehearsed = rehearse(calibration, subject, sizes.length)
+    corpus = sizes.corpus(data)
+    artifact = stand_in(calibration, rehearsed, subject, corpus, seed, sizes.batch)
+    size, on_gpu = file_bytes(artifact), device.type != "cpu"
+    return {
+        "model": model_content(calibration, subject),
+        "corpus": {
+            "name": corpus.origin["name"],
+            **asdict(sizes),
+            "tokens": corpus.train.numel() + corpus.heldout.numel(),
+        },
+        "passes": [one.content() for one in stages],
+        "statistics": {"bytes": held, "each": found},
+        "dictionaries": dictionaries_content(calibration, subject, artifact),
+        "artifact": {
+            "bytes": size,
+            "tensors": {name: list(tensor.shape) for name, tensor in artifact.tensors.items()},
+        },
+        "memory": {
+            "gpu": on_gpu,
+            "libraries_bytes": libraries,
+            "stages": [asdict(one) for one in peaks(calibration, subject, sizes, held, on_gpu)],
+        },
+        "disk": disk_content(calibration, artifact, len(stages), held, size),
+        "seconds": seconds_content(Work(calibration, subject, sizes, stages, held), device, budget),
+        "cache": cache_sizes(subject, artifact, batch, context),
+    }
+
+
+def model_content(calibration: Calibration, subject: Subject) -> dict[str, Any]:
+    """What is known of the model."""
+    return {
+        "path": calibration.path,
+        "architecture": subject.text.model_type,
+        "parameters": subject.parameters,
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "weights_bytes": subject.weights,
+        "device_map": calibration.device_map,
+        **asdict(subject.shape),
+        "windows": subject.windows,
+        "compressed": subject.compressed,
+    }
+
+
+def dictionaries_content(calibration: Calibration, subject: Subject, artifact: Artifact) -> dict[str, Any] | None:
+    """By stream, where there are any; as many groups as layers that have nothing in common need."""
+    options, shape = calibration.dictionary, subject.shape
+    if not options.atoms:
+        return None
+    found = {}
+    for stream in STREAMS:
+        parts = chunks(stream, options)
+        vectors = shape.layers * options.samples * parts
+        found[stream] = {
+            "groups": len(artifact.tensor(f"{stream}.dictionary")),
+            "atoms": options.atoms * shape.kv_heads,
+            "channels": shape.head_dim // parts,
+            "pairs": sparsity(stream, options),
+            "vectors": vectors,
+            "steps": shape.layers * options.epochs * -(-options.samples * parts // options.batch_size),
+        }
+    return {"chosen": options.groups, "epochs": options.epochs, "batch_size": options.batch_size, "streams": found}
+
+
+def disk_content(calibration: Calibration, artifact: Artifact, stages: int, held: int, size: int) -> dict[str, int]:
+    """Bytes that a fit leaves below its folder and at `output`, and the checkpoint being written beside those it replaces."""
+    atoms = sum(artifact.tensors[f"{one}.dictionary"].numel() for one in STREAMS) if calibration.dictionary.atoms else 0
+    found = {
+        "statistics_checkpoints": stages * held,
+        "written_beside": held,
+        "dictionaries_checkpoint": 4 * 4 * atoms,  # float32: atoms, both of Adam's moments, the best so far
+        "artifact": size,
+        "copy_of_the_logger": size,
+    }
+    return found | {"total": sum(found.values())}
+
+
+def seconds_content(work: Work, device: torch.device, budget: float) -> dict[str, Any]:
+    """Stages and their sum, and the pieces that they were extrapolated from."""
+    began = time.perf_counter()
+    pace = measured_pace(work.calibration, work.subject, work.sizes, device, budget)
+    taken = time.perf_counter() - began
+    stages = work.seconds(pace)
+    return {
+        "total": sum(stages.values()),
+        "stages": stages,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "timed_for": taken,
+        "pace": asdict(pace),
+    }

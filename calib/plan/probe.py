@@ -1,0 +1,210 @@
+"""Seconds of this machine for one piece of each kind of work, at the model's own shapes and with random numbers.
+
+A piece grows from 32 tokens on, until it is a whole batch or the next one would take longer than is left: what is small is
+mostly overhead. Statistics that try bit widths and clip factors try a few of them. Dictionaries are timed by steps of full
+size. What is read off is extrapolated in `duration.py`.
+"""
+
+import copy
+import io
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.capture.capture import stream
+from calib.capture.sample import LayerSample
+from calib.fit.calibration import STAGES, Calibration
+from calib.fit.dictionary_tasks import chunks, sparsity
+from calib.layer_groups.divergence import histogram_divergence, moments_of, principal_axes
+from calib.neural_dict.centroids import PASSES, nearest_centres, unit_rows
+from calib.neural_dict.dictionary import NeuralDictionary, Task
+from calib.neural_dict.module import NeuralDictionaries
+from calib.plan.captured import Sizes
+from calib.plan.subject import Subject, with_rotary_embeddings
+from calib.runtime.tensor_registry import STREAMS
+
+FIRST, GROWTH = 32, 4  # tokens of the first piece, and of the next one for each of them
+STEPS, LONG = 32, 0.3  # of training at most, and seconds of them
+VECTORS = 512  # that are validated
+TRIED = 2  # clip factors
+SHORT, MOST = 0.1, 5  # seconds and times, whichever is over first
+WRITTEN = 2**25  # bytes
+
+
+@dataclass
+class Pace:
+    """Seconds of pieces of work.
+
+    Attributes:
+        tokens: of the piece that `forward` and `observe` are of: sequences x length.
+        length: of a sequence of it.
+        forward: one layer of the model.
+        observe: by statistic, one layer's sample.
+        finish: by statistic, one layer's tensors.
+        step: by stream, a training step; this and what follows where as many are at work as in the fit, for each of them.
+        validation: by stream, a held-out vector.
+        start: by stream, a vector in k-means, all passes.
+        pair: of layers, compared.
+        byte: written into a checkpoint.
+    """
+
+    tokens: int = 0
+    length: int = 0
+    forward: float = 0.0
+    observe: dict[str, float] = field(default_factory=dict)
+    finish: dict[str, float] = field(default_factory=dict)
+    step: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    start: dict[str, float] = field(default_factory=dict)
+    pair: float = 0.0
+    byte: float = 0.0
+
+
+def measured_pace(
+    calibration: Calibration, subject: Subject, sizes: Sizes, device: torch.device, budget: float
+) -> Pace:
+    """Measures on `device`; the captured pieces take about `budget` seconds."""
+    pace, devices = Pace(), [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        capture(pace, calibration, subject, sizes, device, budget)
+        if calibration.dictionary.atoms:
+            dictionaries(pace, calibration, subject, device)
+    content = torch.zeros(WRITTEN, dtype=torch.uint8)
+    pace.byte = seconds(lambda: torch.save(content, io.BytesIO()), torch.device("cpu")) / WRITTEN
+    return pace
+
+
+def capture(
+    pace: Pace, calibration: Calibration, subject: Subject, sizes: Sizes, device: torch.device, budget: float
+) -> None:
+    """One layer's forward and every statistic, in pieces that grow."""
+    model, one = random_layer(subject, device), copy.deepcopy(calibration)
+    one.bits, one.residual_bits, one.clip_factors = one.bits[:1], one.residual_bits[:1], one.clip_factors[:TRIED]
+    one.prepare(model, seed=0)
+    one.to(device)
+    size, whole = min(FIRST, sizes.length), sizes.batch * sizes.length
+    piece(pace, one, model, 1, size, device)  # the first of anything takes longer
+    end = time.perf_counter() + budget
+    while True:
+        piece(pace, one, model, max(1, size // sizes.length), min(size, sizes.length), device)
+        next_piece = GROWTH * (pace.forward + sum(pace.observe.values()))
+        if size >= whole or time.perf_counter() + next_piece > end:
+            break
+        size = min(GROWTH * size, whole)
+        size = max(size // sizes.length * sizes.length, min(size, sizes.length))  # whole sequences
+    widths = len(calibration.bits)
+    tried = {
+        "clip": widths * len(calibration.clip_factors) / len(one.clip_factors),
+        "heldout": widths,
+        "residual_basis": len(calibration.residual_bits),
+    }
+    for name in one.statistics:
+        pace.observe[name] *= tried.get(name, 1)
+        bases = tried[name] if name == "residual_basis" else 1  # of every width
+        pace.finish[name] = bases * seconds(one.statistic(name).tensors, device)
+
+
+def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, length: int, device: torch.device) -> None:
+    """Times everything on `batch` random sequences."""
+    tokens = torch.randint(3, model.config.get_text_config(decoder=True).vocab_size, (batch, length), device=device)
+    real, samples = torch.ones_like(tokens, dtype=torch.bool), list[LayerSample]()
+    index = torch.arange(tokens.numel(), device=device).view_as(tokens)
+    pace.tokens, pace.length = tokens.numel(), length
+    pace.forward = seconds(lambda: stream(model, tokens, real, index, samples.append), device)
+    for stage in STAGES:
+        one.begin(stage)
+        for name in one.filled():
+            pace.observe[name] = seconds(partial(one.statistic(name).observe, samples[0]), device)
+
+
+def dictionaries(pace: Pace, calibration: Calibration, subject: Subject, device: torch.device) -> None:
+    """Dictionaries of each stream, as many side by side as are trained at once: threads of a CPU are in each other's way."""
+    options, shape, at_once = calibration.dictionary, subject.shape, together(subject, device)
+    atoms = options.atoms * shape.kv_heads
+    for name in STREAMS:
+        width = shape.head_dim // chunks(name, options)
+        samples, heldout = torch.randn(max(atoms, options.batch_size), width), torch.randn(VECTORS, width)
+        task = Task(name, samples, heldout, atoms, sparsity(name, options))
+        module = NeuralDictionaries([task] * at_once, options, 0, {}).to(device)
+        every = list(module.all())
+        for one in every:
+            one.losses.zero_()  # begun: k-means is timed by itself
+            one.atoms.data.copy_(unit_rows(samples[:atoms]))
+            one.begin()
+            one.begin_epoch()
+
+        def side_by_side(
+            work: Callable[[NeuralDictionary], object],
+            every: list[NeuralDictionary] = every,
+            module: NeuralDictionaries = module,
+        ) -> float:
+            return seconds(lambda: module.side_by_side(work, every), device) / len(every)
+
+        steps = max(1, min(STEPS, int(LONG / side_by_side(trained))))
+        pace.step[name] = side_by_side(partial(trained, steps=steps)) / steps
+        pace.validation[name] = side_by_side(NeuralDictionary.validation_loss) / VECTORS
+        pace.start[name] = side_by_side(assigned) * PASSES / VECTORS
+    vectors = torch.randn(shape.head_dim, options.samples)
+    moments = moments_of(vectors.double())
+    pace.pair = seconds(lambda: compared(vectors, moments), torch.device("cpu"))
+
+
+def together(subject: Subject, device: torch.device) -> int:
+    """Dictionaries that a process trains at once, of keys and values for every layer."""
+    return min(torch.get_num_threads(), len(STREAMS) * subject.shape.layers) if device.type == "cpu" else 1
+
+
+def trained(dictionary: NeuralDictionary, steps: int = 1) -> None:
+    """Training, step after step: side by side dictionaries slow each other down, which a single step does not show."""
+    for _ in range(steps):
+        dictionary.train_batch(dictionary.samples[: dictionary.options.batch_size])
+
+
+@torch.no_grad()
+def assigned(dictionary: NeuralDictionary) -> None:
+    """The most of k-means: the nearest centroid of every vector, here of few."""
+    nearest_centres(dictionary.heldout, dictionary.atoms)
+
+
+def compared(vectors: Tensor, moments: tuple[Tensor, Tensor]) -> float:
+    """The divergence of two layers that happen to have the same `vectors [d, V]`."""
+    axes = principal_axes(moments, moments).float()
+    return histogram_divergence(axes @ vectors, axes @ vectors)
+
+
+def random_layer(subject: Subject, device: torch.device) -> PreTrainedModel:
+    """A layer of the model by itself on `device`, with random weights."""
+    model = subject.one_layer().to_empty(device=device)
+    for part in model.parameters():
+        # Drawn anew for every entry it would take longer than what is timed.
+        drawn = torch.randn(min(part.numel(), 2**16), device=device) / math.sqrt(part.shape[-1])
+        part.data.view(-1).copy_(drawn.repeat(-(-part.numel() // len(drawn)))[: part.numel()])
+    for buffer in model.buffers():
+        buffer.fill_(1)
+    with_rotary_embeddings(model, device)
+    return model
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """What `work` takes, the device's part included; in the mean of several times where it is short."""
+    settle(device)
+    began, times = time.perf_counter(), 0
+    while times < MOST and time.perf_counter() - began < SHORT:
+        work()
+        settle(device)
+        times += 1
+    return (time.perf_counter() - began) / times
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

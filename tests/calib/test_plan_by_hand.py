@@ -1,0 +1,211 @@
+"""What a plan says of Llama-2-7B against numbers written down by hand; the arithmetic of its extrapolation; counting bytes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from toy_language_model import CONFIGS
+from transformers import Phi3Config
+
+from calib.cli import main
+from calib.fit.calibration import Calibration
+from calib.plan import plan as planning
+from calib.plan.captured import Sizes
+from calib.plan.duration import flops, layer_parameters
+from calib.plan.peaks import transients
+from calib.plan.probe import Pace
+from calib.plan.subject import Subject, one_layer, read_subject, without_weights
+from calib.plan.without_data import META, WithoutData
+
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/plan.md"
+LLAMA2 = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+    "vocab_size": 32000, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5, "dtype": "float16",
+}  # fmt: skip
+
+# Seconds that make a sum easy: a forward's are its floating-point operations in 1e12, a statistic's 1 for 2048 tokens.
+STATISTICS = (
+    *("channel_range", "channel_scale", "balancer", "query_energy", "outlier_thresholds", "vectors"),
+    *("clip", "residual_basis", "heldout", "heldout_vectors"),
+)
+PACE = Pace(
+    tokens=1024,
+    length=1024,
+    observe=dict.fromkeys(STATISTICS, 0.5),
+    finish=dict.fromkeys(STATISTICS, 0.25),
+    step={"keys": 1.0, "values": 2.0},
+    validation={"keys": 0.001, "values": 0.0},
+    start={"keys": 0.0, "values": 0.0001},
+    pair=0.125,
+    byte=1e-9,
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama2")
+    (folder / "config.json").write_text(json.dumps(LLAMA2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan(llama, tmp_path_factory):
+    """`calib fit --config llama2.yaml --plan`, with the pace above for the machine's."""
+    given = tmp_path_factory.mktemp("plan") / "plan.json"
+    with pytest.MonkeyPatch.context() as patch:
+        PACE.forward = flops(read_subject(str(llama), "float16"), 1024, 1024) / 1e12
+        patch.setattr(planning, "measured_pace", lambda *_: PACE)
+        asked = [f"--model.path={llama}", "--trainer.accelerator=cpu", "--plan", f"--plan_json={given}"]
+        assert main(["fit", "--config", "llama2.yaml", *asked]) == 0
+    return json.loads(given.read_text())
+
+
+def test_the_weights(plan):
+    attention, mlp, norms = 4 * 4096**2, 3 * 4096 * 11008, 2 * 4096
+    assert plan["model"]["parameters"] == 32 * (attention + mlp + norms) + 2 * 32000 * 4096 + 4096
+    assert plan["model"]["weights_bytes"] / 1e9 == pytest.approx(13.48, abs=0.01)
+
+
+def test_caches(plan):
+    found = plan["cache"]["methods"]
+    assert plan["cache"]["exact_16_bit_bytes"] == found["full"]["device_bytes"] == 2 * 2**30
+    assert found["offload"]["host_bytes"] == 2 * 2**30
+    # KIVI: 4096 keys and 3968 values at 2 bits with 2 x 16 bits for 32 of them; 128 exact values. A table of 4 pages a row.
+    pairs = 32 * 32 * 128  # layers, KV heads, channels
+    kivi = pairs * (2 * 4096 * 3 / 8 + 128 * 2)
+    assert found["kivi"]["device_bytes"] == pytest.approx(kivi, rel=0.01)
+    assert found["rtn"]["device_bytes"] == pytest.approx(pairs * 2 * 4096 * 4.25 / 8, rel=0.01)
+    assert found["rtn"]["bits_per_value"] == pytest.approx(4.25, rel=0.01)
+
+
+def test_statistics_and_the_artifact(plan):
+    sizes = {name: one["bytes"] for name, one in plan["statistics"]["each"].items()}
+    channels, bits = 32 * 32 * 128, 4
+    assert sizes["channel_range"] == 4 * 4 * channels
+    assert sizes["residual_basis"] - 2 * 8 == 2 * 2 * 8 * channels * 128  # two forms, two widths, float64
+    assert sizes["vectors"] == 32 * 32768 * (2 * 128 * 2 + 8)
+    assert sizes["outlier_thresholds"] == 32 * 2048 * (2 * 32 * 128 * 4 + 8)
+    ranges, thresholds = 7 * 4 * channels, 4 * 4 * 3 * (channels + 32 * 32 + 32) + 3 * 4
+    clip, bases = 7 * 32 * 32 * bits * 4, 4 * channels * 8 * 4
+    dictionaries = 32 * 8192 * (128 + 64) * 2 + 2 * (32 * 8 + 32 * 32 * 4)
+    written = ranges + thresholds + clip + bases + dictionaries
+    assert written < plan["artifact"]["bytes"] < 1.002 * written  # the header and its figures
+
+
+def test_passes_and_disk(plan):
+    assert [(one["batches"], one["checkpoints"]) for one in plan["passes"]] == [(128, 17), (16, 3), (16, 3)]
+    assert plan["corpus"]["tokens"] == 144 * 2048
+    assert plan["disk"]["statistics_checkpoints"] == 3 * plan["statistics"]["bytes"]
+    assert plan["dictionaries"]["streams"]["values"] == {
+        "groups": 32, "atoms": 8192, "channels": 64, "pairs": 4, "vectors": 2 * 32 * 32768, "steps": 10 * 32 * 128,
+    }  # fmt: skip
+
+
+def test_seconds_are_the_pieces_times_how_many_there_are(plan):
+    stages = plan["seconds"]["stages"]
+    weights = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    teraflops = 128 * 2048 * (2 * weights + 2 * 32 * 128 * 2048) / 1e12
+    # Six statistics of 128 sequences, each of twice the tokens of the piece; their ends.
+    assert stages["statistics"] == pytest.approx(32 * (teraflops + 6 * 128 * 2 * 0.5 + 6 * 0.25), rel=1e-4)
+    assert stages["clip"] == pytest.approx(32 * (teraflops / 8 + 2 * 16 * 2 * 0.5 + 2 * 0.25), rel=1e-4)
+    assert stages["layer groups"] == 2 * 32 * 31 / 2 * 0.125
+    keys = 10 * 64 * 1.0 + (11 * 4096 + 10 * 4096) * 0.001
+    values = 10 * 128 * 2.0 + 2 * 32768 * 0.0001
+    assert stages["dictionaries"] == pytest.approx(32 * (keys + values))
+    assert stages["checkpoints"] == pytest.approx(23 * plan["statistics"]["bytes"] * 1e-9)
+    assert plan["seconds"]["total"] == pytest.approx(sum(stages.values()))
+
+
+def test_processes_share_the_batches(llama):
+    subject = read_subject(str(llama), "float16")
+    assert layer_parameters(subject) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4096 // 32
+    stages = planning.passes(Calibration("x", clip_sequences=3), Sizes(64, 10, 4, batch=2, processes=2))
+    assert [one.batches for one in stages] == [3, 1, 1]
+
+
+def test_the_memory_of_a_stage_holds_weights_statistics_and_what_is_made_of_a_layer(plan):
+    stages = {one["stage"]: one["host"] for one in plan["memory"]["stages"]}
+    held = plan["model"]["weights_bytes"] + 3 * plan["statistics"]["bytes"]  # with two copies of a checkpoint
+    # The MLP's two inner activations of a sequence in float16, at least; a few hundred MB at most.
+    assert held + 2 * 2048 * 11008 * 2 < stages["statistics"] < held + 1000 * MIB
+    vectors = 3 * 32 * (32768 + 4096) * 128 * 4
+    assert stages["dictionaries"] > plan["model"]["weights_bytes"] + plan["statistics"]["bytes"] + vectors
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, "phi3"])
+def test_every_architecture_is_walked_without_numbers(kind):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = CONFIGS[kind]() if kind in CONFIGS else Phi3Config(**sizes, vocab_size=99, pad_token_id=0)
+    subject = Subject(without_weights(config, torch.float32), one_layer(config))
+    found = transients(Calibration("x"), subject, Sizes(64, 4, 2, batch=2))
+    keys = 2 * 64 * subject.shape.kv_heads * subject.shape.head_dim * 4
+    assert all(size > 3 * keys for size in found.values())  # queries, keys and values are there, and more
+    twice = transients(Calibration("x"), subject, Sizes(64, 4, 2, batch=4))
+    assert all(found[stage] < twice[stage] <= 2 * found[stage] for stage in found)
+
+
+def test_bytes_are_counted_while_tensors_exist():
+    with WithoutData() as memory:
+        x = torch.empty(1000, device=META)
+        y = x + 1  # 4,000 bytes each
+        view = y.view(10, 100)
+        del y
+        assert memory.held == memory.most == 8000
+        del view
+        assert memory.held == 4000
+        real = torch.ones(1000, dtype=torch.bool, device=META)
+        assert x[real].shape == (1000,) and bool(torch.isfinite(x).all()) and not bool(x.max() > 65504)
+        assert x.cpu().is_meta and torch.arange(3).tolist() == [0, 1, 2]
+        heads = torch.empty(1, 4, 50, 8, device=META)
+        before = memory.most = memory.held
+        found = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        assert memory.most - before == found.nbytes  # and no 50 x 50
+
+
+def test_the_page_shows_what_the_command_prints(monkeypatch, capsys, tmp_path):
+    """But for the time, and for bytes that depend on the versions' names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planning, "measured_pace", lambda *_: PACE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert main(["fit", "--config", "tiny.yaml", "--plan"]) == 0
+    shown = example(PAGE.read_text())
+    printed = capsys.readouterr().out.rstrip()
+    assert machines_own(shown) and untimed(shown) == untimed(printed)
+
+
+def test_the_table_on_the_page_is_the_run():
+    run = json.loads((ROOT / "benchmarks/results/plan_cpu.json").read_text())["models"]
+    begin, end = "<!-- plan table -->\n", "\n<!-- end of plan table -->"
+    shown = PAGE.read_text().partition(begin)[2].partition(end)[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in shown[2:]]
+    for name, found in run.items():
+        seconds = {f"{name}, seconds, {stage}": one for stage, one in found["seconds"].items()}
+        bytes_ = {f"{name}, {kind.replace('_', ' ')}": found[kind] for kind in found if kind.endswith("_bytes")}
+        for row, told, measured, ratio in cells:
+            one = (seconds | bytes_).get(row)
+            if one is not None and "caches" not in row:
+                assert [float(x.replace(",", "")) for x in told.split(" and ")] == pytest.approx(
+                    one["planned"], abs=0.05
+                )
+                assert float(measured.replace(",", "")) == pytest.approx(one["measured"], abs=0.5)
+                assert [float(x) for x in ratio.split(" and ")] == pytest.approx(one["ratio"], abs=0.006)
+    assert len(cells) == 9 * len(run)
+
+
+def example(page):
+    """The command's output as the page shows it."""
+    return page.partition("<!-- example -->\n")[2].partition("\n<!-- end of example -->")[0].strip("`\n")
+
+
+def machines_own(text):
+    return [part for part in text.split("\n\n") if part.startswith("Time")]
+
+
+def untimed(text):
+    parts = [part for part in text.split("\n\n") if not part.startswith("Time")]
+    return [re.sub(r"[\d,]+ bytes", "so many bytes", part) for part in parts]
