@@ -1,0 +1,56 @@
+"""Every command in a block of the documents runs: at toy size, with status 0, and what it says it writes is there."""
+
+import re
+from importlib.util import find_spec
+
+import pytest
+from documented import Command, block_commands, documents, text_of
+from documented_runs import ADDITIONS, kind_of, run
+
+# What is not run here, and why; a pattern of the whole command.
+NOT_RUN = {
+    r"make .*": "two of them are what CI runs, the others take minutes to hours: test_quotations.py checks their recipes",
+    r"vllm serve .*": "an engine for GPUs; tests/export reads the same folder with the loader of compressed-tensors",
+    r"(python3 -m venv|\S*pip install) .*": "it installs, which .ci/run does by the Makefile",
+    r"hf (auth|download) .*": "it asks the hub",
+    r"\S*python -m benchmarks\.peers\.kvpress .* --press (?!none).*": "kvpress needs another transformers; "
+    "tests/test_kvpress_peer.py runs the script over stand-ins",
+    r"python -m calib\.kernels\.ahead_of_time .*": "compiles in a process that interprets nothing: "
+    "tests/kernels/test_ahead_of_time.py runs it for every operation",
+}
+COMMANDS = [command for name in documents() for command in block_commands(text_of(name), name)]
+
+
+def reason(command: Command) -> str | None:
+    """Why a command is not run."""
+    return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, str(command))), None)
+
+
+def shape(command: Command) -> tuple[str, ...]:
+    """The words without where the results go, and without the configurations' folders."""
+    line = re.sub(r" --(output|threads) \S+", "", str(command))
+    return (*re.sub(r"(--config )\S*/", r"\1", line).split(), *map(str, command.environment))
+
+
+# The first of each shape: tables of results repeat the documents' commands with other folders.
+FIRST = {shape(command): command for command in reversed(COMMANDS) if reason(command) is None}
+RUN = sorted(FIRST.values(), key=COMMANDS.index)
+
+
+@pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.document}:{command.line}")
+def test_a_documented_command_runs(command, sandbox, capsys):
+    if "onnx" in command.values("--format") and find_spec("onnx") is None:
+        pytest.skip("writing ONNX needs the package onnx")
+    folder = sandbox.folder(command.document)
+    sandbox.provide(command, folder)
+    done = run(command, folder, capsys)
+    assert done.status == 0, done.words
+    assert not done.missing
+
+
+def test_nothing_is_left_out_or_added_without_need():
+    """Every reason stands for a command, every addition is somewhere in use, and most commands are run."""
+    left = [str(command) for command in COMMANDS if reason(command)]
+    assert not [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, line) for line in left)]
+    assert {*ADDITIONS} <= {kind_of(command) for command in RUN}
+    assert len(RUN) > 45 and {"fit", "export", "convert", "inspect", "methods"} <= {kind_of(command) for command in RUN}
