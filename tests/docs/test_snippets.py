@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from calib.runtime import Artifact, compress
 
 DOCUMENTS = [name for name in documents() if snippets(name, "python")]
-PACKAGES = {"docs/onnx.md": ("onnx", "onnxruntime"), "docs/evaluate.md": ("lm_eval",)}  # beside the project's own
+ONNX = ("onnx", "onnxruntime")
+PACKAGES = {"README.md": ONNX, "docs/onnx.md": ONNX, "docs/evaluate.md": ("lm_eval",)}  # beside the project's own
 GIVEN = ("model", "tokenizer", "artifact", "method")  # names that a text may use without a line that makes them
 CALL = re.compile(r"`(compress\((?![^`]*\.\.\.)[^`]*\))`|^    (compress\(.*\))$", re.M)
 CALLS = [
