@@ -167,6 +167,9 @@ def test_prefix_cache(monkeypatch, capsys):
     assert "compressed" in first and "compressed" not in again  # the second run reads the file
     for out in (first, again):
         assert re.findall(r"'(line \w+: )' -> '(\d+)'", out) == [("line window: ", "1177"), ("line river: ", "4821")]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "prefix_cache", "--bits", "2")
+    assert "error: prefix.safetensors: the prefix was made with options bits = 4" in capsys.readouterr().err
 
 
 def test_onnx_codec(monkeypatch, capsys):
