@@ -27,7 +27,7 @@ test-all: .venv/dev.stamp  ## the long matrices as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-oldest: .venv-oldest/stamp  ## with the oldest releases that are supported; not what no release touches
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow and not arithmetic" -n 2
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow and not arithmetic" -n 2 --ignore tests/docs
 
 contract: .venv/dev.stamp  ## every cell of methods x modes x architectures; writes docs/results/contract.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/contract --contract-report docs/results/contract.md
