@@ -51,6 +51,7 @@ def ragged(model, sizes: list[int], seed: int) -> list[Tokens]:
 # ---- whole
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_read_is_what_was_saved_and_goes_on_as_it_would_have(model, case, tmp_path):
     path = tmp_path / "prefix.safetensors"
@@ -75,6 +76,7 @@ def test_what_is_read_is_what_was_saved_and_goes_on_as_it_would_have(model, case
             assert again.memory() == cache.memory()
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("name", ["rtn-4", "zipcache-short", "mikv-16-2", "gear", "csr-short"])
 def test_parameters_beyond_16_bits_come_back_as_wide_as_they_were(model, name, tmp_path):
     path, case = tmp_path / "prefix.safetensors", BY_NAME[name]
@@ -134,6 +136,7 @@ def test_one_prefix_serves_questions_of_any_length(model, tmp_path):
         assert cache.memory().by_kind["codes"] == shared  # three rows, one prompt's pages
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize(
     "name", ["full", "kivi-2", "zipcache", "mikv-8-2", "csr-offline", "gear", "specache", "offload"]
 )
