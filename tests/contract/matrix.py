@@ -11,7 +11,7 @@ from contract.modes import MODES
 
 METHODS = [case.name for case in CASES if case.contract]
 SHORT = [torch.bfloat16, torch.float16]
-SAMPLED = 48
+SAMPLED = 40
 
 # Architectures outermost: neighbouring cells share a model and its shadow.
 CELLS = [

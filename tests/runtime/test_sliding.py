@@ -41,6 +41,7 @@ def held_pages(cache) -> list[int]:
     return [sum(page != NOWHERE for page in row) for row in cache.rows.table.rows]
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", [case for case in CASES if not case.tiered], ids=str)
 def test_attention_over_what_is_left_is_that_over_everything(model, case):
     """Steps and chunks; the oracle keeps every token, as stored when it was stored, by a cache that never lets go."""
@@ -66,6 +67,7 @@ def test_attention_over_what_is_left_is_that_over_everything(model, case):
     assert max(held_pages(cache)) < min(held_pages(everything))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("case", [case for case in CASES if case.tiered and not case.relocates], ids=str)
 def test_attention_over_tiers_is_that_over_what_they_hold_of_the_window(model, case):
     """Tokens of tiers lie in any order: their places say which of them the window has left behind."""
