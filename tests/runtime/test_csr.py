@@ -145,7 +145,7 @@ CORRECTED = [
 ]
 
 
-@pytest.mark.parametrize("scenario", a_part(SCENARIOS + TIERED + CORRECTED))
+@pytest.mark.parametrize("scenario", a_part(SCENARIOS + TIERED + CORRECTED, share=0.5))
 def test_a_row_does_what_the_equations_say(scenario):
     sizes = WALKS[scenario.walk]
     walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])
