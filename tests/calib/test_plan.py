@@ -103,6 +103,7 @@ def test_dictionaries_and_passes_are_those_of_the_fit(planned, artifact):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cache_weighs_what_was_planned(method, planned, artifact, toy):
+    assert (planned[0]["cache"]["batch"], planned[0]["cache"]["context"]) == (BATCH, CONTEXT)
     told = planned[0]["cache"]["methods"][method]
     model = AutoModelForCausalLM.from_pretrained(toy / "llama")
     found = measured(model, method, artifact, BATCH, CONTEXT)
