@@ -10,6 +10,7 @@ import os
 import sys
 
 from calib import __version__
+from calib.arguments import listing
 from calib.errors import UsageError
 
 COMMANDS = {
@@ -26,18 +27,8 @@ COMMANDS = {
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: calib [--version] [--debug] COMMAND [options]",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "calib COMMAND --help tells a command's options.",
-        ]
-    )
+    hint = "calib COMMAND --help tells a command's options."
+    return listing("calib [--version] [--debug] COMMAND [options]", "commands", COMMANDS, hint)
 
 
 def main(argv: list[str] | None = None) -> int:

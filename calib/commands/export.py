@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Sequence
 
-from calib.arguments import Parser
+from calib.arguments import Parser, listing
 from calib.errors import UsageError
 
 # Each has a module `command` with `run(argv) -> int` and options of its own; imported when it is asked for.
@@ -14,18 +14,8 @@ FORMATS = {
 
 
 def usage() -> str:
-    width = max(map(len, FORMATS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in FORMATS.items()]
-    return "\n".join(
-        [
-            "usage: calib export --format FORMAT [options]",
-            "",
-            "formats:",
-            *lines,
-            "",
-            "calib export --format FORMAT --help tells a format's options.",
-        ]
-    )
+    hint = "calib export --format FORMAT --help tells a format's options."
+    return listing("calib export --format FORMAT [options]", "formats", FORMATS, hint)
 
 
 def run(argv: Sequence[str]) -> int:
