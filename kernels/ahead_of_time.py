@@ -47,6 +47,8 @@ class Specialisation:
         warps, stages: what the launch asks for.
         codes: codes that an iteration of the longest loop reads, all lanes together; 0: the loop is held to nothing.
         most: instructions that one code may cost; without it they are only counted.
+        words: the words that these codes lie in; 0: not counted.
+        beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
     """
 
     kernel: Any
@@ -56,6 +58,8 @@ class Specialisation:
     stages: int = 3
     codes: int = 0
     most: float = inf
+    words: int = 0
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ class LoopFigures:
     registers: int
     spilled: int
 
-    def per_code(self, codes: int, warps: int) -> float:
-        """Instructions that a lane issues for every code it reads."""
-        return self.instructions.total() * 32 * warps / codes
+    def cost(self, count: int, warps: int) -> float:
+        """Instructions that a lane issues for every one of `count` codes or words that all lanes read together."""
+        return self.instructions.total() * 32 * warps / count
 
     def matrix_per_128_codes(self, codes: int, warps: int) -> float:
         """Matrix instructions of a warp for every 128 codes."""
@@ -140,6 +144,7 @@ def declared(operation: str) -> dict[str, Specialisation]:
 def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
     """A line for each specialisation and capability, and whether it holds to its limits."""
     for operation in operations:
+        costs: dict[tuple[str, int, str], float] = {}
         for name, one in declared(operation).items():
             for capability in CAPABILITIES:
                 figures = loop_figures(compiled(one, capability))
@@ -147,13 +152,16 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
                 line += f"  {figures.registers:3} registers, {figures.spilled:3} spilled bytes"
                 good = True
                 if one.codes:
-                    cost, matrix = (
-                        figures.per_code(one.codes, one.warps),
-                        figures.matrix_per_128_codes(one.codes, one.warps),
-                    )
-                    good = cost <= one.most and not figures.spilled and not figures.conversions and matrix <= 1
-                    line += f", {cost:.2f} instructions a code"
-                    line += f" (at most {one.most})" if isfinite(one.most) else ""
+                    matrix = figures.matrix_per_128_codes(one.codes, one.warps)
+                    good = not figures.spilled and not figures.conversions and matrix <= 1
+                    for kind, count, most in (("code", one.codes, one.most), ("word", one.words, inf)):
+                        if count:
+                            cost = costs[name, capability, kind] = figures.cost(count, one.warps)
+                            if kind in one.beside:
+                                most = min(most, costs[one.beside[kind], capability, kind])
+                            good &= cost <= most
+                            line += f", {cost:.2f} instructions a {kind}"
+                            line += f" (at most {most:.2f})" if isfinite(most) else ""
                     line += f", {matrix:.2f} matrix instructions per 128 codes, {figures.conversions} conversions"
                 yield line, good
 

@@ -8,34 +8,12 @@ mixture); `merge` joins the parts of all runs. README.md derives what is folded 
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.unpack import bias_of, plane_count, unpacked
+from calib.kernels.attend.loads import channel_numbers, own_words, query_planes, tile_of
+from calib.kernels.attend.unpack import are_codes, bias_of, plane_count, unpacked
 
 # Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
 NOTHING = tl.constexpr(-1.0e38)
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _query_planes(QUERY, base, rows, valid, F: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
-    """The query by planes, float32 [WP, M] each, and the largest size of each row, at least a tiny one."""
-    words = tl.arange(0, WP)
-    found, size = (), tl.full([rows.shape[0]], 1.0e-30, tl.float32)
-    for f in tl.static_range(F):
-        channels = f * W + words
-        inside = ((words < W) & (channels < D))[:, None] & valid[None, :]
-        plane = tl.load(QUERY + base + rows[None, :] * D + channels[:, None], mask=inside, other=0.0)
-        found += (plane,)
-        size = tl.maximum(size, tl.max(tl.abs(plane), 0))
-    return found, size
-
-
-@triton.jit
-def _tile(pointers, inside, FULL: tl.constexpr):
-    """Words of some tokens, 0 where a token has none; a mask that hides nothing would keep loads from being wide."""
-    if FULL:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
 
 
 @triton.jit
@@ -56,23 +34,27 @@ def _product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _channel_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr):
-    """float16 scales and zero points [WP] of a plane's channels, from a row of parameters."""
-    channels = plane * W + words
-    inside = (words < W) & (channels < D)
-    return tl.load(numbers + channels, mask=inside, other=0.0), tl.load(numbers + D + channels, mask=inside, other=0.0)
+def _tokens(codes, bias, steps, zero_points, PRECISE: tl.constexpr):
+    """x^ = c s + z of a plane: float16, or float32."""
+    exact = codes - bias
+    if PRECISE:
+        return exact.to(tl.float32) * steps + zero_points
+    else:
+        return exact * steps + zero_points
 
 
 @triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
 def attend(
-    QUERY, KEYS, KEY_NUMBERS, VALUES, VALUE_NUMBERS, TABLE, USED, CONSTANT, BIAS, HIDDEN, PLACES, BACK,
+    QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, PLACES, BACK,
     TOP, MASS, MIXED, SCORES,
     heads, query_rows, columns, table_width, run, slots,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, places_page, places_head,
-    KEY_BITS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
+    KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
+    VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
+    KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
+    VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
     DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_CONSTANT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_PLACES: tl.constexpr,
@@ -83,20 +65,22 @@ def attend(
     """Tokens are the rows of every product and query rows its columns, because a step has few of the latter."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
-    FK: tl.constexpr = plane_count(KEY_BITS)
-    FV: tl.constexpr = plane_count(VALUE_BITS)
+    FK: tl.constexpr = plane_count(KEY_WIDTHS)
+    FV: tl.constexpr = plane_count(VALUE_WIDTHS)
     rows = block * M + tl.arange(0, M)
     valid = rows < query_rows
     base = of_row.to(tl.int64) * query_rows
     key_words, value_words, tokens = tl.arange(0, WKP), tl.arange(0, WVP), tl.arange(0, BN)
+    key_first, own_keys = own_words(KEY_FIRST, head, key_head, key_words, WK, KEY_PIECE)
+    value_first, own_values = own_words(VALUE_FIRST, head, value_head, value_words, WV, VALUE_PIECE)
 
-    exact_query, size = _query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
+    exact_query, size = query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
     constant = tl.zeros([M], tl.float32)
     if HAS_CONSTANT:
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
 
     # The query as the products take it, and what the codes' bias and zero points make of it for each group of channels.
-    KIND = tl.float16 if KEY_BITS < 16 else KEYS.dtype.element_ty
+    KIND = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
     query, rest, biased, summed = (), (), (), ()
     for f in tl.static_range(FK):
         plane = exact_query[f] / size[None, :]
@@ -106,9 +90,9 @@ def attend(
     for j in tl.static_range(KEY_GROUPS):
         lift, whole = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
         for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
-            lift += bias_of(KEY_BITS, f) * tl.sum(query[f].to(tl.float32), 0)
+            lift += bias_of(KEY_WIDTHS, f) * tl.sum(query[f].to(tl.float32), 0)
             if PRECISE:
-                lift += bias_of(KEY_BITS, f) * tl.sum(rest[f].to(tl.float32), 0)
+                lift += bias_of(KEY_WIDTHS, f) * tl.sum(rest[f].to(tl.float32), 0)
             whole += tl.sum(exact_query[f], 0)
         biased += (lift,)
         summed += (whole / size,)
@@ -138,28 +122,27 @@ def attend(
         at = start + tokens
 
         # Products [BN, M] of keys and queries.
-        words = _tile(
-            KEYS + page * key_page + head * key_head + slot[:, None] * WK + key_words[None, :],
-            (key_words < WK)[None, :], WK == WKP,
+        words = tile_of(
+            KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :],
+            own_keys[None, :], KEY_FULL,
         )  # fmt: skip
         product = tl.zeros([BN, M], tl.float32)
-        if KEY_BITS == 16:
+        if not are_codes(KEY_WIDTHS):
             product = _dot(words, query[0], product, INTERPRET)
             if KEYS.dtype.element_ty != tl.float32:
                 product = _dot(words, rest[0], product, INTERPRET)
         else:
-            codes = unpacked(words, KEY_BITS, KEY_ASM, KEY_ARGUMENTS)
+            codes = unpacked(words, KEY_WIDTHS, KEY_ASM, KEY_ARGUMENTS)
             numbers = KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head
             if KEY_MODE == 2:
                 # A scale for every channel and few tokens: sooner into the codes than into the query.
                 numbers += inside_page // KEY_TOKENS * (2 * DK)
                 for f in tl.static_range(FK):
-                    steps, zero_points = _channel_numbers(numbers, key_words, f, DK, WK, WKP)
+                    steps, zero_points = channel_numbers(numbers, key_words, f, DK, WK, WKP)
+                    keys = _tokens(codes[f], bias_of(KEY_WIDTHS, f), steps[None, :], zero_points[None, :], PRECISE)
                     if PRECISE:
-                        keys = (codes[f] - bias_of(KEY_BITS, f)).to(tl.float32) * steps[None, :] + zero_points[None, :]
                         product = tl.dot(keys, exact_query[f] / size[None, :], product, input_precision="ieee")
                     else:
-                        keys = (codes[f] - bias_of(KEY_BITS, f)) * steps[None, :] + zero_points[None, :]
                         product = tl.dot(keys, query[f], product)
             elif KEY_MODE == 1:
                 for j in tl.static_range(KEY_GROUPS):
@@ -208,29 +191,24 @@ def attend(
         top = higher
 
         # Mixtures [WV, M] of every plane.
-        words = _tile(
-            VALUES + page * value_page + head * value_head + slot[None, :] * WV + value_words[:, None],
-            (value_words < WV)[:, None], WV == WVP,
+        words = tile_of(
+            VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
+            own_values[:, None], VALUE_FULL,
         )  # fmt: skip
         new, new_zeros, new_below = (), (), ()
-        if VALUE_BITS == 16:
+        if not are_codes(VALUE_WIDTHS):
             new += (_dot(words, weights.to(VALUES.dtype.element_ty), mixed[0] * stays[None, :], INTERPRET),)
             new_zeros, new_below = zeros, below
         else:
-            codes = unpacked(words, VALUE_BITS, VALUE_ASM, VALUE_ARGUMENTS)
+            codes = unpacked(words, VALUE_WIDTHS, VALUE_ASM, VALUE_ARGUMENTS)
             numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
             if VALUE_MODE == 2:
                 numbers += inside_page // VALUE_TOKENS * (2 * DV)
                 for f in tl.static_range(FV):
-                    steps, zero_points = _channel_numbers(numbers, value_words, f, DV, WV, WVP)
-                    if PRECISE:
-                        values = (codes[f] - bias_of(VALUE_BITS, f)).to(tl.float32) * steps[:, None] + zero_points[
-                            :, None
-                        ]
-                        new += (tl.dot(values, weights, mixed[f] * stays[None, :], input_precision="ieee"),)
-                    else:
-                        values = (codes[f] - bias_of(VALUE_BITS, f)) * steps[:, None] + zero_points[:, None]
-                        new += (tl.dot(values, weights.to(tl.float16), mixed[f] * stays[None, :]),)
+                    steps, zero_points = channel_numbers(numbers, value_words, f, DV, WV, WVP)
+                    values = _tokens(codes[f], bias_of(VALUE_WIDTHS, f), steps[:, None], zero_points[:, None], PRECISE)
+                    factors = weights if PRECISE else weights.to(tl.float16)
+                    new += (tl.dot(values, factors, mixed[f] * stays[None, :], input_precision="ieee"),)
                 new_zeros, new_below = zeros, below
             else:
                 share, kept = 1.0, stays
@@ -265,9 +243,9 @@ def attend(
     tl.store(MASS + part + rows, mass, mask=valid)
     for f in tl.static_range(FV):
         out = mixed[f]
-        if VALUE_BITS < 16 and VALUE_MODE != 2:
+        if are_codes(VALUE_WIDTHS) and VALUE_MODE != 2:
             # All sixteen rows of the product with ones are the same.
-            out -= (bias_of(VALUE_BITS, f) / 16) * tl.sum(below[f // (FV // VALUE_GROUPS)], 0)[None, :]
+            out -= (bias_of(VALUE_WIDTHS, f) / 16) * tl.sum(below[f // (FV // VALUE_GROUPS)], 0)[None, :]
             if VALUE_MODE == 1:
                 out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
         channels = f * WV + value_words

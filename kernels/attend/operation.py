@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
+from calib.kernels.pack.reference import Widths
 
 EXACT = 16
 
@@ -19,21 +20,24 @@ class PackedStream:
     """Keys or values of a tier in pages.
 
     Args:
-        bits: of a code, or `EXACT`: the tokens as the model made them.
+        bits: of a code, or the widths of a word's fields, or `EXACT`: the tokens as the model made them.
         pages: words int16 `[pages, kv_heads, page_tokens, W]`, or exact tokens `[pages, kv_heads, page_tokens, D]`.
-        channels: D.
+        channels: D; with `counts`, P * max(counts): queries are in plane form, and so is what is mixed (`kernels/pack/heads.py`).
         parameters: float16 `[pages, kv_heads or 1, page_tokens / g_t, 2 D / g_c]`, scales first; None: a code is its number.
         group_tokens: g_t.
         fixed: scale and zero point of all codes of a row's head or channel, where `parameters` is None: broadcast against
             `[rows, kv_heads, R, D]`.
+        counts: words of each head, which lie side by side: pages are then `[pages, 1, page_tokens, sum(counts)]`. None: each
+            head has a row of its own. What is mixed beyond a head's own words is finite and means nothing.
     """
 
-    bits: int
+    bits: int | Widths
     pages: Tensor
     channels: int
     parameters: Tensor | None = None
     group_tokens: int = 1
     fixed: tuple[Tensor, Tensor] | None = None
+    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,20 @@ parameters `[..., 2 D/g_c, T/g_t]`, scales first; see `kernels/pack` for why.
 import torch
 from torch import Tensor
 
-from calib.kernels.pack.reference import unpack_columns
+from calib.kernels.pack.reference import Widths, unpack_columns
+
+
+def code_scores(query: Tensor, words: Tensor, bits: int | Widths) -> Tensor:
+    """q.c, a code being its number: `query [..., rows, D]` float32 against a tile's words -> `[..., rows, T]` float32.
+
+    Scale and zero point are the caller's, as is the plane form (`kernels/pack/heads.py`), in which D is P * Wm.
+    """
+    return query @ unpack_columns(words, bits, query.shape[-1]).float()
+
+
+def code_mix(weights: Tensor, words: Tensor, bits: int | Widths, channels: int) -> Tensor:
+    """sum_t p_t c_t: `weights [..., rows, T]` float32 and a tile's words -> `[..., rows, D]` float32."""
+    return weights @ unpack_columns(words, bits, channels).float().mT
 
 
 def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:

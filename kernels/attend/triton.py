@@ -1,6 +1,7 @@
 """Launches the kernels of `decode_kernel.py`: what they serve, in how many programs, and how they are compiled."""
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd, inf
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.decode_kernel import attend, merge
 from calib.kernels.attend.operation import EXACT, Attended, PackedStream, Stretch
-from calib.kernels.attend.unpack import WIDTHS, assembly, constraints
-from calib.kernels.pack.reference import planes, words_per_token
+from calib.kernels.attend.unpack import assembly, constraints
+from calib.kernels.pack.heads import first_words
+from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -20,6 +22,9 @@ NONE, TOKEN, CHANNEL = 0, 1, 2
 
 # Query rows of a KV head in one program, and the most that are served: more are a prompt's, not a step's.
 BLOCK_ROWS, MOST_ROWS = (8, 16, 64), 256
+
+# Words of one load at most: 16 bytes of a lane.
+LOAD = 8
 
 # Tokens of one turn of the loop at most, by how parameters lie: where channels have them, those of a turn lie in registers too.
 TURNS = {NONE: 128, TOKEN: 128, CHANNEL: 64}
@@ -29,8 +34,8 @@ PROGRAMS = 8
 
 
 def serves(query_rows: int, keys: PackedStream, values: PackedStream) -> bool:
-    """Whether the kernel reads these streams: 1 ... 8 bits but 5, 6 and 7, or exact; float16 parameters whose groups are
-    whole planes of channels, or 16 and more tokens."""
+    """Whether the kernel reads these streams: codes of any widths, or exact; float16 parameters whose groups are whole planes of
+    channels, or 16 and more tokens; none where heads lie side by side."""
     return query_rows <= MOST_ROWS and _read(keys) and _read(values) and _turn(keys, values) >= 16
 
 
@@ -59,7 +64,8 @@ def attend_pages(
     mixed = room((rows, heads, splits, asked, wide), query)
     scores = room((rows, heads, asked, slots), query) if scored else None
     attend[(splits, rows * heads, blocks)](
-        query.contiguous(), keys.pages, _numbers(keys), values.pages, _numbers(values), stretch.table, stretch.used.contiguous(),
+        query.contiguous(), keys.pages, _numbers(keys), _first(keys), values.pages, _numbers(values), _first(values),
+        stretch.table, stretch.used.contiguous(),
         constant if constant is None else constant.contiguous(),
         stretch.bias if stretch.bias is None else stretch.bias.contiguous(),
         None if stretch.hidden is None else stretch.hidden.view(torch.uint8), stretch.places,
@@ -89,19 +95,28 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def _read(stream: PackedStream) -> bool:
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None
-    if stream.bits not in WIDTHS or (stream.parameters is not None and stream.parameters.dtype != torch.float16):
+    if stream.parameters is None:
+        return stream.channels > 0
+    if stream.counts is not None or stream.parameters.dtype != torch.float16:
         return False
-    if _mode(stream) == CHANNEL:
-        return True
-    groups = _groups(stream)
-    count, width = planes(stream.bits), words_per_token(stream.channels, stream.bits)
-    return groups == 1 or (count % groups == 0 and count * width == stream.channels)
+    count, groups = len(_widths(stream)), _groups(stream)
+    return groups == 1 or (count % groups == 0 and count * _wide(stream) == stream.channels)
 
 
 def _turn(keys: PackedStream, values: PackedStream) -> int:
     """Tokens of one turn of the loop: a power of two that divides a page and every group of tokens that share parameters."""
     turn = min(TURNS[_mode(stream)] for stream in (keys, values))
     return gcd(turn, keys.pages.shape[2], *(s.group_tokens for s in (keys, values) if _mode(s) == CHANNEL))
+
+
+def _widths(stream: PackedStream) -> Widths:
+    """Of the fields of a word; a token that is no code is one field."""
+    return (WORD_BITS,) if stream.bits == EXACT else pattern(stream.bits)
+
+
+def _wide(stream: PackedStream) -> int:
+    """Words that a head has of a token, at most."""
+    return stream.channels if stream.bits == EXACT else words_per_token(stream.channels, stream.bits)
 
 
 def _mode(stream: PackedStream) -> int:
@@ -117,6 +132,10 @@ def _groups(stream: PackedStream) -> int:
 
 def _numbers(stream: PackedStream) -> Tensor:
     return stream.pages if stream.parameters is None else stream.parameters
+
+
+def _first(stream: PackedStream) -> Tensor | None:
+    return None if stream.counts is None else first_words(stream.counts, stream.pages.device)
 
 
 def _strides(part: Tensor | None) -> tuple[int, int]:
@@ -136,19 +155,22 @@ def _constants(
 ) -> dict[str, object]:
     found: dict[str, object] = {"M": block, "BN": turn, "PAGE": keys.pages.shape[2], "SOFTCAP": softcap}
     for role, letter, stream in (("KEY", "K", keys), ("VALUE", "V", values)):
-        exact = stream.bits == EXACT
-        width = stream.channels if exact else words_per_token(stream.channels, stream.bits)
-        plain = exact or interpreted
+        widths, wide, counts = _widths(stream), _wide(stream), stream.counts or (_wide(stream),)
+        room_of = max(16, triton.next_power_of_2(wide))
+        plain = stream.bits == EXACT or interpreted
         found |= {
-            f"{role}_BITS": stream.bits,
+            f"{role}_WIDTHS": widths,
             f"{role}_MODE": _mode(stream),
             f"{role}_GROUPS": _groups(stream),
             f"{role}_TOKENS": stream.group_tokens,
+            f"{role}_ROW": sum(counts),
+            f"{role}_PIECE": gcd(LOAD, *counts),
+            f"{role}_FULL": min(counts) == room_of,
             f"D{letter}": stream.channels,
-            f"W{letter}": width,
-            f"W{letter}P": max(16, triton.next_power_of_2(width)),
-            f"{role}_ASM": None if plain else assembly(stream.bits),
-            f"{role}_ARGUMENTS": None if plain else constraints(stream.bits),
+            f"W{letter}": wide,
+            f"W{letter}P": room_of,
+            f"{role}_ASM": None if plain else assembly(widths),
+            f"{role}_ARGUMENTS": None if plain else constraints(widths),
         }
     return found | {"INTERPRET": interpreted}
 
@@ -170,24 +192,35 @@ def _programs(device: torch.device) -> int:
     return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def stream_of(
+    bits: int | Widths,
+    mode: int = NONE,
+    size: int = 1,
+    channels: int = 128,
+    page: int = 64,
+    counts: tuple[int, ...] | None = None,
+) -> PackedStream:
+    """A stream of no data, to compile for; parameters for `size` groups of a token's channels, or for channels of `size` tokens."""
+    wide = words_per_token(channels, bits) if counts is None else sum(counts)
+    codes = torch.empty(1, 1, page, wide, dtype=torch.int16, device="meta")
+    if mode == NONE:
+        return PackedStream(bits, codes, channels, counts=counts)
+    rows, columns, tokens = (page // size, 2 * channels, size) if mode == CHANNEL else (page, 2 * size, 1)
+    return PackedStream(
+        bits, codes, channels, torch.empty(1, 1, rows, columns, dtype=torch.float16, device="meta"), tokens
+    )
+
+
 def specialisation(
-    bits: int, key_mode: int, group: int = 1, channels: int = 128, most: float = inf, page: int = 64, shared: int = 32
+    keys: PackedStream, values: PackedStream, most: float = inf, beside: Mapping[str, str] = {}
 ) -> Specialisation:
-    """The kernel for a step over `bits`-bit pages: keys in `key_mode`, per channel for `shared` tokens; values with parameters per
-    token and `group` channel groups."""
-    codes = torch.empty(1, 1, page, words_per_token(channels, bits), dtype=torch.int16, device="meta")
-
-    def parameters(mode: int) -> Tensor | None:
-        width = 2 * channels if mode == CHANNEL else 2 * group
-        return None if mode == NONE else torch.empty(1, 1, page // shared, width, dtype=torch.float16, device="meta")
-
-    keys = PackedStream(bits, codes, channels, parameters(key_mode), shared if key_mode == CHANNEL else 1)
-    values = PackedStream(bits, codes, channels, parameters(TOKEN))
+    """The kernel for a step over such pages."""
     turn = _turn(keys, values)
     absent = ("BIAS", "HIDDEN", "PLACES", "BACK", "SCORES")
     constants = _constants(keys, values, BLOCK_ROWS[0], turn, None, interpreted=False)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
     constants |= {"HAS_CONSTANT": True, "PRECISE": False}
+    constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
     types = {
         name: "i32:16" if name.endswith(("_page", "_head")) else "i32"
         for name in attend.arg_names
@@ -195,17 +228,45 @@ def specialisation(
     }
     types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED"), "*fp32")
     types |= {"KEYS": "*i16", "VALUES": "*i16", "TABLE": "*i32", "USED": "*i32"}
-    types |= {"KEY_NUMBERS": "*i16" if key_mode == NONE else "*fp16", "VALUE_NUMBERS": "*fp16"}
-    return Specialisation(
-        attend, types, constants, _warps(BLOCK_ROWS[0]), _stages(keys, values), 2 * turn * channels, most
-    )
+    types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
+    for role, own in (("KEY", keys), ("VALUE", values)):
+        types[f"{role}_NUMBERS"] = "*i16" if own.parameters is None else "*fp16"
+    codes, words = turn * (keys.channels + values.channels), turn * (_wide(keys) + _wide(values))
+    warps, stages = _warps(BLOCK_ROWS[0]), _stages(keys, values)
+    return Specialisation(attend, types, constants, warps, stages, codes, most, words, beside)
 
+
+def _calibrated(
+    bits: int | Widths, channels: int, counts: tuple[int, ...] | None = None, beside: Mapping[str, str] = {}
+) -> Specialisation:
+    """Keys and values without parameters."""
+    stream = stream_of(bits, channels=channels, counts=counts)
+    return specialisation(stream, stream, beside=beside)
+
+
+# What widths that differ are held to: for a word, tokens of as many bits; for a code, words of as many codes.
+_OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrated"}
+_OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
 
 SPECIALISATIONS = {
-    "4 bits, calibrated keys": specialisation(4, NONE, most=2.6),
-    "2 bits, calibrated keys": specialisation(2, NONE, most=1.8),
-    "4 bits, keys per channel of 128": specialisation(4, CHANNEL, most=2.6, page=128, shared=128),
-    "2 bits, keys per channel of 128": specialisation(2, CHANNEL, page=128, shared=128),
-    "4 bits, keys per channel of 32": specialisation(4, CHANNEL, page=128, group=4),
-    "2 bits, keys per channel of 32": specialisation(2, CHANNEL, page=128, group=4),
+    "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6),
+    "2 bits, calibrated keys": specialisation(stream_of(2), stream_of(2, TOKEN), 1.8),
+    "4 bits, keys per channel of 128": specialisation(
+        stream_of(4, CHANNEL, 128, page=128), stream_of(4, TOKEN, page=128), 2.6
+    ),
+    "2 bits, keys per channel of 128": specialisation(
+        stream_of(2, CHANNEL, 128, page=128), stream_of(2, TOKEN, page=128)
+    ),
+    "4 bits, keys per channel of 32": specialisation(
+        stream_of(4, CHANNEL, 32, page=128), stream_of(4, TOKEN, 4, page=128)
+    ),
+    "2 bits, keys per channel of 32": specialisation(
+        stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128)
+    ),
+    "2 bits, both calibrated": _calibrated(2, 128),
+    "3 bits, both calibrated": _calibrated(3, 80),
+    "4 bits, both calibrated": _calibrated(4, 128),
+    "5 bits, both calibrated": _calibrated(5, 96),
+    "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
+    "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
 }

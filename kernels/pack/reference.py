@@ -1,11 +1,13 @@
 """Plane-split packing of small integer codes into int16 words (layout in README.md of this folder).
 
-A word holds F = 16 // bits codes, one from each of F planes; plane f keeps the channels [f*W, (f+1)*W), W = ceil(D / F).
-Word w of a token is therefore sum_f code[f*W + w] << (bits*f): unpacking a plane is one shift and one mask, and it
-never interleaves neighbouring channels, which is what an attention kernel pays for elsewhere.
+A word has P fields, the first in the lowest bits, as wide as its pattern says: `bits` as often as 16 holds them, or widths that
+differ. Plane p keeps the channels [p*W, (p+1)*W), and word w of a token is sum_p code[p*W + w] << first_bit[p]: unpacking a
+plane is one shift and one mask, and it never interleaves neighbouring channels, which is what an attention kernel pays for
+elsewhere. Wherever a function asks for `bits`, a pattern may be given.
 """
 
-from functools import lru_cache
+from functools import cache
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -13,54 +15,90 @@ from torch import Tensor
 
 WORD_BITS = 16
 
+Widths = tuple[int, ...]
 
-def planes(bits: int) -> int:
-    """Number of codes in one int16 word: 16, 8, 5, 4, 3, 2, 2, 2 for 1 ... 8 bits."""
-    if not 1 <= bits <= 8:
+
+@cache
+def pattern(bits: int | Widths) -> Widths:
+    """Widths in bits of a word's fields, lowest first: one that repeats (16, 8, 5, 4, 3, 2, 2, 2 times for 1 ... 8 bits), or
+    those that are given, each 1 ... 8 and 16 together at most."""
+    widths = bits if isinstance(bits, tuple) else (bits,)
+    if not widths or not all(1 <= width <= 8 for width in widths):
         raise ValueError(f"bits must be 1 ... 8, got {bits}")
-    return WORD_BITS // bits
+    if sum(widths) > WORD_BITS:
+        raise ValueError(f"fields of a word have {WORD_BITS} bits together at most, got {bits}")
+    return widths if isinstance(bits, tuple) else widths * (WORD_BITS // bits)
 
 
-def words_per_token(channels: int, bits: int) -> int:
-    """Words that hold one token's `channels` codes; the last plane is padded where F does not divide them."""
+def planes(bits: int | Widths) -> int:
+    """Number of codes in one int16 word."""
+    return len(pattern(bits))
+
+
+def words_per_token(channels: int, bits: int | Widths) -> int:
+    """Words that hold one token's `channels` codes; the last plane is padded where the planes do not divide them."""
     return -(-channels // planes(bits))
 
 
-@lru_cache
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    """First bit of each plane `[F, 1]`; kept, because making it costs as much as using it."""
-    return torch.arange(0, bits * planes(bits), bits, dtype=torch.int16, device=device)[:, None]
+def first_bits(bits: int | Widths) -> list[int]:
+    """Where each field of a word begins."""
+    return list(accumulate(pattern(bits)[:-1], initial=0))
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes `[..., D]` (integers below 2**bits, any dtype) -> words `[..., W]` int16."""
-    fields, width = planes(bits), words_per_token(codes.shape[-1], bits)
-    words, missing = codes.to(torch.int16), fields * width - codes.shape[-1]
-    words = F.pad(words, (0, missing)) if missing else words
+@cache
+def _fields(bits: int | Widths, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First bit and mask of each plane, int16 `[P, 1, 1]`; kept, because making them costs as much as using them."""
+    numbers = first_bits(bits), [(1 << width) - 1 for width in pattern(bits)]
+    first, mask = (torch.tensor(part, dtype=torch.int16, device=device)[:, None, None] for part in numbers)
+    return first, mask
+
+
+@cache
+def _merges(bits: int | Widths) -> list[tuple[int, int, int, int]]:
+    """How planes become one: (first, last, distance, factor) adds `factor` times the planes that lie `distance` further on.
+
+    The later half goes onto the earlier half: long runs, and half as many codes each time. Neighbours that move equally far go
+    together, which in a pattern of one width is the whole half.
+    """
+    at, fields, found = first_bits(bits), planes(bits), []
     while fields > 1:
-        # The later half of the planes, shifted, onto the earlier half: long runs, and half as many codes each time. No two
-        # planes share a bit, so that sums are unions; the sixteenth bit is a code bit like the others.
         kept = (fields + 1) // 2
-        early, late = words[..., : kept * width], words[..., kept * width :]
-        late = F.pad(late, (0, width)) if fields % 2 else late
-        words, fields = torch.add(early, late, alpha=1 << (bits * kept)), kept
-    return words
+        moves = [at[kept + plane] - at[plane] for plane in range(fields - kept)]
+        first = 0
+        for last in range(1, len(moves) + 1):
+            if last == len(moves) or moves[last] != moves[first]:
+                # The sixteenth bit is a code bit like the others: as a number of 16 bits, its factor is negative.
+                found.append((first, last, kept, 1 << moves[first] if moves[first] < WORD_BITS - 1 else -(1 << 15)))
+                first = last
+        fields = kept
+    return found
 
 
-def unpack(words: Tensor, bits: int, channels: int) -> Tensor:
+def pack(codes: Tensor, bits: int | Widths) -> Tensor:
+    """Codes `[..., D]` (integers below 2**width of their field, any dtype) -> words `[..., W]` int16."""
+    count, width = planes(bits), words_per_token(codes.shape[-1], bits)
+    words, missing = codes.to(torch.int16, copy=True), count * width - codes.shape[-1]
+    words = F.pad(words, (0, missing)) if missing else words
+    for first, last, distance, factor in _merges(bits):
+        # No two planes share a bit, so that sums are unions.
+        later = words[..., (first + distance) * width : (last + distance) * width]
+        words[..., first * width : last * width].add_(later, alpha=factor)
+    return words[..., :width].contiguous()
+
+
+def unpack(words: Tensor, bits: int | Widths, channels: int) -> Tensor:
     """Words `[..., W]` int16 -> codes `[..., D]` uint8."""
     return unpack_columns(words.unsqueeze(-1), bits, channels).squeeze(-1).to(torch.uint8)
 
 
-def unpack_columns(words: Tensor, bits: int, channels: int) -> Tensor:
+def unpack_columns(words: Tensor, bits: int | Widths, channels: int) -> Tensor:
     """Words with tokens last, `[..., W, T]` int16 -> codes `[..., D, T]` int16.
 
-    With tokens last every plane is one contiguous run for any bit width, so that this is three vectorised operations.
+    With tokens last every plane is one contiguous run for any pattern, so that this is two vectorised operations.
     """
-    shifts = _shifts(bits, words.device).unsqueeze(-1)
+    first, mask = _fields(bits, words.device)
     # An arithmetic shift drags the sign along; the mask drops it.
-    fields = (words.unsqueeze(-3) >> shifts).bitwise_and_((1 << bits) - 1)
-    return fields.flatten(-3, -2)[..., :channels, :]
+    return (words.unsqueeze(-3) >> first).bitwise_and_(mask).flatten(-3, -2)[..., :channels, :]
 
 
 def byte_parts(width: int) -> list[tuple[int, int]]:
@@ -102,6 +140,6 @@ def unpack_bytes(packed: Tensor, width: int, count: int) -> Tensor:
     return found
 
 
-@lru_cache
+@cache
 def _byte_shifts(bits: int, device: torch.device) -> Tensor:
     return torch.arange(0, 8, bits, dtype=torch.int32, device=device)[:, None]

@@ -52,6 +52,21 @@ def test_decode_attention_is_held_to_limits():
     assert limits["4 bits, calibrated keys"][1] <= 2.6 and limits["2 bits, calibrated keys"][1] <= 1.8
 
 
+def test_fields_of_different_widths_are_held_to_those_of_one():
+    """A word to one of a token with as many bits, a code to one of a word with as many codes."""
+    found = declared("attend")
+    for name, one in found.items():
+        widths = one.constants["KEY_WIDTHS"]
+        if len(set(widths)) > 1:
+            beside = {kind: found[other] for kind, other in one.beside.items()}
+            words = {kind: other.words * 2 for kind, other in beside.items()} | {"own": one.words * 2}
+            assert beside.keys() == {"word", "code"}, name
+            assert len(set(words.values())) == 1, words  # bytes of an iteration
+            assert beside["code"].codes == one.codes == one.words * len(widths)
+            assert beside["word"].codes > one.codes
+    assert sum(bool(one.beside) for one in found.values()) == 2
+
+
 def test_what_misses_a_limit_is_told(tmp_path):
     """The same kernel passes with a limit that it holds and fails with one that it does not, or where it converts."""
     (tmp_path / "summing.py").write_text(KERNEL)
@@ -64,7 +79,7 @@ from summing import summed
 
 types = {"NUMBERS": "*i32", "OUT": "*fp32", "count": "i32"}
 plain, converted = (Specialisation(summed, types, {"CONVERTED": flag}, 1, 3, 32) for flag in (False, True))
-cost = loop_figures(compiled(plain, 90)).per_code(32, 1)
+cost = loop_figures(compiled(plain, 90)).cost(32, 1)
 assert 1 < cost < 100, cost
 for capability in ahead_of_time.CAPABILITIES:
     assert loop_figures(compiled(plain, capability)).conversions == 0
@@ -76,11 +91,16 @@ cases = {
     "beyond": (replace(plain, most=1.0), False),
     "converting": (converted, False),
     "held to nothing": (replace(converted, codes=0), True),
+    "words": (replace(plain, words=16), True),
+    "a word as dear": (replace(plain, words=16, beside={"word": "words", "code": "within"}), True),
+    "a word too dear": (replace(plain, words=15, beside={"word": "words"}), False),
+    "a code too dear": (replace(plain, codes=31, words=16, beside={"word": "words", "code": "within"}), False),
 }
 ahead_of_time.declared = lambda operation: {name: one for name, (one, _) in cases.items()}
 told = list(report(["summing"]))
 assert [holds for _, holds in told] == [good for _, good in cases.values() for _ in ahead_of_time.CAPABILITIES], told
-assert "at most 1.0" in told[2][0] and "conversions" in told[4][0] and "instructions a code" not in told[-1][0], told
+assert "at most 1.0" in told[2][0] and "conversions" in told[4][0] and "instructions a code" not in told[6][0], told
+assert "instructions a word" in told[8][0] and "instructions a word" not in told[0][0], told
 """
     done = compiling("-c", script, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

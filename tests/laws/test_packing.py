@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import unpacked
 
+from calib.kernels.pack.heads import first_words, join_heads, spread_heads
 from calib.kernels.pack.reference import (
     bytes_per_token,
     pack,
     pack_bytes,
+    pattern,
     planes,
     unpack,
     unpack_bytes,
@@ -43,6 +45,64 @@ def test_unpacking_gives_the_codes_back(bits, channels, lead, seed):
     assert torch.equal(columns, codes.short().unsqueeze(-1).expand(*lead, channels, 3))
     assert torch.equal(torch.from_numpy(unpacked(words.numpy(), bits, channels)), codes.long())
     assert torch.equal(codes, before)
+
+
+@st.composite
+def patterns(draw) -> tuple[int, ...]:
+    """Widths of 1 ... 8 bits, 16 together at most."""
+    widths = [draw(st.integers(1, 8))]
+    while (left := 16 - sum(widths)) and draw(st.integers(0, 7)):
+        widths.append(draw(st.integers(1, min(8, left))))
+    return tuple(widths)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(widths=patterns(), words=st.integers(1, 9), missing=st.integers(0, 20), seed=st.integers(0, 99))
+def test_fields_of_any_widths_give_the_codes_back(widths, words, missing, seed):
+    """The last planes may lack channels; a word is what its fields say, bit by bit."""
+    channels = max((len(widths) - 1) * words + 1, len(widths) * words - missing)
+    words = words_per_token(channels, widths)
+    levels = torch.tensor([2**width for width in widths]).repeat_interleave(words)[:channels]
+    draw = torch.Generator().manual_seed(seed)
+    codes = (torch.rand(2, 3, channels, generator=draw) * levels).floor().to(torch.int16)
+    codes[0] = (levels - 1).short()  # every bit of every field
+    before = codes.clone()
+    packed = pack(codes, widths)
+    assert packed.shape == (2, 3, words_per_token(channels, widths)) == (2, 3, words) and packed.is_contiguous()
+    assert torch.equal(codes, before)
+    assert torch.equal(unpack(packed, widths, channels).short(), codes)
+    assert torch.equal(unpack_columns(packed.mT, widths, channels), codes.mT)
+    for word in range(words):
+        number, begin = int(packed[1, 2, word]) & 0xFFFF, 0
+        for plane, width in enumerate(widths):
+            channel = plane * words + word
+            assert number >> begin & 2**width - 1 == (int(codes[1, 2, channel]) if channel < channels else 0)
+            begin += width
+        assert number >> begin == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple),
+    tokens=st.integers(0, 4),
+    lead=st.lists(st.integers(1, 2), max_size=2),
+)
+def test_heads_lie_side_by_side(counts, tokens, lead):
+    heads, most, total = len(counts), max(counts), sum(counts)
+    size = int(torch.tensor([*lead, heads, tokens, most]).prod())
+    words = torch.arange(1, size + 1, dtype=torch.int16).view(*lead, heads, tokens, most)
+    row = join_heads(words, counts)
+    assert row.shape == (*lead, 1, tokens, total)
+    begins = first_words(counts, row.device)
+    assert begins.dtype == torch.int32 and begins.tolist() == [sum(counts[:head]) for head in range(heads + 1)]
+    spread = spread_heads(row.mT, counts)
+    assert spread.shape == (*lead, heads, most, tokens)
+    for head, count in enumerate(counts):
+        own = words[..., head, :, :count]
+        assert torch.equal(row[..., 0, :, begins[head] : begins[head + 1]], own)
+        assert torch.equal(spread[..., head, :count, :], own.mT)
+        beyond = spread[..., head, count:, :]  # words that there are
+        assert torch.isin(beyond, row).all()
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -94,6 +154,12 @@ def test_the_layout_written_out_by_hand():
     assert pack(torch.tensor([1, 0, 1, 1] + [0] * 11 + [1]), 1).tolist() == [0x800D - 0x10000]
     # 8 bits, 3 channels: 2 planes of W = 2; word 1 has only its low byte.
     assert pack(torch.tensor([255, 128, 1]), 8).tolist() == [0x01FF, 128]
+    # 6, 4, 3, 2 and 1 bits, two words: word 0 has codes 0, 2, 4, 6, 8, one of each plane.
+    words = pack(torch.tensor([63, 1, 0, 15, 5, 2, 3, 0, 1, 0]), (6, 4, 3, 2, 1))
+    assert words.tolist() == [(63 | 5 << 10 | 3 << 13 | 1 << 15) - 0x10000, 1 | 15 << 6 | 2 << 10]
+    # 8, 7 and 1: the last plane goes all the way from the first bit to the sign.
+    assert pack(torch.tensor([255, 127, 1]), (8, 7, 1)).tolist() == [-1]
+    assert pack(torch.tensor([2, 3, 1]), (8, 7, 1)).tolist() == [0x8302 - 0x10000]
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -115,3 +181,22 @@ def test_words_a_token_as_the_table_says(bits, expected):
 def test_widths_that_do_not_exist_are_refused(bits):
     with pytest.raises(ValueError, match=f"1 ... 8, got {bits}"):
         planes(bits)
+
+
+def test_one_width_is_a_pattern():
+    assert [pattern(bits) for bits in WIDTHS] == [(bits,) * (16 // bits) for bits in WIDTHS]
+    codes = random_codes((3, 40), 3, 0)
+    assert torch.equal(pack(codes, 3), pack(codes, (3, 3, 3, 3, 3)))
+    assert planes((7, 5, 4)) == 3 and words_per_token(96, (7, 5, 4)) == 32
+
+
+def test_where_heads_begin_is_kept_however_many_layers_there_are():
+    layers = [(layer, 1) for layer in range(300)]
+    kept = [first_words(counts, torch.device("cpu")) for counts in layers]
+    assert all(first_words(counts, torch.device("cpu")) is own for counts, own in zip(layers, kept, strict=True))
+
+
+@pytest.mark.parametrize("widths", [(), (9, 1), (4, 0, 4), (8, 8, 1)])
+def test_patterns_that_do_not_exist_are_refused(widths):
+    with pytest.raises(ValueError, match=r"1 \.\.\. 8|16 bits together"):
+        pattern(widths)
