@@ -18,6 +18,7 @@ COMMANDS = {
     "pretrain": "train the small language model that ships as the default",
     "inspect": "show what an artifact holds",
     "methods": "list the compression methods and their options",
+    "tune": "choose a method's options for a budget of bits, layer by layer",
     "generate": "run a prompt through a method beside the full cache",
     "eval": "measure what methods keep of a model's answers, and what they weigh",
     "bench": "measure how long methods take, what they hold, and the batch that still fits",

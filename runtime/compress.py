@@ -17,6 +17,7 @@ from calib.runtime.prefix import Origin, load
 from calib.runtime.rotation import Rotation
 from calib.runtime.step_graphs import graphs_for
 from calib.runtime.store import Place
+from calib.runtime.tuned import check_one_ledger
 
 # What a configuration says when a decoder attends to another sequence as well.
 CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
@@ -47,7 +48,8 @@ def compress(
         graphs: on a GPU, replay decode steps from CUDA graphs: what a step asks of the host is then one call.
         prefix: a file of `cache.save`: the cache begins with what that one held. Model, method, options, seed and artifact
             must be the same.
-        options: the method's own (`bits=2`).
+        options: the method's own (`bits=2`); or `tuned=2.5` alone, which takes those that `calib tune` chose for that budget,
+            layer by layer, from the artifact.
 
     Raises:
         ValueError: unknown method or option, options that do not fit the model; `ArtifactError` for another model's artifact;
@@ -91,6 +93,7 @@ def compress(
     plans = {i: built.plan(i, geometry, artifact) for i in wrapped}
     for plan in plans.values():
         plan.check(geometry.head_dim, model.dtype)  # before anything runs
+    check_one_ledger(plans)
     windows = [layers[i].sliding_window for i in wrapped if isinstance(layers[i], DynamicSlidingWindowLayer)]
     rows = plans[wrapped[0]].rows(len(wrapped), max(windows, default=None))
     remedy = plans[wrapped[0]].rotation_remedy

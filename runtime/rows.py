@@ -132,7 +132,9 @@ class Forward:
 
 
 class Rows(ABC):
-    """Lengths and pages of all rows, advanced once a forward."""
+    """Lengths and pages of all rows, advanced once a forward. A row's first `sinks` tokens stay exact for ever."""
+
+    sinks = 0
 
     def __init__(self, layers: int, sliding: int | None = None, page_tokens: Sequence[int] = (PAGE_TOKENS,)) -> None:
         """The number of layers that share these rows, their sliding window, and the pages of every table they fill."""
@@ -178,7 +180,8 @@ class Rows(ABC):
 
     @abstractmethod
     def encoded(self, row: int, length: int) -> int:
-        """How many tokens of `row`, always its first, have a key that is not exact any more once it holds `length`."""
+        """How many tokens of `row`, always its first but for sinks, have a key that is not exact any more once it holds
+        `length`."""
 
     @abstractmethod
     def reserve(self, forward: Forward) -> None:

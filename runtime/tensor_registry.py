@@ -1,6 +1,7 @@
 """The tensors an artifact is known to hold: names, shapes, allowed values, and who measures them.
 
-L layers, H KV heads, D head_dim; float32 but for those of dictionaries, which are in `dictionary_tensors.py`.
+L layers, H KV heads, D head_dim; float32 but for those of dictionaries, which are in `dictionary_tensors.py`; those of
+transforms are in `transform_tensors.py`.
 `docs/artifact_format.md` says the same in prose. Names that are not here may be present: they come from calibrators this
 version does not know.
 """
@@ -14,6 +15,8 @@ from torch import Tensor, float32
 from calib.runtime.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.dictionary_tensors import CALIBRATORS, check_dictionaries
 from calib.runtime.tensor_checks import check_shape, check_values
+from calib.runtime.transform_tensors import CALIBRATORS as TRANSFORM_CALIBRATORS
+from calib.runtime.transform_tensors import check_transforms
 
 STREAMS = ("keys", "values")
 
@@ -88,6 +91,8 @@ def calibrator_of(name: str) -> str | None:
         return "residual_basis"
     if name == SHARES or threshold_axes(name):
         return "outlier_thresholds"
+    if name in TRANSFORM_CALIBRATORS:
+        return TRANSFORM_CALIBRATORS[name]
     stream, _, kind = name.partition(".")
     if stream in STREAMS and kind in CALIBRATORS:
         return CALIBRATORS[kind]
@@ -124,6 +129,7 @@ def check_registered(
             check_order(name, tensors, threshold_axes(name) or ("layers", "kv_heads", "head_dim"))
     for stream in STREAMS:
         check_dictionaries(stream, tensors, layers, head_dim)
+    check_transforms(tensors, layers, kv_heads, head_dim)
 
 
 def check_shares(shares: Tensor) -> None:

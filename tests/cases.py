@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
-from toy_artifact import toy_artifact, toy_basis, toy_dictionaries, toy_thresholds
+from toy_artifact import toy_artifact, toy_basis, toy_components, toy_dictionaries, toy_thresholds
 from transformers import PreTrainedModel
 
 from calib.runtime import Artifact, compress
@@ -44,19 +44,29 @@ class Case:
     def observes(self) -> bool:
         """Whether what is attended decides what is stored."""
         return self.method in ("zipcache", "mikv", "h2o", "infllm") or (
-            self.method == "csr" and "tiers" in self.options
+            self.method in ("csr", "klt") and "tiers" in self.options
         )
 
     @property
     def by_forwards(self) -> bool:
         """Whether it matters in which forwards the tokens arrive: what is attended decides, or the prompt is a segment."""
-        return self.observes or self.method in ("csr", "gear", "gear_l", "uniform", "group_wise", "outlier_reduced")
+        return self.observes or self.method in (
+            "csr",
+            "klt",
+            "gear",
+            "gear_l",
+            "uniform",
+            "group_wise",
+            "outlier_reduced",
+        )
 
     @property
     def joins_heads(self) -> bool:
         """Whether a token's heads share a range, a ranking or factors, as GEAR's own forms have it, or a dictionary."""
         if self.method == "csr":
             return self.options.get("online") != 0
+        if self.method == "klt":
+            return "corrections" in self.options
         family = self.method in ("gear", "gear_l", "uniform", "outlier_reduced")
         return family and not self.options.get("per_head")
 
@@ -215,6 +225,28 @@ CASES = [
         {"sparsity": 4, "online": 64, "window": 0, "block": 20, "corrections": {"outliers": 0.02, "residual_bits": 2}},
         contract=True,
     ),
+    # The budget, whole words of 16 bits being what is shared out.
+    Case("klt-short", "klt", 1.25, {"bits": 1.25, "window": 20, "block": 8}, artifact=True, contract=True),
+    Case(
+        "klt-before-rope",
+        "klt",
+        3.0,
+        {"bits": 3.0, "rope": "before", "sinks": 2, "window": 0, "block": 10},
+        artifact=True,
+        contract=True,
+    ),
+    # A fifth at 4 bits, the rest at 1.
+    Case(
+        "klt-tiers", "klt", 1.6, {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20}, artifact=True, contract=True
+    ),
+    # 2, and outliers of components, of which there are as many as the head with the most words has.
+    Case(
+        "klt-outliers",
+        "klt",
+        3.25625,
+        {"bits": 2, "sinks": 0, "window": 0, "block": 20, "corrections": {"outliers": 0.02}},
+        artifact=True,
+    ),
     # Nothing on the device, everything on the host.
     Case("offload", "offload", 0.0, contract=True),
     # The low-bit copy alone: what is fetched is the same 16 tokens' room.
@@ -261,4 +293,5 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
         for bits in RESIDUAL_BITS:
             tensors[f"{form.stream}.residual.{form.name}.{bits}"] = toy_basis(shape, min(8, shape[2]), draw)
     tensors |= toy_dictionaries(shape, 96, draw)
+    tensors |= toy_components(shape, draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

@@ -50,6 +50,7 @@ ADDITIONS: dict[str, dict[str, object]] = {
         "trainer.enable_model_summary": False,
     },
     "calib.testbed.scores": {"cases": 2},
+    "tune": {"length": 192, "sequences": 2},
 }
 PACKAGES = {"quanto": "optimum", "hqq": "hqq", "dynamic": "transformers", "offloaded": "transformers"}  # a peer's
 WITHOUT_GPU: dict[str, object] = {"device": "cpu"}  # where a command asks for a GPU that is not there

@@ -19,8 +19,9 @@ from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.pages import NOWHERE, PAGE_TOKENS
 from calib.runtime.placed.store import PlacedStore
-from calib.runtime.stages.codec import Codec, Corrected, Exact, Sparse
-from calib.runtime.stages.transform import Balancer, ChannelRange, ChannelScale, Identity
+from calib.runtime.stages.codec import Codec, Corrected, Exact, MixedQuant, Sparse
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.stages.transform import Balancer, Basis, ChannelRange, ChannelScale, Identity
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.store import TieredStore
 
@@ -68,6 +69,19 @@ def unpacked(words: np.ndarray, bits: int, channels: int) -> np.ndarray:
     return np.concatenate(codes, -1)[..., :channels].astype(np.int64)
 
 
+def mixed(words: np.ndarray, widths: tuple[int, ...], counts: tuple[int, ...]) -> np.ndarray:
+    """Components, float64 `[..., kv_heads, T, P max(counts)]`, of a row of all heads' words `[..., 1, T, W]`; what no word holds
+    is NaN."""
+    most, unsigned = max(counts), words[..., 0, :, :].view(np.uint16)
+    found = np.full((*unsigned.shape[:-2], len(counts), unsigned.shape[-2], len(widths) * most), np.nan)
+    for head, count in enumerate(counts):
+        own = unsigned[..., sum(counts[:head]) : sum(counts[: head + 1])]
+        for plane, width in enumerate(widths):
+            codes = (own >> np.uint16(sum(widths[:plane]))) & np.uint16(2**width - 1)
+            found[..., head, :, plane * most : plane * most + count] = 2 * codes / (2**width - 1) - 1
+    return found
+
+
 def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Tensor | None = None) -> Tensor:
     """Encoded tokens before their transform is undone: float64 `[..., kv_heads, T, channels]`; `online` a row's own atoms."""
     if isinstance(codec, Exact):
@@ -82,6 +96,8 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
             }
             x = x + decoded(codec.residual, again, channels)
         return torch.from_numpy(corrected(codec, block, x.numpy()))
+    if isinstance(codec, MixedQuant):
+        return torch.from_numpy(mixed(block["words"].numpy(), codec.widths, codec.counts))
     codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)
     if codec.group is None:
         clip = torch.as_tensor(codec.clip, dtype=torch.float64).expand(codes.shape[-3], 1, 1).numpy()
@@ -110,6 +126,8 @@ def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
             return y / own["balance"]
         case Identity():
             return y
+        case Basis():
+            return own["mean"] + (y.nan_to_num() * own["gain"]) @ own["back"]
 
 
 class Held(NamedTuple):
@@ -170,19 +188,32 @@ def in_tiers(store: TieredStore, row: int) -> Held:
             own = {name.removeprefix(f"{role}."): field for name, field in block.items() if name.startswith(role)}
             online = store.dictionaries[role].atoms[row] if role in store.dictionaries else None
             part.append(undone(tier.transforms[role], row, decoded(stages.codec, own, tier.widths[role], online)))
-        if tier.positions:
-            parts[2].append(block["positions"][..., 0].long())
-        if store.plan.before_rope:  # where nothing says otherwise slot t holds token t
-            places = block["positions"][..., 0] if tier.positions else torch.arange(parts[0][-1].shape[1])
-            parts[0][-1] = turned(parts[0][-1], store.place.rotation.frequencies, places.double()[..., None])
+        if tier.placed:  # where nothing says otherwise slot t holds token t of those behind the sinks
+            in_order = kept_first(store) + torch.arange(count).expand(store.heads, count)
+            parts[2].append(block["positions"][..., 0].long() if tier.positions else in_order)
+        if store.plan.before_rope:
+            places = parts[2][-1].double()[..., None]
+            parts[0][-1] = turned(parts[0][-1], store.place.rotation.frequencies, places)
     exact = store.rows.exact(row, length)
     if store.windows:
         for part, window in zip(parts, store.windows, strict=False):
             part.append(window.tokens[row, :, :exact].double())
-    if store.tiers[0].positions:
-        parts[2].append(torch.arange(length - exact, length).expand(store.heads, exact))
     keys, values = (torch.cat(part, 1) for part in parts[:2])
-    return Held(keys, values, torch.cat(parts[2], 1) if parts[2] else None)
+    if not all(tier.placed for tier in store.tiers):
+        return Held(keys, values, None)
+    return Held(keys, values, torch.cat([*parts[2], in_window(store, row, length).expand(store.heads, exact)], 1))
+
+
+def kept_first(store: TieredStore) -> int:
+    """Tokens that never leave the window."""
+    return store.plan.tiering.sinks if isinstance(store.plan.tiering, Shares) else 0
+
+
+def in_window(store: TieredStore, row: int, length: int) -> Tensor:
+    """The places of the tokens in the exact window when a row holds `length`: its sinks and its newest."""
+    exact = store.rows.exact(row, length)
+    first = min(kept_first(store), exact)
+    return torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
 
 
 def contents(cache: CompressedCache) -> list[list[Held]]:

@@ -38,12 +38,7 @@ class Moment:
         return self._mixed(self.residents if guess else self.store.residents.places[self.row])
 
     def _mixed(self, residents: Tensor) -> Held:
-        length, own = self.exact.keys.shape[1], self.held.places
-        if own is None:  # in order, and behind those in the tier the newest
-            count = self.held.keys.shape[1]
-            exact = self.store.low.rows.exact(self.row, length)
-            own = torch.cat([torch.arange(count - exact), torch.arange(length - exact, length)])
-            own = own.expand(self.held.keys.shape[:2])
+        own = self.held.places
         parts = [torch.full_like(part, GARBAGE) for part in self.exact[:2]]
         places = torch.full(parts[0].shape[:2], -1)
         for head, (mine, fetched) in enumerate(zip(own, residents, strict=True)):

@@ -61,8 +61,28 @@ def toy_tensors() -> dict[str, torch.Tensor]:
     for name in ("keys.residual.*x1.2", "keys.residual.*x1.4", "values.residual.1x*.2", "values.residual.1x4.8"):
         tensors[name] = toy_basis(per_channel, 3, generator)
     tensors |= toy_dictionaries(per_channel, 16, generator)
+    tensors |= toy_components(per_channel, generator)
     tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
+    return tensors
+
+
+# Steps and errors of Max's uniform quantisers of a Gaussian (1960), 1 ... 8 bits.
+STEPS = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
+ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876)
+
+
+def toy_components(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What `klt` reads, for channels of about unit variance: turned axes, heads and layers of unlike weight; and a loss curve."""
+    layers, heads, channels = shape
+    tensors = {"klt.loss": torch.tensor([[0.001, 0.0005], [0.01, 0.004], [0.5, 0.3]])}
+    for stem in ("keys.klt", "keys.klt.before", "values.klt"):
+        axes = torch.linalg.qr(torch.randn(layers, heads, channels, channels, generator=generator)).Q
+        worth = torch.exp(-torch.linspace(0, 3, channels) + torch.randn(layers, heads, 1, generator=generator))
+        tensors[f"{stem}.mean"] = 0.3 * torch.randn(shape, generator=generator)
+        tensors[f"{stem}.basis"] = worth[..., None] * axes
+        tensors[f"{stem}.steps"] = worth[..., None] * torch.tensor(STEPS)
+        tensors[f"{stem}.errors"] = worth[..., None].square() * torch.tensor(ERRORS)
     return tensors
 
 

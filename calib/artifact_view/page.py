@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from calib.artifact_view.bits import DRAWN, bits_map, has_bits
 from calib.artifact_view.groups import Group, groups
 from calib.artifact_view.heat_map import heat_map
 from calib.artifact_view.loss_bars import loss_bars
@@ -15,7 +16,7 @@ from calib.runtime.tensor_registry import STREAMS
 
 
 def page(artifact: Artifact, path: Path) -> str:
-    """The page for the artifact in the file `path`: tables, heat maps of divergences, bars of losses.
+    """The page for the artifact in the file `path`: tables, heat maps of divergences, bits of components, bars of losses.
 
     Whatever comes out of the file is escaped, and a policy in the page forbids the browser to load anything.
     """
@@ -41,6 +42,13 @@ def drawings(artifact: Artifact, found: list[Group]) -> Iterator[str]:
                 f"{'; framed are the layers that share a dictionary' if layers else ''}.</p>"
             )
             yield heat_map(artifact.tensor(f"{stream}.divergence"), layers, stream)
+    if has_bits(artifact):
+        yield "<h2>Where klt spends its bits</h2>"
+        yield (
+            f"<p>Bits of the components of each layer's keys (k) and values (v) at {DRAWN:g} bits a value, the mean of the heads; "
+            "full colour is 8.</p>"
+        )
+        yield bits_map(artifact)
     if any(group.figures for group in found):
         yield "<h2>What training the dictionaries is worth</h2>"
         yield "<p>Mean of |x - x^|<sup>2</sup> / |x|<sup>2</sup> on held-out vectors, by group of layers.</p>"

@@ -1,4 +1,4 @@
-"""The tables of an artifact: model, data, seed, versions; groups of layers; fit metrics by layer; tensors."""
+"""The tables of an artifact: model, data, seed, versions; groups of layers; fit metrics and bits by layer; tensors."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from calib.artifact_view.bits import bits_table, has_bits
 from calib.artifact_view.groups import Group, groups, is_group
 from calib.html_page.table import Table
 from calib.layer_groups.grouping import in_words
 from calib.runtime.artifact import Artifact
+from calib.runtime.tuned import choices
 
 
 def tables(artifact: Artifact, path: Path) -> list[Table]:
@@ -21,6 +23,7 @@ def tables(artifact: Artifact, path: Path) -> list[Table]:
         summary(artifact, path),
         *([group_table(found)] if (found := groups(artifact)) else []),
         *([layer_table(layers)] if layers else []),
+        *([bits_table(artifact)] if has_bits(artifact) else []),
         tensor_table(artifact),
     ]
 
@@ -32,7 +35,8 @@ def summary(artifact: Artifact, path: Path) -> Table:
     if isinstance(metrics, dict):
         shown = {"layers": is_table, "dictionaries": is_group_list}
         metrics = {key: value for key, value in metrics.items() if key not in shown or not shown[key](value)}
-    config = provenance.pop("config", None)
+    config, _ = provenance.pop("config", None), provenance.pop("tuned", None)
+    tuned = ", ".join(f"{choice.method} at {choice.budget:g} bits" for choice in choices(artifact))
     first = ("data", "seed", "versions")
     rows = [
         ("file", f"{path.name}, {path.stat().st_size:,} bytes, every checksum right"),
@@ -44,6 +48,7 @@ def summary(artifact: Artifact, path: Path) -> Table:
         ("rope", inline(model["rope"])),
         *((key, inline(provenance[key])) for key in first if key in provenance),
         *((str(key), inline(value)) for key, value in provenance.items() if key not in first),
+        *([("tuned", tuned)] if tuned else []),
         *([("metrics", inline(metrics))] if metrics else []),
         *([("config", "the resolved configuration: shown by --json")] if config is not None else []),
     ]

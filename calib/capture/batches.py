@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.capture.capture import stream
+from calib.capture.gradients import stream_gradients
 from calib.capture.sample import Sink
 
 
@@ -31,6 +32,12 @@ class CapturedBatch:
         """Runs the model once; `sink` receives each layer's sample as the forward pass reaches it, none if empty."""
         if len(self):
             stream(self.model, self.batch.tokens, self.batch.mask, self.batch.index, sink)
+
+    def stream_gradients(self, seed: int, sink: Sink) -> list[str]:
+        """Differentiates the model; `sink` receives each sequence's and layer's derivatives. Returns why some have none."""
+        if not len(self):
+            return []
+        return stream_gradients(self.model, self.batch.tokens, self.batch.mask, self.batch.index, seed, sink)
 
     def __len__(self) -> int:
         """Sequences in the batch."""

@@ -37,8 +37,7 @@ def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, 
     device = entry_device(model)
     tokens, mask, index = tokens.to(device), mask.to(device), index.to(device)
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    batch = _Batch(mask, positions, index, sink)
-    with torch.no_grad(), _capturing(model, batch):
+    with torch.no_grad(), capturing(model, mask, positions, index, sink):
         # The head is not needed: its logits would be the largest tensor of the pass.
         model.base_model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False)
 
@@ -117,8 +116,9 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _capturing(model: PreTrainedModel, batch: _Batch) -> Iterator[None]:
-    """Switches the model's attention to ours, and back whatever happens."""
+def capturing(model: PreTrainedModel, mask: Tensor, positions: Tensor, index: Tensor, sink: Sink) -> Iterator[None]:
+    """Switches the model's attention to ours, for one forward pass over these tokens, and back whatever happens."""
+    batch = _Batch(mask, positions, index, sink)
     if not model._can_set_attn_implementation():
         raise RunError(
             f"{type(model).__name__} does not use transformers' AttentionInterface, so its keys cannot be captured; "

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calib.capture.batches import CapturedBatch, TokenBatch, TokenBatches
 from calib.capture.corpus import Corpus, divide, text_files, text_sequences, token_hash
 from calib.capture.device_map import DeviceMap, MaxMemory, check_device_map, check_one_process
-from calib.capture.generated import generated_sequences
+from calib.capture.generated import first_token, generated_sequences, sampled_text, spread
 from calib.capture.language_model import check_dtype, load, without_waiting_for_the_hub
 from calib.errors import UsageError
 from calib.testbed.corpus import TextSource, text_hash
@@ -33,6 +33,8 @@ class CaptureData(LightningDataModule):
         split: the split that is measured.
         heldout_split: the split errors are reported on; without it, sequences of `split` that are not measured.
         column: the column that holds the text.
+        sampled: share of the measured sequences, from 0 to below 1, that are sampled from the model itself, spread among those
+            of a text: bases that serve text of other kinds are fitted so (`generated` has half of them anyway).
         natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
         length: tokens in a sequence; cut to the longest the model was made for.
         sequences: sequences measured.
@@ -53,6 +55,7 @@ class CaptureData(LightningDataModule):
         split: str = "train",
         heldout_split: str | None = None,
         column: str = "text",
+        sampled: float = 0.0,
         natural_spacing: bool = False,
         length: int = 512,
         sequences: int = 32,
@@ -72,6 +75,8 @@ class CaptureData(LightningDataModule):
             raise UsageError(
                 "no corpus: give data.text=FILE, or data.name=OWNER/DATASET of the hub, or data.name=generated"
             )
+        if not 0 <= sampled < 1 or (sampled and not text and name == GENERATED):
+            raise UsageError(f"data.sampled={sampled}: from 0 to below 1, and 0 with data.name={GENERATED}")
         check_device_map(model_device_map, model_max_memory)
         self.model_path, self.model_dtype, self.seed = model_path, check_dtype(model_dtype), seed
         self.device_map, self.max_memory = model_device_map, model_max_memory
@@ -83,7 +88,7 @@ class CaptureData(LightningDataModule):
             column,
             natural_spacing,
         )
-        self.heldout_split, self.length = heldout_split, length
+        self.heldout_split, self.length, self.sampled = heldout_split, length, sampled
         self.sequences, self.heldout_sequences, self.batch_size = sequences, heldout_sequences, batch_size
         self.notes: list[str] = []
         self.model: PreTrainedModel | None = None
@@ -102,6 +107,11 @@ class CaptureData(LightningDataModule):
         if part not in ("train", "heldout"):
             raise ValueError(f"part={part!r}: 'train' or 'heldout'")
         self.reading = (part, sequences, skip)
+
+    @property
+    def own_sequences(self) -> int:
+        """How many of the measured sequences are sampled from the model beside a text; at least one is the text's."""
+        return min(round(self.sampled * self.sequences), self.sequences - 1)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
         """The model, its tokenizer and the corpus, loaded at the first call."""
@@ -136,7 +146,8 @@ class CaptureData(LightningDataModule):
         length = min(self.length, longest)
         if length < self.length:
             self.notes.append(f"data.length={self.length} is cut to {length}, the longest this model was made for")
-        wanted, wanted_heldout = self.sequences, self.heldout_sequences
+        own, wanted_heldout = self.own_sequences, self.heldout_sequences
+        wanted = self.sequences - own
         label, heldout_label = self.source.label, ""
         origin: dict[str, Any] = {"name": label}
         if not self.source.text and self.source.name == GENERATED:
@@ -160,6 +171,9 @@ class CaptureData(LightningDataModule):
         else:
             train, heldout, notes = divide(sequences, wanted, wanted_heldout, label)
             self.notes += notes
+        if own:
+            train = spread(train, sampled_text(model, first_token(tokenizer), length, own, self.seed).cpu())
+            origin["sampled"] = own
         origin |= {
             "length": length,
             "sequences": len(train),

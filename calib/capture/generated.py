@@ -23,16 +23,26 @@ def generated_sequences(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
 ) -> Tensor:
     """`count` sequences, by turns a packed run of retrieval documents and sampled text: int64 `[count, length]`."""
-    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if first is None:
-        raise UsageError(
-            "data.name=generated needs a tokenizer with a first token (<s>); give text with data.text=FILE"
-        )
+    first = first_token(tokenizer)
     retrieval = torch.tensor(list(pack(retrieval_documents(tokenizer, seed), first, length, -(-count // 2))))
     sampled = sampled_text(model, first, length, count // 2, seed)
-    sequences = torch.empty(count, length, dtype=torch.int64)
-    sequences[0::2], sequences[1::2] = retrieval, sampled.cpu()
-    return sequences
+    return spread(retrieval, sampled.cpu())
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What a sampled sequence begins with; UsageError where the tokenizer has nothing of the kind."""
+    first: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise UsageError(
+            "sampled text needs a tokenizer with a first token (<s>): give text with data.text=FILE and data.sampled=0"
+        )
+    return first
+
+
+def spread(some: Tensor, others: Tensor) -> Tensor:
+    """Both `[count, length]`, the order of each kept, the rarer ones evenly among the rest; by turns where they are as many."""
+    places = torch.cat([(torch.arange(len(x)) + 0.5) / max(1, len(x)) for x in (some, others)])
+    return torch.cat([some, others])[places.argsort(stable=True)]
 
 
 def retrieval_documents(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[int]]:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 Sink = Callable[["LayerSample"], None]
 
+SINKS = 4  # a sequence's first tokens, which methods with a transform keep exact: models park attention on them
+
 
 @dataclass(frozen=True, eq=False)
 class LayerSample:

@@ -113,9 +113,10 @@ def counted_bits(
     """Bits a value as the method's paper counts them; None where its paper gives no formula.
 
     options: all of the method's. prompt: tokens that fix its budgets; length: tokens in the cache. Eviction is counted as
-    MiKV's table 1 does: what is kept, in 16 bits. Corrections over another method are counted by no paper.
+    MiKV's table 1 does: what is kept, in 16 bits. Corrections over another method are counted by no paper, nor are options that
+    differ from layer to layer.
     """
-    if options.get("corrections"):
+    if options.get("corrections") or "tuned" in options:
         return None
     if method in GEAR_METHODS:
         return gear_bits(options, width, length)

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
-from calib.runtime.pages import PageTable
 from calib.runtime.placed.store import PlacedStore
 from calib.runtime.pool import PagePool
 from calib.runtime.store import Store
 from calib.runtime.tiered.store import TieredStore
-from calib.runtime.tiered.tier import POSITIONS, Tier
+from calib.runtime.tiered.tier import POSITIONS
 
 STREAMS = ("keys", "values")
 
@@ -41,8 +40,8 @@ def on_device(store: Store) -> OrderedStore | TieredStore:
 
 
 def knows_places(store: OrderedStore | TieredStore) -> bool:
-    """Whether it can be said which token lies in a slot: of several tiers only where they keep positions."""
-    return isinstance(store, OrderedStore) or len(store.tiers) == 1 or all(tier.positions for tier in store.tiers)
+    """Whether it can be said which token lies in a slot."""
+    return isinstance(store, OrderedStore) or all(tier.placed for tier in store.tiers)
 
 
 def kept(store: OrderedStore | TieredStore, row: int) -> float:
@@ -57,12 +56,10 @@ def stored(store: OrderedStore | TieredStore, row: int) -> dict[str, Stored]:
     """Both streams of a row, by name; of tiers one behind the other. The store must know its places."""
     if isinstance(store, OrderedStore):
         return {stream.role: _of_stream(store, stream, row) for stream in store.streams}
-    device, counts = store.tiers[0].pool.device, store.counts(row)
+    device = store.tiers[0].pool.device
     decoded = ([part.to(device) for part in parts] for parts in zip(*store.decoded(row), strict=True))
     keys, values = (torch.cat(parts, 1) for parts in decoded)
-    places = torch.arange(keys.shape[1], device=device).expand(keys.shape[:2])
-    if store.tiers[0].positions:
-        places = torch.cat([_places(*pair, row, n) for pair, n in zip(_tiers(store), counts, strict=True)], 1)
+    places = torch.cat([store.places(row, number) for number in range(len(store.tiers))], 1)
     return {"keys": Stored(keys, places), "values": Stored(values, places)}
 
 
@@ -79,7 +76,7 @@ def page_bits(store: OrderedStore | TieredStore, row: int) -> dict[str, float]:
     counts, rows = store.counts(row), len(store.rows.lengths)
     if not any(counts):
         return found
-    for (tier, _), count in zip(_tiers(store), counts, strict=True):
+    for tier, count in zip(store.tiers, counts, strict=True):
         used = _used(tier.pool, count)
         if tier.records is not None and count:
             used |= _used(tier.records, 1)
@@ -109,18 +106,6 @@ def _of_stream(store: OrderedStore, stream: Stream, row: int) -> Stored:
         tokens = stream.plan.transform.inverse(decoded)[0, :, :packed].to(pool.device)
     places = torch.arange(packed, device=pool.device).expand(tokens.shape[:2])
     return Stored(tokens, places)
-
-
-def _places(tier: Tier, table: PageTable, row: int, count: int) -> Tensor:
-    """Of a row's tokens in a tier. Not by the table's own tensor of numbers: that would stay on the device, and be weighed."""
-    pages = table.pages(row, 0, -(-count // table.page_tokens))
-    numbers = torch.tensor([pages], dtype=torch.int32, device=tier.pool.device)
-    return tier.places(numbers)[0, :, :count]
-
-
-def _tiers(store: TieredStore) -> list[tuple[Tier, PageTable]]:
-    """Each tier with its table."""
-    return list(zip(store.tiers, store.rows.tables, strict=False))
 
 
 def _used(pool: PagePool, tokens: int) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """The LightningModule of a fit: feeds each captured batch to the statistics of the stage under way."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,46 +12,28 @@ from transformers import PreTrainedModel
 from calib.capture.batches import CapturedBatch
 from calib.capture.device_map import DeviceMap, MaxMemory
 from calib.capture.language_model import check_dtype
+from calib.capture.output_projection import output_weights
 from calib.capture.sample import LayerSample
 from calib.errors import UsageError
+from calib.fit.stage import SENSITIVITY, STAGES, TRANSFORMS, Stage
 from calib.neural_dict.options import DictionaryOptions
 from calib.runtime.rotation import Rotation
 from calib.statistics.balancer import Balancers
 from calib.statistics.channel_range import ChannelRanges
 from calib.statistics.channel_scale import ChannelScales
 from calib.statistics.clip import BITS, FACTORS, ClipFactors
+from calib.statistics.components import Components
 from calib.statistics.contract import Shape, Statistic, check_shape
 from calib.statistics.heldout_error import SETTINGS, HeldoutError
 from calib.statistics.outlier_thresholds import SHARES, OutlierThresholds
 from calib.statistics.query_energy import QueryEnergy
 from calib.statistics.residual_basis import BITS as RESIDUAL_BITS
 from calib.statistics.residual_basis import FORMS, RANK, ResidualBasis
+from calib.statistics.second_moments import SecondMoments
+from calib.statistics.sensitivity import Sensitivity
+from calib.statistics.transform_basis import bases
+from calib.statistics.transformed_streams import rotation_of
 from calib.statistics.vector_samples import VectorSamples
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pass over a part of the corpus.
-
-    Attributes:
-        name: of the stage, its folder and its checkpoint.
-        part: `train` or `heldout`.
-        statistics: the entries of `Calibration.statistics` that it fills, as far as the fit has them.
-        needs: the entries whose tensors it reads.
-    """
-
-    name: str
-    part: str
-    statistics: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-
-
-MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
-STAGES = (
-    Stage("statistics", "train", (*MEASURED, "outlier_thresholds", "vectors")),
-    Stage("clip", "train", ("clip", "residual_basis"), needs=MEASURED),
-    Stage("evaluate", "heldout", ("heldout", "heldout_vectors"), needs=(*MEASURED, "clip")),
-)
 
 
 class Calibration(LightningModule):
@@ -70,8 +51,12 @@ class Calibration(LightningModule):
             fits nowhere is read from the model's files whenever it is needed.
         bits: bit widths for which clip factors are chosen, increasing, 1 to 8.
         clip_factors: candidates for the clip factor, decreasing from 1; more of them cost time in proportion.
-        clip_sequences: how many of `data.sequences` choose clip factors and residual bases, which cost far more than
-            ranges; null for all.
+        clip_sequences: how many of `data.sequences` choose clip factors, residual bases and the steps of `klt`, which cost
+            far more than ranges; null for all.
+        klt: measure what the method `klt` needs: float64 [layers, kv_heads, head_dim, head_dim] eight times throughout the
+            fit, and its components' errors: 1.4 GB for Llama 2 7B.
+        sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to know which errors of `klt`
+            matter; null for all, 0 for none: then queries and output projections alone tell.
         query_rows: query rows of each sequence on which attention errors are measured.
         outlier_shares: shares of outliers for which thresholds are taken, increasing, above 0 and below 1.
         residual_bits: bit widths to whose residuals residual bases are fitted, increasing, 1 to 8; a basis is worth
@@ -94,6 +79,8 @@ class Calibration(LightningModule):
         bits: list[int] = list(BITS),  # noqa: B006  (read only; a factory would hide the default from --help)
         clip_factors: list[float] = list(FACTORS),  # noqa: B006
         clip_sequences: int | None = 32,
+        klt: bool = True,
+        sensitivity_sequences: int | None = 16,
         query_rows: int = 32,
         outlier_shares: list[float] = list(SHARES),  # noqa: B006
         residual_bits: list[int] = list(RESIDUAL_BITS),  # noqa: B006
@@ -104,13 +91,18 @@ class Calibration(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        for option, value in (("clip_sequences", clip_sequences), ("checkpoint_batches", checkpoint_batches)):
-            if value is not None and value < 1:
-                raise UsageError(f"model.{option}={value}: must be at least 1")
+        for option, value, least in (
+            ("clip_sequences", clip_sequences, 1),
+            ("sensitivity_sequences", sensitivity_sequences, 0),
+            ("checkpoint_batches", checkpoint_batches, 1),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"model.{option}={value}: must be at least {least}")
         self.path, self.dtype_name = path, check_dtype(dtype)
         self.device_map, self.max_memory = device_map, max_memory
         self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
-        self.clip_sequences, self.checkpoint_batches = clip_sequences, checkpoint_batches
+        self.limits = {"clip": clip_sequences, SENSITIVITY: sensitivity_sequences}
+        self.klt, self.checkpoint_batches = klt, checkpoint_batches
         self.outlier_shares = tuple(outlier_shares)
         self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
         self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
@@ -120,12 +112,23 @@ class Calibration(LightningModule):
         OutlierThresholds(Shape(1, 1, 1, 1), 0, self.outlier_shares)
         ResidualBasis(Shape(1, 1, 1, 1), self.residual_bits, residual_rank, self.residual_forms)
         self.statistics = nn.ModuleDict()
+        self.notes: list[str] = []  # for the user
         self.plan: dict[str, Any] = {}  # what the statistics depend on: a checkpoint is continued under no other
         self.progress: dict[str, Any] = {"stage": STAGES[0].name, "seen": 0, "finished": False}
 
+    def fills(self, stage: Stage) -> tuple[str, ...]:
+        """The statistics that `stage` fills in this fit."""
+        without = () if self.dictionary.atoms else ("vectors", "heldout_vectors")
+        without += TRANSFORMS if not self.klt else () if self.limits[SENSITIVITY] != 0 else (SENSITIVITY,)
+        return tuple(name for name in stage.statistics if name not in without)
+
+    def stages(self) -> list[Stage]:
+        """The stages of this fit, in order."""
+        return [stage for stage in STAGES if self.fills(stage)]
+
     def prepare(self, model: PreTrainedModel, seed: int) -> None:
         """Makes the statistics for a model's sizes; called once, before the first stage."""
-        self.shape = model_shape(model)
+        self.shape, self.seed = model_shape(model), seed
         self.statistics["channel_range"] = ChannelRanges(self.shape)
         self.statistics["channel_scale"] = ChannelScales(self.shape)
         self.statistics["balancer"] = Balancers(self.shape)
@@ -143,6 +146,23 @@ class Calibration(LightningModule):
                 ("heldout_vectors", self.dictionary.heldout_samples),
             ):
                 self.statistics[name] = VectorSamples(self.shape, seed, capacity, model.dtype, rotation)
+
+        if self.klt:
+            self.prepare_transforms(model)
+
+    def prepare_transforms(self, model: PreTrainedModel) -> None:
+        """The statistics of `klt`, each of which the next one is made of."""
+        rotation, (output, unread) = rotation_of(model), output_weights(model, self.shape)
+        if unread:
+            self.notes.append(
+                f"layers {unread} have no output projection that can be read: their values' errors count in every direction"
+            )
+        moments, sensitivity = SecondMoments(self.shape, rotation), None
+        self.statistics["second_moments"] = moments
+        if self.limits[SENSITIVITY] != 0:
+            self.statistics[SENSITIVITY] = sensitivity = Sensitivity(self.shape, rotation)
+        find = partial(bases, moments, sensitivity, output)
+        self.statistics["components"] = Components(self.shape, rotation, find)
 
     def begin(self, stage: Stage, seen: int = 0, first: bool = True) -> None:
         """Makes `stage` the one under way.
@@ -162,9 +182,9 @@ class Calibration(LightningModule):
                 if hasattr(self.statistics[name], attribute):
                     setattr(self.statistics[name], attribute, fitted)
 
-    def filled(self) -> list[str]:
+    def filled(self) -> tuple[str, ...]:
         """The statistics that the stage under way fills."""
-        return [name for name in self.stage.statistics if name in self.statistics]
+        return self.fills(self.stage)
 
     def statistic(self, name: str) -> Statistic:
         """One of the statistics."""
@@ -184,7 +204,11 @@ class Calibration(LightningModule):
 
     def training_step(self, batch: CapturedBatch, batch_idx: int) -> None:
         """Runs the model over one batch, layer by layer into the statistics."""
-        batch.stream(self.observe)
+        if self.stage.name == SENSITIVITY:
+            for reason in set(batch.stream_gradients(self.seed, self.observe)):
+                self.notes.append(f"{reason}: without it klt knows less of which errors matter")
+        else:
+            batch.stream(self.observe)
         self.progress["seen"] += 1
         figures = {"sequences": float(self.progress["seen"] * len(batch)), **self.running_errors()}
         self.log_dict(

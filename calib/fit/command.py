@@ -1,15 +1,19 @@
 """What `calib fit` does: load, run the stages, write the artifact, tell what was found."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from calib.capture.data import CaptureData
 from calib.fit.calibration import Calibration
 from calib.fit.dictionaries import fit_dictionaries
 from calib.fit.dictionary_tasks import check_dictionaries
+from calib.fit.loss_curve import loss_curve
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
 from calib.fit.provenance import provenance, settings
@@ -28,11 +32,11 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
         say(f"calib: no unfinished run in {folder}; starting anew")
     data.trainer = cli.trainer
     model, _, corpus = data.load()
-    for note in data.notes:
-        say(f"calib: {note}")
     config = settings(calibration, corpus, seed, data.batch_size)
     identity = fingerprint(model)
     calibration.prepare(model, seed)
+    tell([*data.notes, *calibration.notes])
+    calibration.notes.clear()
     if calibration.dictionary.atoms:
         check_dictionaries(calibration.dictionary, calibration.shape, corpus.train.numel())
     for logger in cli.trainer.loggers:
@@ -45,11 +49,24 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
         "config_hash": identity["config_hash"],
     }
     run_stages(calibration, data, cli.stage_trainer, folder, plan, resume)
+    tell(calibration.notes)
     dictionaries = fit_dictionaries(calibration, cli.stage_trainer, folder, plan, seed, resume)
     metrics = fit_metrics(calibration, dictionaries)
     tensors = calibration.tensors(tuple(calibration.statistics)) | dictionaries.tensors
     artifact = Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
+    if calibration.klt:
+        artifact = with_losses(artifact, model, corpus.heldout)
     report(cli, artifact, metrics, output, calibration)
+
+
+def with_losses(artifact: Artifact, model: PreTrainedModel, heldout: Tensor) -> Artifact:
+    """The artifact with the loss of `klt` at several budgets; as it is, with a line, where the model takes no cache of ours."""
+    try:
+        found = loss_curve(model, artifact, heldout)
+    except ValueError as error:
+        say(f"calib: klt takes no budget in allowed loss: {' '.join(str(error).split())}")
+        return artifact
+    return replace(artifact, tensors={**artifact.tensors, **found})
 
 
 @rank_zero_only
@@ -74,6 +91,12 @@ def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Pat
         f"wrote {output} ({size / 1e3:.1f} kB, {len(artifact.tensors)} tensors); figures and checkpoints in {cli.folder}"
     )
     print(f"next: calib generate --model {calibration.path} --artifact {output} --method kivi --bits 2")
+
+
+def tell(notes: list[str]) -> None:
+    """Each note once."""
+    for note in dict.fromkeys(notes):
+        say(f"calib: {note}")
 
 
 @rank_zero_only

@@ -1,6 +1,6 @@
 """Running the stages of a fit one after another, each with a Trainer and a checkpoint of its own.
 
-    runs/NAME/statistics.ckpt   runs/NAME/clip.ckpt   runs/NAME/evaluate.ckpt
+    runs/NAME/statistics.ckpt   runs/NAME/sensitivity.ckpt   runs/NAME/clip.ckpt   runs/NAME/evaluate.ckpt
 
 Dictionaries, which are trained and not measured, come after them (`dictionaries.py`).
 A checkpoint holds all statistics so far, of all processes. `--ckpt_path last` goes on from the newest one: stages that
@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
 from calib.capture.data import CaptureData
-from calib.fit.calibration import STAGES, Calibration
+from calib.fit.calibration import Calibration
 from calib.fit.processes import together
 from calib.stage_checkpoint import StageCheckpoint, load_checkpoint
 
@@ -43,7 +43,7 @@ def run_stages(
     """
     calibration.plan = dict(plan)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {stage.name: folder / f"{stage.name}.ckpt" for stage in STAGES}
+    paths = {stage.name: folder / f"{stage.name}.ckpt" for stage in calibration.stages()}
     done = dict.fromkeys(paths, 0)
     finished: set[str] = set()
     if resume:
@@ -52,11 +52,10 @@ def run_stages(
             finished |= {name} if progress["finished"] else set()
     else:
         remove(folder)
-    for stage in STAGES:
+    for stage in calibration.stages():
         if stage.name in finished:
             continue
-        limit = calibration.clip_sequences if stage.name == "clip" else None
-        data.read(stage.part, limit, skip=done[stage.name])
+        data.read(stage.part, calibration.limits.get(stage.name), skip=done[stage.name])
         keeper = StageCheckpoint(paths[stage.name], calibration.checkpoint_batches, calibration.gather)
         trainer = make_trainer(stage.name, [keeper])
         data.trainer = trainer

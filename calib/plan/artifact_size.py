@@ -15,6 +15,7 @@ from calib.capture.corpus import Corpus
 from calib.fit.calibration import Calibration
 from calib.fit.dictionaries import Dictionaries
 from calib.fit.dictionary_tasks import chunks
+from calib.fit.loss_curve import BITS
 from calib.fit.metrics import fit_metrics
 from calib.fit.provenance import provenance, settings
 from calib.layer_groups.grouping import layer_groups, members
@@ -24,6 +25,7 @@ from calib.runtime import artifact_file
 from calib.runtime.artifact import Artifact
 from calib.runtime.fingerprint import fingerprint
 from calib.runtime.tensor_registry import SHARES, STREAMS
+from calib.runtime.transform_tensors import LOSS
 
 FIGURE = 1 / 3
 
@@ -44,6 +46,8 @@ def stand_in(
     layers = subject.shape.layers
     one = rehearsed.tensors(tuple(rehearsed.statistics))
     tensors = {name: x if name == SHARES else x.expand(layers, *x.shape[1:]) for name, x in one.items()}
+    if calibration.klt:
+        tensors[LOSS] = torch.ones(len(BITS), 2)
     groups: list[dict[str, Any]] = []
     if calibration.dictionary.atoms:
         found, groups = dictionary_tensors(calibration.dictionary, subject)

@@ -8,7 +8,8 @@ import torch
 
 from calib.capture.corpus import Corpus
 from calib.capture.data import GENERATED, CaptureData
-from calib.fit.calibration import STAGES, Calibration, Stage
+from calib.fit.calibration import Calibration
+from calib.fit.stage import Stage
 from calib.plan.subject import Subject
 from calib.plan.without_data import META, WithoutData
 
@@ -39,6 +40,8 @@ class Sizes:
         elif not source.text and data.heldout_split:
             heldout = replace(source, split=data.heldout_split)
             origin |= {"heldout": heldout.label, "heldout_sha256": digest}
+        if own := data.own_sequences:
+            origin["sampled"] = own
         counts = {"length": self.length, "sequences": self.train, "heldout_sequences": self.heldout}
         origin |= {**counts, "tokens": self.train * self.length, "tokens_sha256": digest}
         return Corpus(blank.expand(self.train, self.length), blank.expand(self.heldout, self.length), origin)
@@ -77,13 +80,13 @@ class Pass:
 def passes(calibration: Calibration, sizes: Sizes) -> list[Pass]:
     """Every stage that reads the corpus, in order."""
     found = []
-    for stage in STAGES:
+    for stage in calibration.stages():
         sequences = sizes.train if stage.part == "train" else sizes.heldout
-        if stage.name == "clip" and calibration.clip_sequences is not None:
-            sequences = min(sequences, calibration.clip_sequences)
+        if (limit := calibration.limits.get(stage.name)) is not None:
+            sequences = min(sequences, limit)
         batches = -(-sequences // (sizes.batch * sizes.processes))
-        filled = tuple(name for name in stage.statistics if calibration.dictionary.atoms or "vectors" not in name)
-        found.append(Pass(stage, sequences, batches, batches // calibration.checkpoint_batches + 1, filled))
+        saves = batches // calibration.checkpoint_batches + 1
+        found.append(Pass(stage, sequences, batches, saves, calibration.fills(stage)))
     return found
 
 

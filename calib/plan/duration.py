@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import chunks
+from calib.fit.loss_curve import BITS, SEQUENCES
 from calib.neural_dict.dictionary import RESEED_VECTORS
 from calib.plan.captured import Pass, Sizes
 from calib.plan.probe import Pace
@@ -36,6 +37,8 @@ class Work:
     def seconds(self, pace: Pace) -> dict[str, float]:
         """Of every stage, and of the checkpoints of all."""
         found = {one.stage.name: self._of_pass(one, pace) for one in self.passes}
+        if self.calibration.klt:
+            found["losses"] = self._of_losses(pace)
         if self.calibration.dictionary.atoms:
             found["layer groups"] = self._of_grouping(pace)
             found["dictionaries"] = self._of_dictionaries(pace)
@@ -49,6 +52,16 @@ class Work:
         forward = pace.forward * flops(self.subject, tokens, self.sizes.length) / piece
         observing = sum(pace.observe[name] for name in one.statistics) * tokens / pace.tokens
         return layers * (forward + observing + sum(pace.finish[name] for name in one.statistics))
+
+    def _of_losses(self, pace: Pace) -> float:
+        """Forwards with and without a cache; what the cache costs beside them is left out."""
+        tokens = min(self.sizes.heldout, SEQUENCES) * self.sizes.length
+        one = (
+            pace.forward
+            * flops(self.subject, tokens, self.sizes.length)
+            / flops(self.subject, pace.tokens, pace.length)
+        )
+        return (1 + len(BITS)) * self.subject.shape.layers * one
 
     def _of_grouping(self, pace: Pace) -> float:
         layers = self.subject.shape.layers

@@ -1,18 +1,21 @@
 """The most memory that each stage holds: counted, not measured, by running its code on one layer without numbers.
 
 On a GPU the device has the weights, the statistics of all layers, a batch's activations and what a statistic makes of one
-layer; the host has checkpoints on their way to the disk, which Lightning holds twice, and the vectors of the dictionaries. On
-a CPU all of it is the host's.
+layer; where the model is differentiated, one sequence's activations in every layer. The host has checkpoints on their way to
+the disk, which Lightning holds twice, and the vectors of the dictionaries. On a CPU all of it is the host's.
 """
 
 import copy
+import random
 from dataclasses import dataclass
 
 import torch
 
 from calib.capture.capture import stream
-from calib.fit.calibration import STAGES, Calibration
+from calib.capture.gradients import ANSWER, derivatives
+from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import chunks, sparsity
+from calib.fit.stage import SENSITIVITY
 from calib.kernels.matching_pursuit.reference import gram_is_cheaper, tile_rows
 from calib.neural_dict.centroids import BATCH, TILE_ELEMENTS
 from calib.neural_dict.options import DictionaryOptions
@@ -66,12 +69,23 @@ def transients(calibration: Calibration, subject: Subject, sizes: Sizes) -> dict
         one.prepare(model, seed=0)
         tokens = torch.empty(sizes.batch, sizes.length, dtype=torch.int64)
         real = torch.ones_like(tokens, dtype=torch.bool)
-        for stage in STAGES:
+        for stage in one.stages():
             one.begin(stage)
             before = memory.most = memory.held
-            stream(model, tokens, real, tokens, one.observe)
-            found[stage.name] = memory.most - before
+            if stage.name == SENSITIVITY:
+                derivatives(model, tokens[:1], tokens[:1], random.random)
+                found[stage.name] = subject.shape.layers * (memory.most - before) + answer_bytes(subject, sizes)
+            else:
+                stream(model, tokens, real, tokens, one.observe)
+                found[stage.name] = memory.most - before
     return found
+
+
+def answer_bytes(subject: Subject, sizes: Sizes) -> int:
+    """Of what is computed over the vocabulary for the last quarter of one sequence: logits and their derivative, in the
+    model's dtype, float32 and, for the draw, float64."""
+    places = sizes.length // ANSWER
+    return places * subject.text.vocab_size * (2 * subject.model.dtype.itemsize + 3 * FLOAT + 2 * 2 * FLOAT)
 
 
 def stream_bytes(options: DictionaryOptions, shape: Shape) -> int:

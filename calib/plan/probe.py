@@ -19,9 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.capture.capture import stream
+from calib.capture.gradients import stream_gradients
 from calib.capture.sample import LayerSample
-from calib.fit.calibration import STAGES, Calibration
+from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import chunks, sparsity
+from calib.fit.stage import SENSITIVITY
 from calib.layer_groups.divergence import histogram_divergence, moments_of, principal_axes
 from calib.neural_dict.centroids import PASSES, nearest_centres, unit_rows
 from calib.neural_dict.dictionary import NeuralDictionary, Task
@@ -46,7 +48,7 @@ class Pace:
         tokens: of the piece that `forward` and `observe` are of: sequences x length.
         length: of a sequence of it.
         forward: one layer of the model.
-        observe: by statistic, one layer's sample.
+        observe: by statistic, one layer's sample; of sensitivities, all that differentiating a layer takes beside its forward.
         finish: by statistic, one layer's tensors.
         step: by stream, a training step; this and what follows where as many are at work as in the fit, for each of them.
         validation: by stream, a held-out vector.
@@ -119,10 +121,13 @@ def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, leng
     index = torch.arange(tokens.numel(), device=device).view_as(tokens)
     pace.tokens, pace.length = tokens.numel(), length
     pace.forward = seconds(lambda: stream(model, tokens, real, index, samples.append), device)
-    for stage in STAGES:
+    for stage in one.stages():
         one.begin(stage)
         for name in one.filled():
             pace.observe[name] = seconds(partial(one.statistic(name).observe, samples[0]), device)
+        if stage.name == SENSITIVITY:
+            work = partial(stream_gradients, model, tokens, real, index, 0, one.observe)
+            pace.observe[SENSITIVITY] = max(0.0, seconds(work, device) - pace.forward)
 
 
 def dictionaries(pace: Pace, calibration: Calibration, subject: Subject, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from calib.capture.sample import LayerSample
-from calib.fit.calibration import STAGES, Calibration
+from calib.fit.calibration import Calibration
 from calib.plan.subject import Subject
 from calib.statistics.contract import Shape
 from calib.statistics.residual_basis import residual_forms
@@ -25,7 +25,7 @@ def rehearse(calibration: Calibration, subject: Subject, length: int) -> Calibra
     forms = residual_forms(subject.shape.head_dim, calibration.residual_forms)
     groups = [(form.group or (None,))[0] or 1 for form in forms]
     sample = random_sample(subject.shape, min(length, max(TOKENS, *groups)))
-    for stage in STAGES:
+    for stage in rehearsed.stages():
         rehearsed.begin(stage)
         rehearsed.observe(sample)
     return rehearsed

@@ -118,7 +118,8 @@ def with_rotary_embeddings(model: nn.Module, device: torch.device) -> None:
     """Makes the model's rotary embeddings anew on `device`."""
     for owner in list(model.modules()):
         for name, part in owner.named_children():
-            if "inv_freq" in dict(part.named_buffers(recurse=False)) and hasattr(part, "config"):
+            buffers = [kind for kind, _ in part.named_buffers(recurse=False)]  # of each kind of layer, in some models
+            if any(kind.endswith("inv_freq") for kind in buffers) and hasattr(part, "config"):
                 setattr(owner, name, type(part)(part.config).to(device))
 
 

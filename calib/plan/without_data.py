@@ -87,9 +87,22 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
-            query, _, values = args[:3]
-            return query.new_empty(*query.shape[:-1], values.shape[-1])
+            return _Attended.apply(*args[:3])
         return func(*args, **(kwargs or {}))
+
+
+class _Attended(torch.autograd.Function):
+    """The output alone; for a derivative it is kept beside queries, keys and values."""
+
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        context.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(context: Any, *slopes: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(part) for part in context.saved_tensors[:3])
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:

@@ -14,6 +14,7 @@ from calib.capture.sample import LayerSample
 from calib.runtime.rotation import Rotation
 from calib.statistics.contract import Shape
 from calib.statistics.layer_samples import LayerSamples
+from calib.statistics.transformed_streams import turned_back
 
 
 class VectorSamples(LayerSamples):
@@ -45,19 +46,14 @@ class VectorSamples(LayerSamples):
 
     def observe(self, sample: LayerSample) -> None:
         """Offers every head's key and value of the real tokens."""
-        keys = self.turned_back(sample) if sample.keys_before_rope is None else sample.keys_before_rope
+        keys = sample.keys_before_rope
+        if keys is None:
+            self.rotation = self.rotation or self.make_rotation()
+            # A constant by which a model lengthens rotated keys (YaRN's) stays: unit atoms do not notice it.
+            keys = turned_back(sample.keys, sample.positions, self.rotation).to(sample.keys.dtype)
         rows = torch.cat([x.transpose(1, 2)[sample.mask] for x in (keys, sample.values)], -1).flatten(0, 1)
         index = sample.index[sample.mask][:, None] * self.heads + torch.arange(self.heads, device=rows.device)
         self.layers[sample.layer].add(index.flatten(), rows)
-
-    def turned_back(self, sample: LayerSample) -> Tensor:
-        """The sample's keys turned back to position 0, in their dtype.
-
-        A constant by which a model lengthens rotated keys (YaRN's) stays: unit atoms do not notice it.
-        """
-        self.rotation = self.rotation or self.make_rotation()
-        cos, sin = (part[:, None] for part in self.rotation.at(sample.positions))
-        return Rotation.turned(sample.keys.float(), cos, -sin).to(sample.keys.dtype)
 
     def reached(self) -> list[int]:
         """The layers that have vectors."""

@@ -49,7 +49,10 @@ def first_bits(bits: int | Widths) -> list[int]:
 def _fields(bits: int | Widths, device: torch.device) -> tuple[Tensor, Tensor]:
     """First bit and mask of each plane, int16 `[P, 1, 1]`; kept, because making them costs as much as using them."""
     numbers = first_bits(bits), [(1 << width) - 1 for width in pattern(bits)]
-    first, mask = (torch.tensor(part, dtype=torch.int16, device=device)[:, None, None] for part in numbers)
+    first, mask = (
+        torch.stack([torch.full((1, 1), number, dtype=torch.int16, device=device) for number in part])
+        for part in numbers
+    )
     return first, mask
 
 

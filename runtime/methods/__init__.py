@@ -13,6 +13,7 @@ from calib.runtime.methods.gear import Gear, GearL, GroupWise, OutlierReduced, U
 from calib.runtime.methods.h2o import H2O
 from calib.runtime.methods.infllm import InfLLM
 from calib.runtime.methods.kivi import Kivi
+from calib.runtime.methods.klt import Klt
 from calib.runtime.methods.mikv import MiKV
 from calib.runtime.methods.offload import Offload
 from calib.runtime.methods.oracle import Oracle
@@ -20,6 +21,7 @@ from calib.runtime.methods.rtn import Rtn
 from calib.runtime.methods.specache import SpeCache
 from calib.runtime.methods.streaming_llm import StreamingLLM
 from calib.runtime.methods.zipcache import ZipCache
+from calib.runtime.tuned import Tuned
 
 METHODS: dict[str, type[Any]] = {
     "csr": Csr,
@@ -30,6 +32,7 @@ METHODS: dict[str, type[Any]] = {
     "h2o": H2O,
     "infllm": InfLLM,
     "kivi": Kivi,
+    "klt": Klt,
     "mikv": MiKV,
     "offload": Offload,
     "oracle": Oracle,
@@ -52,16 +55,18 @@ def method_class(name: str) -> type[Any]:
 
 
 def options_of(name: str) -> list[str]:
-    """The options of method `name`; `corrections` are every method's but GEAR's own, which has them as its options."""
+    """The options of method `name`; `corrections` are every method's but GEAR's own, which has them as its options, and
+    `tuned` those' that a budget can choose for."""
     chosen = method_class(name)
-    return [option.name for option in fields(chosen)] + ([] if issubclass(chosen, Gear) else ["corrections"])
+    own = [option.name for option in fields(chosen)]
+    return own + ([] if issubclass(chosen, Gear) else ["corrections"]) + (["tuned"] if hasattr(chosen, "grid") else [])
 
 
 def build(name: str, options: dict[str, Any]) -> Method:
     """The method `name` with `options`; an unknown option is refused with the nearest known one.
 
     `corrections` is a mapping of the options of `Corrections`; the option `low` of a method is one of another method's name,
-    its `method`, and options.
+    its `method`, and options. With `tuned`, a budget of `calib tune`, there are no others: the artifact has them.
     """
     if "corrections" in options and issubclass(method_class(name), Gear):
         raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
@@ -69,7 +74,7 @@ def build(name: str, options: dict[str, Any]) -> Method:
     _check_options(own, options_of(name), f"method '{name}'")
     if isinstance(own.get("low"), Mapping) and "method" in own["low"]:
         own["low"] = build(own["low"]["method"], {key: value for key, value in own["low"].items() if key != "method"})
-    method: Method = method_class(name)(**own)
+    method: Method = _own_method(name, own)
     if options.get("corrections") is None:
         return method
     asked = options["corrections"]
@@ -79,8 +84,24 @@ def build(name: str, options: dict[str, Any]) -> Method:
     return CorrectedMethod(method, Corrections(**asked))
 
 
+def _own_method(name: str, own: dict[str, Any]) -> Method:
+    """The method by its own options, or as it was tuned."""
+    if own.get("tuned") is None:
+        built: Method = method_class(name)(**{option: value for option, value in own.items() if option != "tuned"})
+        return built
+    others = [option for option in own if option != "tuned"]
+    if others:
+        raise ValueError(
+            f"tuned={own['tuned']} stands for all options of '{name}', got {', '.join(others)} besides; leave "
+            f"{'it' if len(others) == 1 else 'them'} out, or give {'it' if len(others) == 1 else 'them'} to `calib tune`"
+        )
+    return Tuned(name, method_class(name), own["tuned"])
+
+
 def options_asked(method: Any) -> dict[str, Any]:
     """All options of a built method, those left at their default included, in the form that `build` takes."""
+    if isinstance(method, Tuned):
+        return {"tuned": method.tuned}
     if isinstance(method, CorrectedMethod):
         return options_asked(method.method) | {"corrections": vars(method.corrections)}
     return {option: _nested(value) for option, value in vars(method).items()}
@@ -89,7 +110,9 @@ def options_asked(method: Any) -> dict[str, Any]:
 def _nested(value: Any) -> Any:
     """A method among another's options as a mapping; any other value as it is."""
     own = value.method if isinstance(value, CorrectedMethod) else value
-    name = next((name for name, chosen in METHODS.items() if type(own) is chosen), None)
+    name = (
+        own.name if isinstance(own, Tuned) else next((n for n, chosen in METHODS.items() if type(own) is chosen), None)
+    )
     return value if name is None else {"method": name} | options_asked(value)
 
 

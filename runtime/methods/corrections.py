@@ -15,6 +15,7 @@ from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.correction import LowRank, Outliers
 from calib.runtime.stages.correction.outliers import Ranked
 from calib.runtime.stages.tiering import Shares
+from calib.runtime.stages.transform import Basis
 from calib.runtime.store import Plan
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
@@ -92,6 +93,11 @@ class Corrections:
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on keys after RoPE, and this method encodes them "
                 "before it; use statistics='prompt'"
+            )
+        if self.statistics == "calibrated" and any(isinstance(t.keys.transform, Basis) for t in plan.tiers):
+            raise ValueError(
+                "corrections with statistics='calibrated' were measured on channels, and this method encodes components of a "
+                "basis; use statistics='prompt'"
             )
         if isinstance(plan.tiering, Shares) and not plan.before_rope:
             return _apart(plan, plan.tiering, bound, (self.rank, self._decode_rank))

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.contract import Geometry, check_choice
+from calib.runtime.methods.grid import Grid
 from calib.runtime.stages.codec import Sparse
 from calib.runtime.stages.codec.coefficients import Coefficients
 from calib.runtime.stages.codec.sparse import Index
@@ -46,6 +48,8 @@ class Csr:
         probes: with `tiers`, rows whose attention is looked at, as in `zipcache`: "random+recent", "random", "recent" or "all".
         probe_share: share of rows that are probes.
     """
+
+    grid: ClassVar[Grid] = Grid({"sparsity": (2, 4, 6, 8, 12, 16), "coefficients": (4, 5, 6, 8, "fp16")})
 
     sparsity: int | None = None
     online: int | None = None

@@ -7,6 +7,7 @@ from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics
 from calib.runtime.methods.contract import Geometry, check_bits, check_choice
 from calib.runtime.methods.corrections import Corrections, Form
+from calib.runtime.methods.grid import Grid
 from calib.runtime.stages.codec import UniformQuant
 from calib.runtime.stages.tiering import Shares
 from calib.runtime.stages.transform import Identity
@@ -16,6 +17,8 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 Backbone = Literal["kcvt", "kivi", "channel", "uniform"]
 BACKBONES = ("kcvt", "kivi", "channel", "uniform")
+WIDTHS: dict[str, tuple[float, ...]] = {"bits": (1, 2, 3, 4, 5, 6, 8)}
+RANKS: dict[str, tuple[float, ...]] = {"rank": (0, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Gear:
     """
 
     named: ClassVar[str] = "gear"
+    grid: ClassVar[Grid] = Grid(WIDTHS | RANKS | {"outliers": (0.0, 0.01, 0.02, 0.05)})
 
     variant: Literal["released", "paper"] = "released"
     backbone: Backbone | None = None
@@ -130,6 +134,7 @@ class GearL(Gear):
     """
 
     named: ClassVar[str] = "gear_l"
+    grid: ClassVar[Grid] = Grid(WIDTHS | RANKS)
 
     outliers: float = 0.0
 
@@ -142,6 +147,7 @@ class Uniform(Gear):
     """
 
     named: ClassVar[str] = "uniform"
+    grid: ClassVar[Grid] = Grid(WIDTHS)
 
     backbone: Backbone | None = "uniform"
     outliers: float = 0.0
@@ -156,6 +162,7 @@ class GroupWise(Gear):
     """
 
     named: ClassVar[str] = "group_wise"
+    grid: ClassVar[Grid] = Grid(WIDTHS)
 
     backbone: Backbone | None = "channel"
     outliers: float = 0.0
@@ -170,6 +177,7 @@ class OutlierReduced(Gear):
     """
 
     named: ClassVar[str] = "outlier_reduced"
+    grid: ClassVar[Grid] = Grid(WIDTHS | {"outliers": (0.01, 0.02, 0.05, 0.1)})
 
     variant: Literal["released", "paper"] = "paper"
     outliers: float = 0.05

@@ -1,9 +1,11 @@
 """H2O (Zhang et al., 2023, arXiv:2306.14048): keep heavy hitters and recent tokens, evict the rest."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.contract import Geometry, check_amount
+from calib.runtime.methods.grid import Grid
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.saliency import Accumulated
 from calib.runtime.stages.tiering import HeavyRecent
@@ -24,6 +26,10 @@ class H2O:
         heavy: tokens (a whole number), or a share of the prompt (a number in [0, 1]).
         recent: the same; at least one token.
     """
+
+    grid: ClassVar[Grid] = Grid(
+        shared={"heavy": (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5), "recent": (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)}
+    )
 
     heavy: float | int = 0.2
     recent: float | int = 0.2

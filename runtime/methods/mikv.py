@@ -1,10 +1,12 @@
 """MiKV (Yang et al., 2024, arXiv:2402.18096): tokens that eviction would lose are retained at few bits."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics, check_statistics
 from calib.runtime.methods.contract import Geometry, check_bits, check_clip, check_share
+from calib.runtime.methods.grid import Grid
 from calib.runtime.stages.codec import Codec, Exact, UniformQuant
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.saliency import Accumulated
@@ -36,6 +38,11 @@ class MiKV:
         statistics: "prompt", or "calibrated" (needs `keys.balancer`).
         clip: factor on measured ranges, in (0, 1].
     """
+
+    grid: ClassVar[Grid] = Grid(
+        {"important": (16, 8, 6, 4, 3, 2), "retained": (1, 2, 3, 4, 5)},
+        {"ratio": (0.05, 0.1, 0.2, 0.3, 0.5)},
+    )
 
     ratio: float = 0.2
     important: int = 16

@@ -1,10 +1,12 @@
 """RTN, round to nearest: the plainest quantised cache and the floor every method is compared with."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics, channel_range, check_statistics, clip_factor
 from calib.runtime.methods.contract import Geometry
+from calib.runtime.methods.grid import Grid
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import UniformQuant
@@ -25,6 +27,14 @@ class Rtn:
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.low/high`).
         clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact.
     """
+
+    grid: ClassVar[Grid] = Grid(
+        {
+            "bits": (1, 2, 3, 4, 5, 6, 8),
+            "statistics": ("prompt", "calibrated"),
+            "clip": (None, 1.0, 0.8, 0.6),
+        }
+    )
 
     bits: int = 4
     statistics: Statistics = "prompt"

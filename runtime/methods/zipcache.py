@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from calib.runtime.artifact import Artifact
 from calib.runtime.methods.calibration import Statistics, channel_range, channel_scale, check_statistics
 from calib.runtime.methods.contract import Geometry, check_bits, check_choice, check_clip
+from calib.runtime.methods.grid import Grid
 from calib.runtime.stages.codec import Codec, Exact, UniformQuant
 from calib.runtime.stages.contract import Saliency
 from calib.runtime.stages.saliency import Accumulated, Normalised, Probes
@@ -16,6 +18,8 @@ from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 SALIENCY: dict[str, Saliency] = {"normalised": Normalised(), "accumulated": Accumulated()}
+# Widths of the salient tokens and of the others; `ratio` says how many are salient.
+WIDTHS = ((16, 4), (8, 4), (8, 3), (6, 4), (6, 3), (5, 3), (5, 2), (4, 3), (4, 2), (4, 1), (3, 2), (3, 1), (2, 1))
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class ZipCache:
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
         clip: factor on measured ranges, in (0, 1].
     """
+
+    grid: ClassVar[Grid] = Grid(
+        {"tiers": tuple(((high, 0.5), (low, 0.5)) for high, low in WIDTHS), "clip": (1.0, 0.8)},
+        {"ratio": (0.1, 0.2, 0.4, 0.6, 0.8)},
+    )
 
     tiers: Sequence[tuple[int, float]] = ((4, 0.6), (2, 0.4))
     ratio: float | None = None

@@ -63,7 +63,7 @@ class TopTokensStore(PlacedStore):
 
     def _beside(self, forward: Forward, rows: range, given: Given, asks: bool, residents: bool = True) -> Beside:
         longest = max(forward.before[row] for row in rows) + given.query.shape[2]
-        reach = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        reach = self.rows.sinks + -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         places, keys, values = self.residents.of(rows)
         if not residents:
             places, keys, values = places[:, :, :0], keys[:, :, :0], values[:, :, :0]
@@ -84,5 +84,6 @@ class TopTokensStore(PlacedStore):
         counts = [self.rows.encoded(row, lengths[row]) for row in rows]
         ends = upload([lengths[row] for row in rows], torch.int64, device)[:, None, None]
         places = torch.arange(asked.reach, device=device)
-        hidden = places >= upload(counts, torch.int64, device)[:, None, None]
+        hidden = places >= self.rows.sinks + upload(counts, torch.int64, device)[:, None, None]
+        hidden = hidden | (places < self.rows.sinks)
         return max(counts), hidden if logits.sliding is None else hidden | (places <= ends - logits.sliding)

@@ -96,12 +96,8 @@ class Codec(Protocol):
 class Transform(Protocol):
     """y = T x before encoding. `forward` and `inverse` act on tokens; the folds let attention work on y itself."""
 
-    def before(self) -> Before:
-        """`forward`, as a quantiser does it on the way to the codes."""
-        ...
-
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., kv_heads, tokens, head_dim]` -> same shape, float32."""
+        """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape, or of a basis' components in place of channels."""
         ...
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -118,6 +114,14 @@ class Transform(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Tensors shared by all sequences, for the memory report."""
+        ...
+
+
+class ChannelMap(Transform, Protocol):
+    """A transform that treats every channel alone."""
+
+    def before(self) -> Before:
+        """`forward`, as a quantiser does it on the way to the codes."""
         ...
 
 
@@ -162,5 +166,5 @@ class Tiering(Protocol):
         ...
 
     def exact(self, length: int, prompt: int) -> int:
-        """Tokens in the exact window then: the newest, in no tier yet."""
+        """Tokens in the exact window then: the newest, in no tier yet, and sinks."""
         ...

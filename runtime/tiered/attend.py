@@ -91,6 +91,8 @@ class TieredAttention:
             for part in parts if self.kept is None else self._heaviest(list(parts), queries):
                 if isinstance(part.mix, Attended):
                     softmax.join(part.mix.top, part.mix.mass, part.mix.mixed)
+                elif part.is_last and part.is_plain:
+                    softmax.add(part.mix(softmax.last_weights(part.scores)))
                 else:
                     softmax.add(part.mix(softmax.weights(part.scores)))
                 if part.watched:

@@ -118,7 +118,7 @@ class BudgetStore(TieredStore):
     def _positions(self, rows: list[int]) -> Tensor:
         """Positions of the important tokens of `rows`: int64 `[len(rows), kv_heads, slots]`."""
         numbers = self.rows.tables[0].numbers(self.mass.device)
-        return self.tiers[0].places(
+        return self.tiers[0].kept_places(
             numbers if len(rows) == len(numbers) else numbers[upload(rows, torch.int64, numbers.device)]
         )
 

@@ -1,4 +1,5 @@
-"""Tokens stay exact until their chunk is complete; then its salient tokens go to the first tier, and so on (ZipCache).
+"""Tokens stay exact until their chunk is complete; then its salient tokens go to the first tier, and so on (ZipCache). Sinks
+stay exact for ever.
 
 A chunk is the prompt, or a block of later tokens. Its tokens' mass comes from probe rows within it; nothing that is
 encoded is ever touched again.
@@ -26,7 +27,7 @@ from calib.runtime.window import Window, allocated
 
 
 class ChunkStore(TieredStore):
-    """The window holds the incomplete chunk, slot i its i-th token; `mass [rows, kv_heads, block]` what probes saw of it."""
+    """The window holds the sinks and then the incomplete chunk; `mass [rows, kv_heads, slots]` what probes saw of its tokens."""
 
     of_rows = ("mass",)
 
@@ -34,38 +35,42 @@ class ChunkStore(TieredStore):
         super().__init__(plan, keys, values, rows, place)
         self.tiering: Shares = plan.tiering
         self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
-        slots = self.tiering.block if self.observes else 0
-        self.mass = torch.zeros(keys.shape[0], self.heads, slots, device=keys.device)
+        self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
     def prepare(self, forward: Forward) -> None:
         """Also room in the records for the longest first chunk."""
-        firsts = [
-            self.tiering.first(self.rows.prompt(row))
-            for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
-            if self._encoded(row, after) > 0 == self._encoded(row, before)
-        ]
-        for tier, tokens in zip(self.tiers, self.tiering.counts(max(firsts, default=0)), strict=False):
-            tier.fit(tokens)
+        if self.rows.records is not None:
+            firsts = [
+                self.tiering.first(self.rows.prompt(row))
+                for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
+                if self.rows.encoded(row, after) > 0 == self.rows.encoded(row, before)
+            ]
+            for tier, tokens in zip(self.tiers, self.tiering.counts(max(firsts, default=0)), strict=False):
+                tier.fit(tokens)
         super().prepare(forward)
 
     @property
+    def _mass_slots(self) -> int:
+        return self.tiering.first(0) if self.observes else 0
+
+    @property
     def needs_positions(self) -> bool:
-        """Whether a slot's token is not the token of its number, and its key must be turned to its place."""
+        """Whether a key must be turned to its place."""
         return bool(self.plan.before_rope and self.plan.saliency is not None)
 
-    def _encoded(self, row: int, length: int) -> int:
-        return self.tiering.encoded(length, self.rows.prompt(row))
-
-    def _exact(self, row: int, length: int) -> int:
-        return self.tiering.exact(length, self.rows.prompt(row))
+    def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
+        """Also nothing of the sinks, which nobody ranks."""
+        held, fresh = super().seen_by(rows, count)
+        held[:, :, : self.tiering.sinks].zero_()
+        return held, fresh
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """As the strategy says for a prompt; a prompt shorter than a block is the beginning of one."""
-        if length >= self.tiering.block:
+        """As the strategy says for a prompt; one shorter than a first chunk must be is the beginning of one."""
+        if length >= self.tiering.first(0):
             return probes_of_prompt(self.plan.probes, length, self.draws, ids)
         return torch.tensor(
-            [place for place, chosen in enumerate(self._block(0)[:length]) if chosen], dtype=torch.int64
-        )
+            [place for place in range(length) if self._block(range(self.tiering.first(0)))[place]]
+        ).long()
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Watch | None:
         """Probe rows, and of each the tokens of its own chunk."""
@@ -81,7 +86,7 @@ class ChunkStore(TieredStore):
             return Watch(tier=False) if all(map(all, probes)) else self._watched(forward, rows, width, device)
         weights = torch.zeros(len(rows), len(probes[0]), width + len(probes[0]))
         for i, ((before, after, prompt), own) in enumerate(zip(spans, probes, strict=True)):
-            exact = self.tiering.exact(before, prompt)
+            exact = self.tiering.exact(before, prompt)  # sinks are counted for nothing, whichever their chunk
             chunk = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
             looked = (chunk[exact:, None] == chunk) & torch.tensor(own)[:, None]
             weights[i, :, :exact], weights[i, :, width:] = looked[:, :exact], looked[:, exact:]
@@ -101,7 +106,7 @@ class ChunkStore(TieredStore):
     def block(self, forward: Forward) -> Hashable | None:
         """See `Store.block`: steps whose chunk goes on in every row."""
         assert self.windows is not None
-        ends = [[self._exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after)]
+        ends = [[self.rows.exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after)]
         slots = self.windows[0].tokens.shape[2]
         if any(after <= before for before, after in zip(*ends, strict=True)):
             return None
@@ -112,51 +117,51 @@ class ChunkStore(TieredStore):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
-        exact = [self._exact(row, n) for row, n in enumerate(forward.before)]
-        left = [self._exact(row, n) for row, n in enumerate(forward.after)]
-        step = forward.width == 1 and forward.columns is None
+        if "chunks" not in forward.readings:  # the same for every layer
+            forward.readings["chunks"] = self._changes(forward)
+        exact, left, going_on, others = forward.readings["chunks"]
         self._resize(max(exact + left))
-        complete = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if not step or other <= one]
-        for rows in self.rows.alike(forward):
-            rows = [row for row in rows if row in complete]
-            if rows:
-                self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
-        if step and len(complete) < len(exact):
-            self._append([row for row in range(len(exact)) if row not in complete], exact, forward, keys, values)
+        for rows in others:
+            self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
+        if going_on:
+            self._append(going_on, exact, forward, keys, values)
         self._resize(max(left))
         self.shown.clear()
+
+    def _changes(self, forward: Forward) -> tuple[list[int], list[int], list[int], list[list[int]]]:
+        """Exact tokens of each row before and after; the rows that gain one, and the others that are alike."""
+        exact, left = ([self.rows.exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after))
+        step = forward.width == 1 and forward.columns is None
+        going_on = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if step and other > one]
+        others = [[row for row in rows if row not in going_on] for rows in self.rows.alike(forward)]
+        return exact, left, going_on, [rows for rows in others if rows]
 
     def _append(self, rows: list[int], exact: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """One token each for `rows` whose chunk goes on."""
         assert self.windows is not None
         slots = [exact[row] for row in rows]
         level = len(rows) == len(exact) and len(set(slots)) == 1 and forward.fed is None
-        at = slots[0] if level else None
-        index = forward.tensor("rows that go on", lambda _: rows, keys.device)
-        place = forward.tensor(
-            "their slots", lambda step: [self._exact(row, step.before[row]) for row in rows], keys.device
-        )
+        index: Any = slice(None)
+        place: Any = slots[0]
+        if not level:
+            index = forward.tensor("rows that go on", lambda _: rows, keys.device)
+            place = forward.tensor(
+                "their slots", lambda step: [self.rows.exact(row, step.before[row]) for row in rows], keys.device
+            )
         for window, new in zip(self.windows, (keys, values), strict=True):
-            if at is not None:
-                window.tokens[:, :, at] = new[:, :, 0]
-            else:
-                window.tokens[index, :, place] = new[index, :, 0]
+            window.tokens[index, :, place] = new[index, :, 0]
         if not self.shown.seen:
             return
         held, fresh = self.seen_by(list(range(len(exact))), 1)
-        if at is not None:
-            self.mass[:, :, : held.shape[2]] += held
-            self.mass[:, :, at] = fresh[:, :, 0]
-        else:
-            self.mass[index, :, : held.shape[2]] += held[index]
-            self.mass[index, :, place] += fresh[index, :, 0]
+        self.mass[index, :, : held.shape[2]] += held[index]
+        self.mass[index, :, place] += fresh[index, :, 0]
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Tokens of rows that are alike, `[len(rows), kv_heads, n, D]`."""
         assert self.windows is not None
         before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.rows.prompt(rows[0])
-        start, stop = self.tiering.encoded(before, prompt), self.tiering.encoded(after, prompt)
-        exact = before - start
+        start, stop = self.tiering.complete(before, prompt), self.tiering.complete(after, prompt)
+        exact, sinks = self.tiering.exact(before, prompt), self.tiering.sinks
         held, fresh = self.seen_by(rows, after - before) if self.observes else (self.mass[rows][:, :, :0], None)
         if exact:
             windows = (window.in_order(rows, 0, exact) for window in self.windows)
@@ -166,21 +171,28 @@ class ChunkStore(TieredStore):
             earlier = self.mass[rows][:, :, :exact]
             earlier[:, :, : held.shape[2]] += held[:, :, :exact]
             mass = torch.cat([earlier, fresh], 2)
+        at = sinks  # where the next chunk's tokens for the tiers begin
         while start < stop:
             chunk = self.tiering.chunk_of(start, prompt)
-            part = slice(0, len(chunk))
+            coded = range(max(chunk.start, sinks), chunk.stop)
+            part = slice(at, at + len(coded))
             self._encode(
-                rows, forward, chunk, keys[:, :, part], values[:, :, part], None if mass is None else mass[:, :, part]
+                rows, forward, coded, keys[:, :, part], values[:, :, part], None if mass is None else mass[:, :, part]
             )
-            keys, values = keys[:, :, len(chunk) :], values[:, :, len(chunk) :]
-            mass = None if mass is None else mass[:, :, len(chunk) :]
-            start = chunk.stop
+            at, start = part.stop, chunk.stop
+        if at > sinks:
+            keys, values = (self._left(part, at) for part in (keys, values))
+            mass = None if mass is None else self._left(mass, at)
         if keys.shape[2]:
             for window, new in zip(self.windows, (keys, values), strict=True):
                 window.write(rows, 0, new)
         if mass is not None:
-            at = torch.tensor(rows, device=mass.device)
-            self.mass[at] = torch.nn.functional.pad(mass, (0, self.mass.shape[2] - mass.shape[2]))
+            index = torch.tensor(rows, device=mass.device)
+            self.mass[index] = torch.nn.functional.pad(mass, (0, self.mass.shape[2] - mass.shape[2]))
+
+    def _left(self, tokens: Tensor, stop: int) -> Tensor:
+        """Of `[rows, kv_heads, n, ...]` what stays once those before `stop` are encoded: the sinks and the rest."""
+        return torch.cat([tokens[:, :, : self.tiering.sinks], tokens[:, :, stop:]], 2)
 
     def _encode(
         self, rows: list[int], forward: Forward, chunk: range, keys: Tensor, values: Tensor, mass: Tensor | None
@@ -197,7 +209,7 @@ class ChunkStore(TieredStore):
             asked = rows if forward.ids is not None else rows[:1]
             seen = upload([self._seen_rows(forward, row, chunk) for row in asked], torch.int64, keys.device)[:, None]
             order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
-        first = chunk.start == 0
+        first = chunk.start == self.tiering.sinks
         if first:
             for role, tokens in (("keys", keys), ("values", values)):
                 self.measure(rows, role, tokens, None)
@@ -222,18 +234,19 @@ class ChunkStore(TieredStore):
 
     def _probes(self, start: int, stop: int, prompt: int, ids: Tensor | None) -> list[bool]:
         """Which of the rows at positions [start, stop) are probes."""
-        if start == 0 and stop == prompt >= self.tiering.block:
-            places = set(probes_of_prompt(self.plan.probes, prompt, self.draws, ids).tolist())
-            return [place in places for place in range(prompt)]
         chosen: list[bool] = []
         while start < stop:
             chunk = self.tiering.chunk_of(start, prompt)
-            chosen += self._block(chunk.start)[start - chunk.start : stop - chunk.start]
+            if chunk == range(prompt):
+                places = set(probes_of_prompt(self.plan.probes, prompt, self.draws, ids).tolist())
+                chosen += [place in places for place in range(start, min(stop, prompt))]
+            else:
+                chosen += self._block(chunk)[start - chunk.start : stop - chunk.start]
             start = chunk.stop
         return chosen
 
-    def _block(self, start: int) -> tuple[bool, ...]:
-        return probes_of_block(self.plan.probes, start, self.tiering.block, self.draws)
+    def _block(self, chunk: range) -> tuple[bool, ...]:
+        return probes_of_block(self.plan.probes, chunk.start, len(chunk), self.draws)
 
     def _ids(self, forward: Forward, row: int) -> Tensor | None:
         return None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
@@ -254,7 +267,7 @@ class ChunkStore(TieredStore):
         slots = max((self.rows.exact(row, n) for row, n in enumerate(self.rows.lengths)), default=0)
         size = rows * self.heads * sum(self.widths) * self.itemsize
         weight.kinds["window"] += allocated(slots, self.tiering.longest()) * size
-        weight.kinds["saliency"] += rows * self.heads * (self.tiering.block if self.observes else 0) * 4
+        weight.kinds["saliency"] += rows * self.heads * self._mass_slots * 4
         return weight
 
     def growth(self) -> list[float]:

@@ -30,7 +30,8 @@ class MetTier:
         self.tier, self.turned = tier, turned
         self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
         self.codecs = {role: tier.codec(role, rows) for role in tier.transforms}
-        self.query, self.constant = self.transforms["keys"].fold_query(query)
+        # Keys that have to be turned are decoded first: nothing can be folded away.
+        self.query, self.constant = (query, None) if turned else self.transforms["keys"].fold_query(query)
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
         self.bias: Tensor | None = None
         if tier.records is not None and records is not None:
@@ -41,7 +42,7 @@ class MetTier:
         """Keys and values as a kernel reads them, but for corrections; None for keys that have to be turned."""
         if self.turned is not None:
             return [None, None]
-        pool, widths = self.tier.pool, self.tier.widths
+        pool, widths = self.tier.pool, self.tier.coded
         stored = {role: codec.codec if isinstance(codec, Corrected) else codec for role, codec in self.codecs.items()}
         return [packed_stream(stored[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values")]
 
@@ -51,8 +52,8 @@ class MetTier:
         assert keys is not None and values is not None
         if self.corrected:
             stretch = replace(stretch, bias=torch.cat([self._added_scores(tile) for tile in tiles], -1))
-        if self.tier.positions and stretch.back is not None:
-            stretch = replace(stretch, places=self.tier.pool.tensors[POSITIONS])
+        if stretch.back is not None:
+            stretch = replace(stretch, back=self._back(stretch.back), places=self.tier.pool.tensors.get(POSITIONS))
         precise = self.tier.dtype == torch.float32
         found = attend_pages(self.query, keys, values, stretch, self.constant, softcap, scored, precise)
         return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
@@ -66,9 +67,14 @@ class MetTier:
         keys, values = self.pairs()
         assert keys is not None and values is not None
         positions = self.tier.pool.tensors.get(POSITIONS)
-        asked = (self.query, keys, values, stretch.table, stretch.used, turns, positions, softcap, stretch.back)
+        back = None if stretch.back is None else self._back(stretch.back)
+        asked = (self.query, keys, values, stretch.table, stretch.used, turns, positions, softcap, back)
         top, mass, mixed = desparsify_attend(*asked)
         return Attended(top[..., None], mass[..., None], mixed, None)
+
+    def _back(self, back: Tensor) -> Tensor:
+        """The newest place out of sight as a kernel compares it: with the tokens' places, or where they lie in order with slots."""
+        return back - self.tier.first if self.tier.first else back
 
     @property
     def corrected(self) -> bool:
@@ -80,11 +86,11 @@ class MetTier:
         codec, mixed = self.codecs["values"], self.listed_mix(weights) if self.lists_values else None
         for tile in tiles:
             own, block = weights[..., tile.start : tile.stop], self._block("values", tile)
-            added = own.new_zeros(*own.shape[:-1], self.tier.widths["values"])
+            added = own.new_zeros(*own.shape[:-1], self.tier.coded["values"])
             if isinstance(codec, Corrected):
                 added = codec.added_mix(own, block, added)
             if self.tier.plan.segments == "page":
-                listed = segment_mix(codec, own, block, self.tier.widths["values"])
+                listed = segment_mix(codec, own, block, self.tier.coded["values"])
                 added = added if listed is None else added + listed
             added = self.transforms["values"].fold_output(added, torch.zeros_like(own[..., :1]))
             mixed = added if mixed is None else mixed + added
@@ -112,14 +118,14 @@ class MetTier:
         """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
         codec, block = self.codecs["keys"], self._block("keys", tile)
         if self.turned is not None:
-            keys = codec.decode(tokens_first(block), self.tier.widths["keys"])
+            keys = self.transforms["keys"].inverse(codec.decode(tokens_first(block), self.tier.coded["keys"]))
             return self.query @ self.turned(keys, self.tier, tile).mT
         found = self._listed_scores(tile, block, codec.scores(self.query, block))
         return found if self.constant is None else found + self.constant
 
     def mix(self, weights: Tensor, tile: Tile) -> Tensor:
         """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
-        codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.widths["values"]
+        codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.coded["values"]
         mixed = codec.mix(weights, block, width)
         if self.tier.plan.segments == "page":
             listed = segment_mix(codec, weights, block, width)
@@ -133,7 +139,7 @@ class MetTier:
 
     def listed_mix(self, weights: Tensor) -> Tensor:
         """What the values in the rows' records add, from the final `weights [..., slots]` of all tiles in order."""
-        mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.widths["values"])
+        mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.coded["values"])
         assert mixed is not None
         return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights[..., :1]))
 

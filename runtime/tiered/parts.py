@@ -7,7 +7,8 @@ themselves and under a sliding window.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from calib.runtime.tiered.met import MetTier
 from calib.runtime.tiered.reading import TieredReading, Tile
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.tier import Tier
-from calib.runtime.tiered.turned import turned_to_places, turns_up_to
+from calib.runtime.tiered.turned import turned_to_places, turns_between
 from calib.runtime.window import Window
 
 
@@ -33,7 +34,8 @@ class Part:
     kernel attended in one has its mixture already, and its logits where anybody wants them.
 
     `left`: what has more to add once the final probabilities of all its parts are known. `places` of its tokens,
-    `[rows, kv_heads or 1, tokens]` or a stretch, where something is asked about them.
+    `[rows, kv_heads or 1, tokens]` or a stretch, where something is asked about them. `is_last`: no other follows, and every
+    query row meets a token of it.
     """
 
     scores: Tensor
@@ -41,6 +43,22 @@ class Part:
     watched: bool
     left: Callable[[Tensor], Tensor] | None = None
     places: Tensor | slice | None = None
+    is_last: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but its weights and its mixture is asked for, and no kernel has attended it."""
+        return not (isinstance(self.mix, Attended) or self.watched or self.left or self.places is not None)
+
+    def with_last(self, last: "Part") -> "Part":
+        """This part and the `last`, both plain, as one."""
+        count, mixes = self.scores.shape[-1], (self.mix, last.mix)
+
+        def mix(weights: Tensor) -> Tensor:
+            assert callable(mixes[0]) and callable(mixes[1])
+            return mixes[0](weights[..., :count]) + mixes[1](weights[..., count:])
+
+        return Part(torch.cat([self.scores, last.scores], -1), mix, False, is_last=True)
 
 
 @dataclass
@@ -74,7 +92,22 @@ class Parts:
         first_watched: bool,
     ) -> Iterator[Part]:
         """What `query [rows, kv_heads, query rows, D]`, float32 and scaled, meets; the window and the new tokens may be
-        `watched`, and the first tier."""
+        `watched`, and the first tier. The last tile, the window and the new tokens are one part where they may be: most caches
+        are no longer than that."""
+        waiting: Part | None = None
+        for part in self._in_tiers(query, reading, first_watched):
+            if waiting is not None:
+                yield waiting
+            waiting = part
+        exact = self._exact(query, reading, new_keys, new_values, watched)
+        if waiting is not None and waiting.is_plain and exact.is_plain:
+            exact = waiting.with_last(exact)
+        elif waiting is not None:
+            yield waiting
+        yield exact
+
+    def _in_tiers(self, query: Tensor, reading: TieredReading, first_watched: bool) -> Iterator[Part]:
+        """All tiers, tile by tile, and what lies beside."""
         turned = None
         if self.before_rope and self.rotation is not None:
             turned = partial(turned_to_places, self.forward, self.rotation)
@@ -95,14 +128,8 @@ class Parts:
             for tile in tiles:
                 hidden, places = tile.hidden, None
                 if reading.back is not None or self.beside is not None:
-                    places = self._places(tier, tile)
-                if reading.back is not None:
-                    assert isinstance(places, Tensor)
-                    gone = places[:, :, None] <= reading.back
-                    hidden = gone if hidden is None else gone | hidden
-                if self.beside is not None and places is not None:
-                    twins = self.beside.hides(places)
-                    hidden = twins if hidden is None else twins | hidden
+                    places = tier.places(*tile[:3])
+                    hidden = self._hidden(places, hidden, reading.back)
                 yield Part(
                     masked(self.logits.capped(met.scores(tile)), hidden),
                     lambda weights, met=met, tile=tile: met.mix(weights, tile),  # type: ignore[misc]
@@ -112,20 +139,24 @@ class Parts:
                 )
         if self.beside is not None and self.beside.places.shape[2]:
             yield self._fetched(self.beside, query, reading.back)
+
+    def _exact(
+        self, query: Tensor, reading: TieredReading, new_keys: Tensor, new_values: Tensor, watched: bool
+    ) -> Part:
+        """The window and the new tokens; every query meets one of them at least."""
         keys, values = new_keys[:, :, reading.new], new_values[:, :, reading.new]
         if self.windows is not None and reading.window:
             held = (window.tokens[self.rows.start : self.rows.stop, :, : reading.window] for window in self.windows)
             keys, values = (torch.cat(pair, 2) for pair in zip(held, (keys, values), strict=True))
         exact = masked(self.logits.capped(query @ keys.float().mT), reading.hidden)
         places = self._exact_places(reading, query.device) if self._asks else None
-        yield Part(exact, lambda weights: weights @ values.float(), watched, places=places)
+        return Part(exact, lambda weights: weights @ values.float(), watched, places=places, is_last=True)
 
     def _tier_in_one(self, met: MetTier, tiles: list[Tile], stretch: Stretch, wanted: bool) -> Part:
         """A tier by one kernel."""
         places: Tensor | slice | None = None
         if self.beside is not None:
-            slots = Tile(stretch.table, 0, stretch.table.shape[1] * met.tier.pool.page_tokens, None)
-            places = self._places(met.tier, slots)
+            places = met.tier.places(stretch.table, 0, stretch.table.shape[1] * met.tier.pool.page_tokens)
             stretch = replace(stretch, hidden=self.beside.hides(places)[:, :, 0])
         found = met.in_one(tiles, stretch, self.logits.softcap, wanted or self._asks or met.corrected)
         scores = found.mass if found.scores is None else found.scores
@@ -137,7 +168,8 @@ class Parts:
         turns = None
         if self.before_rope and self.rotation is not None:
             longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
-            turns = turns_up_to(self.forward, self.rotation, longest, query)
+            span = (met.tier.first or 0, self.state.sinks + longest)
+            turns = turns_between(self.forward, self.rotation, *span, query)
         found = met.pairs_in_one(stretch, turns, self.logits.softcap)
         return Part(found.mass, found, False)
 
@@ -152,21 +184,26 @@ class Parts:
         places = beside.places if beside.asks else None
         return Part(scores, lambda weights: weights @ beside.values.float(), False, places=places)
 
-    @staticmethod
-    def _places(tier: Tier, tile: Tile) -> Tensor | slice:
-        """Of a tile's tokens; a tier without positions is the only one, and slot t holds token t."""
-        return tier.places(tile.pages) if tier.positions else slice(tile.start, tile.stop)
+    def _hidden(self, places: Tensor | slice, hidden: Tensor | None, back: Tensor | None) -> Tensor:
+        """`hidden` slots, those behind the queries' sliding window, and those whose tokens are attended beside."""
+        masks = [] if hidden is None else [hidden]
+        if back is not None:
+            if isinstance(places, slice):
+                masks.append(torch.arange(places.start, places.stop, device=back.device) <= back)
+            else:
+                masks.append(places[:, :, None] <= back)
+        if self.beside is not None:
+            masks.append(self.beside.hides(places))
+        return reduce(or_, masks)
 
     def _exact_places(self, reading: TieredReading, device: torch.device) -> Tensor:
         """int64 `[rows, 1, tokens]` of the window's slots and the new tokens; another's where a slot is not in use."""
         key = ("exact places", self.rows, reading.window, reading.new.stop, device)
         if key not in self.forward.readings:
-            before = [self.forward.before[row] for row in self.rows]
-            exact = [self.state.exact(row, length) for row, length in zip(self.rows, before, strict=True)]
-            start, used = (upload(part, torch.int64, device)[:, None, None] for part in (before, exact))
-            slots = torch.arange(reading.window, device=device)
+            start = upload([self.forward.before[row] for row in self.rows], torch.int64, device)[:, None]
+            held = self.state.places(self.forward, self.rows, reading.window, device)
             new = torch.arange(reading.new.start, reading.new.stop, device=device)
-            self.forward.readings[key] = torch.cat([start - used + slots, start + new], -1)
+            self.forward.readings[key] = torch.cat([held, start + new], -1)[:, None]
         places: Tensor = self.forward.readings[key]
         return places
 

@@ -82,11 +82,12 @@ def _made(state: TieredRows, forward: Forward, asked: Asked) -> TieredReading:
     start = forward.tensor(f"held by {rows}", lambda step: [step.before[row] for row in rows], device)
     used = forward.tensor(f"exact of {rows}", lambda step: [state.exact(row, step.before[row]) for row in rows], device)
     start, used = start[:, None, None, None], used[:, None, None, None]
-    slots, columns = (torch.arange(*ends, device=asked.device) for ends in ((0, window), (first, asked.queries.stop)))
-    queries = start + torch.arange(asked.queries.start, asked.queries.stop, device=asked.device)[:, None]
-    places = torch.cat([(start - used + slots), start + columns], -1)
+    columns = torch.arange(first, asked.queries.stop, device=device)
+    queries = start + torch.arange(asked.queries.start, asked.queries.stop, device=device)[:, None]
+    of_window = state.places(forward, rows, window, device)[:, None, None]
+    places = torch.cat([of_window, start + columns], -1)
     hidden = places > queries
-    hidden[..., :window] |= slots >= used
+    hidden[..., :window] |= torch.arange(window, device=device) >= used
     back = None if asked.sliding is None else queries - asked.sliding
     if back is not None:
         hidden |= places <= back

@@ -2,9 +2,13 @@
 
 from collections.abc import Hashable, Sequence
 
+import torch
+from torch import Tensor
+
 from calib.runtime.pages import PageTable
 from calib.runtime.rows import Forward, Rows
 from calib.runtime.stages.contract import Tiering
+from calib.runtime.stages.tiering import Local, Shares
 from calib.runtime.state import State, StateError, wholes
 
 
@@ -24,6 +28,10 @@ class TieredRows(Rows):
         With `records` a row has, besides, one page of what its first segment shares, from when anything is encoded.
         """
         self.tiering, self.stored = tiering, len(page_tokens)
+        self.sinks = tiering.sinks if isinstance(tiering, Shares) else 0
+        # The place of slot 0 where the only tier takes a row's tokens in their order. Blocks `apart` begin elsewhere in each row.
+        alone = isinstance(tiering, Shares) and len(tiering.shares) == 1 and not tiering.apart
+        self.first = self.sinks if alone or isinstance(tiering, Local) else None
         super().__init__(layers, sliding, [*page_tokens, 1] if records else page_tokens)
 
     @property
@@ -51,6 +59,15 @@ class TieredRows(Rows):
     def encoded(self, row: int, length: int) -> int:
         """All that are not in the window."""
         return length - self.exact(row, length)
+
+    def places(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
+        """The tokens in the first `slots` slots of the exact window, int64 `[len(rows), slots]`: sinks, then the newest; another's
+        where a slot is not in use."""
+        away = forward.tensor(
+            f"encoded of {rows}", lambda step: [self.encoded(row, step.before[row]) for row in rows], device
+        )
+        slot = torch.arange(slots, device=device)
+        return slot + away[:, None] * (slot >= self.sinks)
 
     def prompt(self, row: int) -> int:
         """Tokens of the row's first forward; 0 before it is stored."""

@@ -26,7 +26,7 @@ from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.shown import Shown
-from calib.runtime.tiered.tier import POSITIONS, Tier
+from calib.runtime.tiered.tier import Tier
 from calib.runtime.window import Window
 
 
@@ -63,6 +63,7 @@ class TieredStore(ABC):
                 values,
                 positions,
                 self.dictionaries,
+                rows.first,
             )
             for number, tier in enumerate(plan.tiers)
         ]
@@ -252,22 +253,21 @@ class TieredStore(ABC):
     def decoded(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of a row in each tier, float32 `[kv_heads, count, D]`, in the order of their slots."""
         found = []
-        for tier, table, count in zip(self.tiers, self.rows.tables, self.counts(row), strict=False):
-            block = {
-                name: tensor[table.rows[row]].transpose(0, 1).flatten(1, 2)[None, :, : -(-count // rows)]
-                for name, tensor in tier.pool.tensors.items()
-                for rows in [tier.pool.rows_of(tier.pool.fields[name])]
-            }
-            if tier.records is not None and self.rows.records is not None and count:
-                block |= {name: tensor[self.rows.records.rows[row]] for name, tensor in tier.records.tensors.items()}
-            device = tier.pool.device
-            empty = (torch.zeros(self.heads, 0, width, device=device) for width in self.widths)
-            keys, values = (part[0] for part in tier.decode([row], block)) if count else empty
+        for number, (tier, count) in enumerate(zip(self.tiers, self.counts(row), strict=True)):
+            records = [] if self.rows.records is None else self.rows.records.rows[row]
+            keys, values = tier.decoded(row, self.rows.tables[number].rows[row], count, records)
             if count and self.plan.before_rope and self.place.rotation is not None:
-                places = block[POSITIONS][0, :, :, 0] if tier.positions else torch.arange(count, device=device)
-                keys = Rotation.turned(keys, *self.place.rotation.at(places.long()))
+                keys = Rotation.turned(keys, *self.place.rotation.at(self.places(row, number)))
             found.append((keys, values))
         return found
+
+    def places(self, row: int, number: int) -> Tensor:
+        """Which tokens of a row those of a tier that is `placed` are: int64 `[kv_heads, count]`."""
+        tier, pages, count = self.tiers[number], self.rows.tables[number].rows[row], self.counts(row)[number]
+        found = tier.places(torch.tensor([pages], dtype=torch.int32, device=tier.pool.device), 0, count)
+        if isinstance(found, slice):
+            return torch.arange(found.start, found.stop, device=tier.pool.device).expand(self.heads, -1)
+        return found[0, :, :count]
 
     def footprint(self) -> Footprint:
         """Pages of every tier, and the rows' own numbers."""

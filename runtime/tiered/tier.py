@@ -8,6 +8,7 @@ from calib.runtime.pool import PagePool
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Block, Codec, Field
+from calib.runtime.stages.transform import coded_width
 from calib.runtime.state import State, branch, part_of, tensor_like, whole
 from calib.runtime.tiered.row_dictionary import RowDictionary, bound, sparse_part
 from calib.runtime.tiered.row_transform import RowTransform
@@ -19,6 +20,7 @@ POSITIONS = "positions"
 class Tier:
     """Pages of one tier. Fields of a page are those of both codecs, "keys.words" and so on, and perhaps positions.
 
+    Where a row's tokens lie in their order, slot s holds the token at place `first` + s; None: in any order.
     `records` holds what a row's segment shares, a page for each row. `further` counts outliers that found no slot.
     """
 
@@ -30,21 +32,26 @@ class Tier:
         values: Tensor,
         positions: bool,
         dictionaries: dict[str, RowDictionary],
+        first: int | None = None,
     ) -> None:
         """The first keys and values `[rows, kv_heads, n, head_dim]` fix shapes and the width of parameters.
 
-        `positions` keeps every token's place in its row, int32. `dictionaries` are the rows' own atoms, where a stream has any.
+        `positions` keeps every token's place in its row, int32, where no order tells it. `dictionaries` are the rows' own atoms,
+        where a stream has any.
         """
-        self.plan, self.transforms, self.positions, self.dictionaries = plan, transforms, positions, dictionaries
+        self.plan, self.transforms, self.dictionaries = plan, transforms, dictionaries
+        self.positions, self.first = positions and first is None, first
         self.relocated = plan.relocated
         self.widths, self.dtype = {"keys": keys.shape[3], "values": values.shape[3]}, keys.dtype
+        # What codecs see: components of a basis may be fewer than channels.
+        self.coded = {role: coded_width(stages.transform, self.widths[role]) for role, stages in plan.streams()}
         self.wide: dict[str, bool] = {}
         for (role, stages), like in zip(plan.streams(), (keys, values), strict=True):
             self.wide[role] = stages.codec.wide(like) if like.shape[2] else False
         self.longest, heads, device = 0, keys.shape[1], keys.device
         self.pool = PagePool({}, heads, device, plan.page_tokens)
         self.records = PagePool({}, heads, device, 1) if plan.segments == "row" else None
-        self.tile_tokens = tile_tokens(heads, keys.shape[3])
+        self.tile_tokens = tile_tokens(heads, max(keys.shape[3], *self.coded.values()))
         # The same for both streams: either counts or neither.
         self.further = counter(plan.keys.codec, device)
         self._lay_out()
@@ -59,7 +66,7 @@ class Tier:
         segment = self.plan.segment(self.pool.kv_heads, self.longest)
         fields: dict[str, Field] = {}
         for role, stages in self.plan.streams():
-            own = stages.codec.fields(self.widths[role], self.dtype, self.wide[role], segment)
+            own = stages.codec.fields(self.coded[role], self.dtype, self.wide[role], segment)
             fields |= {f"{role}.{name}": field for name, field in own.items()}
         if self.positions:
             fields[POSITIONS] = Field(1, 1, torch.int32, POSITIONS)
@@ -155,10 +162,38 @@ class Tier:
         found = []
         for role in ("keys", "values"):
             own = {name.removeprefix(f"{role}."): part for name, part in block.items() if name.startswith(role)}
-            decoded = self.codec(role, rows).decode(own, self.widths[role])
+            decoded = self.codec(role, rows).decode(own, self.coded[role])
             found.append(self.transforms[role].of(rows).inverse(decoded))
         return found[0], found[1]
 
-    def places(self, pages: Pages) -> Tensor:
-        """The positions of the tokens in `pages`: int64 `[rows, kv_heads, tokens]`."""
+    def decoded(self, row: int, pages: list[int], count: int, records: list[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values `[kv_heads, count, head_dim]` of a row that has these pages of the pool, and of records."""
+        if not count:
+            heads, device = self.pool.kv_heads, self.pool.device
+            keys, values = (torch.zeros(heads, 0, width, device=device) for width in self.widths.values())
+            return keys, values
+        block = {
+            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : -(-count // rows)]
+            for name, tensor in self.pool.tensors.items()
+            for rows in [self.pool.rows_of(self.pool.fields[name])]
+        }
+        if self.records is not None:
+            block |= {name: tensor[records] for name, tensor in self.records.tensors.items()}
+        keys, values = self.decode([row], block)
+        return keys[0], values[0]
+
+    @property
+    def placed(self) -> bool:
+        """Whether it can be said which token lies in a slot."""
+        return self.positions or self.first is not None
+
+    def places(self, pages: Pages, start: int, stop: int) -> Tensor | slice:
+        """The positions of the tokens in `pages`, whose slots are [start, stop): int64 `[rows, kv_heads, tokens]`; where they
+        lie in order, the stretch that they are."""
+        if self.first is not None:
+            return slice(self.first + start, self.first + stop)
+        return self.kept_places(pages)
+
+    def kept_places(self, pages: Pages) -> Tensor:
+        """The positions that lie in `pages` with their tokens: int64 `[rows, kv_heads, tokens]`."""
         return self.pool.read(pages, POSITIONS)[""].squeeze(2).long()

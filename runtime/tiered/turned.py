@@ -14,26 +14,22 @@ def turned_back(forward: Forward, rotation: Rotation, keys: Tensor, chunk: range
     A token's place is its number in its row. A caller whose positions differ from that (position_ids of his own) has keys
     turned back less or more than RoPE turned them; the way forth is the same, so attention stays right.
     """
-    cos, sin = _turns(forward, rotation, chunk.start, chunk.stop, keys)
+    cos, sin = turns_between(forward, rotation, chunk.start, chunk.stop, keys)
     return Rotation.turned(keys.float(), cos, -sin)
 
 
 def turned_to_places(forward: Forward, rotation: Rotation, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
     """Decoded keys of a tile, `[rows, kv_heads, tokens, D]`, as RoPE leaves them at their tokens' places."""
-    if tier.positions:
-        turns = rotation.at(tier.places(tile.pages))
-    else:  # a single tier: slot t holds token t
-        turns = _turns(forward, rotation, tile.start, tile.stop, keys)
+    places = tier.places(*tile[:3])
+    if isinstance(places, slice):
+        turns = turns_between(forward, rotation, places.start, places.stop, keys)
+    else:
+        turns = rotation.at(places)
     return Rotation.turned(keys, *turns)
 
 
-def turns_up_to(forward: Forward, rotation: Rotation, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of all places before `stop`, where a kernel turns keys itself: float32 `[stop, rotated channels / 2]`."""
-    return _turns(forward, rotation, 0, stop, like)
-
-
-def _turns(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Worked out by the first layer that asks."""
+def turns_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the places [start, stop), float32 `[n, rotated channels / 2]`; worked out by the first layer that asks."""
     key = ("turns", start, stop, like.device)
     if key not in forward.readings:
         forward.readings[key] = rotation.along(start, stop, like.device)

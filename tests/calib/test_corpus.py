@@ -7,7 +7,7 @@ from toy_language_model import save_text, save_toy, toy_model, toy_tokenizer
 from calib.capture.batches import TokenBatches
 from calib.capture.corpus import divide, pack, text_blocks, text_sequences
 from calib.capture.data import CaptureData
-from calib.capture.generated import generated_sequences
+from calib.capture.generated import generated_sequences, sampled_text
 from calib.errors import RunError, UsageError
 
 
@@ -172,3 +172,22 @@ def test_refusals(toy, options, message):
     with pytest.raises(UsageError) as caught:
         CaptureData(str(toy), **options)
     assert message in str(caught.value)
+
+
+def test_a_share_of_a_text_is_sampled_from_the_model(toy, tmp_path):
+    text = str(save_text(tmp_path / "text.txt"))
+
+    def corpus(**more):
+        sizes = {"length": 64, "sequences": 8, "heldout_sequences": 2}
+        return CaptureData(str(toy), text=text, **sizes, **more).load()[2]
+
+    plain, mixed = corpus(), corpus(sampled=0.25)
+    model, tokenizer, _ = CaptureData(str(toy), length=64).load()
+    own = sampled_text(model, tokenizer.bos_token_id, 64, 2, 0)
+    assert torch.equal(mixed.train[[2, 6]], own)
+    assert torch.equal(mixed.train[[0, 1, 3, 4, 5, 7]], plain.train[:6])
+    assert mixed.origin["sampled"] == 2 and "sampled" not in plain.origin
+    assert len(corpus(sampled=0.99).train) == 8
+    for share, name in ((1.0, "x/y"), (-0.1, "x/y"), (0.5, "generated")):
+        with pytest.raises(UsageError, match=r"data.sampled=.*from 0 to below 1"):
+            CaptureData(str(toy), name=name, sampled=share)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from calib.capture.data import CaptureData
 from calib.cli import main
-from calib.fit.calibration import STAGES, Calibration
+from calib.fit.calibration import Calibration
+from calib.fit.stage import STAGES
 from calib.runtime.artifact import Artifact
 from calib.statistics.channel_range import ChannelRanges
 from calib.statistics.contract import Shape
@@ -71,6 +72,11 @@ def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy
         ),
         *(f"keys.residual.{form}.{bits}" for form in ("*x1", "64x1", "*x*", "1x16") for bits in (2, 4)),
         *(f"values.residual.{form}.{bits}" for form in ("1x*", "*x*", "1x16") for bits in (2, 4)),
+        "klt.loss",
+        *(
+            f"{stream}.{kind}"
+            for stream in ("keys.klt", "values.klt", "keys.klt.before") for kind in ("mean", "basis", "steps", "errors")
+        ),
     }  # fmt: skip
     assert artifact.clip_bits == (2, 4)
     assert artifact.clip("keys", "32x1", 4).shape == (3, 2)
@@ -157,9 +163,9 @@ class PowerCut(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("batches", [3, 4, 6], ids=lambda n: f"after-{n}-batches")
+@pytest.mark.parametrize("batches", [3, 6, 8, 10], ids=lambda n: f"after-{n}-batches")
 def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, monkeypatch, batches):
-    """4 batches of statistics, 2 of clip factors, 1 of evaluation; each is run exactly once over both attempts."""
+    """4 batches of statistics and of sensitivities, 2 of clip factors, 1 of evaluation; each is run once over both attempts."""
     step, run = Calibration.training_step, []
 
     def counted(self, batch, batch_idx):
@@ -173,7 +179,9 @@ def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, mon
     assert main(words(toy, "--trainer.logger=false")) == 1
     assert not (tmp_path / "out").exists()
     assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
-    assert [name for name in run if name != "cut"] == ["statistics"] * 4 + ["clip"] * 2 + ["evaluate"]
+    assert [name for name in run if name != "cut"] == ["statistics"] * 4 + ["sensitivity"] * 4 + ["clip"] * 2 + [
+        "evaluate"
+    ]
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
 
 
@@ -266,8 +274,8 @@ def test_two_processes_measure_what_one_does(toy, fitted, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     one, two = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
     for name, tensor in one.tensors.items():
-        if name == "queries.mean_square" or ".residual." in name:  # sums in another order, in float64
-            torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-6, atol=1e-6 if ".residual." in name else 0)
+        if name == "queries.mean_square" or ".residual." in name or ".klt" in name:  # sums in another order, in float64
+            torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-6, atol=0 if "queries" in name else 1e-6)
         else:
             assert torch.equal(two.tensors[name], tensor), name
     assert two.provenance["metrics"]["layers"][1]["keys_tail"] == one.provenance["metrics"]["layers"][1]["keys_tail"]

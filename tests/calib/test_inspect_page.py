@@ -84,7 +84,8 @@ def test_the_page_has_every_table(page):
 def test_the_page_draws_divergences_with_the_groups_framed(page):
     maps = page.of("svg")
     assert [one["aria-label"] for one in maps] == [
-        f"Divergence of the {stream} of each pair of layers" for stream in ("keys", "values")
+        *(f"Divergence of the {stream} of each pair of layers" for stream in ("keys", "values")),
+        "Bits of the components of each layer at 2 bits a value",
     ]
     frames = page.of("rect", **{"class": "group"})
     cells = [one for one in page.of("rect") if "class" not in one]
@@ -99,6 +100,14 @@ def test_the_page_draws_divergences_with_the_groups_framed(page):
         shown = [float(one["fill-opacity"]) for one in cells[4 * number : 4 * number + 4]]
         assert shown == pytest.approx(share.flatten().tolist(), abs=6e-4)
         assert f"layers 0 and 1: {tensors[f'{stream}.divergence'][0, 1]:.4f}" in page.texts
+
+
+def test_the_page_draws_the_bits_of_components(page):
+    """2 layers, keys and values, 8 components: as many bits in all as the budget says, the better components first."""
+    cells = [one for one in page.of("rect") if one.get("class") == "bits"]
+    shares = torch.tensor([float(one["fill-opacity"]) for one in cells]).view(2, 2, 8)
+    assert float(8 * shares.mean()) == pytest.approx(2, abs=0.05)
+    assert bool((shares.diff(dim=-1) <= 1e-6).all())
 
 
 def test_the_page_draws_losses_on_one_scale(tmp_path, page):

@@ -95,6 +95,7 @@ def test_dictionaries_and_passes_are_those_of_the_fit(planned, artifact):
         assert one["vectors"] == sum(row["samples"] for row in trained)
     assert [(one["stage"], one["sequences"]) for one in plan["passes"]] == [
         ("statistics", 8),
+        ("sensitivity", 8),
         ("clip", 4),
         ("evaluate", 2),
     ]
@@ -107,10 +108,12 @@ def test_a_cache_weighs_what_was_planned(method, planned, artifact, toy):
     told = planned[0]["cache"]["methods"][method]
     model = AutoModelForCausalLM.from_pretrained(toy / "llama")
     found = measured(model, method, artifact, BATCH, CONTEXT)
-    assert told["device_bytes"] == pytest.approx(found.measured_bytes, rel=MEMORY)
+    # How wide klt's words are is measured, and its tables are the larger part of so small a cache.
+    rel = 0.05 if method == "klt" else MEMORY
+    assert told["device_bytes"] == pytest.approx(found.measured_bytes, rel=rel)
     assert told["host_bytes"] == pytest.approx(found.host_bytes, rel=MEMORY)
     if method != "offload":
-        assert told["bits_per_value"] == pytest.approx(found.bits_per_value, rel=MEMORY)
+        assert told["bits_per_value"] == pytest.approx(found.bits_per_value, rel=rel)
 
 
 @pytest.mark.parametrize(("kind", "slide"), [("gemma2", 2), ("mistral", 0)])  # beside others, which are compressed

@@ -32,6 +32,7 @@ LLAMA2 = {
 STATISTICS = (
     *("channel_range", "channel_scale", "balancer", "query_energy", "outlier_thresholds", "vectors"),
     *("clip", "residual_basis", "heldout", "heldout_vectors"),
+    *("second_moments", "sensitivity", "components"),
 )
 PACE = Pace(
     tokens=1024,
@@ -89,18 +90,23 @@ def test_statistics_and_the_artifact(plan):
     assert sizes["channel_range"] == 4 * 4 * channels
     assert sizes["residual_basis"] - 2 * 8 == 2 * 2 * 8 * channels * 128  # two forms, two widths, float64
     assert sizes["vectors"] == 32 * 32768 * (2 * 128 * 2 + 8)
+    moment = 8 * channels * 128  # float64, of every head of every layer; of the three streams of klt
+    assert sizes["second_moments"] == 5 * moment + 3 * 8 * channels + 8 * 32
+    assert sizes["sensitivity"] == 3 * moment + 8 * 32
+    assert sizes["components"] == 3 * 8 * channels * (1 + 8 * 13) + 8 * 32
     assert sizes["outlier_thresholds"] == 32 * 2048 * (2 * 32 * 128 * 4 + 8)
     ranges, thresholds = 7 * 4 * channels, 4 * 4 * 3 * (channels + 32 * 32 + 32) + 3 * 4
     clip, bases = 7 * 32 * 32 * bits * 4, 4 * channels * 8 * 4
     dictionaries = 32 * 8192 * (128 + 64) * 2 + 2 * (32 * 8 + 32 * 32 * 4)
-    written = ranges + thresholds + clip + bases + dictionaries
+    transforms = 3 * 4 * channels * (1 + 128 + 8 + 9)
+    written = ranges + thresholds + clip + bases + dictionaries + transforms
     assert written < plan["artifact"]["bytes"] < 1.002 * written  # the header and its figures
 
 
 def test_passes_and_disk(plan):
-    assert [(one["batches"], one["checkpoints"]) for one in plan["passes"]] == [(128, 17), (16, 3), (16, 3)]
+    assert [(one["batches"], one["checkpoints"]) for one in plan["passes"]] == [(128, 17), (16, 3), (16, 3), (16, 3)]
     assert plan["corpus"]["tokens"] == 144 * 2048
-    assert plan["disk"]["statistics_checkpoints"] == 3 * plan["statistics"]["bytes"]
+    assert plan["disk"]["statistics_checkpoints"] == 4 * plan["statistics"]["bytes"]
     assert plan["dictionaries"]["streams"]["values"] == {
         "groups": 32, "atoms": 8192, "channels": 64, "pairs": 4, "vectors": 2 * 32 * 32768, "steps": 10 * 32 * 128,
     }  # fmt: skip
@@ -110,14 +116,16 @@ def test_seconds_are_the_pieces_times_how_many_there_are(plan):
     stages = plan["seconds"]["stages"]
     weights = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     teraflops = 128 * 2048 * (2 * weights + 2 * 32 * 128 * 2048) / 1e12
-    # Six statistics of 128 sequences, each of twice the tokens of the piece; their ends.
-    assert stages["statistics"] == pytest.approx(32 * (teraflops + 6 * 128 * 2 * 0.5 + 6 * 0.25), rel=1e-4)
-    assert stages["clip"] == pytest.approx(32 * (teraflops / 8 + 2 * 16 * 2 * 0.5 + 2 * 0.25), rel=1e-4)
+    # Seven statistics of 128 sequences, each of twice the tokens of the piece; their ends.
+    assert stages["statistics"] == pytest.approx(32 * (teraflops + 7 * 128 * 2 * 0.5 + 7 * 0.25), rel=1e-4)
+    assert stages["sensitivity"] == pytest.approx(32 * (teraflops / 8 + 16 * 2 * 0.5 + 0.25), rel=1e-4)
+    assert stages["clip"] == pytest.approx(32 * (teraflops / 8 + 3 * 16 * 2 * 0.5 + 3 * 0.25), rel=1e-4)
+    assert stages["losses"] == pytest.approx(7 * 8 * 32 * teraflops / 128, rel=1e-4)  # six budgets, and the exact cache
     assert stages["layer groups"] == 2 * 32 * 31 / 2 * 0.125
     keys = 10 * 64 * 1.0 + (11 * 4096 + 10 * 4096) * 0.001
     values = 10 * 128 * 2.0 + 2 * 32768 * 0.0001
     assert stages["dictionaries"] == pytest.approx(32 * (keys + values))
-    assert stages["checkpoints"] == pytest.approx(23 * plan["statistics"]["bytes"] * 1e-9)
+    assert stages["checkpoints"] == pytest.approx(26 * plan["statistics"]["bytes"] * 1e-9)
     assert plan["seconds"]["total"] == pytest.approx(sum(stages.values()))
 
 
@@ -125,7 +133,11 @@ def test_processes_share_the_batches(llama):
     subject = read_subject(str(llama), "float16")
     assert layer_parameters(subject) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4096 // 32
     stages = planning.passes(Calibration("x", clip_sequences=3), Sizes(64, 10, 4, batch=2, processes=2))
-    assert [one.batches for one in stages] == [3, 1, 1]
+    assert [one.batches for one in stages] == [3, 3, 1, 1]
+    less = planning.passes(Calibration("x", sensitivity_sequences=0), Sizes(64, 10, 4, batch=2))
+    assert [one.stage.name for one in less] == ["statistics", "clip", "evaluate"]
+    none = planning.passes(Calibration("x", klt=False), Sizes(64, 10, 4, batch=2))
+    assert not {"second_moments", "sensitivity", "components"} & {name for one in none for name in one.statistics}
 
 
 def test_the_memory_of_a_stage_holds_weights_statistics_and_what_is_made_of_a_layer(plan):
@@ -146,7 +158,8 @@ def test_every_architecture_is_walked_without_numbers(kind):
     keys = 2 * 64 * subject.shape.kv_heads * subject.shape.head_dim * 4
     assert all(size > 3 * keys for size in found.values())  # queries, keys and values are there, and more
     twice = transients(Calibration("x"), subject, Sizes(64, 4, 2, batch=4))
-    assert all(found[stage] < twice[stage] <= 2 * found[stage] for stage in found)
+    assert found["sensitivity"] == twice["sensitivity"] > found["clip"]  # a sequence at a time, all layers at once
+    assert all(found[stage] < twice[stage] <= 2 * found[stage] for stage in found if stage != "sensitivity")
 
 
 def test_bytes_are_counted_while_tensors_exist():

@@ -17,7 +17,7 @@ from calib.capture.capture import stream
 from calib.capture.device_map import entry_device
 from calib.capture.generated import generated_sequences
 from calib.cli import main
-from calib.fit.calibration import STAGES, Calibration
+from calib.fit.calibration import Calibration
 from calib.runtime.artifact import Artifact
 from calib.runtime.fingerprint import fingerprint
 
@@ -68,7 +68,7 @@ def test_layers_on_two_devices_are_measured_into_statistics_on_one():
             with SimulatedDevices():
                 calibration.observe(dataclasses.replace(sample, **moved))
 
-        for stage in STAGES:
+        for stage in calibration.stages():
             with SimulatedDevices():
                 calibration.begin(stage)
             stream(model, *batch(), sink)

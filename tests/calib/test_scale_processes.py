@@ -29,6 +29,7 @@ FEW = [
     "--data.batch_size=1", "--data.sequences=3", "--model.clip_sequences=1", "--data.heldout_sequences=1",
     "--model.dictionary.atoms=8",
 ]  # fmt: skip
+EDGES = 1e-3
 SUMS = 1e-12  # relative, of float64 sums of the same numbers in another order
 
 
@@ -70,20 +71,25 @@ def test_two_processes_fit_what_one_does(toy, two, tmp_path, monkeypatch, sizes)
     mine, theirs = statistics(tmp_path), statistics(two)
     assert mine.keys() == theirs.keys()
     summed = {name for name, x in mine.items() if x.dtype == torch.float64}
-    assert {name.split(".")[1] for name in summed} == {"query_energy", "clip", "residual_basis", "heldout"}
+    assert {name.split(".")[1] for name in summed} == {
+        *("query_energy", "clip", "residual_basis", "heldout"),
+        *("second_moments", "sensitivity", "components"),
+    }
     for name, x in mine.items():
         if name.endswith("rows"):  # of a sample that is not full the rest is never read
             places = mine[name.removesuffix("rows") + "priority"] < torch.iinfo(torch.int64).max
             assert torch.equal(theirs[name][places], x[places]), name
         else:
-            torch.testing.assert_close(theirs[name], x, rtol=SUMS if name in summed else 0, atol=0)
+            # Components are quantised in a basis that is read off sums: a last bit of it moves what lies at an edge.
+            rtol = EDGES if ".components." in name else SUMS if name in summed else 0
+            torch.testing.assert_close(theirs[name], x, rtol=rtol, atol=0)
     one, other = Artifact.load("toy.safetensors"), Artifact.load(two / "toy.safetensors")
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
-        loose = name == "queries.mean_square" or ".residual." in name
-        torch.testing.assert_close(
-            other.tensors[name], tensor, rtol=2**-22 if loose else 0, atol=1e-6 if ".residual." in name else 0
-        )
+        bases = ".residual." in name or ".klt." in name
+        loose = name == "queries.mean_square" or bases
+        rtol = EDGES if name.endswith(("steps", "errors", "loss")) else 2**-22 if loose else 0
+        torch.testing.assert_close(other.tensors[name], tensor, rtol=rtol, atol=1e-6 if bases else 0)
     metrics = [artifact.provenance["metrics"] for artifact in (one, other)]
     assert metrics[0]["dictionaries"] == metrics[1]["dictionaries"]
     for first, second in zip(*(found["layers"] for found in metrics), strict=True):
@@ -162,8 +168,8 @@ def test_one_process_cut_at_every_batch_and_every_end_resumes_to_the_same_bytes(
     monkeypatch.setattr(Calibration, "training_step", one_batch)
     monkeypatch.setattr(Calibration, "on_train_end", second_time)
     while main(words(toy, *UNEVEN, "--ckpt_path=last")):
-        assert len(events) < 30
-    batches = {"statistics": 5, "clip": 3, "evaluate": 3}
+        assert len(events) < 40
+    batches = {"statistics": 5, "sensitivity": 5, "clip": 3, "evaluate": 3}
     assert events == [
         event for stage, count in batches.items() for event in [*[stage] * count, f"end of {stage}", stage]
     ]

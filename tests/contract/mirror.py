@@ -122,7 +122,7 @@ def odd_in_tiers(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
         found = torch.cat([held.keys, held.values], 2)[:, part]
         choices = [given_to(store, row, path, keys, values) for path in paths(store, number)]
         if is_window:
-            owner = torch.arange(keys.shape[2] - count, keys.shape[2]).expand(found.shape[:2])
+            owner = oracle.in_window(store, row, keys.shape[2]).expand(found.shape[:2])
         else:
             owner = likest(found, choices[0]) if held.places is None else held.places[:, part]
         index = owner[..., None].expand(found.shape)

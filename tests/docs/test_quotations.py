@@ -25,7 +25,7 @@ FURTHER = {
     "bench": BenchRequest.known(),
     "generate": sorted({option for name in METHODS for option in options_of(name)}),
 }
-FURTHER["export"] = FURTHER["generate"]
+FURTHER["export"] = FURTHER["tune"] = FURTHER["generate"]
 # Options of other programs that the text quotes alone.
 OTHERS = {"--kv-cache-dtype": "vllm", "--kv-cache-dtype-skip-layers": "vllm", "--revision": "hf"}
 

@@ -117,7 +117,7 @@ class ZipCache(LayerOracle):
             if bits == 16:
                 self.put(tier, head, tokens, keys[None], values[None])
                 continue
-            if not start:
+            if (tier, head) not in self.tables:
                 self.measure(tier, head, keys, values if self.value_scale == "tier" else exact)
             scale = self.scales[tier, head]
             key_choices = per_channel(keys, bits, self.tables[tier, head], self.clip)

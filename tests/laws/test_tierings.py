@@ -17,10 +17,11 @@ amounts = st.one_of(st.integers(0, 90), st.floats(0, 0.5))
 
 @st.composite
 def shares(draw):
-    """Shares of one to four tiers that add up to 1, some of them 0, a block and perhaps a window."""
+    """Shares of one to four tiers that add up to 1, some of them 0, a block, perhaps a window and sinks."""
     parts = draw(st.lists(st.integers(0, 10), min_size=1, max_size=4).filter(any))
     window = draw(st.one_of(st.just(0), st.integers(1, 90)))
-    return Shares(tuple(part / sum(parts) for part in parts), draw(st.integers(1, 130)), window=window)
+    sinks = draw(st.one_of(st.just(0), st.integers(1, 20)))
+    return Shares(tuple(part / sum(parts) for part in parts), draw(st.integers(1, 130)), window=window, sinks=sinks)
 
 
 tierings = st.one_of(
@@ -53,25 +54,29 @@ def test_a_tier_never_shrinks(tiering, length, prompt):
 @law
 @given(shares(), st.integers(1, 500), st.integers(0, 400))
 def test_chunks_follow_each_other(tiering, prompt, more):
-    """Steps and one jump encode the same chunks, whose shares are those of the tiers, rounded down but for the last."""
+    """Steps and one jump encode the same chunks, whose shares are those of the tiers, rounded down but for the last; the first
+    one's sinks are in no tier."""
     length = prompt + more
     exact = tiering.exact(length, prompt)
     waiting = tiering.first(prompt) if not tiering.encoded(length, prompt) else tiering.block
-    assert min(length, tiering.window) <= exact < tiering.window + waiting and exact < max(
-        prompt + 1, tiering.longest()
-    )
+    staying = tiering.window + tiering.sinks
+    assert min(length, staying) <= exact and exact < max(prompt + 1, tiering.longest())
+    assert exact < (staying if tiering.encoded(length, prompt) else tiering.window) + waiting
     chunk, total, stop = tiering.chunk_of(0, prompt), [0] * len(tiering.shares), 0
     while chunk.stop <= length - tiering.window:
         assert chunk.start == stop and all(tiering.chunk_of(place, prompt) == chunk for place in (chunk[0], chunk[-1]))
-        assert len(chunk) == (max(prompt - tiering.window, tiering.block) if not stop else tiering.block)
-        counts = tiering.counts(len(chunk))
-        assert sum(counts) == len(chunk)
+        sinks = 0 if stop else tiering.sinks
+        coded = tiering.block if stop else max(prompt - tiering.window - sinks, tiering.block)
+        assert len(chunk) == sinks + coded
+        counts = tiering.counts(coded)
+        assert sum(counts) == coded
         for share, count in list(zip(tiering.shares, counts, strict=True))[:-1]:
-            wanted = max(1, math.floor(share * len(chunk) + 1e-9)) if share else 0
-            assert count == wanted or sum(counts[:-1]) == len(chunk)
+            wanted = max(1, math.floor(share * coded + 1e-9)) if share else 0
+            assert count == wanted or sum(counts[:-1]) == coded
         total = [one + other for one, other in zip(total, counts, strict=True)]
         stop, chunk = chunk.stop, tiering.chunk_of(chunk.stop, prompt)
-    assert tiering.held(length, prompt) == total and tiering.encoded(length, prompt) == stop
+    assert tiering.held(length, prompt) == total and tiering.complete(length, prompt) == stop
+    assert tiering.encoded(length, prompt) == sum(total) == max(0, stop - tiering.sinks)
 
 
 @law
@@ -94,6 +99,10 @@ def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_recent_token(tiering, 
         (Shares((0.0, 1.0), 10), 10, {10: [0, 10]}),
         (Shares((1.0,), 8, window=20), 50, {20: [0], 50: [30], 57: [30], 58: [38]}),
         (Shares((1.0,), 8, window=20), 5, {27: [0], 28: [8], 35: [8], 36: [16]}),
+        (Shares((1.0,), 8, window=20, sinks=4), 50, {20: [0], 50: [26], 57: [26], 58: [34]}),
+        (Shares((1.0,), 8, window=20, sinks=4), 30, {31: [0], 32: [8], 39: [8], 40: [16]}),
+        (Shares((0.6, 0.4), 10, sinks=6), 3, {4: [0, 0], 15: [0, 0], 16: [6, 4], 25: [6, 4], 26: [12, 8]}),
+        (Shares((1.0,), 1, sinks=4), 1, {4: [0], 5: [1], 6: [2]}),
         (HeavyRecent(ratio=0.2), 51, {5: [5, 0], 11: [11, 0], 51: [11, 40], 60: [11, 49]}),
         (HeavyRecent(3, 0.5), 10, {8: [8, 0], 9: [8, 1]}),
         (Sinks(4, 6), 3, {3: [3, 0], 9: [4, 5], 10: [4, 6], 30: [4, 6]}),
@@ -101,6 +110,19 @@ def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_recent_token(tiering, 
 )
 def test_small_examples(tiering, prompt, expected):
     assert {length: tiering.held(length, prompt) for length in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sinks": -1}, "sinks must be a whole number of tokens, at least 0, got -1; 4 is usual"),
+        ({"sinks": 1.5}, "sinks must be a whole number of tokens, at least 0, got 1.5; 4 is usual"),
+        ({"sinks": 4, "apart": 1}, "sinks=4 where all tokens of a chunk are one segment; use sinks=0"),
+    ],
+)
+def test_sinks_are_a_number_of_tokens_that_no_segment_has(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Shares((1.0,), 8, **wrong)
 
 
 def test_which_slots_are_used_again():

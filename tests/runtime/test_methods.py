@@ -58,7 +58,7 @@ def test_the_methods_are_these():
         "streaming_llm",
         "zipcache",
     }
-    assert set(METHODS) == published | {"offload", "gear", "gear_l", "group_wise", "outlier_reduced", "uniform"}
+    assert set(METHODS) == published | {"klt", "offload", "gear", "gear_l", "group_wise", "outlier_reduced", "uniform"}
     assert {case.method for case in CASES} == set(METHODS)
 
 

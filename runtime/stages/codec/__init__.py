@@ -2,8 +2,9 @@
 
 from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.codec.exact import Exact
+from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
-__all__ = ["Codec", "Corrected", "Exact", "Sparse", "UniformQuant"]
+__all__ = ["Codec", "Corrected", "Exact", "MixedQuant", "Sparse", "UniformQuant"]

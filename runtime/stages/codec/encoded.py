@@ -1,11 +1,14 @@
 """Tokens through a transform and a codec."""
 
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
+from calib.kernels.quantise.operation import Before
 from calib.runtime.stages.codec.uniform import UniformQuant
-from calib.runtime.stages.contract import Block, Codec, Transform
+from calib.runtime.stages.contract import Block, ChannelMap, Codec, Transform
+from calib.runtime.stages.transform import Basis
 
 
 def encoded(transform: Transform, codec: Codec, tokens: Tensor, wide: bool, order: Tensor | None = None) -> Block:
@@ -13,7 +16,6 @@ def encoded(transform: Transform, codec: Codec, tokens: Tensor, wide: bool, orde
 
     A uniform codec's kernel gathers and transforms while it quantises; tokens are written once, packed.
     """
-    before = replace(transform.before(), order=order)
-    if isinstance(codec, UniformQuant):
-        return codec.encode(tokens, wide, before)
-    return codec.encode(before.forward(tokens), wide)
+    if isinstance(codec, UniformQuant) and not isinstance(transform, Basis):
+        return codec.encode(tokens, wide, replace(cast(ChannelMap, transform).before(), order=order))
+    return codec.encode(transform.forward(Before(order=order).gathered(tokens)), wide)

@@ -1,9 +1,12 @@
 """How attention's kernels read what a codec left in pages."""
 
+import torch
+
 from calib.kernels.attend.operation import EXACT, PackedStream
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.runtime.pool import PagePool, device_memory
 from calib.runtime.stages.codec.exact import Exact
+from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Block, Codec
@@ -22,9 +25,12 @@ def packed_stream(
         return None
     if isinstance(codec, Exact):
         return PackedStream(EXACT, pool.tensors[f"{part}exact"], channels)
-    if not isinstance(codec, UniformQuant):
+    if not isinstance(codec, UniformQuant | MixedQuant):
         return None
     words = pool.tensors[f"{part}words"]
+    if isinstance(codec, MixedQuant):
+        step = codec.step(words.device)
+        return PackedStream(codec.widths, words, channels, fixed=(step, -torch.ones_like(step)), counts=codec.counts)
     if codec.group is None:
         return PackedStream(codec.bits, words, channels, fixed=codec.fixed(words))
     name = f"{part}parameters"

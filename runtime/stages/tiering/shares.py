@@ -11,7 +11,8 @@ class Shares:
     """A chunk's most salient tokens go to the first tier, and so on; the last tier takes the rest.
 
     The first chunk is the prompt; every later one is a block of `block` tokens, exact until it is complete. A prompt
-    shorter than a block waits for the first block: the ranges measured on a chunk hold for all that follow.
+    shorter than a block waits for the first block: the ranges measured on a chunk hold for all that follow. The first chunk's
+    sinks stay in the exact window, before everything else.
 
     Args:
         shares: of each tier, best first; they sum to 1.
@@ -19,6 +20,7 @@ class Shares:
         apart: stored tiers of the first chunk where later chunks have as many of their own; 0: all chunks share them.
         whole: the first chunk is a multiple of so many tokens.
         window: newest tokens that are in no chunk yet, and exact; the first chunk is the prompt without them.
+        sinks: a row's first tokens, which are in no tier and exact for ever; the first chunk has a block besides.
     """
 
     shares: tuple[float, ...]
@@ -26,6 +28,7 @@ class Shares:
     apart: int = 0
     whole: int = 1
     window: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if any(type(share) not in (float, int) or not 0 <= share <= 1 for share in self.shares):
@@ -37,9 +40,13 @@ class Shares:
             )
         if type(self.block) is not int or self.block < 1:
             raise ValueError(f"recompress must be a whole number of tokens, at least 1, got {self.block!r}")
+        if type(self.sinks) is not int or self.sinks < 0:
+            raise ValueError(f"sinks must be a whole number of tokens, at least 0, got {self.sinks!r}; 4 is usual")
+        if self.sinks and self.apart:
+            raise ValueError(f"sinks={self.sinks} where all tokens of a chunk are one segment; use sinks=0")
 
     def counts(self, tokens: int) -> list[int]:
-        """How many of a chunk's `tokens` go to each tier."""
+        """How many of so many `tokens` of a chunk go to each tier."""
         counts, left = [], tokens
         for share in self.shares[:-1]:
             counts.append(min(left, share_of(share, tokens)))
@@ -47,14 +54,18 @@ class Shares:
         return [*counts, left]
 
     def first(self, prompt: int) -> int:
-        """Tokens of the first chunk."""
-        left = max(0, prompt - self.window)
-        return max(left - left % self.whole, self.block)
+        """Tokens of the first chunk, sinks among them."""
+        left = max(0, prompt - self.window - self.sinks)
+        return self.sinks + max(left - left % self.whole, self.block)
 
-    def encoded(self, length: int, prompt: int) -> int:
+    def complete(self, length: int, prompt: int) -> int:
         """Tokens of the complete chunks once a row holds `length`."""
         first, left = self.first(prompt), length - self.window
         return 0 if left < first else left - (left - first) % self.block
+
+    def encoded(self, length: int, prompt: int) -> int:
+        """Those of them that are in a tier: all but the sinks."""
+        return max(0, self.complete(length, prompt) - self.sinks)
 
     def chunk_of(self, position: int, prompt: int) -> range:
         """The positions of the chunk that a position belongs to."""
@@ -66,7 +77,7 @@ class Shares:
 
     def held(self, length: int, prompt: int) -> list[int]:
         """Tokens in each tier once a row holds `length`."""
-        encoded, first = self.encoded(length, prompt), self.first(prompt)
+        encoded, first = self.encoded(length, prompt), self.first(prompt) - self.sinks
         blocks = (encoded - first) // self.block
         of_first, of_block = self.counts(first), [blocks * count for count in self.counts(self.block)]
         if not encoded:
@@ -77,12 +88,12 @@ class Shares:
 
     def longest(self) -> int:
         """The most tokens that ever stay exact, and one more."""
-        return self.window + self.block
+        return self.sinks + self.window + self.block
 
     def rewritten(self, tier: int) -> bool:
         """Never: tiers grow at their end."""
         return False
 
     def exact(self, length: int, prompt: int) -> int:
-        """Tokens in the exact window."""
+        """Tokens in the exact window: sinks and the newest."""
         return length - self.encoded(length, prompt)

@@ -1,12 +1,14 @@
 """Invertible maps of a stream that attention undoes on its own side."""
 
 from calib.runtime.stages.transform.balancer import Balancer
+from calib.runtime.stages.transform.basis import Basis, coded_width
 from calib.runtime.stages.transform.channel import ChannelRange, ChannelScale
 from calib.runtime.stages.transform.identity import Identity
 from calib.runtime.stages.transform.measured import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
 
 __all__ = [
     "Balancer",
+    "Basis",
     "ChannelRange",
     "ChannelScale",
     "Identity",
@@ -14,4 +16,5 @@ __all__ = [
     "MeasuredBalancer",
     "MeasuredRange",
     "MeasuredScale",
+    "coded_width",
 ]

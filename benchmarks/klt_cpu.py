@@ -1,0 +1,96 @@
+"""Speed of `klt` on the CPU beside `kivi` with codes of the same bits: encoding a prompt's keys and values, and decode steps.
+
+    python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--write]
+
+One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random, spectra fall by e^-8 over a head: what
+is timed does not depend on what a basis is of. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
+channel, values by token, groups of 32), projection, codes and packing for klt.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from protocol import keep, load, show, turn_by_turn
+from transformers import PreTrainedModel
+
+from calib.runtime import Artifact, compress
+from calib.runtime.fingerprint import fingerprint
+from calib.runtime.methods import Geometry, build
+from calib.runtime.stages.codec.encoded import encoded
+
+RESULT = "klt_cpu.json"
+BITS, TURNS, TOKENS = 2, 15, 4096
+GAUSSIAN = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
+
+
+def made_up(model: PreTrainedModel) -> Artifact:
+    """Bases for the model's sizes."""
+    geometry, draw = Geometry.of(model.config), torch.Generator().manual_seed(0)
+    shape, tensors = (geometry.layers, geometry.kv_heads, geometry.head_dim), {}
+    for stem in ("keys.klt", "values.klt"):
+        axes = torch.linalg.qr(torch.randn(*shape, shape[-1], generator=draw)).Q
+        worth = torch.exp(-torch.linspace(0, 4, shape[-1]) + 0.3 * torch.randn(*shape[:2], 1, generator=draw))
+        tensors[f"{stem}.mean"] = torch.zeros(shape)
+        tensors[f"{stem}.basis"] = worth[..., None] * axes
+        tensors[f"{stem}.steps"] = worth[..., None] * torch.tensor(GAUSSIAN)
+        errors = torch.tensor([1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876])
+        tensors[f"{stem}.errors"] = worth[..., None].square() * errors
+    return Artifact(tensors, fingerprint(model), {})
+
+
+def encodings(model: PreTrainedModel, artifact: Artifact) -> dict[str, Callable[[], object]]:
+    """A prompt's keys and values of every layer into packed words, in pieces as stores encode them."""
+    geometry = Geometry.of(model.config)
+    x = torch.randn(1, geometry.kv_heads, TOKENS, geometry.head_dim, generator=torch.Generator().manual_seed(1))
+
+    def run(name: str, given: Artifact | None) -> Callable[[], object]:
+        stages = []
+        for layer in range(geometry.layers):
+            plan = build(name, {"bits": BITS}).plan(layer, geometry, given)
+            stages += [plan.keys, plan.values] if given is None else [plan.tiers[0].keys, plan.tiers[0].values]
+        return lambda: [encoded(stage.transform, stage.codec, x, False) for stage in stages]
+
+    return {"kivi": run("kivi", None), "klt": run("klt", artifact), "klt again": run("klt", artifact)}
+
+
+def steps(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str, Callable[[], object]]:
+    """One decode step of caches that hold `context` tokens."""
+    prompt = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    token, found = prompt[:, :1], {}
+    for name, method, options in (
+        ("kivi", "kivi", {}),
+        ("klt", "klt", {"artifact": artifact, "window": 128}),
+        ("klt again", "klt", {"artifact": artifact, "window": 128}),
+    ):
+        cache = compress(model, method, bits=BITS, **options)
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+        found[name] = lambda cache=cache: model(token, past_key_values=cache)
+    return found
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measures, prints, and writes the run where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["artifacts/tiny-llama", "wide"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(2)
+    ratios, runs = {"klt / kivi": ("klt", "kivi"), "klt again / klt (A/A)": ("klt again", "klt")}, {}
+    for name in asked.model:
+        model = load(name)
+        artifact = made_up(model)
+        timed = {f"encode {TOKENS} tokens": encodings(model, artifact)}
+        timed |= {f"decode step at {context}": steps(model, artifact, context) for context in asked.contexts}
+        for what, functions in timed.items():
+            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, ratios)
+            show(run, f"{name}, {what}: ")
+            runs[f"{name}, {what}"] = run
+    if asked.write:
+        keep(RESULT, {"bits": BITS, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What `klt` loses where it is used on another kind of text than it was calibrated on: an artifact for each corpus, and each
+artifact on each text. Writes benchmarks/results/klt_mismatch.json and the table of docs/results/klt.
+
+    python benchmarks/klt_mismatch.py --text wikitext=wiki.valid.raw:wiki.test.raw --text stories=a.txt:b.txt --write
+
+A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents and half samples of the
+model; every artifact is measured on text sampled from the model and on retrieval as well. Sizes of a corpus: `--tokens`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import yaml
+
+from calib.cli import main as calib
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "klt_mismatch.json"
+TABLE = HERE.parent / "docs" / "results" / "klt" / "mismatch.md"
+FOLDER = Path("runs/klt_mismatch")
+LENGTH = 512
+BUDGETS = ((2, "after"), (1, "after"), (2, "before"), (1, "before"))
+
+
+def corpora(texts: dict[str, tuple[str, str]], tokens: list[int]) -> dict[str, list[str]]:
+    """By name, what a fit is told about its corpus: each kind at 48 sequences, and the first at other sizes."""
+    found = {"generated": [], **{name: ["--data.text", fitted] for name, (fitted, _) in texts.items()}}
+    found |= {"all": ["--data.text", json.dumps([fitted for fitted, _ in texts.values()])]} if len(texts) > 1 else {}
+    found |= {f"generated, {size:,} tokens": ["--data.sequences", str(size // LENGTH)] for size in tokens}
+    return found
+
+
+def fitted(name: str, options: list[str]) -> Path:
+    """The artifact of a corpus; no dictionaries, which `klt` does not read."""
+    output = FOLDER / f"{''.join(c if c.isalnum() else '-' for c in name)}.calib.safetensors"
+    if not output.exists():
+        own = ["--output", str(output), "--model.dictionary.atoms", "0", "--trainer.logger", "false"]
+        assert calib(["fit", "--config", "tiny.yaml", *options, *own]) == 0
+    return output
+
+
+def measured(artifact: Path, texts: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
+    """KL in nats a token by row and text, and exact answers on 60 lines."""
+    rows = [
+        {"name": f"{bits} {rope}", "method": "klt", "bits": bits, "rope": rope, "window": 0, "artifact": True}
+        for bits, rope in BUDGETS
+    ]
+    rows += (
+        [{"name": "kivi-2", "method": "kivi", "bits": 2, "residual": 32}]
+        if artifact.stem.startswith("generated.")
+        else []
+    )
+    sources = {"sampled": None} | {name: text for name, (_, text) in texts.items()}
+    tasks = [{"task": "agreement", "title": name, "text": text, "tokens": 4096} for name, text in sources.items()]
+    request = {"model": "artifacts/tiny-llama", "artifact": str(artifact), "products": "float32", "batch_size": 25}
+    request |= {"methods": rows, "tasks": [*tasks, {"task": "retrieval", "lines": [60], "cases": 100}]}
+    config, output = artifact.with_suffix(".yaml"), artifact.with_suffix(".eval")
+    config.write_text(yaml.safe_dump(request, sort_keys=False))
+    assert calib(["eval", "--config", str(config), "--output", str(output)]) == 0
+    found: dict[str, dict[str, float]] = {}
+    for cell in json.loads((output / "results.json").read_text())["cells"]:
+        figures = cell["figures"]
+        found.setdefault(cell["name"], {})[cell["column"]] = figures.get("kl", figures.get("exact"))
+    return found
+
+
+def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """A row for each corpus, budget and place of RoPE."""
+    columns = list(next(iter(found["generated"].values())))
+    lines = ["| calibrated on | bits, RoPE | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
+    for corpus, rows in found.items():
+        for row, figures in rows.items():
+            cells = [f"{figures[c]:.2f}" if "lines" in c else f"{figures[c]:.4f}" for c in columns]
+            lines.append(f"| {'none' if row.startswith('kivi') else corpus} | {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Fits, measures, prints, and writes where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FITTED_ON:MEASURED_ON")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[10240, 102400], help="further sizes of `generated`")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    texts = {name: tuple(files.split(":")) for name, files in (text.split("=", 1) for text in asked.text)}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    found = {name: measured(fitted(name, options), texts) for name, options in corpora(texts, asked.tokens).items()}
+    print(table(found))
+    if asked.write:
+        named = {name: [Path(file).name for file in files] for name, files in texts.items()}
+        RESULTS.write_text(json.dumps({"texts": named, "found": found}, indent=1) + "\n")
+        TABLE.write_text(table(found))
+
+
+if __name__ == "__main__":
+    main()

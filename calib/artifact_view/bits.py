@@ -1,0 +1,79 @@
+"""Where `klt` spends its bits: a table of layers at several budgets, and a drawing of the components at one."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from calib.html_page.table import Table
+from calib.runtime.allocation import MOST_BITS, ROLES, Allocation
+from calib.runtime.artifact import Artifact
+from calib.runtime.methods.klt import allocator, loss_at
+from calib.runtime.transform_tensors import LOSS
+
+BUDGETS = (4.0, 2.0, 1.0)
+DRAWN = 2.0  # the budget of the drawing
+CELL, ROW, LETTER = 6, 14, 11  # of the drawing's own units
+
+
+def has_bits(artifact: Artifact) -> bool:
+    """Whether `klt` could use the artifact."""
+    return all(artifact.has(f"{role}.klt.errors") for role in ROLES)
+
+
+def bits_table(artifact: Artifact) -> Table:
+    """Bits per value of each layer's keys and values at each budget, and what loss the fit makes expect of the whole."""
+    found = [allocator(artifact).at_bits(bits) for bits in BUDGETS]
+    header = ["", *(f"{role} at {bits:g}" for bits in BUDGETS for role in ROLES), f"fields at {DRAWN:g}"]
+    layers = len(found[0].streams["keys"])
+    rows = []
+    for layer in range(layers):
+        spent = [f"{mean_bits(artifact, one, role, layer):.2f}" for one in found for role in ROLES]
+        fields = (found[BUDGETS.index(DRAWN)].streams[role][layer].widths for role in ROLES)
+        rows.append([f"layer {layer}", *spent, " / ".join("+".join(map(str, widths)) for widths in fields)])
+    if artifact.has(LOSS):
+        losses = [part for one in found for part in (f"{loss_at(artifact, one.error):.2g}", "")]
+        rows.append(["nats", *losses, ""])
+    return Table("bits of klt by layer", header, rows, by_layer=True)
+
+
+def mean_bits(artifact: Artifact, allocation: Allocation, role: str, layer: int) -> float:
+    """Bits per value of a layer's keys or values."""
+    heads, channels = artifact.tensor(f"{role}.klt.mean").shape[1:]
+    return 16 * sum(allocation.streams[role][layer].counts) / (heads * channels)
+
+
+def bits_map(artifact: Artifact) -> str:
+    """The drawing: a row for each layer's keys and values, a square a component, the better ones to the left; full colour is 8
+    bits, the mean of the layer's heads."""
+    allocation = allocator(artifact).at_bits(DRAWN)
+    layers, _, channels = artifact.tensor("keys.klt.mean").shape
+    margin = 5 * LETTER
+    width, height = margin + channels * CELL, 2 * layers * ROW
+    return "\n".join(
+        [
+            f'<svg class="map" viewBox="0 0 {width} {height}" style="max-width:40rem;font-size:{LETTER}px" role="img" '
+            f'aria-label="Bits of the components of each layer at {DRAWN:g} bits a value">',
+            *(line for layer in range(layers) for line in _layer(allocation, layer, channels, margin)),
+            "</svg>",
+        ]
+    )
+
+
+def _layer(allocation: Allocation, layer: int, channels: int, margin: int) -> Iterator[str]:
+    for place, role in enumerate(ROLES):
+        y = (2 * layer + place) * ROW
+        yield f'<text class="axis" x="{margin - 4}" y="{y + LETTER}" text-anchor="end">{role[0]} {layer}</text>'
+        for component, bits in enumerate(_bits(allocation, role, layer, channels).tolist()):
+            x = margin + component * CELL
+            yield (
+                f'<rect class="bits" x="{x}" y="{y}" width="{CELL - 1}" height="{ROW - 1}" fill-opacity="{bits / MOST_BITS:.3f}">'
+                f"<title>layer {layer}, {role}, component {component}: {bits:.2f} bits</title></rect>"
+            )
+
+
+def _bits(allocation: Allocation, role: str, layer: int, channels: int) -> Tensor:
+    """Of each component, the mean of the heads."""
+    words = allocation.streams[role][layer]
+    of_heads = [(words.bits_of(head) + [0] * channels)[:channels] for head in range(len(words.counts))]
+    return torch.tensor(of_heads, dtype=torch.float64).mean(0)

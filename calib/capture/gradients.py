@@ -1,0 +1,129 @@
+"""How what a model says depends on its keys and values: derivatives of log p of tokens that the model itself would say.
+
+A sequence's first three quarters stand for a prompt that a cache holds, its last quarter for the answer. Next tokens are
+drawn from the model at every place of the last quarter (teacher-forced, so that nothing is generated), and the sum of
+their log-probabilities is differentiated by the keys and values of the first three quarters. What later queries still meet
+exactly does not count: no derivative is taken by the last quarter, nor by the first tokens, which stay exact.
+
+E[g g^T] over draws is the Fisher information of the answer, so nothing must be known of the right one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.capture.capture import capturing
+from calib.capture.device_map import entry_device
+from calib.capture.sample import SINKS, LayerSample, Sink
+from calib.errors import RunError
+from calib.testbed.generators import keyed_random
+
+ANSWER = 4  # one part in so many
+
+
+class NotDifferentiableError(RunError):
+    """Derivatives by this model's keys and values cannot be had; the message says why."""
+
+
+def stream_gradients(
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, seed: int, sink: Sink
+) -> list[str]:
+    """For each sequence a forward and a backward pass; then calls `sink` once for each attention layer.
+
+    The samples hold derivatives in the place of keys and values, and their mask is True where one is taken. Every sequence
+    weighs the same: its derivatives are divided by the square root of the sum over layers, heads and both streams of
+    sum_t g_t^T C g_t, C the covariance of the sequence's keys or values: what losing all of them would count. Otherwise
+    documents whose answers hang on few tokens would outweigh running text by ten.
+
+    Sequences go through one by one: a backward pass needs the activations of all layers at once. No parameter gets a
+    gradient. Sequences of fewer than 8 tokens are left out.
+
+    Args:
+        model: a causal language model that uses transformers' AttentionInterface.
+        tokens: int64 `[batch, tokens]`; these tensors may lie anywhere.
+        mask: bool `[batch, tokens]`, True for real tokens.
+        index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
+        seed: of the draws, which depend on it and on the sequence's first number alone.
+        sink: called with each layer's sample; must not keep it.
+
+    Returns:
+        Why, for each sequence without derivatives: no backward pass (quantised weights, no memory), or an overflow in it.
+
+    Raises RunError as a capture does.
+    """
+    refused = []
+    for row, real in enumerate(mask):
+        length = int(real.sum())
+        if length < 2 * SINKS:
+            continue
+        numbers = index[row, real]
+        draw = keyed_random("sensitivity", seed, int(numbers[0]))
+        try:
+            found = normalised(derivatives(model, tokens[row : row + 1, real], numbers[None], draw.random))
+        except NotDifferentiableError as error:
+            refused.append(str(error))
+            continue
+        for sample in found:
+            sink(sample)
+    return refused
+
+
+def derivatives(
+    model: PreTrainedModel, tokens: Tensor, index: Tensor, draw: Callable[[], float]
+) -> list[tuple[LayerSample, LayerSample]]:
+    """Of one sequence `[1, tokens]` without padding, each layer's sample and the same with derivatives in it."""
+    device, length = entry_device(model), tokens.shape[1]
+    prefix = length - length // ANSWER
+    tokens, index, places = tokens.to(device), index.to(device), torch.arange(length, device=device)[None]
+    samples: list[LayerSample] = []
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    with torch.enable_grad(), capturing(model, real, places, index, samples.append):
+        try:
+            embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+            found = model(
+                inputs_embeds=embedded, position_ids=places, use_cache=False, logits_to_keep=length - prefix
+            ).logits
+            said = found[0, prefix - length :].float().log_softmax(-1)
+            by = [x for sample in samples for x in (sample.keys, sample.values)]
+            chosen = drawn(said.detach(), draw)
+            gradients = torch.autograd.grad(said.gather(-1, chosen).sum(), by, allow_unused=True)
+        except RuntimeError as error:  # of memory, of operations that have no derivative
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise NotDifferentiableError(f"{type(model).__name__} has no backward pass here ({reason})") from error
+    by_layer = [torch.zeros_like(x) if g is None else g for x, g in zip(by, gradients, strict=True)]
+    pairs = []
+    for sample, keys, values in zip(samples, by_layer[::2], by_layer[1::2], strict=True):
+        counted = ((sample.positions >= SINKS) & (sample.positions < prefix)).to(keys.device)
+        exact = replace(sample, keys=sample.keys.detach(), values=sample.values.detach(), mask=counted)
+        exact = replace(exact, queries=sample.queries.detach(), keys_before_rope=None)
+        pairs.append((exact, replace(exact, keys=keys, values=values)))
+    return pairs
+
+
+def drawn(said: Tensor, draw: Callable[[], float]) -> Tensor:
+    """A token for each row of log-probabilities `[places, vocabulary]`: int64 `[places, 1]`.
+
+    By uniform numbers of the host, so that every device draws the same.
+    """
+    below = said.double().exp().cumsum(-1)
+    uniform = torch.tensor([[draw()] for _ in said], dtype=torch.float64).to(said.device)
+    return torch.searchsorted(below, uniform * below[:, -1:], right=True).clamp(max=said.shape[-1] - 1)
+
+
+def normalised(pairs: list[tuple[LayerSample, LayerSample]]) -> list[LayerSample]:
+    """The samples of derivatives, on the scale that gives every sequence the same weight."""
+    weight = 0.0
+    for exact, derived in pairs:
+        for x, g in ((exact.keys, derived.keys), (exact.values, derived.values)):
+            rows, slopes = (part[0, :, exact.mask[0]].double() for part in (x, g))
+            slopes, centred = slopes.detach(), rows - rows.mean(1, keepdim=True)
+            weight += float((slopes @ centred.mT).square().sum() / centred.shape[1])
+    if not math.isfinite(weight) or weight == 0:
+        dtype = str(pairs[0][1].keys.dtype).removeprefix("torch.")
+        raise NotDifferentiableError(f"derivatives sum to {weight} in {dtype} (try --model.dtype bfloat16 or float32)")
+    scale = weight**-0.5
+    return [replace(one, keys=one.keys.float() * scale, values=one.values.float() * scale) for _, one in pairs]

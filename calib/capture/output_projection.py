@@ -1,0 +1,42 @@
+"""What the output projection makes of a value: its slice of each KV head, squared."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.capture.capture import attention_modules
+from calib.runtime.fingerprint import offloaded
+from calib.statistics.contract import Shape
+
+NAMES = ("o_proj", "out_proj", "dense")
+
+
+def output_weights(model: PreTrainedModel, shape: Shape) -> tuple[Tensor, list[int]]:
+    """sum_h Wo_h^T Wo_h over the query heads h of each KV head, Wo_h `[hidden, D]`: float64 `[L, H, D, D]`, on the CPU.
+
+    The squared error of the layer's output is e^T (...) e for an error e of a value that is attended to alone. The identity
+    in layers whose projection cannot be read, which are returned beside it; also where the model has no weights, because a fit
+    is only planned.
+    """
+    found = torch.eye(shape.head_dim, dtype=torch.float64, device="cpu").repeat(shape.layers, shape.kv_heads, 1, 1)
+    unread = []
+    for module in attention_modules(model):
+        weight = projection(module)
+        if weight is None or weight.shape[-1] != shape.heads * shape.head_dim or not weight.is_floating_point():
+            unread.append(int(module.layer_idx))
+        elif not weight.is_meta:
+            slices = weight.detach().T.unflatten(0, (shape.kv_heads, -1, shape.head_dim))  # [H, group, D, hidden]
+            for head, part in enumerate(slices):
+                rows = part.transpose(0, 1).flatten(1).double()
+                found[module.layer_idx, head] = (rows @ rows.mT).cpu()
+    return found, unread
+
+
+def projection(module: nn.Module) -> Tensor | None:
+    """The output projection's weight `[hidden, heads * D]`; None where there is none."""
+    found = next((part for name, part in module.named_children() if name in NAMES), None)
+    weight = getattr(found, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    kept = offloaded(found) if weight.is_meta and found is not None else None
+    return weight if kept is None else kept

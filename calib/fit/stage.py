@@ -1,0 +1,31 @@
+"""The stages of a fit that read the corpus, and what each of them measures."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass over a part of the corpus.
+
+    Attributes:
+        name: of the stage, its folder and its checkpoint.
+        part: `train` or `heldout`.
+        statistics: the entries of `Calibration.statistics` that it fills, as far as the fit has them.
+        needs: the entries whose tensors it reads.
+    """
+
+    name: str
+    part: str
+    statistics: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
+SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and the one statistic of it
+TRANSFORMS = ("second_moments", SENSITIVITY, "components")  # what `klt` alone needs
+STAGES = (
+    Stage("statistics", "train", (*MEASURED, "outlier_thresholds", "vectors", "second_moments")),
+    Stage(SENSITIVITY, "train", (SENSITIVITY,)),
+    Stage("clip", "train", ("clip", "residual_basis", "components"), needs=MEASURED),
+    Stage("evaluate", "heldout", ("heldout", "heldout_vectors"), needs=(*MEASURED, "clip")),
+)

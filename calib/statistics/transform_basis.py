@@ -1,0 +1,98 @@
+"""The bases of `klt`: coordinates that are uncorrelated, and in which every error counts the same.
+
+Of a layer, KV head and stream, with C the covariance of x:
+
+    W  = 1/2 F + 1/2 P            F as measured (`sensitivity.py`); P = E[q q^T] of keys, of values sum_h Wo_h^T Wo_h over
+                                  the query heads of the group, scaled so that tr(P C) = tr(F C)
+    R  = W^(1/2)                  W and C shrunk towards isotropy
+    T  = U^T R                    U the eigenvectors of R C R, largest eigenvalue first
+    y  = T (x - mean)             sum_j (y_j - y^_j)^2 = (x - x^)^T W (x - x^), because T^T T = W
+
+F says what matters on the text that was seen, P what any query may ask: half of each holds on other text (a basis of F
+alone drops what its text did not need).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.statistics.residual_basis import leading
+from calib.statistics.second_moments import SecondMoments
+from calib.statistics.sensitivity import Sensitivity
+
+MEASURED = 0.5  # share of F in W
+SHRINKAGE = 0.01  # anything from .001 to .05 does as well
+# Of the mean head's tr(F C), the least that a head counts: one whose errors no answer saw (a short sliding window) has a
+# basis still, and costs next to nothing.
+LEAST = 1e-6
+
+
+@dataclass(frozen=True)
+class Bases:
+    """All bases of a model, float64 on the CPU.
+
+    Attributes:
+        mean: `[S, L, H, D]`.
+        transform: T, `[S, L, H, D, D]`, rows are components.
+        deviation: of each component, `[S, L, H, D]`, above 0.
+    """
+
+    mean: Tensor
+    transform: Tensor
+    deviation: Tensor
+
+
+def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tensor) -> Bases:
+    """The bases that the statistics give.
+
+    Args:
+        moments: of a corpus.
+        sensitivity: None or of no sequence: W is P alone, and every head and stream counts the same.
+        output: sum_h Wo_h^T Wo_h, float64 `[L, H, D, D]` (`output_projection.py`).
+    """
+    covariance, asked = moments.covariance(), moments.asked()
+    papers = torch.stack([asked[0], output, *asked[1:]])
+    if sensitivity is None or not bool(sensitivity.sequences.any()):
+        heads = 2 * covariance[0, ..., 0, 0].numel()  # of both streams that a cache stores: together they count 1
+        weight = scaled(papers, covariance, torch.full(covariance.shape[:3], 1 / heads, dtype=torch.float64))
+    else:
+        measured = sensitivity.mean()
+        share = traced(measured, covariance)
+        share = share.clamp(min=LEAST * float(share.mean()))
+        weight = MEASURED * measured + (1 - MEASURED) * scaled(papers, covariance, share)
+    weight, spread = shrunk(weight), shrunk(covariance)
+    root = square_root(weight)
+    transform = leading(root @ spread @ root, root.shape[-1]).double() @ root
+    variance = (transform @ covariance * transform).sum(-1)
+    # A component that the corpus does not move gets steps all the same, of what shrinkage lends it.
+    lent = (transform @ spread @ transform.mT).diagonal(dim1=-2, dim2=-1)
+    return Bases(
+        moments.mean(), transform, variance.maximum(lent * LEAST).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+    )
+
+
+def scaled(weight: Tensor, covariance: Tensor, share: Tensor) -> Tensor:
+    """`weight [..., D, D]` on a scale at which tr(W C) is `share [...]`; isotropic where it weighs nothing, as it is where C
+    is 0."""
+    nothing = weight.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] == 0
+    weight = torch.where(nothing, torch.eye(weight.shape[-1], dtype=weight.dtype), weight)
+    found = traced(weight, covariance)
+    return weight * torch.where(found > 0, share / found, 1.0)[..., None, None]
+
+
+def traced(weight: Tensor, covariance: Tensor) -> Tensor:
+    """tr(W C) = E[e^T W e] of an error e that is all of x - mean: `[...]`."""
+    return (weight * covariance).sum((-1, -2))
+
+
+def shrunk(matrix: Tensor) -> Tensor:
+    """Towards the multiple of the identity that has the same trace."""
+    middle = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return (1 - SHRINKAGE) * matrix + SHRINKAGE * middle * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+
+
+def square_root(matrix: Tensor) -> Tensor:
+    """The symmetric root of a symmetric, positive matrix."""
+    values, rows = torch.linalg.eigh(matrix)
+    return rows * values.clamp(min=0).sqrt()[..., None, :] @ rows.mT

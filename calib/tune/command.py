@@ -1,0 +1,123 @@
+"""What `calib tune` does with a request: load, measure every candidate, choose for each budget, write, tell."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from calib.artifact_view.terminal import show
+from calib.capture.corpus import text_sequences, token_hash
+from calib.capture.generated import generated_sequences
+from calib.capture.language_model import load
+from calib.errors import RunError, UsageError
+from calib.evaluate.evaluation import usable_device
+from calib.method_options import as_usage
+from calib.runtime import Artifact
+from calib.runtime.atomic_file import write_atomically
+from calib.runtime.tuned import with_choices
+from calib.testbed.corpus import TextSource, text_hash
+from calib.tune.candidates import candidates, grid_of
+from calib.tune.loss import check_sensitivities
+from calib.tune.measure import Subject, measure
+from calib.tune.page import page
+from calib.tune.result import Search
+from calib.tune.tables import budget_table, layer_table
+from calib.tune.tracking import track
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line says, checked as far as that goes without the model."""
+
+    method: str
+    options: Mapping[str, Any]
+    budgets: Sequence[float]
+    model: str
+    dtype: str
+    device: str
+    artifact: Path
+    output: Path
+    html: Path | None
+    text: Path | None
+    natural_spacing: bool
+    length: int
+    sequences: int
+    batch_size: int
+    seed: int
+    logs: Path
+    command: str
+
+
+def tune(request: Request) -> int:
+    """Runs it; returns 0.
+
+    Raises:
+        UsageError: a method or options without a choice, a budget out of reach, an artifact without sensitivities or of another
+            model, text that does not fill a sequence.
+        RunError: a file that cannot be written.
+    """
+    with as_usage():
+        grid_of(request.method, request.options)
+    device = usable_device(request.device)
+    artifact = Artifact.load(request.artifact)
+    check_sensitivities(artifact, request.artifact.name)
+    model, tokenizer = load(request.model, request.dtype)
+    model.to(device)
+    subject = Subject.of(model, artifact, request.seed)
+    with as_usage():
+        found = candidates(request.method, request.options, subject.layers, subject.geometry, artifact, model.dtype)
+    tokens, origin = sequences(request, model, tokenizer)
+    print(
+        f"{len(found)} candidates in {len(subject.layers)} layers, {len(tokens)} sequences of {tokens.shape[1]} tokens"
+    )
+    batches = tokens.to(device).split(request.batch_size)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("storing every candidate in every layer", total=len(batches) * len(subject.layers))
+        measured = measure(subject, batches, [one.plans for one in found], lambda: bar.advance(task))
+    search = Search(request.method, found, measured)
+    settings = {budget: search.at(budget) for budget in request.budgets}
+    measured_on = origin | {
+        "tokens_sha256": token_hash(tokens),
+        "sequences": len(tokens),
+        "length": tokens.shape[1],
+        "seed": request.seed,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    layers = artifact.fingerprint["layers"]
+    chosen = [search.choice(budget, setting, layers, measured_on) for budget, setting in settings.items()]
+    front = search.front()
+    tables = [budget_table(chosen), *(layer_table(choice) for choice in chosen)]
+    with_choices(artifact, chosen).save(request.output)
+    written = {"calibration": request.output}
+    if request.html is not None:
+        text = page(search, settings, front, tables, request.command)
+        try:
+            write_atomically(request.html, text.encode())
+        except OSError as error:
+            raise RunError(f"{request.html}: cannot be written ({error.strerror}); choose another folder") from error
+        written["report"] = request.html
+    track(search, settings, front, tables, {**measured_on, "method": request.method}, request.logs, written)
+    show(tables)
+    print(f"wrote {' and '.join(str(path) for path in written.values())}")
+    return 0
+
+
+def sequences(
+    request: Request, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Tensor, dict[str, Any]]:
+    """Token ids `[sequences, length]` and where they come from: of the text, or generated as `calib fit` does."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and request.length > longest:
+        raise UsageError(f"--length {request.length}: this model was made for {longest} tokens; give at most that")
+    if request.text is None:
+        found = generated_sequences(model, tokenizer, request.length, request.sequences, request.seed)
+        return found, {"text": "generated"}
+    source = TextSource([request.text], natural_spacing=request.natural_spacing)
+    text = source.read()
+    found = text_sequences(text, tokenizer, request.length, request.sequences, request.seed, source.label)
+    return found, {"text": source.label, "sha256": text_hash(text)}

@@ -1,0 +1,162 @@
+"""Bits and losses of every candidate in every layer: captured keys and values, really stored in the method's own store.
+
+Attention over a prompt is exact, so that what one layer stores changes nothing in the others: a model runs once over the text,
+and of each layer all candidates are stored while its sample is there. Nothing of a layer is held afterwards.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.capture.capture import stream
+from calib.capture.sample import LayerSample
+from calib.errors import UsageError
+from calib.evaluate.stored import knows_places
+from calib.runtime import Artifact, compress
+from calib.runtime.layer import CompressedLayer
+from calib.runtime.logits import Logits
+from calib.runtime.methods import Geometry
+from calib.runtime.ordered.store import OrderedStore
+from calib.runtime.rotation import Rotation
+from calib.runtime.stages.tiering import Shares
+from calib.runtime.store import Given, Place, Plan
+from calib.runtime.tiered.plan import TieredPlan
+from calib.runtime.tiered.shown import Shown
+from calib.runtime.tiered.store import TieredStore
+from calib.tune.bits import bits_per_value
+from calib.tune.loss import Loss, losses, sensitivities
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The layers of a model that a cache compresses.
+
+    Attributes:
+        model: in evaluation mode, on its device.
+        artifact: checked to be this model's.
+        layers: their numbers in the model.
+        sliding: the window of all of them, or None.
+        seed: of what methods draw.
+    """
+
+    model: PreTrainedModel
+    artifact: Artifact
+    layers: Sequence[int]
+    sliding: int | None
+    seed: int
+
+    @staticmethod
+    def of(model: PreTrainedModel, artifact: Artifact, seed: int) -> "Subject":
+        """As `compress` sees it, whose refusals these are."""
+        with compress(model, "full", artifact, seed=seed) as cache:
+            layers = [number for number, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)]
+            return Subject(model, artifact, layers, cache.rows.sliding, seed)
+
+    @property
+    def geometry(self) -> Geometry:
+        """The model's shape."""
+        return Geometry.of(self.model.config.get_text_config(decoder=True))
+
+    def place(self, layer: int, plan: Plan) -> Place:
+        """Where a plan of a layer is opened."""
+        remedy = plan.rotation_remedy
+        rotation = None if remedy is None else Rotation.of(self.model, remedy)
+        return Place(self.layers.index(layer), self.seed, rotation)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`bits` per value and `loss` a token of each layer (outer) and candidate (inner), and the layers' numbers."""
+
+    layers: Sequence[int]
+    bits: Sequence[Sequence[float]]
+    loss: Sequence[Sequence[float]]
+
+
+def measure(
+    subject: Subject,
+    batches: Sequence[Tensor],
+    plans: Sequence[dict[int, Plan]],
+    advance: Callable[[], None] = lambda: None,
+) -> Measured:
+    """Every candidate's on `batches` of token ids `[rows, tokens]`, all of one length; `advance` is called after each layer.
+
+    Raises UsageError for sequences that are too short for a candidate to encode anything of, or longer than a sliding window.
+    """
+    length = batches[0].shape[1]
+    if subject.sliding is not None and subject.sliding < length:
+        raise UsageError(
+            f"--length {length}: every layer of this model slides over {subject.sliding} tokens; give at most that"
+        )
+    sums: dict[tuple[int, int], dict[str, Loss]] = {}
+    bits: dict[tuple[int, int], float] = {}
+
+    def take_in(sample: LayerSample) -> None:
+        if sample.layer not in subject.layers:
+            return
+        worth, shown = sensitivities(subject.artifact, sample.layer, sample.keys.device), {}
+        for number, plan in enumerate(plans):
+            store, told = filled(plan[sample.layer], sample, tokens, subject, shown)
+            key = (sample.layer, number)
+            found = losses(sample, store, worth)
+            sums[key] = {role: loss + sums[key][role] for role, loss in found.items()} if key in sums else found
+            bits[key] = bits_per_value(store, told)
+        advance()
+
+    for tokens in batches:
+        everything = torch.ones_like(tokens, dtype=torch.bool)
+        stream(subject.model, tokens, everything, torch.arange(tokens.numel()).view(tokens.shape), take_in)
+    empty = next((loss for found in sums.values() for loss in found.values() if not loss.tokens), None)
+    if empty is not None:
+        raise UsageError(
+            f"--length {length}: a window of exact tokens leaves nothing to encode; give more than twice as many"
+        )
+    numbers = range(len(plans))
+    return Measured(
+        subject.layers,
+        [[bits[layer, number] for number in numbers] for layer in subject.layers],
+        [[sum(loss.mean for loss in sums[layer, number].values()) for number in numbers] for layer in subject.layers],
+    )
+
+
+@torch.no_grad()
+def filled(
+    plan: Plan, sample: LayerSample, ids: Tensor, subject: Subject, shown: dict[Hashable, Shown]
+) -> tuple[OrderedStore | TieredStore, bool]:
+    """A store of the sample as one prompt, and whether positions were added to it so that its tokens can be told apart.
+
+    `ids` are the sample's tokens, for probes that go by them. `shown` is what attention has shown of the sample to earlier
+    candidates, by what they look at: it is attended once for all.
+    """
+    place = subject.place(sample.layer, plan)
+    rows = plan.rows(1, subject.sliding)
+    store: OrderedStore | TieredStore = plan.open(sample.keys, sample.values, rows, place)  # type: ignore[assignment]
+    told = not knows_places(store)
+    if told:
+        assert isinstance(plan, TieredPlan)
+        store = replace(plan, positions=True).open(sample.keys, sample.values, rows, place)
+    batch, width = sample.mask.shape
+    rows.ids = ids if plan.asks_ids else None
+    forward = rows.begin(1, batch, width, None)
+    store.prepare(forward)
+    if isinstance(store, TieredStore) and store.observes:
+        looked = (plan.saliency, plan.probes, plan.tiering.first(0) if isinstance(plan.tiering, Shares) else None)
+        if looked not in shown:
+            given = Given(sample.queries, sample.keys, sample.values)
+            logits = Logits(sample.scaling, sample.softcap, sample.window)
+            store.attend(forward, range(batch), logits, given, observe=True)
+            shown[looked] = copy_of(store.shown)
+        store.shown = copy_of(shown[looked])
+    store.store(forward, sample.keys, sample.values)
+    forward.stored()
+    return store, told
+
+
+def copy_of(shown: Shown) -> Shown:
+    """The same tensors in containers of its own: a store forgets what it was shown."""
+    copied = Shown()
+    copied.seen, copied.queries = dict(shown.seen), dict(shown.queries)
+    return copied

@@ -1,0 +1,45 @@
+"""The front of a method as a drawing: predicted loss against true bits, tuned by layer beside one setting for all layers."""
+
+from collections.abc import Mapping, Sequence
+
+from calib.evaluate.page.scatter import Point, scatter
+from calib.evaluate.page.style import STYLE
+from calib.html_page.document import document
+from calib.html_page.table import Table, section, words
+from calib.tune.result import Search, Setting
+from calib.tune.tables import options
+
+ABOUT = (
+    "Bits are those that one more token takes, parameters, indices and positions counted. Loss is e^T W e of a token's errors e, "
+    "with the sensitivities W that the fit has measured, summed over layers, keys and values: by the same measure all of the keys "
+    "and values are worth about 1."
+)
+
+
+def page(
+    search: Search, settings: Mapping[float, Setting], front: Sequence[Setting], tables: Sequence[Table], command: str
+) -> str:
+    """The whole page; whatever stands on it is escaped."""
+    title = words(f"calib tune: {search.method}")
+    body = [
+        f"<h1>{title}</h1>",
+        f"<p>{words(ABOUT)}</p>",
+        *scatter(points(search, settings, front), "loss", search.method),
+        *(line for table in tables for line in section(table)),
+        *section(Table("Command", ["", ""], [["command", command]])),
+    ]
+    return document(title, STYLE, body)
+
+
+def points(search: Search, settings: Mapping[float, Setting], front: Sequence[Setting]) -> list[Point]:
+    """The chosen settings, the front, and the single settings that no other single one beats, those first that have a name."""
+    own = [Point(f"tuned, {budget:g}", one.mean_bits, one.loss, None) for budget, one in settings.items()]
+    tuned = [Point("tuned", one.mean_bits, one.loss, None) for one in front]
+    singles: list[Setting] = []
+    for one in sorted(search.uniforms(), key=lambda one: (one.mean_bits, one.loss)):
+        if not singles or one.loss < singles[-1].loss:
+            singles.append(one)
+    named = [
+        Point(options({**one.chosen[0].options, **one.chosen[0].own}), one.mean_bits, one.loss, None) for one in singles
+    ]
+    return own + tuned + named

@@ -1,0 +1,134 @@
+"""What a budget gives: a setting for each layer, the front of all budgets, and the best that one setting for all layers can do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from calib.errors import UsageError
+from calib.runtime.canonical_json import plain
+from calib.runtime.tuned import Choice
+from calib.tune.allocation import TINY, cheapest, hull
+from calib.tune.candidates import Candidate
+from calib.tune.measure import Measured
+
+FRONT = 24  # budgets that the front is drawn through
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A candidate for each measured layer, all with the same shared options.
+
+    Attributes:
+        chosen: of each layer its candidate.
+        bits: of each layer, per value of its encoded tokens.
+        losses: of each layer, a token's.
+    """
+
+    chosen: Sequence[Candidate]
+    bits: Sequence[float]
+    losses: Sequence[float]
+
+    @property
+    def mean_bits(self) -> float:
+        """Of the whole model: layers have equally many values."""
+        return sum(self.bits) / len(self.bits)
+
+    @property
+    def loss(self) -> float:
+        """Of a token, over all layers, keys and values."""
+        return sum(self.losses)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Every candidate with what was measured of it."""
+
+    method: str
+    candidates: Sequence[Candidate]
+    measured: Measured
+
+    def at(self, budget: float) -> Setting:
+        """The least loss within a budget; UsageError where none is within it, with what there is."""
+        found = [setting for places in self._groups() if (setting := self._allocated(places, budget)) is not None]
+        if not found:
+            low, high = self.reach()
+            raise UsageError(
+                f"--bits {budget:g}: '{self.method}' takes {low:.3f} ... {high:.3f} bits per value with the options there are to "
+                "choose; give a budget of at least the first, or fix fewer options"
+            )
+        return min(found, key=lambda setting: (setting.loss, setting.mean_bits))
+
+    def uniform(self, budget: float) -> Setting | None:
+        """The same candidate in every layer, the least loss within a budget; None where none is within it."""
+        found = [setting for setting in self.uniforms() if setting.mean_bits <= budget + TINY]
+        return min(found, key=lambda setting: (setting.loss, setting.mean_bits), default=None)
+
+    def uniforms(self) -> list[Setting]:
+        """Every candidate in all layers."""
+        return [self._setting([place] * len(self.measured.layers)) for place in range(len(self.candidates))]
+
+    def reach(self) -> tuple[float, float]:
+        """Bits of the cheapest setting, and of the dearest that is of use: the least loss of all."""
+        ends = []
+        for places in self._groups():
+            of_layers = [hull(*pair) for pair in zip(*self._parts(places), strict=True)]
+            ends.append([self._setting([places[corners[end]] for corners in of_layers]) for end in (0, -1)])
+        return min(low.mean_bits for low, _ in ends), min(
+            (high for _, high in ends), key=lambda high: high.loss
+        ).mean_bits
+
+    def front(self) -> list[Setting]:
+        """The best settings of `FRONT` budgets, by ratio evenly spread over the reach; each once."""
+        low, high = self.reach()
+        found: list[Setting] = []
+        for step in range(FRONT):
+            setting = self.at(low * (high / low) ** (step / (FRONT - 1)) + TINY)
+            if not found or setting.loss < found[-1].loss:
+                found.append(setting)
+        return found
+
+    def choice(self, budget: float, setting: Setting, layers: int, measured_on: dict[str, Any]) -> Choice:
+        """The record of a budget's setting, for a model of so many `layers`."""
+        own = dict(zip(self.measured.layers, setting.chosen, strict=True))
+        figures = dict(zip(self.measured.layers, zip(setting.bits, setting.losses, strict=True), strict=True))
+        one = self.uniform(budget)
+        predicted = {
+            "bits": setting.mean_bits,
+            "loss": setting.loss,
+            "layers": [{"bits": figures[n][0], "loss": figures[n][1]} if n in figures else None for n in range(layers)],
+            "uniform": one
+            and {"options": {**one.chosen[0].options, **one.chosen[0].own}, "bits": one.mean_bits, "loss": one.loss},
+        }
+        return Choice(
+            self.method,
+            budget,
+            plain(setting.chosen[0].options, "options"),
+            [plain(own[n].own, "options") if n in own else None for n in range(layers)],
+            plain(predicted, "predicted"),
+            plain(measured_on, "measured_on"),
+        )
+
+    def _groups(self) -> list[list[int]]:
+        """Numbers of the candidates that may stand side by side: of the same shared options."""
+        groups: dict[int, list[int]] = {}
+        for place, candidate in enumerate(self.candidates):
+            groups.setdefault(candidate.shared, []).append(place)
+        return list(groups.values())
+
+    def _parts(self, places: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
+        """Bits and losses of some candidates, by layer."""
+        bits, loss = (
+            [[of[place] for place in places] for of in part] for part in (self.measured.bits, self.measured.loss)
+        )
+        return bits, loss
+
+    def _allocated(self, places: Sequence[int], budget: float) -> Setting | None:
+        found = cheapest(*self._parts(places), budget)
+        return None if found is None else self._setting([places[number] for number in found])
+
+    def _setting(self, places: Sequence[int]) -> Setting:
+        return Setting(
+            [self.candidates[place] for place in places],
+            [of[place] for of, place in zip(self.measured.bits, places, strict=True)],
+            [of[place] for of, place in zip(self.measured.loss, places, strict=True)],
+        )

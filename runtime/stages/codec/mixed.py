@@ -1,0 +1,85 @@
+"""Codes of different widths for the components of a calibrated basis; no number is stored beside them.
+
+A token's y is in units of its components' ranges, [-1, 1], so that a code of b bits is
+
+    c = clamp(round((y + 1) (2^b - 1) / 2), 0, 2^b - 1)        y^ = 2 c / (2^b - 1) - 1.
+
+Words lie as `kernels/pack` says: all words of a layer's stream have the same fields, and heads differ in how many they have.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.reference import code_mix, code_scores
+from calib.kernels.pack.heads import join_heads, spread_heads
+from calib.kernels.pack.reference import pack, unpack
+from calib.runtime.numbers import upload
+from calib.runtime.stages.contract import Block, Field, Segment
+
+
+@dataclass(frozen=True)
+class MixedQuant:
+    """`widths` of a word's fields, and `counts` of words a token for each KV head.
+
+    y comes in plane form: component p W + w is field p of word w, W being the most words of any head; a head with fewer has
+    nothing in the others.
+    """
+
+    widths: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def components(self) -> int:
+        """Of y."""
+        return len(self.widths) * max(self.counts)
+
+    def token_group(self) -> int:
+        """Every token stands alone."""
+        return 1
+
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, wide: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """The words of all heads, side by side."""
+        return {"words": Field(1, sum(self.counts), torch.int16, "codes", shared=True)}
+
+    def wide(self, x: Tensor) -> bool:
+        """No: there is no parameter."""
+        return False
+
+    def encode(self, x: Tensor, wide: bool | None = None) -> Block:
+        """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
+        most = self.levels(x.device)
+        codes = torch.minimum(((x + 1) * (most / 2)).round_().clamp_(min=0), most).to(torch.int16)
+        return {"words": join_heads(pack(codes, self.widths), self.counts)}
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """y^ float32 `[..., kv_heads, tokens, components]`."""
+        words = spread_heads(block["words"].mT, self.counts).mT
+        return unpack(words, self.widths, self.components) * self.step(words.device) - 1
+
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
+        """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
+        folded, zero = query * self.step(query.device), query.sum(-1, keepdim=True)
+        return code_scores(folded, spread_heads(tile["words"], self.counts), self.widths) - zero
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
+        mixed = code_mix(weights, spread_heads(tile["words"], self.counts), self.widths, self.components)
+        return mixed * self.step(weights.device) - weights.sum(-1, keepdim=True)
+
+    def levels(self, device: torch.device) -> Tensor:
+        """The largest code of each component: float32 `[components]`."""
+        return _levels(self.widths, max(self.counts), device)
+
+    def step(self, device: torch.device) -> Tensor:
+        """The distance of two codes: float32 `[components]`."""
+        return 2 / self.levels(device)
+
+
+@lru_cache
+def _levels(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
+    return upload([2**width - 1 for width in widths for _ in range(words)], torch.float32, device)

@@ -1,0 +1,98 @@
+"""Calibrated components of a head (METHODS of transform coding: the eigenvectors of its weighted covariance), in units of their
+quantiser's ranges.
+
+    y = E (x - mean)        x^ = mean + M y^        q.x^ = q.mean + (M^T q).y^
+
+Components that get no bits are left out of E and M, so both folds are smaller than a head. Attention never comes back to
+channels: the query is folded once a step, and the mixture of codes once more at the end.
+
+A product's last bit depends on how many tokens share it, and codes must not: y is a sum of whole numbers, exact in float64
+whatever its order. So a token has the same codes alone, in any batch, and on any device.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of |x - mean| in its unit: with entries of 16 bits a sum over thousands of channels is below 2^53.
+TOKEN_BITS = 22
+# Standard deviations of a channel that its unit reaches; farther tokens are brought in to there.
+REACH = 64
+ENTRY = 2**15 - 1  # the largest entry of E
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The transform of one layer's keys or values. Tables have 16 bits an entry: what that rounds is far below a step.
+
+    Args:
+        mean: float32 `[kv_heads, 1, D]`.
+        unit: float32 `[kv_heads, 1, D]`, a power of two for each channel: what x - mean is rounded to multiples of.
+        into: int16 `[kv_heads, D, N]`: E, in units of channels and components.
+        scale: float32 `[kv_heads, 1, N]`: powers of two, the components' units.
+        back: float16 `[kv_heads, N, D]`: M, transposed, without its `gain`.
+        gain: float32 `[kv_heads, 1, N]`: powers of two.
+    """
+
+    mean: Tensor
+    unit: Tensor
+    into: Tensor
+    scale: Tensor
+    back: Tensor
+    gain: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, into: Tensor, back: Tensor, spread: Tensor) -> "Basis":
+        """From E `into [kv_heads, D, N]` and M `back [kv_heads, N, D]` float64, and the channels' standard deviations `spread
+        [kv_heads, D]`."""
+        unit = _power(spread.double() * REACH)[:, None] / 2**TOKEN_BITS
+        entries = into.double() * unit.mT  # of a component, for one unit of a channel
+        scale = _power(entries.abs().amax(1, keepdim=True) / ENTRY)
+        gain = _power(back.abs().amax(-1, keepdim=True))
+        return cls(
+            mean.float()[:, None],
+            unit.float(),
+            (entries / scale).round().to(torch.int16),
+            scale.float(),
+            (back / gain).half(),
+            gain.mT.float().contiguous(),
+        )
+
+    @property
+    def components(self) -> int:
+        """N, the width of y."""
+        return self.back.shape[-2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., kv_heads, tokens, D]` -> y float32 `[..., kv_heads, tokens, N]`."""
+        whole = ((x.float() - self.mean) / self.unit).round_().clamp_(-(2**TOKEN_BITS), 2**TOKEN_BITS)
+        return (whole.double() @ self.into.double()).mul_(self.scale).float()
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""
+        return (y * self.gain) @ self.back.float() + self.mean
+
+    def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(M^T q, q.mean)."""
+        return (query @ self.back.float().mT).mul_(self.gain), (query * self.mean).sum(-1, keepdim=True)
+
+    def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """sum p x^ = M sum p y^ + mean sum p."""
+        return (mixed * self.gain) @ self.back.float() + self.mean * mass
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [self.mean, self.unit, self.into, self.scale, self.back, self.gain]
+
+
+def coded_width(transform: object, channels: int) -> int:
+    """The width of what a codec gets to see of tokens of so many `channels`."""
+    return transform.components if isinstance(transform, Basis) else channels
+
+
+def _power(x: Tensor) -> Tensor:
+    """The least power of two that is no less than x float64, above 0."""
+    mantissa, exponent = torch.frexp(x.clamp(min=math.ldexp(1.0, -126)))
+    return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))

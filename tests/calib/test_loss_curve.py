@@ -1,0 +1,50 @@
+"""What errors of `klt` cost, measured through its cache; and what an artifact of transforms must hold."""
+
+import pytest
+import torch
+from toy_artifact import toy_artifact, toy_model, toy_tensors
+
+from calib.fit.loss_curve import BITS, loss_curve
+from calib.runtime import ArtifactError
+from calib.runtime.methods.klt import allocator
+from calib.runtime.tensor_registry import calibrator_of
+
+
+def test_losses_are_divergences_behind_a_coded_prefix():
+    """A row for each budget that there is, errors as they are allotted, of eight sequences at most."""
+    model, artifact = toy_model(), toy_artifact()
+    tokens = torch.randint(3, 64, (10, 64), generator=torch.Generator().manual_seed(0))
+    found = loss_curve(model, artifact, tokens)["klt.loss"]
+    budgets = [bits for bits in BITS if bits >= 1]  # heads of 8 channels have no narrower words
+    assert found.shape == (len(budgets), 2) and found.dtype == torch.float32
+    assert bool((found.diff(dim=0) >= 0).all()) and bool((found > 0).all())
+    errors = sorted(allocator(artifact).at_bits(bits).error for bits in budgets)
+    assert found[:, 0].tolist() == pytest.approx(errors)
+    assert torch.equal(loss_curve(model, artifact, tokens[:8])["klt.loss"], found)  # no more than eight are looked at
+    assert not torch.equal(loss_curve(model, artifact, tokens[:7])["klt.loss"], found)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("keys.klt.steps", lambda x: -x, "expected above 0"),
+        ("values.klt.errors", lambda x: x.flip(-1), "increases with bits or from component to component"),
+        ("values.klt.errors", lambda x: x.flip(-2), "increases with bits or from component to component"),
+        ("keys.klt.before.basis", lambda x: x * torch.tensor([0.0] + [1.0] * 7)[:, None], "is 0 in row 0 at layer 0"),
+        ("keys.klt.mean", lambda x: x[..., :4], "expected torch.float32"),
+        ("klt.loss", lambda x: x[:, :1], "expected torch.float32"),
+    ],
+)
+def test_other_tensors_of_a_transform_are_refused(name, change, said):
+    tensors = toy_tensors()
+    with pytest.raises(ArtifactError, match=said):
+        toy_artifact(tensors=tensors | {name: change(tensors[name]).contiguous()})
+    del tensors["values.klt.mean"]
+    with pytest.raises(ArtifactError, match=r"'values\.klt\.basis' is present and 'values\.klt\.mean' is not"):
+        toy_artifact(tensors=tensors)
+
+
+def test_every_name_says_who_measures_it():
+    assert calibrator_of("keys.klt.before.steps") == "components"
+    assert calibrator_of("klt.loss") == "loss_curve"
+    assert calibrator_of("keys.klt.other") is None

@@ -1,0 +1,237 @@
+"""What `klt` needs of a fit, each statistic against its definition in float64: moments, bases, steps, errors."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_language_model import SIZES, toy_model
+from toy_layer_sample import SHAPE, rows_of, sample
+
+from calib.capture.output_projection import output_weights
+from calib.capture.sample import SINKS
+from calib.fit.calibration import model_shape
+from calib.runtime.rotation import Rotation
+from calib.statistics.components import FACTORS, GAUSSIAN, Components
+from calib.statistics.second_moments import SecondMoments
+from calib.statistics.sensitivity import Sensitivity
+from calib.statistics.transform_basis import bases, scaled, shrunk, traced
+from calib.statistics.transformed_streams import rotation_of
+
+TURN = Rotation(torch.tensor([0.3, 0.05, 0.007, 0.001], dtype=torch.float64))  # of 8 of the 32 channels
+
+
+def seen(statistic, *samples):
+    for one in samples:
+        statistic.observe(one)
+    return statistic
+
+
+def turn(position: int) -> torch.Tensor:
+    """The matrix that RoPE multiplies a vector by, float64."""
+    found = torch.eye(32, dtype=torch.float64)
+    for i, frequency in enumerate(TURN.frequencies.tolist()):
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        found[i, i] = found[i + 4, i + 4] = cos
+        found[i, i + 4], found[i + 4, i] = -sin, sin
+    return found
+
+
+def real(one, least=SINKS):
+    """Row, place and position of the tokens from position `least` on."""
+    return [
+        (row, t, int(one.positions[row, t]))
+        for row in range(len(one.mask)) for t in range(one.mask.shape[1])
+        if bool(one.mask[row, t]) and int(one.positions[row, t]) >= least
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_moments_token_by_token():
+    one = sample(tokens=24, padding=(0, 7))
+    one.keys[1, :, :7] = one.values[1, :, :7] = one.queries[1, :, :7] = 1e9
+    found = seen(SecondMoments(SHAPE, TURN), one)
+    for head in range(2):
+        vectors = {0: [], 1: [], 2: []}
+        asked = {0: [], 1: []}
+        for row, t, position in real(one):
+            k, v = one.keys[row, head, t].double(), one.values[row, head, t].double()
+            for number, x in enumerate((k, v, turn(position).T @ k)):
+                vectors[number].append(x)
+            for query in (2 * head, 2 * head + 1):
+                q = one.queries[row, query, t].double()
+                asked[0].append(q)
+                asked[1].append(turn(position).T @ q)
+        for number, rows in vectors.items():
+            x = torch.stack(rows)
+            torch.testing.assert_close(found.mean()[number, 0, head], x.mean(0), rtol=1e-5, atol=1e-5)
+            covariance = torch.cov(x.T, correction=0)
+            torch.testing.assert_close(found.covariance()[number, 0, head], covariance, rtol=1e-5, atol=1e-4)
+        for number, rows in asked.items():
+            x = torch.stack(rows)
+            torch.testing.assert_close(found.asked()[number, 0, head], x.T @ x / len(x), rtol=1e-5, atol=1e-4)
+    assert not found.mean()[:, 1].any()  # a layer that nothing reached
+
+
+@pytest.mark.parametrize("make", [SecondMoments, Sensitivity], ids=lambda one: one.__name__)
+def test_parts_merge_into_the_whole(make):
+    one = sample(batch=5, tokens=20, padding=(0, 3, 0, 9))
+    whole, first, second = (make(SHAPE, TURN) for _ in range(3))
+    seen(whole, one)
+    first.merge(seen(second, rows_of(one, slice(0, 2))))
+    seen(first, rows_of(one, slice(2, None)))
+    for name in whole.reductions:
+        torch.testing.assert_close(getattr(first, name), getattr(whole, name), rtol=1e-12, atol=1e-9)
+    first.clear()
+    assert not any(getattr(first, name).any() for name in first.reductions)
+
+
+def test_a_model_whose_rope_cannot_be_turned_back_has_no_keys_before_it():
+    one = sample(tokens=12)
+    found = seen(SecondMoments(SHAPE, None), one)
+    assert torch.equal(found.total, seen(SecondMoments(SHAPE, TURN), one).total[:2])
+    assert len(found.asked()) == 1
+
+
+def test_sensitivities_turn_back_like_what_they_are_taken_by():
+    one = sample(tokens=16, padding=(0, 5))
+    found = seen(Sensitivity(SHAPE, TURN), one).mean()
+    for head in range(2):
+        sums = [torch.zeros(32, 32, dtype=torch.float64) for _ in range(3)]
+        for row, t, position in real(one, 0):
+            k, v = one.keys[row, head, t].double(), one.values[row, head, t].double()
+            for total, x in zip(sums, (k, v, turn(position).T @ k), strict=True):
+                total += torch.outer(x, x) / 2  # sequences
+        for number, total in enumerate(sums):
+            torch.testing.assert_close(found[number, 0, head], total, rtol=1e-5, atol=1e-4)
+
+
+# ---- bases
+
+
+def test_output_weights_are_what_the_projection_does_to_a_value(model):
+    found, unread = output_weights(model, model_shape(model))
+    weight = model.model.layers[1].self_attn.o_proj.weight.double()
+    error = torch.randn(32, dtype=torch.float64)
+    moved = sum((weight[:, 32 * h : 32 * h + 32] @ error).square().sum() for h in (2, 3))  # of the second KV head
+    assert float(error @ found[1, 1] @ error) == pytest.approx(float(moved))
+    assert unread == []
+    model.model.layers[0].self_attn.o_proj, kept = torch.nn.Identity(), model.model.layers[0].self_attn.o_proj
+    try:
+        found, unread = output_weights(model, model_shape(model))
+    finally:
+        model.model.layers[0].self_attn.o_proj = kept
+    assert unread == [0] and torch.equal(found[0, 1], torch.eye(32, dtype=torch.float64))
+
+
+def measured(seed=0):
+    one = sample(batch=4, tokens=80, seed=seed)
+    mixed = one.keys @ torch.randn(32, 32, generator=torch.Generator().manual_seed(9))  # correlated channels
+    one = replace(one, keys=mixed)
+    output = torch.randn(2, 2, 32, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    derived = replace(sample(batch=4, tokens=80, seed=seed + 1), keys=sample(batch=4, tokens=80, seed=5).values)
+    return one, seen(SecondMoments(SHAPE, TURN), one), seen(Sensitivity(SHAPE, TURN), derived), output @ output.mT
+
+
+def test_components_are_uncorrelated_and_their_errors_are_the_weighted_error():
+    _, moments, sensitivity, output = measured()
+    found, covariance = bases(moments, sensitivity, output), moments.covariance()
+    papers = torch.stack([moments.asked()[0], output, moments.asked()[1]])
+    share = traced(sensitivity.mean(), covariance)
+    for number in range(3):
+        for head in range(2):
+            place = (number, 0, head)
+            c, f, p, t = covariance[place], sensitivity.mean()[place], papers[place], found.transform[place]
+            p = p * torch.trace(f @ c) / torch.trace(p @ c)
+            assert float(share[place]) == pytest.approx(float(torch.trace(f @ c)))
+            w = 0.99 * (f + p) / 2 + 0.01 * torch.trace((f + p) / 2) / 32 * torch.eye(32)
+            torch.testing.assert_close(t.T @ t, w, rtol=1e-5, atol=1e-6 * float(w.abs().max()))
+            spread = t @ (0.99 * c + 0.01 * torch.trace(c) / 32 * torch.eye(32)) @ t.T
+            variances = spread.diagonal()
+            off = spread - variances.diag()
+            assert float(off.abs().max()) < 1e-5 * float(variances.max())
+            assert bool((variances.diff() <= 1e-9 * variances.max()).all())
+            torch.testing.assert_close(found.deviation[place].square(), (t @ c @ t.T).diagonal(), rtol=1e-6, atol=0)
+
+
+def test_without_sensitivities_every_head_counts_the_same_and_nothing_seen_has_a_basis_still():
+    _, moments, sensitivity, output = measured()
+    for none in (None, Sensitivity(SHAPE, TURN)):
+        found = bases(moments, none, output)
+        weight, covariance = found.transform.mT @ found.transform, moments.covariance()
+        assert traced(weight, covariance)[:, 0].flatten().tolist() == pytest.approx([1 / 8] * 6, rel=0.02)  # shrunk
+    sensitivity.moment[1, 0, 0] = 0  # a head whose errors no answer saw
+    found = bases(moments, sensitivity, output)
+    assert bool((torch.linalg.cond(found.transform) < 1e6).all()) and bool((found.deviation > 0).all())
+    dead = scaled(torch.zeros(1, 4, 4), torch.eye(4)[None], torch.tensor([2.0]))
+    assert torch.equal(dead[0], torch.eye(4) / 2)
+    assert torch.equal(shrunk(torch.eye(3)), torch.eye(3))
+
+
+# ---- steps and errors
+
+
+def test_steps_and_errors_are_those_of_brute_force():
+    one, moments, sensitivity, output = measured()
+    found = bases(moments, sensitivity, output)
+    whole = Components(SHAPE, TURN, lambda: found)
+    second = replace(one, index=one.index + 1)
+    tensors = seen(whole, one, second).tensors()
+    first, parts = (Components(SHAPE, TURN, lambda: found) for _ in range(2))
+    first.merge(seen(parts, second))
+    for name, x in seen(first, one).tensors().items():
+        torch.testing.assert_close(x, tensors[name], rtol=1e-6, atol=0)
+    for stream in ("keys.klt", "values.klt", "keys.klt.before"):
+        for kind, last in (("mean", ()), ("basis", (32,)), ("steps", (8,)), ("errors", (9,))):
+            x = tensors[f"{stream}.{kind}"]
+            assert x.shape == (2, 2, 32, *last) and x.dtype == torch.float32, (stream, kind)
+        errors, steps, basis = (tensors[f"{stream}.{kind}"][0, 1] for kind in ("errors", "steps", "basis"))
+        assert (
+            bool((errors.diff(dim=-1) <= 0).all())
+            and bool((errors[:, 0].diff() <= 0).all())
+            and bool((steps > 0).all())
+        )
+        rows = []
+        for shift, part in ((0, one), (1, second)):
+            for row, t, position in real(part):
+                if int(part.index[row, t]) % 3 == 0:
+                    x = (part.values if stream == "values.klt" else part.keys)[row, 1, t].double()
+                    rows.append(turn(position).T @ x if stream == "keys.klt.before" else x)
+            assert shift or len(rows) > 50
+        y = (torch.stack(rows) - tensors[f"{stream}.mean"][0, 1].double()) @ basis.double().T
+        torch.testing.assert_close(errors[:, 0].double(), y.square().mean(0), rtol=1e-4, atol=0)
+        deviation = found.deviation[{"keys.klt": 0, "values.klt": 1, "keys.klt.before": 2}[stream], 0, 1]
+        for component in (0, 5, 31):
+            for bits in (1, 3, 8):
+                last, tried = 2**bits - 1, []
+                for factor in FACTORS:
+                    # A component's deviation is not in the artifact: of all of them, the one that gives a step it has.
+                    for step in (deviation * GAUSSIAN[bits - 1] * factor).tolist():
+                        if math.isclose(step, float(steps[component, bits - 1]), rel_tol=1e-5):
+                            tried.append(step)
+                assert tried
+                code = (y[:, component] / tried[0] + last / 2).round().clamp(0, last)
+                error = ((code - last / 2) * tried[0] - y[:, component]).square().mean()
+                assert float(errors[component, bits]) == pytest.approx(float(error), rel=2e-3)
+
+
+def test_heavy_tails_have_wider_steps_and_a_bit_that_harms_counts_as_useless():
+    one, moments, sensitivity, output = measured()
+    found = bases(moments, sensitivity, output)
+    statistic = seen(Components(SHAPE, TURN, lambda: found), one)
+    statistic.error[0, 0, 0, 0, 3] = statistic.error[0, 0, 0, 0, 2].max() * 2  # 4 bits worse than 3
+    errors = statistic.tensors()["keys.klt.errors"][0, 0]
+    assert bool((errors.diff(dim=-1) <= 0).all())
+    assert int((errors[:, 3] == errors[:, 4]).sum()) == 1
+
+
+def test_the_rope_of_models_is_turned_back_where_that_can_be(model):
+    assert rotation_of(model) is not None
+    changed = toy_model("qwen3")
+    changed.model.rotary_emb.rope_type = "longrope"
+    assert rotation_of(changed) is None
+    assert SIZES["head_dim"] == 2 * len(rotation_of(model).frequencies)

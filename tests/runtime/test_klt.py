@@ -1,0 +1,143 @@
+"""The method `klt`: what it keeps of keys and values, its budgets, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from cases import calibrated_artifact
+from layer_walk import Tokens, feed
+from toy_models import random_model
+
+from calib.runtime import Artifact, compress
+from calib.runtime.allocation import ROLES
+from calib.runtime.methods.klt import Klt, allocator, error_at, loss_at
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def artifact(model):
+    return calibrated_artifact(model)
+
+
+def reconstructed(artifact, role, layer, words, x):
+    """x^ of `x [kv_heads, T, D]` float64 from the formulas: components, the step of each one's width, and back."""
+    mean, basis, steps = (artifact.tensor(f"{role}.klt.{name}")[layer].double() for name in ("mean", "basis", "steps"))
+    found = torch.empty_like(x)
+    for head in range(len(x)):
+        y = (x[head] - mean[head]) @ basis[head].T
+        kept = torch.zeros_like(y)
+        for component, bits in enumerate(words.bits_of(head)[: y.shape[1]]):
+            step, last = steps[head, component, bits - 1], 2**bits - 1
+            code = (y[:, component] / step + last / 2).round().clamp(0, last)
+            kept[:, component] = (code - last / 2) * step
+        found[head] = kept @ torch.linalg.inv(basis[head]).T + mean[head]
+    return found
+
+
+def test_it_holds_what_the_formulas_say(model, artifact):
+    cache = compress(model, "klt", artifact=artifact, bits=2.5, window=0, block=10, sinks=3)
+    cache.release()
+    tokens = Tokens.random(model, 203, seed=1)
+    feed(cache, [tokens])
+    allocation = Klt(bits=2.5).allocations(artifact)[0]
+    for number, layer in enumerate(cache.compressed):
+        held = layer.store.decoded(0)[0]
+        for role, given, own in zip(ROLES, (tokens.keys, tokens.values), held, strict=True):
+            words = allocation.streams[role][number]
+            wanted = reconstructed(artifact, role, number, words, given[number][:, 3:].double())
+            error = (own.double() - wanted).abs()
+            # Tables of 16 bits put some components that lie between two codes on the other side.
+            assert float(error.median()) < 2e-3 and float((error > 0.02).double().mean()) < 0.02
+
+
+@pytest.mark.parametrize("bits", [0.75, 2, 4])
+def test_a_budget_is_what_a_token_takes(model, artifact, bits):
+    cache = compress(model, "klt", artifact=artifact, bits=bits)
+    cache.release()
+    feed(cache, [Tokens.random(model, 150, seed=2)])
+    assert cache.memory().marginal_bits == bits
+
+
+def test_a_budget_in_bytes_holds_and_is_used(model, artifact):
+    context, batch, budget = 700, 2, 200_000
+    cache = compress(model, "klt", artifact=artifact, bytes=budget, context=context, batch=batch, window=16)
+    cache.release()
+    feed(cache, [Tokens.random(model, context, seed=row) for row in range(batch)])
+    memory = cache.memory()
+    assert 0.9 * budget < memory.measured_bytes == memory.predicted_bytes <= budget
+
+
+def test_a_budget_in_loss_is_read_off_the_curve(artifact):
+    """The curve of the toy artifact: an error of .01 costs .004 nats."""
+    assert error_at(artifact, 0.004) == pytest.approx(0.01) and loss_at(artifact, 0.01) == pytest.approx(0.004)
+    between = error_at(artifact, 0.04)
+    slope = math.log(0.5 / 0.01) / math.log(0.3 / 0.004)
+    assert between == pytest.approx(0.01 * (0.04 / 0.004) ** slope)
+    found = Klt(loss=0.3).allocations(artifact)[0]
+    assert found.error <= 0.5
+    assert found.bits < allocator(artifact).at_bits(8).bits
+
+
+def test_a_salient_token_has_more_bits(model, artifact):
+    plan = Klt(tiers=[(4, 0.2), (1, 0.8)], block=20).plan(0, None, artifact)
+    best, rest = (tier.keys.codec.counts for tier in plan.tiers)
+    assert sum(best) > 2 * sum(rest) and plan.saliency is not None
+
+
+def test_a_bias_of_the_keys_leaves_no_trace_before_rope(model, artifact):
+    """A constant on every key before RoPE, and on the mean that was measured of them: the same codes."""
+    shift = torch.randn(
+        artifact.tensor("keys.klt.before.mean").shape, generator=torch.Generator().manual_seed(4)
+    ).round()
+    tensors = dict(artifact.tensors)
+    tensors["keys.klt.before.mean"] = tensors["keys.klt.before.mean"] + shift
+    shifted = Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
+    plans = [Klt(rope="before").plan(1, None, one) for one in (artifact, shifted)]
+    keys = (
+        torch.randn(1, shift.shape[1], 40, shift.shape[2], generator=torch.Generator().manual_seed(5))
+        .bfloat16()
+        .float()
+    )
+    codes = [
+        stages.codec.encode(stages.transform.forward(x))["words"]
+        for stages, x in zip([plan.tiers[0].keys for plan in plans], (keys, keys + shift[1][:, None]), strict=True)
+    ]
+    assert (codes[0] == codes[1]).double().mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 0}, "bits must be a number above 0, got 0"),
+        ({"bits": True}, "bits must be a number above 0, got True"),
+        ({"bits": 9}, r"bits must be a number from 0.25 \(a word a layer\) to 8, got 9"),
+        ({"bits": 2, "loss": 0.1}, "bits and loss are both budgets; give one of them"),
+        ({"loss": 9.0}, "loss=9 is outside what the fit measured, 0.0005 ... 0.3 nats a token"),
+        ({"bytes": 10**6}, "bytes=1000000 and context=None: a budget in bytes is one of so many tokens"),
+        ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.25 bits"),
+        ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
+        ({"rope": "during"}, "rope must be one of after, before, got 'during'"),
+        ({"tiers": [[1, 0.5], [2, 0.5]]}, "tiers must lose bits from one to the next"),
+        ({"tiers": [[2, 0.5], [1, 0.4]]}, "shares of tiers must add up to 1"),
+        ({"tiers": [[2, 0.5], [1, 0.5]], "window": 8}, "window=8 with tiers"),
+        (
+            {"corrections": {"outliers": 0.02, "statistics": "calibrated"}},
+            "components of a basis; use statistics='prompt'",
+        ),
+    ],
+)
+def test_what_it_refuses(model, artifact, options, message):
+    with pytest.raises(ValueError, match=message):
+        compress(model, "klt", artifact=artifact, **options)
+
+
+def test_it_needs_an_artifact_with_bases(model, artifact):
+    with pytest.raises(ValueError, match="method 'klt' needs calibrated bases: pass artifact="):
+        compress(model, "klt")
+    bare = {name: tensor for name, tensor in artifact.tensors.items() if ".klt" not in name}
+    with pytest.raises(ValueError, match=r"needs tensor 'keys\.klt\.errors', which is not in this artifact"):
+        compress(model, "klt", artifact=Artifact(bare, artifact.fingerprint, artifact.provenance, artifact.clip_bits))
