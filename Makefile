@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-all test-oldest contract lint tables importance gear-table csr-table specache-table bench clean
+.PHONY: fit eval eval-table gpu test test-all test-oldest contract lint tables importance gear-table csr-table specache-table klt-table bench clean
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -61,6 +61,11 @@ gear-table csr-table specache-table: %-table: .venv/dev.stamp fit  ## the tables
 	cp runs/eval/$*/results.json benchmarks/results/$*.json
 	$(BIN)/python benchmarks/$(BEHIND).py --write
 
+klt-table: .venv/dev.stamp artifacts/tiny-llama.calib.safetensors  ## the table of docs/results/klt
+	$(BIN)/calib eval --config eval/klt.yaml --output runs/eval/klt
+	cp runs/eval/klt/report.md docs/results/klt/table.md
+	cp runs/eval/klt/results.json benchmarks/results/klt.json
+
 bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost, plans beside fits
 	$(BIN)/python benchmarks/decode_cpu.py --write
 	$(BIN)/python benchmarks/attend_cpu.py --write
@@ -72,6 +77,7 @@ bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, w
 	$(BIN)/python benchmarks/neural_dict_cpu.py --write
 	$(BIN)/python benchmarks/specache_cpu.py --batches 1 --turns 11 --write
 	$(BIN)/python benchmarks/plan_cpu.py --write
+	$(BIN)/python benchmarks/klt_cpu.py --write
 
 gpu:  ## on a machine with an NVIDIA GPU, by its own Python: the tests that need it, every speed, the table, one JSON file
 	$(PYTHON) -m benchmarks.gpu

@@ -3,6 +3,8 @@
 Tensor: `klt.loss`, float32 `[budgets, 2]`: predicted error, and nats a token. A budget in allowed loss is read off it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +21,13 @@ SEQUENCES = 8
 
 
 @torch.no_grad()
-def loss_curve(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> dict[str, Tensor]:
+def loss_curve(
+    model: PreTrainedModel,
+    artifact: Artifact,
+    tokens: Tensor,
+    bits: Sequence[float] = BITS,
+    sequences: int = SEQUENCES,
+) -> dict[str, Tensor]:
     """The tensor, by its name; both columns increase.
 
     The last quarter of each sequence is said behind a prefix of which all but its first tokens are coded.
@@ -27,26 +35,27 @@ def loss_curve(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> di
     Args:
         model: the one that the artifact was fitted on.
         artifact: with bases, steps and errors.
-        tokens: int64 `[sequences, length]`, of which the first few are looked at.
+        tokens: int64 `[n, length]`, of which the first `sequences` are looked at.
+        bits: budgets, falling.
 
     Raises ValueError where this model cannot be compressed.
     """
-    tokens = tokens[:SEQUENCES].to(entry_device(model))
+    tokens = tokens[:sequences].to(entry_device(model))
     prefix = tokens.shape[1] - tokens.shape[1] // ANSWER
     exact = []
     for row in tokens:
         logits = model(row[None], use_cache=False, logits_to_keep=len(row) - prefix).logits[0, prefix - len(row) :]
         exact.append(logits.float().log_softmax(-1))
     found, budgets = [], allocator(artifact)
-    for bits in BITS:
-        if bits < budgets.least_bits:
+    for budget in bits:
+        if budget < budgets.least_bits:
             continue  # heads of few channels have no such narrow words
         loss = 0.0
-        with compress(model, "klt", artifact=artifact, bits=bits, window=0) as cache:
+        with compress(model, "klt", artifact=artifact, bits=budget, window=0) as cache:
             for row, said in zip(tokens, exact, strict=True):
                 cache.reset()
                 model(row[None, :prefix], past_key_values=cache, logits_to_keep=1)
                 coded = model(row[None, prefix:], past_key_values=cache).logits[0].float().log_softmax(-1)
                 loss += float((said.exp() * (said - coded)).sum(-1).mean())
-        found.append((budgets.at_bits(bits).error, max(0.0, loss / len(tokens))))
+        found.append((budgets.at_bits(budget).error, max(0.0, loss / len(tokens))))
     return {LOSS: torch.tensor(sorted(found)).cummax(0).values}

@@ -19,9 +19,10 @@ from calib.statistics.transformed_streams import coded, streams, vectors
 # the factors on them that are tried: heavy tails want wider ones.
 GAUSSIAN = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 FACTORS = tuple(2 ** (third / 3) for third in range(-9, 7))
-# What the corpus did not have lies farther out: steps are chosen as if one token in twenty were four times as far from the
+# What the corpus did not have lies farther out: steps are chosen as if one token in fifty were four times as far from the
 # mean. A quantiser of 4 y errs as one of y with a quarter of the step does, four times as much: six thirds of an octave.
-FARTHER, SHARE, SHIFT = 4.0, 0.05, 6
+# What a bit is worth is still told by the least error on what was seen.
+FARTHER, SHARE, SHIFT = 4.0, 0.02, 6
 EVERY = 3  # tokens for one that is looked at: neighbours say much the same, and each costs 128 quantisers
 
 
@@ -72,7 +73,7 @@ class Components(Statistic):
                     error[..., row, column] += squares(residual(y, steps, row + 1)).to(error.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Means and bases, steps and their errors on what was seen; components that vary most come first.
+        """Means and bases, steps, and the least errors on what was seen; components that vary most come first.
 
         Errors never increase with bits: where one more bit does harm, it counts as one without use.
         """
@@ -80,8 +81,7 @@ class Components(Statistic):
         count = self.tokens.cpu().clamp(min=1)[:, None, None]
         energy, error = self.energy.cpu() / count, self.error.cpu()
         feared = error[..., SHIFT:] + SHARE * FARTHER**2 * error[..., :-SHIFT]
-        chosen = feared.argmin(-1) + SHIFT
-        least = error.gather(-1, chosen[..., None])[..., 0]
+        chosen, least = feared.argmin(-1) + SHIFT, error[..., SHIFT:].amin(-1)
         errors = torch.cat([energy[..., None], least / count[..., None]], -1).cummin(-1).values
         grid = torch.tensor(GAUSSIAN, dtype=torch.float64)[:, None] * torch.tensor(FACTORS, dtype=torch.float64)
         steps = bases.deviation[..., None] * grid.gather(1, chosen.flatten(0, -2).T).T.view(chosen.shape)

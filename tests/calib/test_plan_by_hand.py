@@ -93,7 +93,7 @@ def test_statistics_and_the_artifact(plan):
     moment = 8 * channels * 128  # float64, of every head of every layer; of the three streams of klt
     assert sizes["second_moments"] == 5 * moment + 3 * 8 * channels + 8 * 32
     assert sizes["sensitivity"] == 3 * moment + 8 * 32
-    assert sizes["components"] == 3 * 8 * channels * (1 + 8 * 13) + 8 * 32
+    assert sizes["components"] == 3 * 8 * channels * (1 + 8 * 16) + 8 * 32
     assert sizes["outlier_thresholds"] == 32 * 2048 * (2 * 32 * 128 * 4 + 8)
     ranges, thresholds = 7 * 4 * channels, 4 * 4 * 3 * (channels + 32 * 32 + 32) + 3 * 4
     clip, bases = 7 * 32 * 32 * bits * 4, 4 * channels * 8 * 4

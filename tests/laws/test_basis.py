@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from calib.runtime.stages.codec import MixedQuant
+from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.transform import Basis
 
 pytestmark = pytest.mark.arithmetic
@@ -62,6 +63,8 @@ def test_a_token_has_the_same_codes_in_any_company(dtype):
     assert torch.equal(together[:, :, order], words(x[:, :, order]))
     assert torch.equal(together.flip(0), words(x.flip(0)))
     assert torch.equal(together[:, :, 100:407], words(x[:, :, 100:407].contiguous()))
+    pieces = encoded(transform, quant, x, False, order.expand(4, HEADS, -1))
+    assert torch.equal(pieces["words"], together[:, :, order])
 
 
 def test_far_tokens_are_brought_in_and_nothing_overflows():

@@ -30,8 +30,8 @@ QUICK = [
 # A case of each method, one that reads the artifact where there is one.
 CHOSEN = [
     "full", "rtn-4-calibrated", "kivi-2-calibrated", "zipcache-calibrated", "mikv-calibrated", "h2o", "streaming_llm",
-    "gear-calibrated", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-offline", "specache", "infllm", "offload",
-    "oracle",
+    "gear-calibrated", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-offline", "klt-short", "specache", "infllm",
+    "offload", "oracle",
 ]  # fmt: skip
 EXACT = {"full", "oracle"}  # keep everything on the device
 # Another's architecture: of these what reads the artifact is enough.

@@ -8,6 +8,7 @@ from toy_artifact import toy_components
 
 from calib.runtime.allocation import Allocator, Words, patterns
 
+pytestmark = pytest.mark.arithmetic
 SHAPE = (2, 2, 16)
 
 

@@ -12,6 +12,8 @@ from calib.runtime import Artifact, compress
 from calib.runtime.allocation import ROLES
 from calib.runtime.methods.klt import Klt, allocator, error_at, loss_at
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def model():

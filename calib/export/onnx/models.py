@@ -10,7 +10,7 @@ import torch
 from calib import __version__
 from calib.export.onnx.attention import attend_graph
 from calib.export.onnx.graph import OPSET, Graph
-from calib.export.onnx.parts import Layer, layer_of
+from calib.export.onnx.parts import Layer, check_written, layer_of
 from calib.export.onnx.shape import Shape
 from calib.export.onnx.stream_graphs import stream_graphs
 from calib.runtime.artifact import Artifact
@@ -41,6 +41,7 @@ class Request:
     def layer(self, number: int) -> Layer:
         """The stages of attention layer `number`; ValueError for options that do not fit, or have no graph."""
         geometry = self.geometry
+        check_written(self.method)
         plan = build(self.method, self.options).plan(number, geometry, self.artifact)
         plan.check(geometry.head_dim, torch.float32)
         shape = Shape(geometry.kv_heads, geometry.head_dim)

@@ -3,12 +3,16 @@
 from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from calib.kernels.quantise.operation import Before
+from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Block, ChannelMap, Codec, Transform
 from calib.runtime.stages.transform import Basis
+
+PIECE = 2**16  # values
 
 
 def encoded(transform: Transform, codec: Codec, tokens: Tensor, wide: bool, order: Tensor | None = None) -> Block:
@@ -18,4 +22,14 @@ def encoded(transform: Transform, codec: Codec, tokens: Tensor, wide: bool, orde
     """
     if isinstance(codec, UniformQuant) and not isinstance(transform, Basis):
         return codec.encode(tokens, wide, replace(cast(ChannelMap, transform).before(), order=order))
-    return codec.encode(transform.forward(Before(order=order).gathered(tokens)), wide)
+    tokens = Before(order=order).gathered(tokens)
+    if isinstance(codec, MixedQuant):
+        blocks = [codec.encode(transform.forward(piece)) for piece in tokens.split(_piece(tokens), 2)]
+        return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
+    return codec.encode(transform.forward(tokens), wide)
+
+
+def _piece(tokens: Tensor) -> int:
+    """Tokens at once of those that are encoded one by one: on a CPU as many as its own cache holds on their way."""
+    rows, heads, count, channels = tokens.shape
+    return max(1, PIECE // (rows * heads * channels)) if tokens.device.type == "cpu" else max(1, count)

@@ -53,7 +53,8 @@ class MixedQuant:
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
         most = self.levels(x.device)
-        codes = torch.minimum(((x + 1) * (most / 2)).round_().clamp_(min=0), most).to(torch.int16)
+        codes = (x + 1).mul_(most / 2).round_().clamp_(min=0)
+        codes = torch.minimum(codes, most, out=codes).to(torch.int16)
         return {"words": join_heads(pack(codes, self.widths), self.counts)}
 
     def decode(self, block: Block, channels: int) -> Tensor:

@@ -67,8 +67,8 @@ class Basis:
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, D]` -> y float32 `[..., kv_heads, tokens, N]`."""
-        whole = ((x.float() - self.mean) / self.unit).round_().clamp_(-(2**TOKEN_BITS), 2**TOKEN_BITS)
-        return (whole.double() @ self.into.double()).mul_(self.scale).float()
+        whole = (x - self.mean).mul_(1 / self.unit).round_().clamp_(-(2**TOKEN_BITS), 2**TOKEN_BITS)
+        return (whole.double() @ self.into.double()).float().mul_(self.scale)
 
     def inverse(self, y: Tensor) -> Tensor:
         """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""

@@ -1,0 +1,90 @@
+"""How far `klt` is from the least error that its bits allow, layer by layer, and from the loss that the fit makes expect.
+
+    python benchmarks/klt_bound.py [--artifact artifacts/tiny-llama.calib.safetensors] [--sequences 16] [--write]
+
+Distances are of the predicted error (the artifact's, weighted by sensitivity) to reverse water-filling over the same components
+(`calib/evaluate/rate_distortion.py`), with the words' patterns as stored, with a width for each component, and of Gaussian
+components with a width each. Losses: KL in nats a token over the last quarter of fresh generated sequences, as in the fit.
+"""
+
+import argparse
+import heapq
+import json
+
+import torch
+from protocol import RESULTS, load
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from calib.capture.generated import generated_sequences
+from calib.evaluate.rate_distortion import decibels, least_bits, least_error
+from calib.fit.loss_curve import loss_curve
+from calib.runtime import Artifact
+from calib.runtime.allocation import ROLES
+from calib.runtime.methods.klt import allocator, loss_at
+
+BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
+GAUSSIAN = torch.tensor([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876]).double()
+
+
+def by_component(errors: Tensor, bits: float) -> float:
+    """The least error of `errors [n, 9]` with a width for each component, greedily."""
+    table, widths = errors.tolist(), [0] * len(errors)
+    gains = [(row[1] - row[0], number) for number, row in enumerate(table)]
+    heapq.heapify(gains)
+    for _ in range(int(bits * len(table))):
+        _, number = heapq.heappop(gains)
+        widths[number] += 1
+        if widths[number] < 8:
+            row = table[number]
+            heapq.heappush(gains, (row[widths[number] + 1] - row[widths[number]], number))
+    return sum(row[width] for row, width in zip(table, widths, strict=True))
+
+
+def distances(artifact: Artifact, bits: float) -> dict[str, object]:
+    """In dB, and bits per value that a code at the bound would not need."""
+    found, layers = allocator(artifact).at_bits(bits), {}
+    errors = {role: artifact.tensor(f"{role}.klt.errors").double() for role in ROLES}
+    for role in ROLES:
+        count, heads, channels, _ = errors[role].shape
+        for layer in range(count):
+            words = found.streams[role][layer]
+            rate = 16 * sum(words.counts) / (heads * channels)
+            kept = [(words.bits_of(head) + [0] * channels)[:channels] for head in range(heads)]
+            error = float(errors[role][layer].gather(-1, torch.tensor(kept)[..., None]).mean())
+            variances = errors[role][layer, ..., 0].flatten()
+            bound = decibels(error / least_error(variances, rate))
+            layers[f"{role} {layer}"] = [round(rate, 2), round(bound, 2), round(rate - least_bits(variances, error), 2)]
+    every = torch.cat([errors[role].flatten(0, 2) for role in ROLES])
+    least = least_error(every[:, 0], bits) * len(every)
+    return {
+        "layers: bits, dB, bits in excess": layers,
+        "all, dB": round(decibels(found.error / least), 2),
+        "a width a component, dB": round(decibels(by_component(every, bits) / least), 2),
+        "Gaussian, a width a component, dB": round(decibels(by_component(every[:, :1] * GAUSSIAN, bits) / least), 2),
+    }
+
+
+def main() -> None:
+    """Works it out, prints, and writes it where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="artifacts/tiny-llama")
+    parser.add_argument("--artifact", default="artifacts/tiny-llama.calib.safetensors")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    artifact, model = Artifact.load(asked.artifact), load(asked.model)
+    found = {f"{bits:g} bits": distances(artifact, bits) for bits in (4.0, 2.0, 1.0)}
+    tokens = generated_sequences(model, AutoTokenizer.from_pretrained(asked.model), 512, asked.sequences, seed=77)
+    measured = loss_curve(model, artifact, tokens, BITS, asked.sequences)["klt.loss"].tolist()
+    losses = [
+        {"bits": bits, "predicted": loss_at(artifact, error), "measured": loss}
+        for bits, (error, loss) in zip(BITS, measured, strict=True)
+    ]
+    print(json.dumps({"distances": found, "losses": losses}, indent=1))
+    if asked.write:
+        (RESULTS / "klt_bound.json").write_text(json.dumps({"distances": found, "losses": losses}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
