@@ -86,11 +86,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FITTED_ON:MEASURED_ON")
     parser.add_argument("--tokens", type=int, nargs="*", default=[10240], help="further sizes of `generated`")
+    parser.add_argument("--corpora", nargs="*", help="of all these the ones to fit; `generated` is always among them")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     texts = {name: tuple(files.split(":")) for name, files in (text.split("=", 1) for text in asked.text)}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    found = {name: measured(fitted(name, options), texts) for name, options in corpora(texts, asked.tokens).items()}
+    wanted = corpora(texts, asked.tokens)
+    if asked.corpora is not None:
+        wanted = {name: wanted[name] for name in ["generated", *asked.corpora]}
+    found = {name: measured(fitted(name, options), texts) for name, options in wanted.items()}
     print(table(found))
     if asked.write:
         named = {name: [Path(file).name for file in files] for name, files in texts.items()}

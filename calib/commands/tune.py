@@ -1,6 +1,5 @@
 """`calib tune --method zipcache --bits 2.5`: a budget in true bits per value in place of a method's knobs."""
 
-import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -54,8 +53,8 @@ def run(argv: Sequence[str]) -> int:
         known = {option for option in options_of(name) if option not in ("corrections", "tuned", "bits")}
         options |= read_options(rest, known, name)
     for budget in asked.bits:
-        if not 0 < budget < math.inf:
-            raise UsageError(f"--bits {budget:g} must be a positive number of bits per value, such as 2.5")
+        if not 0 < budget <= 16:
+            raise UsageError(f"--bits {budget:g} must be above 0 and at most 16 bits per value, such as 2.5")
     for option, least in (("length", 2), ("sequences", 1), ("batch_size", 1)):
         if getattr(asked, option) < least:
             raise UsageError(f"--{option} must be at least {least}, got {getattr(asked, option)}")

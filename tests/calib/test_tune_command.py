@@ -209,7 +209,7 @@ def test_tuned_without_an_artifact_and_of_a_method_without_a_grid():
         (["--method", "kivvi", "--bits", "2"], "did you mean 'kivi'?"),
         (["--method", "full", "--bits", "2"], "method 'full' has no option that a budget could choose"),
         ([*KIVI, "--bits", "1"], "--bits 1: 'kivi' takes 2.000 ... "),
-        ([*KIVI, "--bits", "-1"], "--bits -1 must be a positive number"),
+        ([*KIVI, "--bits", "-1"], "--bits -1 must be above 0 and at most 16"),
         (
             [*KIVI, "--bits", "2", "--rank", "3"],
             "unknown option '--rank' (method 'kivi' has clip, group, residual, statistics)",
