@@ -65,8 +65,6 @@ class Case:
         """Whether a token's heads share a range, a ranking or factors, as GEAR's own forms have it, or a dictionary."""
         if self.method == "csr":
             return self.options.get("online") != 0
-        if self.method == "klt":
-            return "corrections" in self.options
         family = self.method in ("gear", "gear_l", "uniform", "outlier_reduced")
         return family and not self.options.get("per_head")
 
@@ -238,14 +236,6 @@ CASES = [
     # A fifth at 4 bits, the rest at 1.
     Case(
         "klt-tiers", "klt", 1.6, {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20}, artifact=True, contract=True
-    ),
-    # 2, and outliers of components, of which there are as many as the head with the most words has.
-    Case(
-        "klt-outliers",
-        "klt",
-        3.25625,
-        {"bits": 2, "sinks": 0, "window": 0, "block": 20, "corrections": {"outliers": 0.02}},
-        artifact=True,
     ),
     # Nothing on the device, everything on the host.
     Case("offload", "offload", 0.0, contract=True),

@@ -90,6 +90,25 @@ def test_a_salient_token_has_more_bits(model, artifact):
     assert sum(best) > 2 * sum(rest) and plan.saliency is not None
 
 
+def test_outliers_of_components_are_kept(model, artifact):
+    """Tokens far out of every range: what outliers hold of them is nearer, and no token of the rest is farther."""
+    tokens = Tokens.random(model, 143, seed=3)
+    for part in (tokens.keys, tokens.values):
+        part[:, :, 7::20] *= 30
+    errors = []
+    for corrections in (None, {"outliers": 0.4}):
+        options = {"sinks": 0, "window": 0, "block": 20, "corrections": corrections}
+        cache = compress(model, "klt", artifact=artifact, bits=2, **options)
+        cache.release()
+        feed(cache, [tokens])
+        tiers = cache.compressed[0].store.decoded(0)
+        held = torch.cat([keys for keys, _ in tiers], 1)
+        errors.append((held - tokens.keys[0][:, : held.shape[1]].float()).square().sum((0, 2)))
+    far = torch.arange(len(errors[0])) % 20 == 7
+    assert float(errors[1][far].sum()) < 0.5 * float(errors[0][far].sum())
+    assert float(errors[1][~far].sum()) <= float(errors[0][~far].sum())
+
+
 def test_a_bias_of_the_keys_leaves_no_trace_before_rope(model, artifact):
     """A constant on every key before RoPE, and on the mean that was measured of them: the same codes."""
     shift = torch.randn(
