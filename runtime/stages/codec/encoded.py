@@ -12,7 +12,7 @@ from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Block, ChannelMap, Codec, Transform
 from calib.runtime.stages.transform import Basis
 
-PIECE = 2**16  # values
+PIECE = 2**19  # values
 
 
 def encoded(transform: Transform, codec: Codec, tokens: Tensor, wide: bool, order: Tensor | None = None) -> Block:
