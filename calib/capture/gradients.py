@@ -37,7 +37,7 @@ def stream_gradients(
     The samples hold derivatives in the place of keys and values, and their mask is True where one is taken. Every sequence
     weighs the same: its derivatives are divided by the square root of the sum over layers, heads and both streams of
     sum_t g_t^T C g_t, C the covariance of the sequence's keys or values: what losing all of them would count. Otherwise
-    documents whose answers hang on few tokens would outweigh running text by ten.
+    documents whose answers hang on few tokens would outweigh running text.
 
     Sequences go through one by one: a backward pass needs the activations of all layers at once. No parameter gets a
     gradient. Sequences of fewer than 8 tokens are left out.

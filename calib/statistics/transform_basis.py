@@ -22,7 +22,7 @@ from calib.statistics.second_moments import SecondMoments
 from calib.statistics.sensitivity import Sensitivity
 
 MEASURED = 0.5  # share of F in W
-SHRINKAGE = 0.01  # anything from .001 to .05 does as well
+SHRINKAGE = 0.01
 # Of the mean head's tr(F C), the least that a head counts: one whose errors no answer saw (a short sliding window) has a
 # basis still, and costs next to nothing.
 LEAST = 1e-6
