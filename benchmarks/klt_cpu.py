@@ -3,7 +3,7 @@
     python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--write]
 
 One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random, spectra fall by e^-8 over a head: what
-is timed does not depend on what a basis is of. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
+is timed does not depend on what a basis is of. `before` has keys before RoPE. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
 channel, values by token, groups of 32), projection, codes and packing for klt.
 """
 
@@ -28,7 +28,7 @@ def made_up(model: PreTrainedModel) -> Artifact:
     """Bases for the model's sizes."""
     geometry, draw = Geometry.of(model.config), torch.Generator().manual_seed(0)
     shape, tensors = (geometry.layers, geometry.kv_heads, geometry.head_dim), {}
-    for stem in ("keys.klt", "values.klt"):
+    for stem in ("keys.klt", "values.klt", "keys.klt.before"):
         axes = torch.linalg.qr(torch.randn(*shape, shape[-1], generator=draw)).Q
         worth = torch.exp(-torch.linspace(0, 4, shape[-1]) + 0.3 * torch.randn(*shape[:2], 1, generator=draw))
         tensors[f"{stem}.mean"] = torch.zeros(shape)
@@ -62,6 +62,7 @@ def steps(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str,
         ("kivi", "kivi", {}),
         ("klt", "klt", {"artifact": artifact, "window": 128}),
         ("klt again", "klt", {"artifact": artifact, "window": 128}),
+        ("before", "klt", {"artifact": artifact, "window": 128, "rope": "before"}),
     ):
         cache = compress(model, method, bits=BITS, **options)
         model(prompt, past_key_values=cache, logits_to_keep=1)
@@ -85,7 +86,8 @@ def main() -> None:
         timed = {f"encode {TOKENS} tokens": encodings(model, artifact)}
         timed |= {f"decode step at {context}": steps(model, artifact, context) for context in asked.contexts}
         for what, functions in timed.items():
-            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, ratios)
+            wanted = ratios | ({"before RoPE / kivi": ("before", "kivi")} if "before" in functions else {})
+            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, wanted)
             show(run, f"{name}, {what}: ")
             runs[f"{name}, {what}"] = run
     if asked.write:

@@ -4,7 +4,8 @@ artifact on each text. Writes benchmarks/results/klt_mismatch.json and the table
     python benchmarks/klt_mismatch.py --text wikitext=wiki.valid.raw:wiki.test.raw --text stories=a.txt:b.txt --write
 
 A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents and half samples of the
-model; every artifact is measured on text sampled from the model and on retrieval as well. Sizes of a corpus: `--tokens`.
+model; every artifact is measured on text sampled from the model and on retrieval as well. `--tokens` has sizes of it, with
+sensitivities of all sequences, and `--lengths` shorter sequences of as many tokens: places that no statistic has seen.
 """
 
 import argparse
@@ -19,21 +20,30 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "klt_mismatch.json"
 TABLE = HERE.parent / "docs" / "results" / "klt" / "mismatch.md"
 FOLDER = Path("runs/klt_mismatch")
-LENGTH = 512
+LENGTH, SEQUENCES = 512, 48  # of configs/tiny.yaml
 BUDGETS = ((2, "after"), (1, "after"), (2, "before"))
 
 
-def corpora(texts: dict[str, tuple[str, str]], tokens: list[int]) -> dict[str, list[str]]:
-    """By name, what a fit is told about its corpus: 48 sequences of each kind, of the first text with samples of the
-    model too, and `generated` at other sizes."""
+def corpora(texts: dict[str, tuple[str, str]], tokens: list[int], lengths: list[int]) -> dict[str, list[str]]:
+    """By name, what a fit is told about its corpus: 48 sequences of each kind, of every text with samples of the
+    model too, and `generated` at other sizes and of shorter sequences."""
     found = {"generated": [], **{name: ["--data.text", fitted] for name, (fitted, _) in texts.items()}}
     found |= {
         f"{name}, a quarter sampled": ["--data.text", fitted, "--data.sampled", "0.25"]
         for name, (fitted, _) in texts.items()
     }
     found |= {"all": ["--data.text", json.dumps([fitted for fitted, _ in texts.values()])]} if len(texts) > 1 else {}
-    found |= {f"generated, {size:,} tokens": ["--data.sequences", str(size // LENGTH)] for size in tokens}
+    found |= {f"generated, {size:,} tokens": sized(size // LENGTH) for size in tokens}
+    found |= {
+        f"generated, places below {length}": ["--data.length", str(length), *sized(SEQUENCES * LENGTH // length)]
+        for length in lengths
+    }
     return found
+
+
+def sized(sequences: int) -> list[str]:
+    """So many sequences, all of them in all statistics."""
+    return ["--data.sequences", str(sequences), "--model.sensitivity_sequences", str(sequences)]
 
 
 def fitted(name: str, options: list[str]) -> Path:
@@ -85,13 +95,16 @@ def main() -> None:
     """Fits, measures, prints, and writes where it is asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FITTED_ON:MEASURED_ON")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[10240], help="further sizes of `generated`")
+    parser.add_argument(
+        "--tokens", type=int, nargs="*", default=[10240, 102400, 1024000], help="further sizes of `generated`"
+    )
+    parser.add_argument("--lengths", type=int, nargs="*", default=[128, 256], help="`generated` in shorter sequences")
     parser.add_argument("--corpora", nargs="*", help="of all these the ones to fit; `generated` is always among them")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     texts = {name: tuple(files.split(":")) for name, files in (text.split("=", 1) for text in asked.text)}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    wanted = corpora(texts, asked.tokens)
+    wanted = corpora(texts, asked.tokens, asked.lengths)
     if asked.corpora is not None:
         wanted = {name: wanted[name] for name in ["generated", *asked.corpora]}
     found = {name: measured(fitted(name, options), texts) for name, options in wanted.items()}

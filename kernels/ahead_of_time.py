@@ -48,6 +48,7 @@ class Specialisation:
         codes: codes that an iteration of the longest loop reads, all lanes together; 0: the loop is held to nothing.
         most: instructions that one code may cost; without it they are only counted.
         words: the words that these codes lie in; 0: not counted.
+        matrix: matrix instructions of a warp that 128 codes may cost.
         beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
     """
 
@@ -59,6 +60,7 @@ class Specialisation:
     codes: int = 0
     most: float = inf
     words: int = 0
+    matrix: float = 1.0
     beside: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -153,7 +155,7 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
                 good = True
                 if one.codes:
                     matrix = figures.matrix_per_128_codes(one.codes, one.warps)
-                    good = not figures.spilled and not figures.conversions and matrix <= 1
+                    good = not figures.spilled and not figures.conversions and matrix <= one.matrix
                     for kind, count, most in (("code", one.codes, one.most), ("word", one.words, inf)):
                         if count:
                             cost = costs[name, capability, kind] = figures.cost(count, one.warps)

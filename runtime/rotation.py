@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from calib.kernels.attend.operation import STRIDE
 from calib.runtime.numbers import upload
-
-# Positions whose angles are added to each other's.
-STRIDE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +63,23 @@ class Rotation:
     def along(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions from `start` to before `stop`: float32 `[stop - start, r/2]`."""
         # By angle addition, since a cosine costs more than the rotation it is for.
-        coarse = torch.arange(start, stop, STRIDE, device=device).double()[:, None] * self._on(device)
-        fine = torch.arange(STRIDE, device=device).double()[:, None] * self._on(device)
-        (cos, sin), (inner_cos, inner_sin) = ((part.cos(), part.sin()) for part in (coarse, fine))
+        (cos, sin), (inner_cos, inner_sin) = (part.unbind(1) for part in self._strided(start, stop, device))
         cos, sin = cos[:, None], sin[:, None]
         found = (cos * inner_cos - sin * inner_sin, sin * inner_cos + cos * inner_sin)
         cos, sin = (part.flatten(0, 1)[: stop - start].float() for part in found)
         return cos, sin
+
+    def strided(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 `[n, 2, r/2]` and `[STRIDE, 2, r/2]`: of every `STRIDE`th position from `start` to before `stop`,
+        and of those before `STRIDE`."""
+        coarse, fine = self._strided(start, stop, device)
+        return coarse.float(), fine.float()
+
+    def _strided(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        coarse = torch.arange(start, stop, STRIDE, device=device).double()[:, None] * self._on(device)
+        fine = torch.arange(STRIDE, device=device).double()[:, None] * self._on(device)
+        coarse, fine = (torch.stack([part.cos(), part.sin()], 1) for part in (coarse, fine))
+        return coarse, fine
 
     def _on(self, device: torch.device) -> Tensor:
         """The frequencies there, without waiting for the device."""

@@ -234,6 +234,14 @@ CASES = [
         contract=True,
     ),
     # A fifth at 4 bits, the rest at 1.
+    # A fifth at 3 bits, the rest at 1, and every token's place: 32/(2 * 64).
+    Case(
+        "klt-before-rope-tiers",
+        "klt",
+        1.65,
+        {"tiers": [[3, 0.2], [1, 0.8]], "block": 20, "rope": "before"},
+        artifact=True,
+    ),
     Case(
         "klt-tiers", "klt", 1.6, {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20}, artifact=True, contract=True
     ),

@@ -78,7 +78,7 @@ def mixed(words: np.ndarray, widths: tuple[int, ...], counts: tuple[int, ...]) -
         own = unsigned[..., sum(counts[:head]) : sum(counts[: head + 1])]
         for plane, width in enumerate(widths):
             codes = (own >> np.uint16(sum(widths[:plane]))) & np.uint16(2**width - 1)
-            found[..., head, :, plane * most : plane * most + count] = 2 * codes / (2**width - 1) - 1
+            found[..., head, :, plane * most : plane * most + count] = (codes - (2**width - 1) / 2) * 2.0 ** (1 - width)
     return found
 
 

@@ -1,5 +1,6 @@
 """Pages of random codes and what they hold, and attention over them, in float64 from the formats' description alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -92,9 +93,12 @@ def attention(
     stretch: Stretch,
     constant: Tensor | None = None,
     softcap: float | None = None,
+    turned: Callable[[Tensor], Tensor] | None = None,
 ) -> Expected:
-    """Softmax attention in float64 over what `stretch` says, query rows group-major and then by columns."""
+    """Softmax attention in float64 over what `stretch` says, query rows group-major and then by columns; `turned` brings keys of
+    all slots to their places."""
     k, v = (of_rows(pages.tokens, stretch.table) for pages in (keys, values))
+    k = k if turned is None else turned(k)
     scores, slots = query.double() @ k.mT, torch.arange(k.shape[2])
     terms = query.double().abs() @ k.abs().mT
     for added in (constant, stretch.bias):

@@ -11,14 +11,18 @@ from calib.capture.capture import stream
 from calib.capture.gradients import stream_gradients
 from calib.capture.sample import Sink
 
+GOLDEN = (5**0.5 - 1) / 2  # its multiples, less their whole parts, never leave a gap much wider than the others
+
 
 @dataclass(eq=False)  # not frozen: Lightning moves a copy of it to the device field by field
 class TokenBatch:
-    """Token sequences on their way to the device: `tokens`, `mask` (bool) and `index` are `[batch, length]`."""
+    """Token sequences on their way to the device: `tokens`, `mask` (bool) and `index` are `[batch, length]`, `begins [batch]` the
+    positions of their first tokens."""
 
     tokens: Tensor
     mask: Tensor
     index: Tensor
+    begins: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +35,15 @@ class CapturedBatch:
     def stream(self, sink: Sink) -> None:
         """Runs the model once; `sink` receives each layer's sample as the forward pass reaches it, none if empty."""
         if len(self):
-            stream(self.model, self.batch.tokens, self.batch.mask, self.batch.index, sink)
+            batch = self.batch
+            stream(self.model, batch.tokens, batch.mask, batch.index, sink, batch.begins)
 
     def stream_gradients(self, seed: int, sink: Sink) -> list[str]:
         """Differentiates the model; `sink` receives each sequence's and layer's derivatives. Returns why some have none."""
         if not len(self):
             return []
-        return stream_gradients(self.model, self.batch.tokens, self.batch.mask, self.batch.index, seed, sink)
+        batch = self.batch
+        return stream_gradients(self.model, batch.tokens, batch.mask, batch.index, seed, sink, batch.begins)
 
     def __len__(self) -> int:
         """Sequences in the batch."""
@@ -53,14 +59,23 @@ class TokenBatches:
         batch_size: sequences in a batch.
         skip: batches of this process that were read before an interruption.
         rank: this process.
+        positions: sequences begin anywhere at which all of their positions are below this; 0: all begin at 0.
         processes: how many there are. Each batch is read by exactly one; where they do not share out evenly the last
             ones get an empty batch, because Lightning's processes keep step.
     """
 
     def __init__(
-        self, sequences: Tensor, first: int, batch_size: int, skip: int = 0, rank: int = 0, processes: int = 1
+        self,
+        sequences: Tensor,
+        first: int,
+        batch_size: int,
+        skip: int = 0,
+        rank: int = 0,
+        processes: int = 1,
+        positions: int = 0,
     ) -> None:
         self.sequences, self.first, self.batch_size = sequences, first, batch_size
+        self.room = max(0, positions - sequences.shape[1])
         starts = range(0, len(sequences) + (processes - 1) * batch_size, batch_size)
         self.starts = starts[rank : len(starts) // processes * processes : processes][skip:]
 
@@ -73,4 +88,12 @@ class TokenBatches:
             tokens = self.sequences[start : start + self.batch_size]
             number = torch.arange(self.first + start, self.first + start + len(tokens))
             index = number[:, None] * length + torch.arange(length)
-            yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), index)
+            yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), index, begins(number, self.room))
+
+
+def begins(number: Tensor, room: int) -> Tensor:
+    """The position at which the sequence of each `number` begins, 0 ... room: any run of numbers is spread evenly over it.
+
+    RoPE is relative, so a model says the same there; keys and queries are turned as a cache sees them that far on.
+    """
+    return ((number.double() * GOLDEN).remainder(1) * (room + 1)).long()

@@ -18,7 +18,9 @@ from calib.capture.sample import LayerSample, Sink
 from calib.errors import RunError
 
 
-def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, sink: Sink) -> None:
+def stream(
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, sink: Sink, begins: Tensor | None = None
+) -> None:
     """One forward pass; calls `sink` once for each attention layer, in the model's order.
 
     Layers may lie on several devices, or in host memory or on disk until they are needed (`device_map.py`): each sample
@@ -30,6 +32,7 @@ def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, 
         mask: bool `[batch, tokens]`, True for real tokens.
         index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
         sink: called with each layer's sample; must not keep it.
+        begins: int64 `[batch]`, the position of each row's first token; None: 0.
 
     Raises:
         RunError: NaN or infinite queries, keys or values (names the layer), or a model that cannot be captured.
@@ -37,6 +40,8 @@ def stream(model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, 
     device = entry_device(model)
     tokens, mask, index = tokens.to(device), mask.to(device), index.to(device)
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    if begins is not None:
+        positions = positions + begins.to(device)[:, None]
     with torch.no_grad(), capturing(model, mask, positions, index, sink):
         # The head is not needed: its logits would be the largest tensor of the pass.
         model.base_model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False)

@@ -36,6 +36,8 @@ class CaptureData(LightningDataModule):
         sampled: share of the measured sequences, from 0 to below 1, that are sampled from the model itself, spread among those
             of a text: bases that serve text of other kinds are fitted so (`generated` has half of them anyway).
         natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
+        positions: sequences begin anywhere below so many positions, so that keys are measured as they are turned there; None:
+            all begin at 0, and what is measured of turned keys holds for caches up to `length`.
         length: tokens in a sequence; cut to the longest the model was made for.
         sequences: sequences measured.
         heldout_sequences: sequences held out for the reported errors.
@@ -57,6 +59,7 @@ class CaptureData(LightningDataModule):
         column: str = "text",
         sampled: float = 0.0,
         natural_spacing: bool = False,
+        positions: int | None = None,
         length: int = 512,
         sequences: int = 32,
         heldout_sequences: int = 8,
@@ -68,8 +71,9 @@ class CaptureData(LightningDataModule):
             ("sequences", sequences, 1),
             ("heldout_sequences", heldout_sequences, 1),
             ("batch_size", batch_size, 1),
+            ("positions", positions, 32),
         ):
-            if value < least:
+            if value is not None and value < least:
                 raise UsageError(f"data.{option}={value}: must be at least {least}")
         if not text and not name:
             raise UsageError(
@@ -89,6 +93,7 @@ class CaptureData(LightningDataModule):
             natural_spacing,
         )
         self.heldout_split, self.length, self.sampled = heldout_split, length, sampled
+        self.positions = positions
         self.sequences, self.heldout_sequences, self.batch_size = sequences, heldout_sequences, batch_size
         self.notes: list[str] = []
         self.model: PreTrainedModel | None = None
@@ -134,7 +139,8 @@ class CaptureData(LightningDataModule):
         part, count, skip = self.reading
         sequences, first = (corpus.train, 0) if part == "train" else (corpus.heldout, len(corpus.train))
         rank, processes = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        return TokenBatches(sequences[:count], first, self.batch_size, skip, rank, processes)
+        asked = (self.batch_size, skip, rank, processes, self.positions or 0)
+        return TokenBatches(sequences[:count], first, *asked)
 
     def on_after_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> CapturedBatch:
         """Makes tokens on the device a batch that can be streamed."""
@@ -146,6 +152,9 @@ class CaptureData(LightningDataModule):
         length = min(self.length, longest)
         if length < self.length:
             self.notes.append(f"data.length={self.length} is cut to {length}, the longest this model was made for")
+        if self.positions is not None and self.positions > longest:
+            self.notes.append(f"data.positions={self.positions} is cut to {longest}, all that this model was made for")
+            self.positions = longest
         own, wanted_heldout = self.own_sequences, self.heldout_sequences
         wanted = self.sequences - own
         label, heldout_label = self.source.label, ""
@@ -174,6 +183,8 @@ class CaptureData(LightningDataModule):
         if own:
             train = spread(train, sampled_text(model, first_token(tokenizer), length, own, self.seed).cpu())
             origin["sampled"] = own
+        if self.positions is not None:
+            origin["positions"] = self.positions
         origin |= {
             "length": length,
             "sequences": len(train),

@@ -30,7 +30,13 @@ class NotDifferentiableError(RunError):
 
 
 def stream_gradients(
-    model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, seed: int, sink: Sink
+    model: PreTrainedModel,
+    tokens: Tensor,
+    mask: Tensor,
+    index: Tensor,
+    seed: int,
+    sink: Sink,
+    begins: Tensor | None = None,
 ) -> list[str]:
     """For each sequence a forward and a backward pass; then calls `sink` once for each attention layer.
 
@@ -49,6 +55,7 @@ def stream_gradients(
         index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
         seed: of the draws, which depend on it and on the sequence's first number alone.
         sink: called with each layer's sample; must not keep it.
+        begins: int64 `[batch]`, the position of each row's first token; None: 0.
 
     Returns:
         Why, for each sequence without derivatives: no backward pass (quantised weights, no memory), or an overflow in it.
@@ -63,7 +70,8 @@ def stream_gradients(
         numbers = index[row, real]
         draw = keyed_random("sensitivity", seed, int(numbers[0]))
         try:
-            found = normalised(derivatives(model, tokens[row : row + 1, real], numbers[None], draw.random))
+            begin = 0 if begins is None else int(begins[row])
+            found = normalised(derivatives(model, tokens[row : row + 1, real], numbers[None], draw.random, begin))
         except NotDifferentiableError as error:
             refused.append(str(error))
             continue
@@ -73,12 +81,14 @@ def stream_gradients(
 
 
 def derivatives(
-    model: PreTrainedModel, tokens: Tensor, index: Tensor, draw: Callable[[], float]
+    model: PreTrainedModel, tokens: Tensor, index: Tensor, draw: Callable[[], float], begin: int = 0
 ) -> list[tuple[LayerSample, LayerSample]]:
-    """Of one sequence `[1, tokens]` without padding, each layer's sample and the same with derivatives in it."""
+    """Of one sequence `[1, tokens]` without padding, from position `begin` on, each layer's sample and the same with derivatives
+    in it."""
     device, length = entry_device(model), tokens.shape[1]
     prefix = length - length // ANSWER
-    tokens, index, places = tokens.to(device), index.to(device), torch.arange(length, device=device)[None]
+    tokens, index = tokens.to(device), index.to(device)
+    places = torch.arange(begin, begin + length, device=device)[None]
     samples: list[LayerSample] = []
     real = torch.ones_like(tokens, dtype=torch.bool)
     with torch.enable_grad(), capturing(model, real, places, index, samples.append):
@@ -97,7 +107,7 @@ def derivatives(
     by_layer = [torch.zeros_like(x) if g is None else g for x, g in zip(by, gradients, strict=True)]
     pairs = []
     for sample, keys, values in zip(samples, by_layer[::2], by_layer[1::2], strict=True):
-        counted = ((sample.positions >= SINKS) & (sample.positions < prefix)).to(keys.device)
+        counted = ((sample.numbers >= SINKS) & (sample.numbers < prefix)).to(keys.device)
         exact = replace(sample, keys=sample.keys.detach(), values=sample.values.detach(), mask=counted)
         exact = replace(exact, queries=sample.queries.detach(), keys_before_rope=None)
         pairs.append((exact, replace(exact, keys=keys, values=values)))

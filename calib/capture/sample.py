@@ -41,6 +41,11 @@ class LayerSample:
     softcap: float | None = None
     window: int | None = None
 
+    @property
+    def numbers(self) -> Tensor:
+        """int64 `[batch, tokens]`: each token's number in its sequence, wherever that begins."""
+        return self.positions - self.positions.amin(-1, keepdim=True)
+
     def without_padding(self) -> Iterator["LayerSample"]:
         """Yields the sample itself where no token is padding, else each row alone, cut to its real tokens.
 

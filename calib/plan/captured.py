@@ -16,19 +16,22 @@ from calib.plan.without_data import META, WithoutData
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the corpus: tokens of a sequence, sequences of each part and of a batch, processes that share them."""
+    """Of the corpus: tokens of a sequence, sequences of each part and of a batch, processes that share them, positions that they
+    are spread over."""
 
     length: int
     train: int
     heldout: int
     batch: int
     processes: int = 1
+    positions: int | None = None
 
     @staticmethod
     def of(data: CaptureData, subject: Subject, processes: int) -> "Sizes":
         """What is asked for; a text may hold less."""
         length = min(data.length, subject.longest or data.length)
-        return Sizes(length, data.sequences, data.heldout_sequences, data.batch_size, processes)
+        positions = data.positions and min(data.positions, subject.longest or data.positions)
+        return Sizes(length, data.sequences, data.heldout_sequences, data.batch_size, processes, positions)
 
     def corpus(self, data: CaptureData) -> Corpus:
         """A corpus of these sizes without text, which notes of itself what the real one will."""
@@ -42,6 +45,8 @@ class Sizes:
             origin |= {"heldout": heldout.label, "heldout_sha256": digest}
         if own := data.own_sequences:
             origin["sampled"] = own
+        if self.positions is not None:
+            origin["positions"] = self.positions
         counts = {"length": self.length, "sequences": self.train, "heldout_sequences": self.heldout}
         origin |= {**counts, "tokens": self.train * self.length, "tokens_sha256": digest}
         return Corpus(blank.expand(self.train, self.length), blank.expand(self.heldout, self.length), origin)

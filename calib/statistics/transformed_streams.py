@@ -43,4 +43,4 @@ def turned_back(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
 
 def coded(sample: LayerSample) -> Tensor:
     """The real tokens that a cache may code: bool `[batch, tokens]`, all but a sequence's first, which stay exact."""
-    return sample.mask & (sample.positions >= SINKS)
+    return sample.mask & (sample.numbers >= SINKS)

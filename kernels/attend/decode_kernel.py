@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.loads import channel_numbers, own_words, query_planes, tile_of
+from calib.kernels.attend.turned import axes_of, halves_of, offsets, query_halves, turned, turned_back
 from calib.kernels.attend.unpack import are_codes, bias_of, plane_count, unpacked
 
 # Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
@@ -46,7 +47,7 @@ def _tokens(codes, bias, steps, zero_points, PRECISE: tl.constexpr):
 @triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, PLACES, BACK,
-    TOP, MASS, MIXED, SCORES,
+    AXES, MEAN, SIZE, COARSE, FINE, TOP, MASS, MIXED, SCORES,
     heads, query_rows, columns, table_width, run, slots,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
@@ -56,6 +57,7 @@ def attend(
     KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
     VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
     DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
+    HALF: tl.constexpr, HALFP: tl.constexpr, PAIRS: tl.constexpr, STRIDE: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_CONSTANT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_PLACES: tl.constexpr,
     HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, PRECISE: tl.constexpr,
@@ -74,7 +76,17 @@ def attend(
     key_first, own_keys = own_words(KEY_FIRST, head, key_head, key_words, WK, KEY_PIECE)
     value_first, own_values = own_words(VALUE_FIRST, head, value_head, value_words, WV, VALUE_PIECE)
 
-    exact_query, size = query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
+    TURNED: tl.constexpr = HALF > 0
+    if TURNED:
+        near, far, paired = halves_of(HALF, HALFP, PAIRS)
+        exact_query, size = query_halves(QUERY + base * (2 * HALF), rows, valid, near, far, paired, HALF)
+        exact_query = (exact_query[0] / size[None, :], exact_query[1] / size[None, :])
+        AXES += head * (FK * WK * 2 * HALF)
+        offset = offsets(
+            AXES, MEAN + head * (2 * HALF), SIZE + head, key_words, near, far, paired, KEY_WIDTHS, WK, HALF
+        )
+    else:
+        exact_query, size = query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
     constant = tl.zeros([M], tl.float32)
     if HAS_CONSTANT:
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
@@ -82,12 +94,12 @@ def attend(
     # The query as the products take it, and what the codes' bias and zero points make of it for each group of channels.
     KIND = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
     query, rest, biased, summed = (), (), (), ()
-    for f in tl.static_range(FK):
+    for f in tl.static_range(0 if TURNED else FK):
         plane = exact_query[f] / size[None, :]
         taken = plane.to(KIND)
         query += (taken,)
         rest += ((plane - taken.to(tl.float32)).to(KIND),)
-    for j in tl.static_range(KEY_GROUPS):
+    for j in tl.static_range(0 if TURNED else KEY_GROUPS):
         lift, whole = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
         for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
             lift += bias_of(KEY_WIDTHS, f) * tl.sum(query[f].to(tl.float32), 0)
@@ -99,7 +111,9 @@ def attend(
 
     # Scores are scale * product + shift, and powers of two: one multiply-add a score, where nothing has to be known between.
     scale, shift = size, constant
-    if KEY_MODE == 0:
+    if TURNED:
+        scale = size * tl.load(SIZE + head)
+    elif KEY_MODE == 0:
         shift = constant - biased[0] * size
 
     used = tl.load(USED + row)
@@ -134,7 +148,27 @@ def attend(
         else:
             codes = unpacked(words, KEY_WIDTHS, KEY_ASM, KEY_ARGUMENTS)
             numbers = KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head
-            if KEY_MODE == 2:
+            if TURNED:
+                # Components of keys before RoPE: put together and turned to their places. In slots' order the coarse part of
+                # a place is a tile's, and turns the query back.
+                keys = (tl.zeros([BN, HALFP], tl.float32) + offset[0][None, :],
+                        tl.zeros([BN, HALFP], tl.float32) + offset[1][None, :])  # fmt: skip
+                for f in tl.static_range(FK):
+                    keys = axes_of(codes[f], keys, AXES, f * WK, key_words, near, far, paired, WK, HALF)
+                if HAS_PLACES:
+                    held = PLACES + page * places_page + head * places_head + slot
+                    place = tl.load(held, mask=at < used, other=0)
+                    asked = exact_query
+                else:
+                    place = start % STRIDE + tokens
+                    asked = turned_back(exact_query, COARSE + start // STRIDE * (2 * PAIRS), paired, PAIRS)
+                keys = turned(keys, place, COARSE, FINE, paired, PAIRS, STRIDE, HAS_PLACES)
+                for half in tl.static_range(2):
+                    if PRECISE:
+                        product = tl.dot(keys[half], asked[half], product, input_precision="ieee")
+                    else:
+                        product = tl.dot(keys[half].to(tl.float16), asked[half].to(tl.float16), product)
+            elif KEY_MODE == 2:
                 # A scale for every channel and few tokens: sooner into the codes than into the query.
                 numbers += inside_page // KEY_TOKENS * (2 * DK)
                 for f in tl.static_range(FK):

@@ -13,6 +13,7 @@ from calib.kernels.dispatch import prefers_triton
 from calib.kernels.pack.reference import Widths
 
 EXACT = 16
+STRIDE = 64  # places whose turns are another table's row
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,27 @@ class PackedStream:
     group_tokens: int = 1
     fixed: tuple[Tensor, Tensor] | None = None
     counts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Turning:
+    """Keys whose codes c are of components before RoPE: k_t = R_t (mean + size B^T (c_t - L / 2)), R_t the turn of place t and L
+    the largest code of each component. Half-split RoPE of the first r channels.
+
+    Args:
+        axes: B, float16 `[kv_heads, N, D]`, D even: what a step of each component moves the channels, in units of `size`.
+        size: float32 `[kv_heads, 1, 1]`.
+        mean: float32 `[kv_heads, 1, D]`.
+        coarse: cos and sin, float32 `[n, 2, r / 2]`, of the places of slots 0, `STRIDE`, 2 `STRIDE`, ... of all in the table; where
+            tokens have `places`, of the places 0, `STRIDE`, ... up to the last that occurs.
+        fine: float32 `[STRIDE, 2, r / 2]`: of the places 0 ... `STRIDE` - 1.
+    """
+
+    axes: Tensor
+    size: Tensor
+    mean: Tensor
+    coarse: Tensor
+    fine: Tensor
 
 
 @dataclass(frozen=True)
@@ -70,13 +92,13 @@ class Attended:
     scores: Tensor | None
 
 
-def served(query_rows: int, keys: PackedStream | None, values: PackedStream | None) -> bool:
-    """Whether a kernel reads these streams for so many query rows of a KV head."""
+def served(query_rows: int, keys: PackedStream | None, values: PackedStream | None, turning: bool = False) -> bool:
+    """Whether a kernel reads these streams for so many query rows of a KV head, and turns the keys if it has to."""
     if keys is None or values is None or not prefers_triton(keys.pages.device):
         return False
     from calib.kernels.attend import triton
 
-    return triton.serves(query_rows, keys, values)
+    return triton.serves(query_rows, keys, values, turning)
 
 
 def attend_pages(
@@ -88,21 +110,23 @@ def attend_pages(
     softcap: float | None = None,
     scored: bool = False,
     precise: bool = False,
+    turning: Turning | None = None,
 ) -> Attended:
     """`query [rows, kv_heads, R, D]` float32, times the scale of the scores, against a tier that is `served`.
 
     The rows R of a KV head are group-major, then the columns of `stretch.back`. `constant [rows, kv_heads, R, 1]` is added to
     every score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
-    rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits.
+    rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits. With `turning` the
+    query is of D channels, and the `fixed` numbers of keys are those of their codes' middles.
     """
     from calib.kernels.attend import triton
 
-    if keys.fixed is not None:
+    if keys.fixed is not None and turning is None:
         scale, zero = keys.fixed
         added = (query * zero).sum(-1, keepdim=True)
         query, constant = query * scale, added if constant is None else constant + added
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise)
+        found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise, turning)
     if values.fixed is None:
         return found
     scale, zero = values.fixed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.decode_kernel import attend, merge
-from calib.kernels.attend.operation import EXACT, Attended, PackedStream, Stretch
+from calib.kernels.attend.operation import EXACT, STRIDE, Attended, PackedStream, Stretch, Turning
 from calib.kernels.attend.unpack import assembly, constraints
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
@@ -33,10 +33,12 @@ TURNS = {NONE: 128, TOKEN: 128, CHANNEL: 64}
 PROGRAMS = 8
 
 
-def serves(query_rows: int, keys: PackedStream, values: PackedStream) -> bool:
+def serves(query_rows: int, keys: PackedStream, values: PackedStream, turning: bool = False) -> bool:
     """Whether the kernel reads these streams: codes of any widths, or exact; float16 parameters whose groups are whole planes of
-    channels, or 16 and more tokens; none where heads lie side by side."""
-    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and _turn(keys, values) >= 16
+    channels, or 16 and more tokens; none where heads lie side by side. Keys that it is to turn are codes without parameters."""
+    if turning and (keys.bits == EXACT or keys.parameters is not None):
+        return False
+    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and _turn(keys, values, turning) >= 16
 
 
 def attend_pages(
@@ -48,10 +50,11 @@ def attend_pages(
     softcap: float | None,
     scored: bool,
     precise: bool,
+    turning: Turning | None = None,
 ) -> Attended:
     """See `operation.attend_pages`."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
-    turn = _turn(keys, values)
+    turn = _turn(keys, values, turning is not None)
     turns = stretch.table.shape[1] * (page // turn)
     block = next((size for size in BLOCK_ROWS if asked <= size), BLOCK_ROWS[-1])
     blocks = triton.cdiv(asked, block)
@@ -70,15 +73,15 @@ def attend_pages(
         stretch.bias if stretch.bias is None else stretch.bias.contiguous(),
         None if stretch.hidden is None else stretch.hidden.view(torch.uint8), stretch.places,
         None if stretch.back is None else stretch.back.contiguous(),
-        top, mass, mixed, scores,
+        *_tables(turning), top, mass, mixed, scores,
         heads, asked, 1 if stretch.back is None else stretch.back.shape[1], stretch.table.stride(0), run, slots,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
         *_strides(stretch.hidden), *_strides(stretch.places),
-        **_constants(keys, values, block, turn, softcap),
+        **_constants(keys, values, block, turn, softcap), **_pairs(turning),
         HAS_CONSTANT=constant is not None, HAS_BIAS=stretch.bias is not None, HAS_HIDDEN=stretch.hidden is not None,
         HAS_PLACES=stretch.places is not None, HAS_BACK=stretch.back is not None, HAS_SCORES=scored,
         PRECISE=precise,
-        num_warps=_warps(block), num_stages=_stages(keys, values),
+        num_warps=_warps(block, turning is not None), num_stages=_stages(keys, values),
     )  # fmt: skip
     if splits > 1:
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
@@ -103,9 +106,9 @@ def _read(stream: PackedStream) -> bool:
     return groups == 1 or (count % groups == 0 and count * _wide(stream) == stream.channels)
 
 
-def _turn(keys: PackedStream, values: PackedStream) -> int:
+def _turn(keys: PackedStream, values: PackedStream, turning: bool) -> int:
     """Tokens of one turn of the loop: a power of two that divides a page and every group of tokens that share parameters."""
-    turn = min(TURNS[_mode(stream)] for stream in (keys, values))
+    turn = min(STRIDE if turning else TURNS[NONE], *(TURNS[_mode(stream)] for stream in (keys, values)))
     return gcd(turn, keys.pages.shape[2], *(s.group_tokens for s in (keys, values) if _mode(s) == CHANNEL))
 
 
@@ -136,6 +139,19 @@ def _numbers(stream: PackedStream) -> Tensor:
 
 def _first(stream: PackedStream) -> Tensor | None:
     return None if stream.counts is None else first_words(stream.counts, stream.pages.device)
+
+
+def _tables(turning: Turning | None) -> tuple[Tensor | None, ...]:
+    if turning is None:
+        return (None,) * 5
+    return turning.axes, turning.mean, turning.size, turning.coarse, turning.fine
+
+
+def _pairs(turning: Turning | None) -> dict[str, int]:
+    """Channel pairs of a key that is turned, and how many of them are."""
+    half = 0 if turning is None else turning.axes.shape[-1] // 2
+    pairs = 0 if turning is None else turning.fine.shape[-1]
+    return {"HALF": half, "HALFP": max(16, triton.next_power_of_2(half)), "PAIRS": pairs, "STRIDE": STRIDE}
 
 
 def _strides(part: Tensor | None) -> tuple[int, int]:
@@ -175,8 +191,8 @@ def _constants(
     return found | {"INTERPRET": interpreted}
 
 
-def _warps(block: int) -> int:
-    return 1 if block < BLOCK_ROWS[-1] else 4
+def _warps(block: int, turning: bool) -> int:
+    return 1 if block < BLOCK_ROWS[-1] and not turning else 4
 
 
 def _stages(keys: PackedStream, values: PackedStream) -> int:
@@ -212,28 +228,38 @@ def stream_of(
 
 
 def specialisation(
-    keys: PackedStream, values: PackedStream, most: float = inf, beside: Mapping[str, str] = {}
+    keys: PackedStream,
+    values: PackedStream,
+    most: float = inf,
+    matrix: float = 1.0,
+    beside: Mapping[str, str] = {},
+    turning: Turning | None = None,
 ) -> Specialisation:
     """The kernel for a step over such pages."""
-    turn = _turn(keys, values)
+    turn = _turn(keys, values, turning is not None)
     absent = ("BIAS", "HIDDEN", "PLACES", "BACK", "SCORES")
     constants = _constants(keys, values, BLOCK_ROWS[0], turn, None, interpreted=False)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
-    constants |= {"HAS_CONSTANT": True, "PRECISE": False}
+    constants |= {"HAS_CONSTANT": turning is None, "PRECISE": False, **_pairs(turning)}
+    tables = dict(zip(("AXES", "MEAN", "SIZE", "COARSE", "FINE"), _tables(turning), strict=True))
+    constants |= {name: None for name, table in tables.items() if table is None}
+    constants |= {"CONSTANT": None} if turning else {}
     constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
     types = {
         name: "i32:16" if name.endswith(("_page", "_head")) else "i32"
         for name in attend.arg_names
         if name not in constants
     }
-    types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED"), "*fp32")
+    types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
+    types |= {"AXES": "*fp16"}
     types |= {"KEYS": "*i16", "VALUES": "*i16", "TABLE": "*i32", "USED": "*i32"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
     for role, own in (("KEY", keys), ("VALUE", values)):
         types[f"{role}_NUMBERS"] = "*i16" if own.parameters is None else "*fp16"
     codes, words = turn * (keys.channels + values.channels), turn * (_wide(keys) + _wide(values))
-    warps, stages = _warps(BLOCK_ROWS[0]), _stages(keys, values)
-    return Specialisation(attend, types, constants, warps, stages, codes, most, words, beside)
+    types = {name: kind for name, kind in types.items() if name not in constants}
+    warps, stages = _warps(BLOCK_ROWS[0], turning is not None), _stages(keys, values)
+    return Specialisation(attend, types, constants, warps, stages, codes, most, words, matrix, beside)
 
 
 def _calibrated(
@@ -244,9 +270,17 @@ def _calibrated(
     return specialisation(stream, stream, beside=beside)
 
 
+def turning_of(components: int, channels: int) -> Turning:
+    """Tables of no data, to compile for."""
+    sizes = ((1, components, channels), (1, 1, 1), (1, 1, channels), (1, 2, channels // 2), (STRIDE, 2, channels // 2))
+    axes, *others = (torch.empty(size, device="meta") for size in sizes)
+    return Turning(axes.half(), *others)
+
+
 # What widths that differ are held to: for a word, tokens of as many bits; for a code, words of as many codes.
 _OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrated"}
 _OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
+_PATTERNED = stream_of((6, 4, 3, 2, 1), channels=80, counts=(16, 16))
 
 SPECIALISATIONS = {
     "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6),
@@ -269,4 +303,6 @@ SPECIALISATIONS = {
     "5 bits, both calibrated": _calibrated(5, 96),
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
+    # Keys are put together and turned: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
+    "6 4 3 2 1 bits, 16 words, turned": specialisation(_PATTERNED, _PATTERNED, 10.5, 6, turning=turning_of(80, 128)),
 }

@@ -126,7 +126,7 @@ class Klt:
         pages = -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
         words = sum(sum(own.counts) for role in ROLES for own in allocation.streams[role])
         tables = sum(
-            8 * channels + (4 * channels + 8) * len(own.widths) * max(own.counts)
+            4 + 8 * channels + (4 * channels + 8) * len(own.widths) * max(own.counts)
             for role in ROLES
             for own in allocation.streams[role]
         )
@@ -237,10 +237,10 @@ def basis(artifact: Artifact, role: str, layer: int, words: Words, rope: str) ->
         for plane, width in enumerate(words.widths):
             own = slice(plane * count, min((plane + 1) * count, channels))
             at = slice(plane * most, plane * most + max(0, own.stop - own.start))
-            reach = steps[head, own, width - 1].double() * ((2**width - 1) / 2)
+            reach = steps[head, own, width - 1].double() * 2 ** (width - 1)  # a step of 2^(1 - width) is this one
             into[head, :, at] = (rows[head, own] / reach[:, None]).T
             back[head, at] = (columns[head][:, own] * reach).T
-    return Basis.of(mean, into, back, spread)
+    return Basis.of(mean, into, back, spread, MixedQuant(words.widths, words.counts).step(mean.device))
 
 
 def _stem(role: str, rope: str) -> str:

@@ -91,9 +91,10 @@ class LayerAttention:
             softmax.add(self._mix(of_tile, step.last))
         return softmax.output()
 
-    def _streams(self) -> list[PackedStream | None]:
+    def _streams(self) -> tuple[PackedStream | None, PackedStream | None]:
         """Keys and values as a kernel reads them."""
-        return [packed_stream(stream.plan.codec, stream.pool, stream.head_dim) for stream in (self.keys, self.values)]
+        keys, values = (packed_stream(own.plan.codec, own.pool, own.head_dim) for own in (self.keys, self.values))
+        return keys, values
 
     def _in_one(
         self, reading: Reading, scored: "_Scorer", softmax: RunningSoftmax

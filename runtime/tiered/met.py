@@ -6,14 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import Attended, PackedStream, Stretch, attend_pages
+from calib.kernels.attend.operation import Attended, PackedStream, Stretch, Turning, attend_pages
 from calib.kernels.desparsify_attend.operation import desparsify_attend
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.runtime.pages import Pages
 from calib.runtime.stages.codec.corrected import Corrected, lists, segment_mix, segment_scores
 from calib.runtime.stages.codec.in_pages import packed_stream, sparse_pages
+from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.sparse import tokens_first
 from calib.runtime.stages.contract import Block
+from calib.runtime.stages.transform import Basis
 from calib.runtime.tiered.reading import Tile
 from calib.runtime.tiered.tier import POSITIONS, Tier
 
@@ -38,24 +40,44 @@ class MetTier:
             self.shared = {role: tier.records.read(records, f"{role}.") for role in self.shared}
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
-    def streams(self) -> list[PackedStream | None]:
-        """Keys and values as a kernel reads them, but for corrections; None for keys that have to be turned."""
-        if self.turned is not None:
-            return [None, None]
+    def streams(self) -> tuple[PackedStream | None, PackedStream | None]:
+        """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
+        if self.turned is not None and not self._turns_codes:
+            return None, None
         pool, widths = self.tier.pool, self.tier.coded
         stored = {role: codec.codec if isinstance(codec, Corrected) else codec for role, codec in self.codecs.items()}
-        return [packed_stream(stored[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values")]
+        keys, values = (packed_stream(stored[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values"))
+        return keys, values
 
-    def in_one(self, tiles: list[Tile], stretch: Stretch, softcap: float | None, scored: bool) -> Attended:
-        """All tokens of the tier by one kernel; what corrects the values is left to `corrections`."""
+    @property
+    def _turns_codes(self) -> bool:
+        """Whether keys are codes of a basis's components and nothing beside them."""
+        return isinstance(self.codecs["keys"], MixedQuant) and isinstance(self.transforms["keys"], Basis)
+
+    def in_one(
+        self,
+        tiles: list[Tile],
+        stretch: Stretch,
+        softcap: float | None,
+        scored: bool,
+        turns: tuple[Tensor, Tensor] | None = None,
+    ) -> Attended:
+        """All tokens of the tier by one kernel, which turns keys by the tables of `turns`; what corrects the values is left to
+        `corrections`."""
         keys, values = self.streams()
         assert keys is not None and values is not None
         if self.corrected:
             stretch = replace(stretch, bias=torch.cat([self._added_scores(tile) for tile in tiles], -1))
         if stretch.back is not None:
-            stretch = replace(stretch, back=self._back(stretch.back), places=self.tier.pool.tensors.get(POSITIONS))
+            stretch = replace(stretch, back=self._back(stretch.back))
+        if stretch.back is not None or turns is not None:
+            stretch = replace(stretch, places=self.tier.pool.tensors.get(POSITIONS))
+        turning, basis = None, self.transforms["keys"]
+        if turns is not None:
+            assert isinstance(basis, Basis)
+            turning = Turning(basis.back, basis.size, basis.mean, *turns)
         precise = self.tier.dtype == torch.float32
-        found = attend_pages(self.query, keys, values, stretch, self.constant, softcap, scored, precise)
+        found = attend_pages(self.query, keys, values, stretch, self.constant, softcap, scored, precise, turning)
         return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
 
     def pairs(self) -> list[SparsePages | None]:

@@ -24,7 +24,7 @@ from calib.runtime.tiered.met import MetTier
 from calib.runtime.tiered.reading import TieredReading, Tile
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.tier import Tier
-from calib.runtime.tiered.turned import turned_to_places, turns_between
+from calib.runtime.tiered.turned import tables_between, turned_to_places, turns_between
 from calib.runtime.window import Window
 
 
@@ -119,7 +119,7 @@ class Parts:
             wanted = first_watched and number == 0
             stretch = reading.stretches[number]
             if stretch is not None and self.in_one:
-                if served(query.shape[2], *met.streams()):
+                if served(query.shape[2], *met.streams(), turning=turned is not None):
                     yield self._tier_in_one(met, tiles, stretch, wanted)
                     continue
                 if self.beside is None and not wanted and pairs_served(met.query, *met.pairs()):
@@ -158,7 +158,11 @@ class Parts:
         if self.beside is not None:
             places = met.tier.places(stretch.table, 0, stretch.table.shape[1] * met.tier.pool.page_tokens)
             stretch = replace(stretch, hidden=self.beside.hides(places)[:, :, 0])
-        found = met.in_one(tiles, stretch, self.logits.softcap, wanted or self._asks or met.corrected)
+        turns = None
+        if self.before_rope and self.rotation is not None:
+            turns = tables_between(self.forward, self.rotation, *self._span(met.tier, stretch), met.query)
+        scored = wanted or self._asks or met.corrected
+        found = met.in_one(tiles, stretch, self.logits.softcap, scored, turns)
         scores = found.mass if found.scores is None else found.scores
         left = partial(met.corrections, tiles) if met.corrected else None
         return Part(scores, found, wanted, left, places if self._asks else None)
@@ -167,11 +171,16 @@ class Parts:
         """A tier of sparse pairs by one kernel."""
         turns = None
         if self.before_rope and self.rotation is not None:
-            longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
-            span = (met.tier.first or 0, self.state.sinks + longest)
-            turns = turns_between(self.forward, self.rotation, *span, query)
+            turns = turns_between(self.forward, self.rotation, *self._span(met.tier, stretch), query)
         found = met.pairs_in_one(stretch, turns, self.logits.softcap)
         return Part(found.mass, found, False)
+
+    def _span(self, tier: Tier, stretch: Stretch) -> tuple[int, int]:
+        """The places of a tier's slots, where they lie in order; else of all tokens in tiers."""
+        if tier.first is not None:
+            return tier.first, tier.first + stretch.table.shape[1] * tier.pool.page_tokens
+        longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
+        return 0, self.state.sinks + longest
 
     @property
     def _asks(self) -> bool:

@@ -28,6 +28,15 @@ def turned_to_places(forward: Forward, rotation: Rotation, keys: Tensor, tier: T
     return Rotation.turned(keys, *turns)
 
 
+def tables_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """What a kernel puts the turns of the places [start, stop) together from, as `Rotation.strided` gives it."""
+    key = ("tables of turns", start, stop, like.device)
+    if key not in forward.readings:
+        forward.readings[key] = rotation.strided(start, stop, like.device)
+    tables: tuple[Tensor, Tensor] = forward.readings[key]
+    return tables
+
+
 def turns_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the places [start, stop), float32 `[n, rotated channels / 2]`; worked out by the first layer that asks."""
     key = ("turns", start, stop, like.device)

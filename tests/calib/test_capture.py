@@ -27,9 +27,9 @@ def batch(rows: int = 2, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     return tokens, mask, torch.arange(rows * TOKENS).view(rows, TOKENS)
 
 
-def captured(model, tokens, mask, index):
+def captured(model, tokens, mask, index, begins=None):
     samples = []
-    stream(model, tokens, mask, index, samples.append)
+    stream(model, tokens, mask, index, samples.append, begins)
     return samples
 
 
@@ -67,6 +67,27 @@ def test_keys_before_rope_become_keys_by_the_models_own_rotation(kind):
         cos, sin = rotary(sample.keys, sample.positions, *kinds)
         _, rotated = apply_rotary_pos_emb(sample.queries, sample.keys_before_rope, cos, sin)
         torch.testing.assert_close(rotated, sample.keys, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rows_may_begin_anywhere(kind):
+    """What a model says there is the same, and keys are turned farther."""
+    model = toy_model(kind)
+    tokens, mask, index = batch(padding=5)
+    begins = torch.tensor([100, 3])
+    rows = zip(captured(model, tokens, mask, index), captured(model, tokens, mask, index, begins), strict=True)
+    for (here, there), module in zip(rows, attention_modules(model), strict=True):
+        assert torch.equal(there.positions, here.positions + begins[:, None]) and torch.equal(
+            there.numbers, here.positions
+        )
+        for stream_name in ("keys_before_rope", "values"):
+            one, other = (getattr(sample, stream_name).transpose(1, 2)[mask] for sample in (here, there))
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        rotary = model.base_model.rotary_emb
+        kinds = (module.layer_type,) if isinstance(rotary, Gemma3RotaryEmbedding) else ()
+        cos, sin = rotary(here.keys, there.positions, *kinds)
+        _, rotated = apply_rotary_pos_emb(there.queries, there.keys_before_rope, cos, sin)
+        torch.testing.assert_close(rotated, there.keys, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_of_a_layer_is_held_when_the_next_one_comes():

@@ -115,6 +115,20 @@ def test_batches_cover_the_sequences_once_over_all_processes_and_can_be_taken_up
     assert len(TokenBatches(sequences, 0, 4, skip=99)) == 0
 
 
+def test_sequences_begin_anywhere_below_the_positions_asked_for():
+    """Evenly, by their number alone: the same in every process and after an interruption."""
+    sequences = torch.zeros(60, 128, dtype=torch.int64)
+    began = torch.cat([batch.begins for batch in TokenBatches(sequences, 0, 8, positions=1128)])
+    assert began[0] == 0 and 0 <= int(began.min()) and int(began.max()) <= 1000
+    assert int(began.sort().values.diff().max()) < 50  # 60 sequences over 1,000 places
+    later = torch.cat([batch.begins for batch in TokenBatches(sequences[16:], 16, 8, positions=1128)])
+    assert torch.equal(later, began[16:])
+    second = torch.cat([batch.begins for batch in TokenBatches(sequences, 0, 8, rank=1, processes=2, positions=1128)])
+    assert torch.equal(second, torch.cat([began[8:16], began[24:32], began[40:48], began[56:]]))
+    for positions in (0, 100, 128):
+        assert not torch.cat([batch.begins for batch in TokenBatches(sequences, 0, 8, positions=positions)]).any()
+
+
 def test_data_from_files_and_folders(toy, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -157,10 +171,19 @@ def test_length_is_cut_to_what_the_model_was_made_for(toy, tmp_path):
     assert data.notes == ["data.length=1000 is cut to 256, the longest this model was made for"]
 
 
+def test_positions_are_cut_to_what_the_model_was_made_for(toy, tmp_path):
+    text = str(save_text(tmp_path / "a.txt"))
+    data = CaptureData(str(toy), text=text, positions=1000, length=64, sequences=2, heldout_sequences=2)
+    assert data.load()[2].origin["positions"] == 256
+    assert data.notes == ["data.positions=1000 is cut to 256, all that this model was made for"]
+    assert int(next(iter(data.train_dataloader())).begins[1]) == 119  # of 0 ... 192, at .618
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"length": 31}, "data.length=31: must be at least 32"),
+        ({"positions": 31}, "data.positions=31: must be at least 32"),
         ({"sequences": 0}, "data.sequences=0: must be at least 1"),
         ({"batch_size": -1}, "data.batch_size=-1: must be at least 1"),
         ({"name": None}, "no corpus: give data.text=FILE"),

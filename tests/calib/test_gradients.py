@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 from calib.capture.gradients import derivatives, normalised, stream_gradients
 from calib.capture.sample import SINKS
+from calib.runtime.rotation import Rotation
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,18 @@ def test_derivatives_are_what_a_small_change_of_the_cache_does(model):
     finally:
         model.float()
     assert derived.mask[0].tolist() == [SINKS <= t < 30 for t in range(40)]
+
+
+def test_a_derivative_is_turned_as_its_key_is(model):
+    """From a position on, the same but for the turn between."""
+    ids, index = batch()[0][1:], torch.arange(40)[None]
+    rotation = Rotation.of(model, "")
+    here, there = (derivatives(model, ids, index, iter([0.5] * 10).__next__, begin)[1][1] for begin in (0, 1000))
+    assert torch.equal(here.mask, there.mask)
+    torch.testing.assert_close(there.values, here.values, rtol=1e-3, atol=1e-4)
+    turned = Rotation.turned(here.keys, *rotation.turns([1000], here.keys.device))
+    torch.testing.assert_close(there.keys, turned, rtol=1e-3, atol=1e-4)
+    assert (there.keys - here.keys).abs().max() > 1e-3
 
 
 def test_every_sequence_weighs_the_same_and_is_alone(model):

@@ -57,7 +57,7 @@ def test_fields_of_different_widths_are_held_to_those_of_one():
     found = declared("attend")
     for name, one in found.items():
         widths = one.constants["KEY_WIDTHS"]
-        if len(set(widths)) > 1:
+        if len(set(widths)) > 1 and not one.constants["HALF"]:  # turned keys cost what putting them together costs
             beside = {kind: found[other] for kind, other in one.beside.items()}
             words = {kind: other.words * 2 for kind, other in beside.items()} | {"own": one.words * 2}
             assert beside.keys() == {"word", "code"}, name

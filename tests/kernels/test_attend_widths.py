@@ -1,10 +1,9 @@
 """Words whose fields differ in width, all heads of a token in one row: attended on codes, by plain torch and by the kernel."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from paged_attention import Kind, Pages, assert_attended, attention, of_rows, pages_of
+from mixed_words import NARROW, PAGE, WIDE, Words, stored
+from paged_attention import Kind, Pages, assert_attended, attention, of_rows
 from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORES
 
 from calib.kernels.attend import operation, triton
@@ -16,8 +15,6 @@ from calib.kernels.pack.reference import pack
 # Lanes that no number lies in compute with infinities; only the interpreter tells.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-PAGE = 64
-
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
@@ -25,23 +22,6 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
 
 
-@dataclass(frozen=True)
-class Words:
-    """Fields of a word, and words of each head."""
-
-    widths: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self.widths)) + "x" + "-".join(map(str, self.counts))
-
-    def own(self) -> torch.Tensor:
-        """Which components of the plane form a head has: bool `[H, 1, P * Wm]`."""
-        most = max(self.counts)
-        return (torch.arange(most) < torch.tensor(self.counts)[:, None, None]).repeat(1, 1, len(self.widths))
-
-
-NARROW, WIDE = Words((6, 4, 3, 2, 1), (3, 0, 5)), Words((7, 5, 4), (16, 16, 16))
 CASES = [
     (NARROW, WIDE),
     (WIDE, NARROW),
@@ -53,23 +33,6 @@ CASES = [
     (Kind("float32"), Words((8, 8), (4, 12, 8))),
     (Kind(7, "fixed"), NARROW),
 ]
-
-
-def stored(own: Words | Kind, seed: int, count: int = 3) -> Pages:
-    """Random pages, components of a head each with a scale and a zero point of its own. Beyond a head's own a code is 0."""
-    if isinstance(own, Kind):
-        return pages_of(own, (count, 3, PAGE, 32), seed)
-    draw = torch.Generator().manual_seed(seed)
-    heads, most = len(own.counts), max(own.counts)
-    levels = torch.tensor([2**width for width in own.widths]).repeat_interleave(most)
-    codes = (torch.rand(count, heads, PAGE, len(levels), generator=draw) * levels).floor().long()
-    codes *= own.own()
-    steps = torch.rand(heads, 1, len(levels), generator=draw).add(0.5).div(levels)
-    zeros = steps * levels * (torch.rand(heads, 1, len(levels), generator=draw) * 0.4 - 0.7) * own.own()
-    pages = join_heads(pack(codes, own.widths), own.counts).contiguous()
-    assert pages.shape == (count, 1, PAGE, sum(own.counts))
-    stream = PackedStream(own.widths, pages, len(levels), fixed=(steps, zeros), counts=own.counts)
-    return Pages(stream, codes * steps.double() + zeros.double())
 
 
 def asked(keys: Pages, rows: int = 1, query_rows: int = 2) -> torch.Tensor:

@@ -34,7 +34,7 @@ def matrices(seed=0):
 
 def basis(seed=0):
     mean, into, back = matrices(seed)
-    return Basis.of(mean, into, back, torch.ones(HEADS, CHANNELS))
+    return Basis.of(mean, into, back, torch.ones(HEADS, CHANNELS), codec().step(mean.device))
 
 
 def tokens(rows=2, count=50, seed=1, dtype=torch.float32):
@@ -114,7 +114,7 @@ def test_words_hold_what_was_encoded():
         for plane, width in enumerate(WIDTHS):
             own, most = slice(2 * plane, 2 * plane + count), 2**width - 1
             given = y[:, head, :, own].double().numpy()
-            nearest = (2 * ((given + 1) * most / 2).round().clip(0, most) / most) - 1
+            nearest = ((given * 2 ** (width - 1) + most / 2).round().clip(0, most) - most / 2) / 2 ** (width - 1)
             assert abs(held[:, head, :, own] - nearest).max(initial=0) < 1e-9
             assert abs(quant.decode(block, CHANNELS)[:, head, :, own].numpy() - nearest).max(initial=0) < 1e-6
 

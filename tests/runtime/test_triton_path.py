@@ -33,12 +33,13 @@ ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 # other tokens are attended than are stored; and a window that nothing has left yet has no pages.
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "streaming_llm", "gear-60",
-    "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "specache", "infllm-original",
+    "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-before-rope", "specache",
+    "infllm-original",
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
-# Corrected tokens in order, sparse ones with corrections, those of a dictionary alone, and keys that are turned: tile by tile.
-IN_TILES = ["kivi-corrected", "klt-before-rope", "rtn-twice", "csr-corrected", "csr-offline", "csr-both", "csr"]
+# Corrected tokens in order, sparse ones with corrections, and those of a dictionary alone: tile by tile.
+IN_TILES = ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline", "csr-both", "csr"]
 
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.
 ROUNDED = 4 * FORWARD[torch.float32]

@@ -1,7 +1,5 @@
 """How attention's kernels read what a codec left in pages."""
 
-import torch
-
 from calib.kernels.attend.operation import EXACT, PackedStream
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.runtime.pool import PagePool, device_memory
@@ -29,8 +27,8 @@ def packed_stream(
         return None
     words = pool.tensors[f"{part}words"]
     if isinstance(codec, MixedQuant):
-        step = codec.step(words.device)
-        return PackedStream(codec.widths, words, channels, fixed=(step, -torch.ones_like(step)), counts=codec.counts)
+        fixed = codec.step(words.device), codec.least(words.device)
+        return PackedStream(codec.widths, words, channels, fixed=fixed, counts=codec.counts)
     if codec.group is None:
         return PackedStream(codec.bits, words, channels, fixed=codec.fixed(words))
     name = f"{part}parameters"

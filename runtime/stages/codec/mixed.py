@@ -1,8 +1,8 @@
 """Codes of different widths for the components of a calibrated basis; no number is stored beside them.
 
-A token's y is in units of its components' ranges, [-1, 1], so that a code of b bits is
+A token's y is in units of its components' ranges, [-1, 1], which codes divide in steps of a power of two:
 
-    c = clamp(round((y + 1) (2^b - 1) / 2), 0, 2^b - 1)        y^ = 2 c / (2^b - 1) - 1.
+    s = 2^(1 - b)        c = clamp(round(y / s + (2^b - 1) / 2), 0, 2^b - 1)        y^ = s c - 1 + s / 2.
 
 Words lie as `kernels/pack` says: all words of a layer's stream have the same fields, and heads differ in how many they have.
 """
@@ -53,34 +53,40 @@ class MixedQuant:
     def encode(self, x: Tensor, wide: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
         most = self.levels(x.device)
-        codes = (x + 1).mul_(most / 2).round_().clamp_(min=0)
+        codes = (x / self.step(x.device)).add_(most / 2).round_().clamp_(min=0)
         codes = torch.minimum(codes, most, out=codes).to(torch.int16)
         return {"words": join_heads(pack(codes, self.widths), self.counts)}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""
         words = spread_heads(block["words"].mT, self.counts).mT
-        return unpack(words, self.widths, self.components) * self.step(words.device) - 1
+        return unpack(words, self.widths, self.components) * self.step(words.device) + self.least(words.device)
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
-        folded, zero = query * self.step(query.device), query.sum(-1, keepdim=True)
-        return code_scores(folded, spread_heads(tile["words"], self.counts), self.widths) - zero
+        folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
+        return code_scores(folded, spread_heads(tile["words"], self.counts), self.widths) + zero
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
         mixed = code_mix(weights, spread_heads(tile["words"], self.counts), self.widths, self.components)
-        return mixed * self.step(weights.device) - weights.sum(-1, keepdim=True)
+        return mixed * self.step(weights.device) + weights.sum(-1, keepdim=True) * self.least(weights.device)
 
     def levels(self, device: torch.device) -> Tensor:
         """The largest code of each component: float32 `[components]`."""
-        return _levels(self.widths, max(self.counts), device)
+        return _of_widths(self.widths, max(self.counts), device)[0]
 
     def step(self, device: torch.device) -> Tensor:
         """The distance of two codes: float32 `[components]`."""
-        return 2 / self.levels(device)
+        return _of_widths(self.widths, max(self.counts), device)[1]
+
+    def least(self, device: torch.device) -> Tensor:
+        """What a code of 0 is: float32 `[components]`."""
+        return _of_widths(self.widths, max(self.counts), device)[2]
 
 
 @lru_cache
-def _levels(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
-    return upload([2**width - 1 for width in widths for _ in range(words)], torch.float32, device)
+def _of_widths(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
+    each = [width for width in widths for _ in range(words)]
+    most, step = [2.0**width - 1 for width in each], [2.0 ** (1 - width) for width in each]
+    return upload([most, step, [one / 2 - 1 for one in step]], torch.float32, device)

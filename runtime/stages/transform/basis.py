@@ -32,8 +32,9 @@ class Basis:
         unit: float32 `[kv_heads, 1, D]`, a power of two for each channel: what x - mean is rounded to multiples of.
         into: int16 `[kv_heads, D, N]`: E, in units of channels and components.
         scale: float32 `[kv_heads, 1, N]`: powers of two, the components' units.
-        back: float16 `[kv_heads, N, D]`: M, transposed, without its `gain`.
-        gain: float32 `[kv_heads, 1, N]`: powers of two.
+        back: float16 `[kv_heads, N, D]`: M, transposed, for a step of each component's codes, in units of `size`.
+        size: float32 `[kv_heads, 1, 1]`, powers of two.
+        gain: float32 `[kv_heads, 1, N]`, powers of two: `size` over the codes' steps, so that M is the product of `back` and it.
     """
 
     mean: Tensor
@@ -41,23 +42,26 @@ class Basis:
     into: Tensor
     scale: Tensor
     back: Tensor
+    size: Tensor
     gain: Tensor
 
     @classmethod
-    def of(cls, mean: Tensor, into: Tensor, back: Tensor, spread: Tensor) -> "Basis":
-        """From E `into [kv_heads, D, N]` and M `back [kv_heads, N, D]` float64, and the channels' standard deviations `spread
-        [kv_heads, D]`."""
+    def of(cls, mean: Tensor, into: Tensor, back: Tensor, spread: Tensor, step: Tensor) -> "Basis":
+        """From E `into [kv_heads, D, N]` and M `back [kv_heads, N, D]` float64, the channels' standard deviations `spread
+        [kv_heads, D]`, and the `step [N]` of codes, powers of two."""
         unit = _power(spread.double() * REACH)[:, None] / 2**TOKEN_BITS
         entries = into.double() * unit.mT  # of a component, for one unit of a channel
         scale = _power(entries.abs().amax(1, keepdim=True) / ENTRY)
-        gain = _power(back.abs().amax(-1, keepdim=True))
+        a_step = back * step.double()[:, None]
+        size = _power(a_step.abs().amax((1, 2), keepdim=True))
         return cls(
             mean.float()[:, None],
             unit.float(),
             (entries / scale).round().to(torch.int16),
             scale.float(),
-            (back / gain).half(),
-            gain.mT.float().contiguous(),
+            (a_step / size).half(),
+            size.float(),
+            (size / step.double()).float(),
         )
 
     @property
@@ -84,7 +88,7 @@ class Basis:
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [self.mean, self.unit, self.into, self.scale, self.back, self.gain]
+        return [self.mean, self.unit, self.into, self.scale, self.back, self.size, self.gain]
 
 
 def coded_width(transform: object, channels: int) -> int:
