@@ -3,8 +3,8 @@
     python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--write]
 
 One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random, spectra fall by e^-8 over a head: what
-is timed does not depend on what a basis is of. `before` has keys before RoPE. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
-channel, values by token, groups of 32), projection, codes and packing for klt.
+is timed does not depend on what a basis is of. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
+channel, values by token, groups of 32), projection, codes and packing for klt. Steps are told of keys before RoPE as well.
 """
 
 import argparse

@@ -5,7 +5,8 @@ artifact on each text. Writes benchmarks/results/klt_mismatch.json and the table
 
 A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents and half samples of the
 model; every artifact is measured on text sampled from the model and on retrieval as well. `--tokens` has sizes of it, with
-sensitivities of all sequences, and `--lengths` shorter sequences of as many tokens: places that no statistic has seen.
+sensitivities of all sequences; `--lengths` shorter sequences of as many tokens, once all from place 0 and once begun anywhere
+below the places that are measured; `--positions` more places than those.
 """
 
 import argparse
@@ -24,20 +25,21 @@ LENGTH, SEQUENCES = 512, 48  # of configs/tiny.yaml
 BUDGETS = ((2, "after"), (1, "after"), (2, "before"))
 
 
-def corpora(texts: dict[str, tuple[str, str]], tokens: list[int], lengths: list[int]) -> dict[str, list[str]]:
+def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
     """By name, what a fit is told about its corpus: 48 sequences of each kind, of every text with samples of the
-    model too, and `generated` at other sizes and of shorter sequences."""
+    model too, and `generated` at other sizes and places."""
     found = {"generated": [], **{name: ["--data.text", fitted] for name, (fitted, _) in texts.items()}}
     found |= {
         f"{name}, a quarter sampled": ["--data.text", fitted, "--data.sampled", "0.25"]
         for name, (fitted, _) in texts.items()
     }
     found |= {"all": ["--data.text", json.dumps([fitted for fitted, _ in texts.values()])]} if len(texts) > 1 else {}
-    found |= {f"generated, {size:,} tokens": sized(size // LENGTH) for size in tokens}
-    found |= {
-        f"generated, places below {length}": ["--data.length", str(length), *sized(SEQUENCES * LENGTH // length)]
-        for length in lengths
-    }
+    found |= {f"generated, {size:,} tokens": sized(size // LENGTH) for size in asked.tokens}
+    for length in asked.lengths:
+        shorter = ["--data.length", str(length), *sized(SEQUENCES * LENGTH // length)]
+        found[f"generated, sequences of {length}"] = shorter
+        found[f"generated, sequences of {length}, places below {LENGTH}"] = [*shorter, "--data.positions", str(LENGTH)]
+    found |= {f"generated, places below {most:,}": ["--data.positions", str(most)] for most in asked.positions}
     return found
 
 
@@ -98,13 +100,14 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="*", default=[10240, 102400, 1024000], help="further sizes of `generated`"
     )
-    parser.add_argument("--lengths", type=int, nargs="*", default=[128, 256], help="`generated` in shorter sequences")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[128], help="`generated` in shorter sequences")
+    parser.add_argument("--positions", type=int, nargs="*", default=[2048], help="`generated` at more places")
     parser.add_argument("--corpora", nargs="*", help="of all these the ones to fit; `generated` is always among them")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     texts = {name: tuple(files.split(":")) for name, files in (text.split("=", 1) for text in asked.text)}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    wanted = corpora(texts, asked.tokens, asked.lengths)
+    wanted = corpora(asked, texts)
     if asked.corpora is not None:
         wanted = {name: wanted[name] for name in ["generated", *asked.corpora]}
     found = {name: measured(fitted(name, options), texts) for name, options in wanted.items()}

@@ -16,8 +16,8 @@ from calib.runtime.compress import compress
 from calib.runtime.methods.klt import allocator
 from calib.runtime.transform_tensors import LOSS
 
-BITS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.75)
-SEQUENCES = 8
+BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
+SEQUENCES = 16
 
 
 @torch.no_grad()

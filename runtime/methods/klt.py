@@ -1,8 +1,8 @@
 """Calibrated transform coding: every bit of a model's cache goes where the model's answers need it most."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -105,9 +105,10 @@ class Klt:
             for allocation in self.allocations(artifact)
         )
         before = self.rope == "before"
-        if len(tiers) == 1:
-            return TieredPlan(tiers, self._tiering(), before_rope=before)
-        return TieredPlan(tiers, self._tiering(), Normalised(), self._probes(), before_rope=before)
+        plan = TieredPlan(
+            tiers, self._tiering(), before_rope=before, measured=None if before else places_measured(artifact)
+        )
+        return plan if len(tiers) == 1 else replace(plan, saliency=Normalised(), probes=self._probes())
 
     def allocations(self, artifact: Artifact) -> list[Allocation]:
         """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
@@ -194,6 +195,13 @@ def allocator(artifact: Artifact, rope: str = "after") -> Allocator:
     if rope not in own:
         own[rope] = Allocator({role: artifact.tensor(f"{_stem(role, rope)}.errors", "klt") for role in ROLES})
     return own[rope]
+
+
+def places_measured(artifact: Artifact) -> int | None:
+    """The places at which the corpus had keys, as the artifact says; None where it does not."""
+    data = artifact.provenance.get("data")
+    found = [data.get(name) for name in ("length", "positions")] if isinstance(data, Mapping) else []
+    return max((number for number in found if type(number) is int), default=None)
 
 
 def error_at(artifact: Artifact, loss: float) -> float:

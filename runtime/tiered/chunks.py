@@ -5,6 +5,7 @@ A chunk is the prompt, or a block of later tokens. Its tokens' mass comes from p
 encoded is ever touched again.
 """
 
+import warnings
 from collections.abc import Hashable
 from functools import lru_cache
 from itertools import accumulate
@@ -198,6 +199,12 @@ class ChunkStore(TieredStore):
         self, rows: list[int], forward: Forward, chunk: range, keys: Tensor, values: Tensor, mass: Tensor | None
     ) -> None:
         places = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(len(rows), self.heads, -1)
+        if self.plan.measured is not None and chunk.stop > self.plan.measured:
+            warnings.warn(
+                f"keys are coded beyond place {self.plan.measured}, where nothing was measured of them, and will be far off; "
+                "fit with --data.positions, or use rope='before'",
+                stacklevel=2,
+            )
         if self.plan.before_rope:
             assert self.place.rotation is not None
             keys = turned_back(forward, self.place.rotation, keys, chunk)

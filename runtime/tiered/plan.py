@@ -41,6 +41,7 @@ class TieredPlan:
         one_set: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
         kept: oracle eviction: the share of tokens that a query of a later forward attends to, the heaviest ones.
         before_rope: keys are encoded as they were before RoPE, and turned to their places when attended (`Shares` alone).
+        measured: places at which what keys are coded by was measured; None: it holds at all (`Shares` alone).
         positions: every token's place in its row is kept, though neither the tiering nor a sliding window needs it.
         representatives: keys that stand for a block that has left (`Local` alone).
     """
@@ -52,6 +53,7 @@ class TieredPlan:
     one_set: bool = False
     kept: float | None = None
     before_rope: bool = False
+    measured: int | None = None
     positions: bool = False
     representatives: int = 0
     speculative = False

@@ -1,6 +1,7 @@
 """The method `klt`: what it keeps of keys and values, its budgets, and what it refuses."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -128,6 +129,27 @@ def test_a_bias_of_the_keys_leaves_no_trace_before_rope(model, artifact):
         for stages, x in zip([plan.tiers[0].keys for plan in plans], (keys, keys + shift[1][:, None]), strict=True)
     ]
     assert (codes[0] == codes[1]).double().mean() > 0.999
+
+
+def test_places_beyond_those_that_were_measured_are_told(model, artifact):
+    """By length, or by the positions that sequences were spread over; before RoPE no place differs from another."""
+
+    def told(data, rope, tokens):
+        provenance = {**artifact.provenance, "data": data}
+        one = Artifact(artifact.tensors, artifact.fingerprint, provenance, artifact.clip_bits)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            feed(compress(model, "klt", artifact=one, rope=rope, window=0), [Tokens.random(model, tokens, seed=3)])
+        return {str(one.message) for one in found}
+
+    (line,) = told({"length": 64}, "after", 100)
+    assert line == (
+        "keys are coded beyond place 64, where nothing was measured of them, and will be far off; "
+        "fit with --data.positions, or use rope='before'"
+    )
+    assert told({"length": 64, "positions": 100}, "after", 101) and not told({"length": 64}, "before", 100)
+    assert not told({"length": 64}, "after", 64) and not told({"length": 64, "positions": 100}, "after", 100)
+    assert not told({}, "after", 100)
 
 
 @pytest.mark.parametrize(
