@@ -222,10 +222,10 @@ def loss_at(artifact: Artifact, error: float) -> float:
 
 
 def interpolated(x: Tensor, y: Tensor, at: float) -> float:
-    """y at `at`, on the lines through points with increasing x, at least two."""
+    """y at `at`, on the lines through points whose x does not fall, at least two; of points with the same x the latter's."""
     right = int(torch.searchsorted(x, torch.tensor(at, dtype=x.dtype)).clamp(1, len(x) - 1))
     (x0, x1), (y0, y1) = x[right - 1 : right + 1].tolist(), y[right - 1 : right + 1].tolist()
-    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return y1 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
 def basis(artifact: Artifact, role: str, layer: int, words: Words, rope: str) -> Basis:

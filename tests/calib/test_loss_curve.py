@@ -11,17 +11,17 @@ from calib.runtime.tensor_registry import calibrator_of
 
 
 def test_losses_are_divergences_behind_a_coded_prefix():
-    """A row for each budget that there is, errors as they are allotted, of eight sequences at most."""
+    """A row for each budget that there is, errors as they are allotted, of sixteen sequences at most."""
     model, artifact = toy_model(), toy_artifact()
-    tokens = torch.randint(3, 64, (10, 64), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, 64, (18, 64), generator=torch.Generator().manual_seed(0))
     found = loss_curve(model, artifact, tokens)["klt.loss"]
     budgets = [bits for bits in BITS if bits >= 1]  # heads of 8 channels have no narrower words
     assert found.shape == (len(budgets), 2) and found.dtype == torch.float32
     assert bool((found.diff(dim=0) >= 0).all()) and bool((found > 0).all())
     errors = sorted(allocator(artifact).at_bits(bits).error for bits in budgets)
     assert found[:, 0].tolist() == pytest.approx(errors)
-    assert torch.equal(loss_curve(model, artifact, tokens[:8])["klt.loss"], found)  # no more than eight are looked at
-    assert not torch.equal(loss_curve(model, artifact, tokens[:7])["klt.loss"], found)
+    assert torch.equal(loss_curve(model, artifact, tokens[:16])["klt.loss"], found)  # no more are looked at
+    assert not torch.equal(loss_curve(model, artifact, tokens[:15])["klt.loss"], found)
 
 
 @pytest.mark.parametrize(

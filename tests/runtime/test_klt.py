@@ -11,7 +11,7 @@ from toy_models import random_model
 
 from calib.runtime import Artifact, compress
 from calib.runtime.allocation import ROLES
-from calib.runtime.methods.klt import Klt, allocator, error_at, loss_at
+from calib.runtime.methods.klt import Klt, allocator, error_at, interpolated, loss_at
 
 pytestmark = pytest.mark.arithmetic
 
@@ -83,6 +83,13 @@ def test_a_budget_in_loss_is_read_off_the_curve(artifact):
     found = Klt(loss=0.3).allocations(artifact)[0]
     assert found.error <= 0.5
     assert found.bits < allocator(artifact).at_bits(8).bits
+
+
+def test_between_points_of_a_curve():
+    """On lines; where several have the same x, as losses may, nothing is divided by their distance."""
+    x, y = torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
+    assert [interpolated(x, y, at) for at in (1.0, 1.5, 2.0, 3.0)] == [20.0, 25.0, 30.0, 40.0]
+    assert interpolated(x[1:3], y[1:3], 0.0) == 10.0
 
 
 def test_a_salient_token_has_more_bits(model, artifact):
