@@ -47,13 +47,15 @@ def _tokens(codes, bias, steps, zero_points, PRECISE: tl.constexpr):
 @triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, PLACES, BACK,
-    AXES, MEAN, SIZE, COARSE, FINE, TOP, MASS, MIXED, SCORES,
+    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, TOP, MASS, MIXED, SCORES,
     heads, query_rows, columns, table_width, run, slots,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, places_page, places_head,
+    key_coefficients_page, key_coefficients_head, value_coefficients_page, value_coefficients_head,
     KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
     VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
+    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
     VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
     DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
@@ -116,12 +118,19 @@ def attend(
     elif KEY_MODE == 0:
         shift = constant - biased[0] * size
 
+    # The query's products with the vectors that keys have coefficients of, in the units of `product`.
+    shared = ()
+    for j in tl.static_range(KEY_RANK):
+        shared += (tl.load(SHARED + (base + rows) * KEY_RANK + j, mask=valid, other=0.0) / scale,)
+
     used = tl.load(USED + row)
     first = split * run * BN
     stop = tl.minimum(first + run * BN, slots if HAS_SCORES else used)
     top, mass, largest = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32), tl.full([], 0.0, tl.float32)
     ones = tl.full([16, BN], 1.0, tl.float16)
-    mixed, zeros, below = (), (), ()
+    mixed, zeros, below, ranked = (), (), (), ()
+    for _ in tl.static_range(VALUE_RANK):
+        ranked += (tl.zeros([M], tl.float32),)
     for _ in tl.static_range(FV):
         mixed += (tl.zeros([WVP, M], tl.float32),)
     for _ in tl.static_range(VALUE_GROUPS):
@@ -190,6 +199,11 @@ def attend(
                 for f in tl.static_range(FK):
                     product = _product(codes[f], query[f], rest[f], product, PRECISE)
 
+        if KEY_RANK > 0:
+            own = KEY_COEFFICIENTS + page * key_coefficients_page + head * key_coefficients_head + slot * KEY_RANK
+            for j in tl.static_range(KEY_RANK):
+                product += tl.load(own + j, mask=at < used, other=0.0).to(tl.float32)[:, None] * shared[j][None, :]
+
         if HAS_BIAS or HAS_SCORES or SOFTCAP is not None:
             product = product * scale[None, :] + shift[None, :]
             slots_of = (base + rows)[None, :] * slots + at[:, None]
@@ -223,6 +237,16 @@ def attend(
         weights = tl.exp2(product * steepness[None, :] + (lift - higher)[None, :])
         mass = mass * stays + tl.sum(weights, 0)
         top = higher
+
+        if VALUE_RANK > 0:
+            own = (
+                VALUE_COEFFICIENTS + page * value_coefficients_page + head * value_coefficients_head + slot * VALUE_RANK
+            )
+            new_ranked = ()
+            for j in tl.static_range(VALUE_RANK):
+                coefficient = tl.load(own + j, mask=at < used, other=0.0).to(tl.float32)[:, None]
+                new_ranked += (ranked[j] * stays + tl.sum(weights * coefficient, 0),)
+            ranked = new_ranked
 
         # Mixtures [WV, M] of every plane.
         words = tile_of(
@@ -272,6 +296,8 @@ def attend(
                         new += (_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
         mixed, zeros, below = new, new_zeros, new_below
 
+    # Behind a mixture's channels, that of the coefficients.
+    WIDE: tl.constexpr = DV + VALUE_RANK
     part = (of_row * splits + split).to(tl.int64) * query_rows
     tl.store(TOP + part + rows, top / LOG2E, mask=valid)
     tl.store(MASS + part + rows, mass, mask=valid)
@@ -284,7 +310,9 @@ def attend(
                 out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
         channels = f * WV + value_words
         inside = ((value_words < WV) & (channels < DV))[:, None] & valid[None, :]
-        tl.store(MIXED + (part + rows)[None, :] * DV + channels[:, None], out, mask=inside)
+        tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=inside)
+    for j in tl.static_range(VALUE_RANK):
+        tl.store(MIXED + (part + rows) * WIDE + (DV + j), ranked[j], mask=valid)
 
 
 @triton.jit

@@ -13,7 +13,21 @@ from calib.kernels.dispatch import prefers_triton
 from calib.kernels.pack.reference import Widths
 
 EXACT = 16
+MOST_RANK = 16  # coefficients of a token: each is an operation of its own for a token and query row
 STRIDE = 64  # places whose turns are another table's row
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What tokens have beside their codes, as coefficients of a few vectors: x^ = D + A B (GEAR, arXiv:2403.05527, eq. 6).
+
+    Args:
+        coefficients: A, float16 or float32 `[pages, kv_heads or 1, page_tokens, r]`.
+        basis: B, float32 `[rows or 1, kv_heads, r, D]`.
+    """
+
+    coefficients: Tensor
+    basis: Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,7 @@ class PackedStream:
             `[rows, kv_heads, R, D]`.
         counts: words of each head, which lie side by side: pages are then `[pages, 1, page_tokens, sum(counts)]`. None: each
             head has a row of its own. What is mixed beyond a head's own words is finite and means nothing.
+        ranked: what the tokens have beside, or None.
     """
 
     bits: int | Widths
@@ -39,6 +54,7 @@ class PackedStream:
     group_tokens: int = 1
     fixed: tuple[Tensor, Tensor] | None = None
     counts: tuple[int, ...] | None = None
+    ranked: Ranked | None = None
 
 
 @dataclass(frozen=True)
@@ -121,13 +137,17 @@ def attend_pages(
     """
     from calib.kernels.attend import triton
 
+    shared = None if keys.ranked is None else query @ keys.ranked.basis.mT
     if keys.fixed is not None and turning is None:
         scale, zero = keys.fixed
         added = (query * zero).sum(-1, keepdim=True)
         query, constant = query * scale, added if constant is None else constant + added
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise, turning)
-    if values.fixed is None:
-        return found
-    scale, zero = values.fixed
-    return replace(found, mixed=found.mixed * scale + found.mass * zero)
+        found = triton.attend_pages(query, keys, values, stretch, constant, softcap, scored, precise, turning, shared)
+    mixed, coefficients = found.mixed[..., : values.channels], found.mixed[..., values.channels :]
+    if values.fixed is not None:
+        scale, zero = values.fixed
+        mixed = mixed * scale + found.mass * zero
+    if values.ranked is not None:
+        mixed = mixed + coefficients @ values.ranked.basis
+    return replace(found, mixed=mixed)

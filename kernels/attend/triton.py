@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd, inf
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.decode_kernel import attend, merge
-from calib.kernels.attend.operation import EXACT, STRIDE, Attended, PackedStream, Stretch, Turning
+from calib.kernels.attend.operation import EXACT, MOST_RANK, STRIDE, Attended, PackedStream, Ranked, Stretch, Turning
 from calib.kernels.attend.unpack import assembly, constraints
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
@@ -51,8 +52,10 @@ def attend_pages(
     scored: bool,
     precise: bool,
     turning: Turning | None = None,
+    shared: Tensor | None = None,
 ) -> Attended:
-    """See `operation.attend_pages`."""
+    """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. Behind the
+    channels of what is mixed comes the mixture of the values' coefficients."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
     turn = _turn(keys, values, turning is not None)
     turns = stretch.table.shape[1] * (page // turn)
@@ -62,7 +65,7 @@ def attend_pages(
     run = triton.cdiv(turns, splits)
     splits = triton.cdiv(turns, run)
     slots = stretch.table.shape[1] * page
-    wide = values.channels
+    wide = values.channels + _rank(values)
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
     scores = room((rows, heads, asked, slots), query) if scored else None
@@ -73,10 +76,12 @@ def attend_pages(
         stretch.bias if stretch.bias is None else stretch.bias.contiguous(),
         None if stretch.hidden is None else stretch.hidden.view(torch.uint8), stretch.places,
         None if stretch.back is None else stretch.back.contiguous(),
-        *_tables(turning), top, mass, mixed, scores,
+        *_tables(turning),
+        _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values),
+        top, mass, mixed, scores,
         heads, asked, 1 if stretch.back is None else stretch.back.shape[1], stretch.table.stride(0), run, slots,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
-        *_strides(stretch.hidden), *_strides(stretch.places),
+        *_strides(stretch.hidden), *_strides(stretch.places), *_strides(_coefficients(keys)), *_strides(_coefficients(values)),
         **_constants(keys, values, block, turn, softcap), **_pairs(turning),
         HAS_CONSTANT=constant is not None, HAS_BIAS=stretch.bias is not None, HAS_HIDDEN=stretch.hidden is not None,
         HAS_PLACES=stretch.places is not None, HAS_BACK=stretch.back is not None, HAS_SCORES=scored,
@@ -96,6 +101,8 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _read(stream: PackedStream) -> bool:
+    if _rank(stream) > MOST_RANK:
+        return False
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None
     if stream.parameters is None:
@@ -131,6 +138,14 @@ def _mode(stream: PackedStream) -> int:
 def _groups(stream: PackedStream) -> int:
     """Groups of channels of a head whose parameters a token has."""
     return 1 if stream.parameters is None or stream.group_tokens > 1 else stream.parameters.shape[-1] // 2
+
+
+def _coefficients(stream: PackedStream) -> Tensor | None:
+    return None if stream.ranked is None else stream.ranked.coefficients
+
+
+def _rank(stream: PackedStream) -> int:
+    return 0 if stream.ranked is None else stream.ranked.coefficients.shape[-1]
 
 
 def _numbers(stream: PackedStream) -> Tensor:
@@ -179,6 +194,7 @@ def _constants(
             f"{role}_MODE": _mode(stream),
             f"{role}_GROUPS": _groups(stream),
             f"{role}_TOKENS": stream.group_tokens,
+            f"{role}_RANK": _rank(stream),
             f"{role}_ROW": sum(counts),
             f"{role}_PIECE": gcd(LOAD, *counts),
             f"{role}_FULL": min(counts) == room_of,
@@ -244,6 +260,10 @@ def specialisation(
     tables = dict(zip(("AXES", "MEAN", "SIZE", "COARSE", "FINE"), _tables(turning), strict=True))
     constants |= {name: None for name, table in tables.items() if table is None}
     constants |= {"CONSTANT": None} if turning else {}
+    constants |= {
+        f"{role}_COEFFICIENTS": None for role, own in (("KEY", keys), ("VALUE", values)) if own.ranked is None
+    }
+    constants |= {"SHARED": None} if keys.ranked is None else {}
     constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
     types = {
         name: "i32:16" if name.endswith(("_page", "_head")) else "i32"
@@ -251,7 +271,7 @@ def specialisation(
         if name not in constants
     }
     types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
-    types |= {"AXES": "*fp16"}
+    types |= {"AXES": "*fp16", "SHARED": "*fp32", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
     types |= {"KEYS": "*i16", "VALUES": "*i16", "TABLE": "*i32", "USED": "*i32"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
     for role, own in (("KEY", keys), ("VALUE", values)):
@@ -280,6 +300,9 @@ def turning_of(components: int, channels: int) -> Turning:
 # What widths that differ are held to: for a word, tokens of as many bits; for a code, words of as many codes.
 _OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrated"}
 _OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
+_RANKED = replace(
+    stream_of(2, TOKEN, 4), ranked=Ranked(torch.empty(1, 1, 64, 4, device="meta").half(), torch.empty(1, 1, 4, 128))
+)
 _PATTERNED = stream_of((6, 4, 3, 2, 1), channels=80, counts=(16, 16))
 
 SPECIALISATIONS = {
@@ -303,6 +326,7 @@ SPECIALISATIONS = {
     "5 bits, both calibrated": _calibrated(5, 96),
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
+    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED),
     # Keys are put together and turned: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
     "6 4 3 2 1 bits, 16 words, turned": specialisation(_PATTERNED, _PATTERNED, 10.5, 6, turning=turning_of(80, 128)),
 }

@@ -6,15 +6,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import Attended, PackedStream, Stretch, Turning, attend_pages
+from calib.kernels.attend.operation import (
+    MOST_RANK,
+    Attended,
+    PackedStream,
+    Ranked,
+    Stretch,
+    Turning,
+    attend_pages,
+)
 from calib.kernels.desparsify_attend.operation import desparsify_attend
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.runtime.pages import Pages
-from calib.runtime.stages.codec.corrected import Corrected, lists, segment_mix, segment_scores
+from calib.runtime.stages.codec.corrected import COEFFICIENTS, Corrected, lists, segment_mix, segment_scores
 from calib.runtime.stages.codec.in_pages import packed_stream, sparse_pages
 from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.sparse import tokens_first
-from calib.runtime.stages.contract import Block
+from calib.runtime.stages.contract import Block, Codec
 from calib.runtime.stages.transform import Basis
 from calib.runtime.tiered.reading import Tile
 from calib.runtime.tiered.tier import POSITIONS, Tier
@@ -32,6 +40,8 @@ class MetTier:
         self.tier, self.turned = tier, turned
         self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
         self.codecs = {role: tier.codec(role, rows) for role in tier.transforms}
+        # What `in_one` leaves to others where it attends codes and low rank alone.
+        self.left = {role: self._without_ranked(codec, role) for role, codec in self.codecs.items()}
         # Keys that have to be turned are decoded first: nothing can be folded away.
         self.query, self.constant = (query, None) if turned else self.transforms["keys"].fold_query(query)
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
@@ -44,10 +54,25 @@ class MetTier:
         """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
         if self.turned is not None and not self._turns_codes:
             return None, None
-        pool, widths = self.tier.pool, self.tier.coded
-        stored = {role: codec.codec if isinstance(codec, Corrected) else codec for role, codec in self.codecs.items()}
-        keys, values = (packed_stream(stored[r], pool, widths[r], f"{r}.", self.shared[r]) for r in ("keys", "values"))
-        return keys, values
+        return self._stream("keys"), self._stream("values")
+
+    def _stream(self, role: str) -> PackedStream | None:
+        codec, pool, width, part = self.codecs[role], self.tier.pool, self.tier.coded[role], f"{role}."
+        if not isinstance(codec, Corrected):
+            return packed_stream(codec, pool, width, part, self.shared[role])
+        stream = packed_stream(codec.codec, pool, width, part, self.shared[role])
+        if stream is None or self.left[role] is codec:
+            return stream
+        basis = codec.vectors(self.shared[role], width)
+        assert basis is not None
+        return replace(stream, ranked=Ranked(pool.tensors[part + COEFFICIENTS], basis))
+
+    def _without_ranked(self, codec: Codec, role: str) -> Codec:
+        """The codec without its low rank, where a kernel takes that: few vectors, and for all of a row's tokens the same."""
+        if not isinstance(codec, Corrected) or codec.low_rank is None:
+            return codec
+        few = self.tier.pool.fields[f"{role}.{COEFFICIENTS}"].width <= MOST_RANK
+        return codec.without_low_rank if few and (codec.low_rank.basis is not None or self.tier.records) else codec
 
     @property
     def _turns_codes(self) -> bool:
@@ -100,12 +125,12 @@ class MetTier:
 
     @property
     def corrected(self) -> bool:
-        """Whether the codecs leave something to corrections."""
-        return any(isinstance(codec, Corrected) for codec in self.codecs.values())
+        """Whether `in_one` leaves something to corrections."""
+        return any(isinstance(codec, Corrected) for codec in self.left.values())
 
     def corrections(self, tiles: list[Tile], weights: Tensor) -> Tensor:
         """What corrections add to the output of `in_one`, from the final `weights [..., slots]`."""
-        codec, mixed = self.codecs["values"], self.listed_mix(weights) if self.lists_values else None
+        codec, mixed = self.left["values"], self.listed_mix(weights) if self.lists_values else None
         for tile in tiles:
             own, block = weights[..., tile.start : tile.stop], self._block("values", tile)
             added = own.new_zeros(*own.shape[:-1], self.tier.coded["values"])
@@ -121,7 +146,7 @@ class MetTier:
 
     def _added_scores(self, tile: Tile) -> Tensor:
         """What corrections add to the scores of a tile."""
-        codec, block = self.codecs["keys"], self._block("keys", tile)
+        codec, block = self.left["keys"], self._block("keys", tile)
         found = self.query.new_zeros(*self.query.shape[:-1], tile.stop - tile.start)
         if isinstance(codec, Corrected):
             found = codec.added_scores(self.query, block, found)

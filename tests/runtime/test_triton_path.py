@@ -144,6 +144,24 @@ def test_with_all_operations(name, kernels, both):
     assert kernels <= set(mine.launched)
 
 
+@pytest.mark.parametrize(
+    ("name", "rank", "scored"),
+    [("gear_l", 4, False), pytest.param("gear-calibrated", 4, True, marks=pytest.mark.slow)],
+)
+def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
+    """Its coefficients are read beside the codes; scores are written where outliers of values wait for them alone."""
+    alone(monkeypatch, *ATTENTION)
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    launches = watch(monkeypatch, "attend")
+    with BY_NAME[name].open(model := small()) as cache:
+        generate(model, left_padded(PROMPTS), cache, max_new_tokens=3)
+    own = [launch.arguments for launch in launches if launch.kernel == "attend"]
+    assert own
+    for arguments in own:
+        assert arguments["KEY_RANK"] == arguments["VALUE_RANK"] == rank
+        assert (arguments["SCORES"] is not None) == (arguments["BIAS"] is not None) == scored
+
+
 def test_parts_are_merged(monkeypatch):
     """One row has fewer heads than the device takes programs: several parts of its pages, joined by another kernel."""
     alone(monkeypatch, *ATTENTION)

@@ -18,6 +18,7 @@ from calib.runtime.stages.correction.outliers import Found
 from calib.runtime.stages.halves import HALF_MAX
 
 OUTLIERS, LOW_RANK, RESIDUAL = "outliers.", "low_rank.", "residual."
+COEFFICIENTS = LOW_RANK + "coefficients"
 FURTHER = OUTLIERS + "further"  # no field: how many entries beyond a threshold found no slot, `[batch]`
 
 
@@ -131,6 +132,16 @@ class Corrected:
         if self.outliers is not None and not self.outliers.listed:
             mixed = mixed + self.outliers.mix(weights, _part(OUTLIERS, tile), channels)
         return mixed
+
+    def vectors(self, tile: Block, channels: int) -> Tensor | None:
+        """The low rank's, of a tile of one segment: float32 `[rows or 1, kv_heads, r, D]`, or None."""
+        return None if self.low_rank is None else self.low_rank.vectors(_part(LOW_RANK, tile), channels)
+
+    @property
+    def without_low_rank(self) -> Codec:
+        """The codec with what else repairs it."""
+        rest = replace(self, low_rank=None)
+        return rest if rest.outliers or rest.residual else self.codec
 
     def placed(self, seed: int, layer: int) -> "Corrected":
         """The same, its iteration starting where this layer's does."""

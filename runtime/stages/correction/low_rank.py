@@ -99,6 +99,10 @@ class LowRank:
         """(p A) B^T."""
         return low_rank_mix(weights, self._basis_tile(tile, channels), tile["coefficients"], channels)
 
+    def vectors(self, tile: Block, channels: int) -> Tensor:
+        """B of a tile of one segment, float32 `[rows or 1, kv_heads, r, D]`."""
+        return self._basis_tile(tile, channels).float()[..., 0].unflatten(-1, (-1, channels))
+
     def placed(self, seed: int, layer: int) -> "LowRank":
         """The same with starts of its own."""
         return replace(self, draws=Draws(seed, layer))
