@@ -5,57 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 from mixed_words import NARROW, PAGE, WIDE, Words, stored
-from paged_attention import Pages, assert_attended, attention, of_rows
+from paged_attention import assert_attended, attention, of_rows
 from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORES
+from turned_keys import HEADS, keys_of, tables, turner
 
 from calib.kernels.attend import operation, triton
-from calib.kernels.attend.operation import STRIDE, Stretch, Turning
-from calib.kernels.pack.heads import join_heads
-from calib.kernels.pack.reference import pack
+from calib.kernels.attend.operation import STRIDE, Stretch
 from calib.runtime.rotation import Rotation
 
 # Lanes that no number lies in compute with infinities; only the interpreter tells.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-
-HEADS = 3
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What a kernel is to write holds NaN before."""
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
-
-
-def keys_of(own: Words, channels: int, seed: int) -> tuple[Pages, Turning]:
-    """Random codes of components, and what they make of keys before RoPE, in float64; no tables yet."""
-    draw = torch.Generator().manual_seed(seed)
-    most = max(own.counts)
-    levels = torch.tensor([2**width for width in own.widths]).repeat_interleave(most)
-    codes = (torch.rand(3, HEADS, PAGE, len(levels), generator=draw) * levels).floor().long() * own.own()
-    axes = torch.randn(HEADS, len(levels), channels, generator=draw) / levels[:, None] * own.own().mT
-    size = 2.0 ** torch.randint(-3, 3, (HEADS, 1, 1), generator=draw)
-    mean, axes = torch.randn(HEADS, 1, channels, generator=draw), (axes / size).half()
-    tokens = mean.double() + size.double() * ((codes - (levels - 1) / 2).double() @ axes.double())
-    stream = operation.PackedStream(
-        own.widths, join_heads(pack(codes, own.widths), own.counts).contiguous(), len(levels), counts=own.counts
-    )
-    return Pages(stream, tokens), Turning(axes, size, mean, *torch.empty(2, 0))
-
-
-def tables(rotation: Rotation, first: int, count: int) -> dict[str, torch.Tensor]:
-    """The tables of `count` places from `first` on."""
-    coarse, fine = rotation.strided(first, first + count, torch.device("cpu"))
-    return {"coarse": coarse, "fine": fine}
-
-
-def turner(rotation: Rotation, places: torch.Tensor):
-    """Keys `[rows, kv_heads, slots, D]` in float64 turned to `places`, which broadcast."""
-
-    def turned(keys: torch.Tensor) -> torch.Tensor:
-        angles = places.double()[..., None] * rotation.frequencies
-        return Rotation.turned(keys, angles.cos(), angles.sin())
-
-    return turned
 
 
 def assert_same(query, keys, turning, values, stretch, rotation, places, *, precise, **options):

@@ -1,0 +1,68 @@
+"""Attention over words of fields that differ, keys that are turned, and low rank, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu.moved import moved, near
+from mixed_words import NARROW, PAGE, WIDE, Words, stored
+from paged_attention import Pages, attention
+from turned_keys import HEADS, keys_of, tables, turner
+
+from calib.kernels.attend.operation import Ranked, Stretch, attend_pages, served
+from calib.runtime.rotation import Rotation
+
+# As in test_attend.py.
+OUTPUT, PRECISE = 2e-3, 1e-4
+
+EVEN = Words((6, 4, 3, 2, 1), (16, 16, 16))
+USED = torch.tensor([117], dtype=torch.int32)
+TABLE = torch.tensor([[2, 0]], dtype=torch.int32)
+
+
+def asked(channels: int, query_rows: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(1, HEADS, query_rows, channels, generator=draw) * 2 / channels**0.5
+
+
+def assert_same(device, query, keys, values, turning=None, turned=None) -> None:
+    stretch = Stretch(TABLE, USED)
+    expected = attention(query, keys, values, stretch, turned=turned)
+    given = moved((query, keys.stream, values.stream, stretch), device)
+    assert served(query.shape[2], *given[1:3], turning=turning is not None)
+    for precise, limit in ((False, OUTPUT), (True, PRECISE)):
+        found = attend_pages(*given, precise=precise, turning=moved(turning, device))
+        near(found.mixed / found.mass, expected.output, limit)
+        near(found.top + found.mass.log(), expected.normaliser, limit)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(EVEN, EVEN), (NARROW, WIDE), (WIDE, EVEN)], ids=str)
+@pytest.mark.parametrize("query_rows", [1, 4, 16])
+def test_fields_of_different_widths(device, keys, values, query_rows):
+    keys, values = stored(keys, 1), stored(values, 2)
+    query = asked(keys.tokens.shape[-1], query_rows) * (keys.tokens.abs().amax((0, 2)) > 0)[:, None]
+    assert_same(device, query, keys, values)
+
+
+@pytest.mark.parametrize(
+    ("own", "channels", "pairs"), [(EVEN, 128, 64), (NARROW, 64, 16), (WIDE, 48, 24), (EVEN, 256, 128)], ids=str
+)
+@pytest.mark.parametrize("query_rows", [1, 4, 65])
+def test_keys_before_rope(device, own, channels, pairs, query_rows):
+    rotation = Rotation(10000.0 ** -torch.linspace(0, 1, pairs, dtype=torch.float64))
+    keys, turning = keys_of(own, channels, 1)
+    turning = replace(turning, **tables(rotation, 1004, 2 * PAGE))
+    turned = turner(rotation, 1004 + torch.arange(2 * PAGE))
+    assert_same(device, asked(channels, query_rows), keys, stored(EVEN, 2), turning, turned)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_low_rank(device, rank):
+    draw, streams = torch.Generator().manual_seed(5), []
+    for number in (1, 2):
+        pages = stored(EVEN, number)
+        coefficients = torch.randn(3, HEADS, PAGE, rank, generator=draw).half()
+        basis = torch.randn(1, HEADS, rank, pages.tokens.shape[-1], generator=draw) / 16
+        stream = replace(pages.stream, ranked=Ranked(coefficients, basis))
+        streams.append(Pages(stream, pages.tokens + coefficients.double() @ basis.double()))
+    assert_same(device, asked(streams[0].tokens.shape[-1], 4), *streams)
