@@ -39,7 +39,7 @@ def serves(query_rows: int, keys: PackedStream, values: PackedStream, turning: b
     channels, or 16 and more tokens; none where heads lie side by side. Keys that it is to turn are codes without parameters."""
     if turning and (keys.bits == EXACT or keys.parameters is not None):
         return False
-    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and _turn(keys, values, turning) >= 16
+    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and _turn(keys, values) >= 16
 
 
 def attend_pages(
@@ -57,9 +57,9 @@ def attend_pages(
     """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. Behind the
     channels of what is mixed comes the mixture of the values' coefficients."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
-    turn = _turn(keys, values, turning is not None)
-    turns = stretch.table.shape[1] * (page // turn)
     block = next((size for size in BLOCK_ROWS if asked <= size), BLOCK_ROWS[-1])
+    turn = _turn(keys, values, _most(block, turning))
+    turns = stretch.table.shape[1] * (page // turn)
     blocks = triton.cdiv(asked, block)
     splits = max(1, min(turns, _programs(query.device) // (rows * heads * blocks)))
     run = triton.cdiv(turns, splits)
@@ -86,7 +86,7 @@ def attend_pages(
         HAS_CONSTANT=constant is not None, HAS_BIAS=stretch.bias is not None, HAS_HIDDEN=stretch.hidden is not None,
         HAS_PLACES=stretch.places is not None, HAS_BACK=stretch.back is not None, HAS_SCORES=scored,
         PRECISE=precise,
-        num_warps=_warps(block, turning is not None), num_stages=_stages(keys, values),
+        num_warps=_warps(block, turning), num_stages=_stages(keys, values, turning),
     )  # fmt: skip
     if splits > 1:
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
@@ -113,9 +113,16 @@ def _read(stream: PackedStream) -> bool:
     return groups == 1 or (count % groups == 0 and count * _wide(stream) == stream.channels)
 
 
-def _turn(keys: PackedStream, values: PackedStream, turning: bool) -> int:
+def _most(block: int, turning: Turning | None) -> int:
+    """Tokens of one turn of the loop at most; where keys are put together, their channels and the query's lie in registers."""
+    if turning is None:
+        return TURNS[NONE]
+    return STRIDE if block < BLOCK_ROWS[-1] and turning.axes.shape[-1] <= 128 else STRIDE // 2
+
+
+def _turn(keys: PackedStream, values: PackedStream, most: int = TURNS[NONE]) -> int:
     """Tokens of one turn of the loop: a power of two that divides a page and every group of tokens that share parameters."""
-    turn = min(STRIDE if turning else TURNS[NONE], *(TURNS[_mode(stream)] for stream in (keys, values)))
+    turn = min(most, *(TURNS[_mode(stream)] for stream in (keys, values)))
     return gcd(turn, keys.pages.shape[2], *(s.group_tokens for s in (keys, values) if _mode(s) == CHANNEL))
 
 
@@ -207,12 +214,17 @@ def _constants(
     return found | {"INTERPRET": interpreted}
 
 
-def _warps(block: int, turning: bool) -> int:
-    return 1 if block < BLOCK_ROWS[-1] and not turning else 4
+def _warps(block: int, turning: Turning | None) -> int:
+    if turning is not None:
+        return 4 if turning.axes.shape[-1] <= 128 else 8
+    return 1 if block < BLOCK_ROWS[-1] else 4
 
 
-def _stages(keys: PackedStream, values: PackedStream) -> int:
-    """Turns whose loads are under way: one beside the turn that is computed, or two where registers are left for them."""
+def _stages(keys: PackedStream, values: PackedStream, turning: Turning | None) -> int:
+    """Turns whose loads are under way: one beside the turn that is computed, or two where registers are left for them; none where
+    what keys are put together from fills shared memory."""
+    if turning is not None and turning.axes.shape[-1] > 128:
+        return 1
     return 2 if CHANNEL in (_mode(keys), _mode(values)) else 3
 
 
@@ -252,7 +264,7 @@ def specialisation(
     turning: Turning | None = None,
 ) -> Specialisation:
     """The kernel for a step over such pages."""
-    turn = _turn(keys, values, turning is not None)
+    turn = _turn(keys, values, _most(BLOCK_ROWS[0], turning))
     absent = ("BIAS", "HIDDEN", "PLACES", "BACK", "SCORES")
     constants = _constants(keys, values, BLOCK_ROWS[0], turn, None, interpreted=False)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
@@ -278,7 +290,7 @@ def specialisation(
         types[f"{role}_NUMBERS"] = "*i16" if own.parameters is None else "*fp16"
     codes, words = turn * (keys.channels + values.channels), turn * (_wide(keys) + _wide(values))
     types = {name: kind for name, kind in types.items() if name not in constants}
-    warps, stages = _warps(BLOCK_ROWS[0], turning is not None), _stages(keys, values)
+    warps, stages = _warps(BLOCK_ROWS[0], turning), _stages(keys, values, turning)
     return Specialisation(attend, types, constants, warps, stages, codes, most, words, matrix, beside)
 
 
