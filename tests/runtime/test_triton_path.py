@@ -39,7 +39,7 @@ QUICK = [
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
 # Corrected tokens in order, sparse ones with corrections, and those of a dictionary alone: tile by tile.
-IN_TILES = ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline", "csr-both", "csr"]
+IN_TILES = ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline"]
 
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.
 ROUNDED = 4 * FORWARD[torch.float32]
@@ -139,8 +139,10 @@ def test_every_method_that_is_served_is_quick():
     ],
 )
 def test_with_all_operations(name, kernels, both):
-    """Nothing but kernels."""
-    mine = check(both(small(), left_padded(PROMPTS), BY_NAME[name], everything=True), launched=which(BY_NAME[name]))
+    """Nothing but kernels. Pursuit chooses either of two atoms whose products round alike: what is stored may differ then."""
+    case = BY_NAME[name]
+    outcomes = both(small(), left_padded(PROMPTS), case, everything=True)
+    mine = check(outcomes, launched=which(case), same="pursue" not in kernels)
     assert kernels <= set(mine.launched)
 
 
