@@ -6,7 +6,7 @@ artifact on each text. Writes benchmarks/results/klt_mismatch.json and the table
 A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents and half samples of the
 model; every artifact is measured on text sampled from the model and on retrieval as well. `--tokens` has sizes of it, with
 sensitivities of all sequences; `--lengths` shorter sequences of as many tokens, once all from place 0 and once begun anywhere
-below the places that are measured; `--positions` more places than those.
+below the places that are measured; `--positions` more places than those, for `generated` and the first text.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dic
         shorter = ["--data.length", str(length), *sized(SEQUENCES * LENGTH // length)]
         found[f"generated, sequences of {length}"] = shorter
         found[f"generated, sequences of {length}, places below {LENGTH}"] = [*shorter, "--data.positions", str(LENGTH)]
-    found |= {f"generated, places below {most:,}": ["--data.positions", str(most)] for most in asked.positions}
+    for most in asked.positions:
+        for name in ("generated", *(name for one in list(texts)[:1] for name in (one, f"{one}, a quarter sampled"))):
+            found[f"{name}, places below {most:,}"] = [*found[name], "--data.positions", str(most)]
     return found
 
 
