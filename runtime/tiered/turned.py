@@ -1,11 +1,17 @@
 """Keys that are stored before RoPE: turned back when they are encoded, and to their places when they are attended."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
 from torch import Tensor
 
 from calib.runtime.rotation import Rotation
 from calib.runtime.rows import Forward
 from calib.runtime.tiered.reading import Tile
 from calib.runtime.tiered.tier import Tier
+
+Span: TypeAlias = Callable[[int, int, torch.device], tuple[Tensor, Tensor]]
 
 
 def turned_back(forward: Forward, rotation: Rotation, keys: Tensor, chunk: range) -> Tensor:
@@ -30,17 +36,18 @@ def turned_to_places(forward: Forward, rotation: Rotation, keys: Tensor, tier: T
 
 def tables_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """What a kernel puts the turns of the places [start, stop) together from, as `Rotation.strided` gives it."""
-    key = ("tables of turns", start, stop, like.device)
-    if key not in forward.readings:
-        forward.readings[key] = rotation.strided(start, stop, like.device)
-    tables: tuple[Tensor, Tensor] = forward.readings[key]
-    return tables
+    return _between(forward, rotation.strided, start, stop, like)
 
 
 def turns_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the places [start, stop), float32 `[n, rotated channels / 2]`; worked out by the first layer that asks."""
-    key = ("turns", start, stop, like.device)
+    """cos and sin of the places [start, stop), float32 `[n, rotated channels / 2]`."""
+    return _between(forward, rotation.along, start, stop, like)
+
+
+def _between(forward: Forward, of: Span, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Worked out by the first layer that asks."""
+    key = (of.__name__, start, stop, like.device)
     if key not in forward.readings:
-        forward.readings[key] = rotation.along(start, stop, like.device)
-    turns: tuple[Tensor, Tensor] = forward.readings[key]
-    return turns
+        forward.readings[key] = of(start, stop, like.device)
+    found: tuple[Tensor, Tensor] = forward.readings[key]
+    return found
