@@ -1,6 +1,6 @@
 """How far `klt` is from the least error that its bits allow, layer by layer, and from the loss that the fit makes expect.
 
-    python benchmarks/klt_bound.py [--artifact artifacts/tiny-llama.calib.safetensors] [--sequences 16] [--write]
+    python benchmarks/klt_bound.py [--artifact artifacts/tiny-llama.klt.calib.safetensors] [--sequences 64] [--write]
 
 Distances are of the predicted error (the artifact's, weighted by sensitivity) to reverse water-filling over the same components
 (`calib/evaluate/rate_distortion.py`), with the words' patterns as stored, with a width for each component, and of Gaussian
@@ -69,8 +69,8 @@ def main() -> None:
     """Works it out, prints, and writes it where it is asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="artifacts/tiny-llama")
-    parser.add_argument("--artifact", default="artifacts/tiny-llama.calib.safetensors")
-    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--artifact", default="artifacts/tiny-llama.klt.calib.safetensors")
+    parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     artifact, model = Artifact.load(asked.artifact), load(asked.model)
