@@ -5,6 +5,7 @@ text sampled from the model itself at temperature 1 is what the model's cache ho
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -72,10 +73,26 @@ def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, se
     device = entry_device(model)
     parts = []
     # Tokens are drawn where they go in.
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), without_notes():
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        without_notes(),
+        generating_by(model, settings),
+    ):
         torch.manual_seed(seed)
         for start in range(0, count, ROWS):
             rows = min(ROWS, count - start)
             prompt = torch.full((rows, 1), first, device=device)
             parts.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings))
     return torch.cat(parts)
+
+
+@contextmanager
+def generating_by(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+    """The model without settings of its own: transformers takes those in the place of a None, such as "no end of text"."""
+    own = model.generation_config
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -91,6 +91,18 @@ def test_generated_text_is_half_retrieval_half_sampled_and_seeded():
     assert len(sampled.unique()) > 100  # a random model samples all over its vocabulary, documents use 40 characters
 
 
+def test_sampled_text_goes_on_behind_an_end_of_text():
+    """Also where the model's own settings would stop there; they are as they were afterwards."""
+    model = toy_model()
+    before = model.generation_config
+    found = sampled_text(model, 1, 200, 6, seed=0)
+    assert found.shape == (6, 200) and model.generation_config is before and before.eos_token_id == 2
+    ends = (found == 2).nonzero()
+    assert len(ends) > 0
+    for row, at in ends.tolist():
+        assert at > 195 or len(found[row, at + 1 :].unique()) > 2  # text, not padding
+
+
 def test_batches_cover_the_sequences_once_over_all_processes_and_can_be_taken_up():
     sequences = torch.arange(22)[:, None].repeat(1, 3)
     for processes in (1, 2, 3, 4, 5, 9):
