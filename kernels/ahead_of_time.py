@@ -49,6 +49,7 @@ class Specialisation:
         most: instructions that one code may cost; without it they are only counted.
         words: the words that these codes lie in; 0: not counted.
         matrix: matrix instructions of a warp that 128 codes may cost.
+        spilled: bytes of a lane that may lie in memory for want of registers.
         beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
     """
 
@@ -61,6 +62,7 @@ class Specialisation:
     most: float = inf
     words: int = 0
     matrix: float = 1.0
+    spilled: int = 0
     beside: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -155,7 +157,7 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
                 good = True
                 if one.codes:
                     matrix = figures.matrix_per_128_codes(one.codes, one.warps)
-                    good = not figures.spilled and not figures.conversions and matrix <= one.matrix
+                    good = figures.spilled <= one.spilled and not figures.conversions and matrix <= one.matrix
                     for kind, count, most in (("code", one.codes, one.most), ("word", one.words, inf)):
                         if count:
                             cost = costs[name, capability, kind] = figures.cost(count, one.warps)

@@ -48,6 +48,7 @@ def specialisation(
     values: PackedStream,
     most: float = inf,
     matrix: float = 1.0,
+    spilled: int = 0,
     beside: Mapping[str, str] = {},
     turning: Turning | None = None,
 ) -> Specialisation:
@@ -77,7 +78,7 @@ def specialisation(
     codes, words = turn * (keys.channels + values.channels), turn * (wide_of(keys) + wide_of(values))
     types = {name: kind for name, kind in types.items() if name not in constants}
     warps, stages = warps_of(BLOCK_ROWS[0], turning), stages_of(keys, values, turning)
-    return Specialisation(attend, types, constants, warps, stages, codes, most, words, matrix, beside)
+    return Specialisation(attend, types, constants, warps, stages, codes, most, words, matrix, spilled, beside)
 
 
 def _calibrated(
@@ -124,7 +125,8 @@ SPECIALISATIONS = {
     "5 bits, both calibrated": _calibrated(5, 96),
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
-    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED),
+    # These two fill the registers: what the compiler of one release keeps in them, that of another spills.
+    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 4, spilled=8),
     # Keys are put together and turned: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
-    "6 4 3 2 1 bits, 16 words, turned": specialisation(_PATTERNED, _PATTERNED, 10.5, 6, turning=turning_of(80, 128)),
+    "6 4 3 2 1 bits, 16 words, turned": specialisation(_PATTERNED, _PATTERNED, 10.5, 6, 8, turning=turning_of(80, 128)),
 }
