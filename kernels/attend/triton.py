@@ -1,4 +1,4 @@
-"""Launches the kernels of `decode_kernel.py`: what they serve, and in how many programs."""
+"""Launches `decode_kernel.py` and `merge_kernel.py`: what they serve, and in how many programs."""
 
 from functools import lru_cache
 
@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from calib.kernels.attend.decode_kernel import attend, merge
+from calib.kernels.attend.decode_kernel import attend
+from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.operation import EXACT, MOST_RANK, Attended, PackedStream, Stretch, Turning
 from calib.kernels.attend.options import (
     block_of,

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Keys that are stored as codes of components before RoPE, inside a kernel: put together, and turned to their places.
 
 A key is two halves, near and far: channel pairs that RoPE turns by one angle each, then what it leaves alone, paired as it
