@@ -12,9 +12,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calib.capture.attention import NAME
 from calib.capture.capture import attention_modules, stream
+from calib.capture.sample import SINKS
 from calib.errors import RunError
 from calib.runtime.attention import exact_attention
 from calib.runtime.logits import Logits
+from calib.statistics.transformed_streams import coded
 
 TOKENS = 40
 
@@ -80,6 +82,7 @@ def test_rows_may_begin_anywhere(kind):
         assert torch.equal(there.positions, here.positions + begins[:, None]) and torch.equal(
             there.numbers, here.positions
         )
+        assert torch.equal(coded(there), coded(here)) and int((mask & ~coded(there)).sum()) == 2 * SINKS
         for stream_name in ("keys_before_rope", "values"):
             one, other = (getattr(sample, stream_name).transpose(1, 2)[mask] for sample in (here, there))
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

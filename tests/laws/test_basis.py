@@ -49,6 +49,17 @@ def test_components_are_those_of_the_matrix():
     assert (transform.forward(x) - wanted).abs().max() < 2e-3  # entries of 16 bits, 16 channels of up to 4
 
 
+def test_the_way_back_is_the_matrix_that_was_given():
+    """In units of the codes' steps: `back` moves the channels by one step of each component, `gain` undoes the units."""
+    _, _, back = matrices()
+    transform = basis()
+    found = transform.back.double() * transform.gain.double().mT
+    a_step = codec().step(back.device).double()[:, None]
+    # float16 entries of the largest step in a head, which has the size 1 at most.
+    assert ((found - back) * a_step / transform.size.double()).abs().max() <= 2**-12
+    assert torch.equal(transform.gain * a_step.mT, transform.size.expand_as(transform.gain))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_token_has_the_same_codes_in_any_company(dtype, monkeypatch):
     monkeypatch.setattr("calib.runtime.stages.codec.encoded.PIECE", 2**14)
