@@ -21,7 +21,7 @@ from calib.evaluate.rate_distortion import decibels, least_bits, least_error
 from calib.fit.loss_curve import loss_curve
 from calib.runtime import Artifact
 from calib.runtime.allocation import ROLES
-from calib.runtime.methods.klt import allocator, loss_at
+from calib.runtime.components import ROPE, allocator, loss_at, stem_of
 
 BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
 GAUSSIAN = torch.tensor([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876]).double()
@@ -41,10 +41,10 @@ def by_component(errors: Tensor, bits: float) -> float:
     return sum(row[width] for row, width in zip(table, widths, strict=True))
 
 
-def distances(artifact: Artifact, bits: float) -> dict[str, object]:
+def distances(artifact: Artifact, bits: float, rope: str) -> dict[str, object]:
     """In dB, and bits per value that a code at the bound would not need."""
-    found, layers = allocator(artifact).at_bits(bits), {}
-    errors = {role: artifact.tensor(f"{role}.klt.errors").double() for role in ROLES}
+    found, layers = allocator(artifact, rope).at_bits(bits), {}
+    errors = {role: artifact.tensor(f"{stem_of(role, rope)}.errors").double() for role in ROLES}
     for role in ROLES:
         count, heads, channels, _ = errors[role].shape
         for layer in range(count):
@@ -74,16 +74,17 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     artifact, model = Artifact.load(asked.artifact), load(asked.model)
-    found = {f"{bits:g} bits": distances(artifact, bits) for bits in (4.0, 2.0, 1.0)}
     tokens = generated_sequences(model, AutoTokenizer.from_pretrained(asked.model), 512, asked.sequences, seed=77)
-    measured = loss_curve(model, artifact, tokens, BITS, asked.sequences)["klt.loss"].tolist()
+    (measured,) = loss_curve(model, artifact, tokens, BITS, asked.sequences).values()
     losses = [
         {"bits": bits, "predicted": loss_at(artifact, error), "measured": loss}
-        for bits, (error, loss) in zip(BITS, measured, strict=True)
+        for bits, (error, loss) in zip(BITS, measured.tolist(), strict=True)
     ]
-    print(json.dumps({"distances": found, "losses": losses}, indent=1))
+    found = {rope: {f"{bits:g} bits": distances(artifact, bits, rope) for bits in (4.0, 2.0, 1.0)} for rope in ROPE}
+    text = json.dumps({"distances": found, "losses": losses}, indent=1)
+    print(text)
     if asked.write:
-        (RESULTS / "klt_bound.json").write_text(json.dumps({"distances": found, "losses": losses}, indent=1) + "\n")
+        (RESULTS / "klt_bound.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

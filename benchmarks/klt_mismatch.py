@@ -22,7 +22,7 @@ RESULTS = HERE / "results" / "klt_mismatch.json"
 TABLE = HERE.parent / "docs" / "results" / "klt" / "mismatch.md"
 FOLDER = Path("runs/klt_mismatch")
 LENGTH, SEQUENCES = 512, 48  # of configs/tiny.yaml
-BUDGETS = ((2, "after"), (1, "after"), (2, "before"))
+BUDGETS = ((2, "before"), (1, "before"), (2, "after"), (1, "after"))
 
 
 def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dict[str, list[str]]:

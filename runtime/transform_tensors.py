@@ -7,7 +7,8 @@ Of a stream, L layers, H KV heads, D head_dim, float32, all four or none:
     {stream}.steps   [L, H, D, 8]  of 1 ... 8 bits
     {stream}.errors  [L, H, D, 9]  E (y - y^)^2 at 0 ... 8 bits, most at 0 bits first
 
-    klt.loss         [n, 2]        errors predicted for all layers, keys and values together; measured KL, nats a token
+    klt.before.loss  [n, 2]        errors predicted for all layers, keys before RoPE and values together; measured KL, nats a token
+    klt.loss         [n, 2]        the same of keys after RoPE
 """
 
 from collections.abc import Mapping
@@ -25,8 +26,10 @@ KINDS: Mapping[str, str] = {
     "steps": "[layers, kv_heads, head_dim, 8]",
     "errors": "[layers, kv_heads, head_dim, 9]",
 }
-LOSS = "klt.loss"
-CALIBRATORS = {f"{stream}.{kind}": "components" for stream in TRANSFORMS for kind in KINDS} | {LOSS: "loss_curve"}
+LOSSES = {"before": "klt.before.loss", "after": "klt.loss"}
+CALIBRATORS = {f"{stream}.{kind}": "components" for stream in TRANSFORMS for kind in KINDS} | dict.fromkeys(
+    LOSSES.values(), "loss_curve"
+)
 
 
 def check_transforms(tensors: Mapping[str, Tensor], layers: int, kv_heads: int, head_dim: int) -> None:
@@ -56,7 +59,8 @@ def check_transforms(tensors: Mapping[str, Tensor], layers: int, kv_heads: int, 
                 f"tensor '{stream}.basis' is 0 in row {row} at layer {layer}, head {head}, expected rows that span the head; "
                 f"{FIT_AGAIN}"
             )
-    if LOSS in tensors:
-        count = max(1, len(tensors[LOSS])) if tensors[LOSS].dim() else 1
-        check_shape(LOSS, tensors[LOSS], [count, 2], "[budgets, 2]")
-        check_values(LOSS, tensors[LOSS], at_least=0)
+    for name in LOSSES.values():
+        if name in tensors:
+            curve = tensors[name]
+            check_shape(name, curve, [max(1, len(curve)) if curve.dim() else 1, 2], "[budgets, 2]")
+            check_values(name, curve, at_least=0)

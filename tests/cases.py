@@ -226,24 +226,23 @@ CASES = [
     # The budget, whole words of 16 bits being what is shared out.
     Case("klt-short", "klt", 1.25, {"bits": 1.25, "window": 20, "block": 8}, artifact=True, contract=True),
     Case(
-        "klt-before-rope",
+        "klt-after-rope",
         "klt",
         3.0,
-        {"bits": 3.0, "rope": "before", "sinks": 2, "window": 0, "block": 10},
+        {"bits": 3.0, "rope": "after", "sinks": 2, "window": 0, "block": 10},
         artifact=True,
         contract=True,
     ),
-    # A fifth at 4 bits, the rest at 1.
     # A fifth at 3 bits, the rest at 1, and every token's place: 32/(2 * 64).
+    Case("klt-tiers", "klt", 1.65, {"tiers": [[3, 0.2], [1, 0.8]], "block": 20}, artifact=True, contract=True),
+    # A fifth at 4 bits, the rest at 1; after RoPE nobody asks for places.
     Case(
-        "klt-before-rope-tiers",
+        "klt-after-rope-tiers",
         "klt",
-        1.65,
-        {"tiers": [[3, 0.2], [1, 0.8]], "block": 20, "rope": "before"},
+        1.6,
+        {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20, "rope": "after"},
         artifact=True,
-    ),
-    Case(
-        "klt-tiers", "klt", 1.6, {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20}, artifact=True, contract=True
+        contract=True,
     ),
     # Nothing on the device, everything on the host.
     Case("offload", "offload", 0.0, contract=True),

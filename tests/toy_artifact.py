@@ -73,9 +73,10 @@ ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0
 
 
 def toy_components(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What `klt` reads, for channels of about unit variance: turned axes, heads and layers of unlike weight; and a loss curve."""
+    """What `klt` reads, for channels of about unit variance: turned axes, heads and layers of unlike weight; and loss curves."""
     layers, heads, channels = shape
-    tensors = {"klt.loss": torch.tensor([[0.001, 0.0005], [0.01, 0.004], [0.5, 0.3]])}
+    before = torch.tensor([[0.001, 0.0005], [0.01, 0.004], [0.5, 0.3]])
+    tensors = {"klt.before.loss": before, "klt.loss": before * torch.tensor([1.0, 3.0])}
     for stem in ("keys.klt", "keys.klt.before", "values.klt"):
         axes = torch.linalg.qr(torch.randn(layers, heads, channels, channels, generator=generator)).Q
         worth = torch.exp(-torch.linspace(0, 3, channels) + torch.randn(layers, heads, 1, generator=generator))

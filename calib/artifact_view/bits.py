@@ -8,8 +8,8 @@ from torch import Tensor
 from calib.html_page.table import Table
 from calib.runtime.allocation import MOST_BITS, ROLES, Allocation
 from calib.runtime.artifact import Artifact
-from calib.runtime.methods.klt import allocator, loss_at
-from calib.runtime.transform_tensors import LOSS
+from calib.runtime.components import allocator, loss_at, rope_of
+from calib.runtime.transform_tensors import LOSSES
 
 BUDGETS = (4.0, 2.0, 1.0)
 DRAWN = 2.0  # the budget of the drawing
@@ -31,7 +31,7 @@ def bits_table(artifact: Artifact) -> Table:
         spent = [f"{mean_bits(artifact, one, role, layer):.2f}" for one in found for role in ROLES]
         fields = (found[BUDGETS.index(DRAWN)].streams[role][layer].widths for role in ROLES)
         rows.append([f"layer {layer}", *spent, " / ".join("+".join(map(str, widths)) for widths in fields)])
-    if artifact.has(LOSS):
+    if artifact.has(LOSSES[rope_of(artifact)]):
         losses = [part for one in found for part in (f"{loss_at(artifact, one.error):.2g}", "")]
         rows.append(["nats", *losses, ""])
     return Table("bits of klt by layer", header, rows, by_layer=True)

@@ -1,6 +1,7 @@
 """What errors of `klt` cost: on held-out text, the KL divergence at several budgets beside the errors predicted for them.
 
-Tensor: `klt.loss`, float32 `[budgets, 2]`: predicted error, and nats a token. A budget in allowed loss is read off it.
+Tensor: `klt.before.loss`, or `klt.loss` with components of keys after RoPE: float32 `[budgets, 2]`, predicted error, and nats a
+token. A budget in allowed loss is read off it.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ from transformers import PreTrainedModel
 from calib.capture.device_map import entry_device
 from calib.capture.gradients import ANSWER
 from calib.runtime.artifact import Artifact
+from calib.runtime.components import allocator, rope_of
 from calib.runtime.compress import compress
-from calib.runtime.methods.klt import allocator
-from calib.runtime.transform_tensors import LOSS
+from calib.runtime.transform_tensors import LOSSES
 
 BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
 SEQUENCES = 16
@@ -27,6 +28,7 @@ def loss_curve(
     tokens: Tensor,
     bits: Sequence[float] = BITS,
     sequences: int = SEQUENCES,
+    rope: str | None = None,
 ) -> dict[str, Tensor]:
     """The tensor, by its name; both columns increase.
 
@@ -37,6 +39,7 @@ def loss_curve(
         artifact: with bases, steps and errors.
         tokens: int64 `[n, length]`, of which the first `sequences` are looked at.
         bits: budgets, falling.
+        rope: components of keys "before" RoPE or "after" it; None as `klt` itself has it.
 
     Raises ValueError where this model cannot be compressed.
     """
@@ -46,16 +49,17 @@ def loss_curve(
     for row in tokens:
         logits = model(row[None], use_cache=False, logits_to_keep=len(row) - prefix).logits[0, prefix - len(row) :]
         exact.append(logits.float().log_softmax(-1))
-    found, budgets = [], allocator(artifact)
+    rope = rope_of(artifact, rope)
+    found, budgets = [], allocator(artifact, rope)
     for budget in bits:
         if budget < budgets.least_bits:
             continue  # heads of few channels have no such narrow words
         loss = 0.0
-        with compress(model, "klt", artifact=artifact, bits=budget, window=0) as cache:
+        with compress(model, "klt", artifact=artifact, bits=budget, rope=rope, window=0) as cache:
             for row, said in zip(tokens, exact, strict=True):
                 cache.reset()
                 model(row[None, :prefix], past_key_values=cache, logits_to_keep=1)
                 coded = model(row[None, prefix:], past_key_values=cache).logits[0].float().log_softmax(-1)
                 loss += float((said.exp() * (said - coded)).sum(-1).mean())
         found.append((budgets.at_bits(budget).error, max(0.0, loss / len(tokens))))
-    return {LOSS: torch.tensor(sorted(found)).cummax(0).values}
+    return {LOSSES[rope]: torch.tensor(sorted(found)).cummax(0).values}

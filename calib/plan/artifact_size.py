@@ -25,7 +25,7 @@ from calib.runtime import artifact_file
 from calib.runtime.artifact import Artifact
 from calib.runtime.fingerprint import fingerprint
 from calib.runtime.tensor_registry import SHARES, STREAMS
-from calib.runtime.transform_tensors import LOSS
+from calib.runtime.transform_tensors import LOSSES
 
 FIGURE = 1 / 3
 
@@ -47,7 +47,7 @@ def stand_in(
     one = rehearsed.tensors(tuple(rehearsed.statistics))
     tensors = {name: x if name == SHARES else x.expand(layers, *x.shape[1:]) for name, x in one.items()}
     if calibration.klt:
-        tensors[LOSS] = torch.ones(len(BITS), 2)
+        tensors[LOSSES["before"]] = torch.ones(len(BITS), 2)  # or after RoPE: as large
     groups: list[dict[str, Any]] = []
     if calibration.dictionary.atoms:
         found, groups = dictionary_tensors(calibration.dictionary, subject)

@@ -1,22 +1,18 @@
 """Calibrated transform coding: every bit of a model's cache goes where the model's answers need it most."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
-from calib.runtime.allocation import ROLES, Allocation, Allocator, Words
+from calib.runtime.allocation import ROLES, Allocation, Allocator
 from calib.runtime.artifact import Artifact
+from calib.runtime.components import ROPE, allocator, basis, error_at, places_measured, rope_of
 from calib.runtime.methods.contract import Geometry, check_choice
 from calib.runtime.pages import TIER_PAGE_TOKENS
 from calib.runtime.stages.codec import MixedQuant
 from calib.runtime.stages.saliency import Normalised, Probes
 from calib.runtime.stages.tiering import Shares
-from calib.runtime.stages.transform import Basis
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
@@ -36,7 +32,8 @@ class Klt:
     3. Component j has b_j bits, 0 ... 8, by reverse water-filling over the whole model (`runtime/allocation.py`), for one of three
        budgets. Which components have how many was never anybody's guess, and can be asked anew without fitting again.
     4. Cost of an encoded value: the budget, exactly. There is no scale, no zero point, no index.
-    5. Attention folds the basis into the query once a step and into the output once a step, and reads codes in between.
+    5. Attention reads codes, and folds the basis of values into the output once a step. Keys have components before RoPE, which
+       know nothing of places: tiles are put together and turned. Components after RoPE fold into the query, once a step.
 
     Needs an artifact: `calib fit` measures the bases, steps and errors.
 
@@ -49,7 +46,8 @@ class Klt:
         sinks: first tokens of a row that stay exact.
         window: newest tokens that are exact; None is 64, with `tiers` none.
         block: tokens encoded together, up to so many more are exact; None is 16, with `tiers` 100.
-        rope: components of keys "after" RoPE, or "before" it: then keys are decoded and turned to their places, tile by tile.
+        rope: components of keys "before" RoPE, or "after" it: steps are faster, and what was not measured, texts and places, costs
+            more. None is "before", where the artifact has such: "after" where the model's RoPE cannot be turned back.
         tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1.
         probes: with `tiers`, rows whose attention is looked at, as in `zipcache`: "random+recent", "random", "recent" or "all".
         probe_share: share of rows that are probes.
@@ -63,7 +61,7 @@ class Klt:
     sinks: int = 4
     window: int | None = None
     block: int | None = None
-    rope: str = "after"
+    rope: str | None = None
     tiers: Sequence[tuple[float, float]] | None = None
     probes: str = "random+recent"
     probe_share: float = 0.1
@@ -88,7 +86,8 @@ class Klt:
             raise ValueError(
                 f"window={self.window} with tiers: a tier's tokens are exact until their block is full; leave it out"
             )
-        check_choice("rope", self.rope, ("after", "before"))
+        if self.rope is not None:
+            check_choice("rope", self.rope, ROPE)
         check_choice("probes", self.probes, ("random+recent", "random", "recent", "all"))
         self._bits_and_shares()
         self._tiering()
@@ -104,7 +103,7 @@ class Klt:
             )
             for allocation in self.allocations(artifact)
         )
-        before = self.rope == "before"
+        before = rope_of(artifact, self.rope) == "before"
         plan = TieredPlan(
             tiers, self._tiering(), before_rope=before, measured=None if before else places_measured(artifact)
         )
@@ -114,7 +113,7 @@ class Klt:
         """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
         found = allocator(artifact, self.rope)
         if self.loss is not None:
-            return [found.at_error(error_at(artifact, self.loss))]
+            return [found.at_error(error_at(artifact, self.loss, self.rope))]
         if self.bytes is not None:
             return [self._within_bytes(found)]
         return [found.at_bits(bits) for bits, _ in self._bits_and_shares()]
@@ -154,7 +153,9 @@ class Klt:
 
     def _stages(self, role: str, layer: int, allocation: Allocation, artifact: Artifact) -> TierStages:
         words = allocation.streams[role][layer]
-        return TierStages(basis(artifact, role, layer, words, self.rope), MixedQuant(words.widths, words.counts))
+        return TierStages(
+            basis(artifact, role, layer, words, rope_of(artifact, self.rope)), MixedQuant(words.widths, words.counts)
+        )
 
     def _bits_and_shares(self) -> list[tuple[float, float]]:
         if self.tiers is None:
@@ -183,73 +184,3 @@ class Klt:
 
     def _probes(self) -> Probes:
         return Probes(self.probes, self.probe_share)
-
-
-# Curves of a model's components, for all budgets that are asked of an artifact.
-_allocators: "WeakKeyDictionary[Artifact, dict[str, Allocator]]" = WeakKeyDictionary()
-
-
-def allocator(artifact: Artifact, rope: str = "after") -> Allocator:
-    """Any budget's allocation, from the artifact's `errors`."""
-    own = _allocators.setdefault(artifact, {})
-    if rope not in own:
-        own[rope] = Allocator({role: artifact.tensor(f"{_stem(role, rope)}.errors", "klt") for role in ROLES})
-    return own[rope]
-
-
-def places_measured(artifact: Artifact) -> int | None:
-    """The places at which the corpus had keys, as the artifact says; None where it does not."""
-    data = artifact.provenance.get("data")
-    found = [data.get(name) for name in ("length", "positions")] if isinstance(data, Mapping) else []
-    return max((number for number in found if type(number) is int), default=None)
-
-
-def error_at(artifact: Artifact, loss: float) -> float:
-    """The predicted error at which the fit measured this loss, between its points on a line through their logarithms."""
-    errors, losses = artifact.tensor("klt.loss", "klt").double().log().T.contiguous()
-    if not losses[0] <= math.log(loss) <= losses[-1]:
-        low, high = losses.exp()[[0, -1]].tolist()
-        raise ValueError(
-            f"loss={loss:g} is outside what the fit measured, {low:.3g} ... {high:.3g} nats a token; ask for that, or bits"
-        )
-    return math.exp(interpolated(losses, errors, math.log(loss)))
-
-
-def loss_at(artifact: Artifact, error: float) -> float:
-    """What the fit makes expect of a predicted error, in nats a token; beyond its points on the line of the nearest two."""
-    errors, losses = artifact.tensor("klt.loss", "klt").double().log().T.contiguous()
-    return math.exp(interpolated(errors, losses, math.log(error)))
-
-
-def interpolated(x: Tensor, y: Tensor, at: float) -> float:
-    """y at `at`, on the lines through points whose x does not fall, at least two; of points with the same x the latter's."""
-    right = int(torch.searchsorted(x, torch.tensor(at, dtype=x.dtype)).clamp(1, len(x) - 1))
-    (x0, x1), (y0, y1) = x[right - 1 : right + 1].tolist(), y[right - 1 : right + 1].tolist()
-    return y1 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-
-
-def basis(artifact: Artifact, role: str, layer: int, words: Words, rope: str) -> Basis:
-    """The components of a layer's keys or values that `words` have fields for, in their plane form."""
-    stem = _stem(role, rope)
-    mean, rows, steps, errors = (
-        artifact.tensor(f"{stem}.{name}", "klt")[layer] for name in ("mean", "basis", "steps", "errors")
-    )
-    rows = rows.double()
-    columns = torch.linalg.inv(rows)  # [kv_heads, D, components]
-    spread = (columns.square() @ errors[..., :1].double())[..., 0].sqrt()
-    heads, channels = mean.shape
-    most = max(words.counts)
-    into = torch.zeros(heads, channels, len(words.widths) * most, dtype=torch.float64)
-    back = torch.zeros(heads, len(words.widths) * most, channels, dtype=torch.float64)
-    for head, count in enumerate(words.counts):
-        for plane, width in enumerate(words.widths):
-            own = slice(plane * count, min((plane + 1) * count, channels))
-            at = slice(plane * most, plane * most + max(0, own.stop - own.start))
-            reach = steps[head, own, width - 1].double() * 2 ** (width - 1)  # a step of 2^(1 - width) is this one
-            into[head, :, at] = (rows[head, own] / reach[:, None]).T
-            back[head, at] = (columns[head][:, own] * reach).T
-    return Basis.of(mean, into, back, spread, MixedQuant(words.widths, words.counts).step(mean.device))
-
-
-def _stem(role: str, rope: str) -> str:
-    return "keys.klt.before" if role == "keys" and rope == "before" else f"{role}.klt"

@@ -72,7 +72,7 @@ def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy
         ),
         *(f"keys.residual.{form}.{bits}" for form in ("*x1", "64x1", "*x*", "1x16") for bits in (2, 4)),
         *(f"values.residual.{form}.{bits}" for form in ("1x*", "*x*", "1x16") for bits in (2, 4)),
-        "klt.loss",
+        "klt.before.loss",
         *(
             f"{stream}.{kind}"
             for stream in ("keys.klt", "values.klt", "keys.klt.before") for kind in ("mean", "basis", "steps", "errors")

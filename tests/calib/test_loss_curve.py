@@ -6,7 +6,7 @@ from toy_artifact import toy_artifact, toy_model, toy_tensors
 
 from calib.fit.loss_curve import BITS, loss_curve
 from calib.runtime import ArtifactError
-from calib.runtime.methods.klt import allocator
+from calib.runtime.components import allocator
 from calib.runtime.tensor_registry import calibrator_of
 
 
@@ -14,14 +14,25 @@ def test_losses_are_divergences_behind_a_coded_prefix():
     """A row for each budget that there is, errors as they are allotted, of sixteen sequences at most."""
     model, artifact = toy_model(), toy_artifact()
     tokens = torch.randint(3, 64, (18, 64), generator=torch.Generator().manual_seed(0))
-    found = loss_curve(model, artifact, tokens)["klt.loss"]
     budgets = [bits for bits in BITS if bits >= 1]  # heads of 8 channels have no narrower words
-    assert found.shape == (len(budgets), 2) and found.dtype == torch.float32
-    assert bool((found.diff(dim=0) >= 0).all()) and bool((found > 0).all())
-    errors = sorted(allocator(artifact).at_bits(bits).error for bits in budgets)
-    assert found[:, 0].tolist() == pytest.approx(errors)
-    assert torch.equal(loss_curve(model, artifact, tokens[:16])["klt.loss"], found)  # no more are looked at
-    assert not torch.equal(loss_curve(model, artifact, tokens[:15])["klt.loss"], found)
+    curves = {}
+    for rope, name in (("before", "klt.before.loss"), ("after", "klt.loss")):
+        ((own, found),) = loss_curve(model, artifact, tokens, rope=rope).items()
+        assert own == name and found.shape == (len(budgets), 2) and found.dtype == torch.float32
+        assert bool((found.diff(dim=0) >= 0).all()) and bool((found > 0).all())
+        errors = sorted(allocator(artifact, rope).at_bits(bits).error for bits in budgets)
+        assert found[:, 0].tolist() == pytest.approx(errors)
+        curves[rope] = found
+    assert not torch.equal(*curves.values())
+    unsaid, fewer, too_few = (
+        loss_curve(model, artifact, some)["klt.before.loss"] for some in (tokens, tokens[:16], tokens[:15])
+    )
+    assert torch.equal(unsaid, curves["before"]) and torch.equal(fewer, unsaid)  # no more are looked at
+    assert not torch.equal(too_few, unsaid)
+    # Where a model's RoPE cannot be turned back, components are of keys after it.
+    rest = {name: tensor for name, tensor in artifact.tensors.items() if "before" not in name}
+    (found,) = loss_curve(model, toy_artifact(tensors=rest), tokens).items()
+    assert found[0] == "klt.loss" and torch.equal(found[1], curves["after"])
 
 
 @pytest.mark.parametrize(
@@ -33,6 +44,7 @@ def test_losses_are_divergences_behind_a_coded_prefix():
         ("keys.klt.before.basis", lambda x: x * torch.tensor([0.0] + [1.0] * 7)[:, None], "is 0 in row 0 at layer 0"),
         ("keys.klt.mean", lambda x: x[..., :4], "expected torch.float32"),
         ("klt.loss", lambda x: x[:, :1], "expected torch.float32"),
+        ("klt.before.loss", lambda x: -x, "expected at least 0"),
     ],
 )
 def test_other_tensors_of_a_transform_are_refused(name, change, said):
@@ -46,5 +58,5 @@ def test_other_tensors_of_a_transform_are_refused(name, change, said):
 
 def test_every_name_says_who_measures_it():
     assert calibrator_of("keys.klt.before.steps") == "components"
-    assert calibrator_of("klt.loss") == "loss_curve"
+    assert calibrator_of("klt.loss") == calibrator_of("klt.before.loss") == "loss_curve"
     assert calibrator_of("keys.klt.other") is None

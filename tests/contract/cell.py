@@ -176,11 +176,15 @@ def check_bytes(cache: CompressedCache) -> None:
 
 
 def share_of_16_bits(cache: CompressedCache) -> float:
-    """Bytes of the compressed layers as a part of what 16 bits a value need for the rows' real tokens."""
+    """Bytes of the compressed layers as a part of what 16 bits a value need for the rows' real tokens.
+
+    Tables are left out: they do not grow with tokens, and those of `klt` weigh more than the few that a cell has.
+    """
     values, sliding = 0, cache.rows.sliding
     for layer in cache.compressed:
         # Tiers keep what a sliding window has left behind: their tokens lie in no order that pages could be given back in.
         most = float("inf") if sliding is None or isinstance(layer.store, TieredStore) else sliding - 1
         values += sum(layer.store.footprint().values * min(length, most) for length in cache.rows.lengths)
     memory = cache.memory()
-    return (memory.measured_bytes - memory.by_kind["uncompressed"]) / (2 * values)
+    apart = memory.by_kind["uncompressed"] + memory.by_kind["tables"]
+    return (memory.measured_bytes - apart) / (2 * values)

@@ -53,9 +53,9 @@ padding between turns as part of the window, so there `full` is compared with th
 every row must hold its own tokens and no others, with the codes they get when encoded alone and in one piece; methods by
 importance, which hold what attention chose, none but their own, each once, as their tiers encode them.
 
-In a cell: the largest difference of a logit relative to the largest logit, and the measured bytes as a part of what 16
-bits a value would need for the same tokens. `tie`: the two runs parted at a choice that a difference below the tolerance
-turns round."""
+In a cell: the largest difference of a logit relative to the largest logit, and the measured bytes, but for a method's own
+tables, as a part of what 16 bits a value would need for the same tokens. `tie`: the two runs parted at a choice that a
+difference below the tolerance turns round."""
 
 
 def introduction(cells: list[Seen]) -> str:

@@ -33,7 +33,7 @@ ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 # other tokens are attended than are stored; and a window that nothing has left yet has no pages.
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "streaming_llm", "gear-60",
-    "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-before-rope", "specache",
+    "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "specache",
     "infllm-original",
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
