@@ -4,7 +4,8 @@
 
 One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random, spectra fall by e^-8 over a head: what
 is timed does not depend on what a basis is of. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
-channel, values by token, groups of 32), projection, codes and packing for klt. Steps are told of keys before RoPE as well.
+channel, values by token, groups of 32); keys turned back, projection, codes and packing for klt. `after` is klt with
+components of keys after RoPE.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from calib.runtime import Artifact, compress
 from calib.runtime.fingerprint import fingerprint
 from calib.runtime.methods import Geometry, build
+from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.encoded import encoded
 
 RESULT = "klt_cpu.json"
@@ -41,17 +43,31 @@ def made_up(model: PreTrainedModel) -> Artifact:
 
 def encodings(model: PreTrainedModel, artifact: Artifact) -> dict[str, Callable[[], object]]:
     """A prompt's keys and values of every layer into packed words, in pieces as stores encode them."""
-    geometry = Geometry.of(model.config)
+    geometry, rotation = Geometry.of(model.config), Rotation.of(model, "")
     x = torch.randn(1, geometry.kv_heads, TOKENS, geometry.head_dim, generator=torch.Generator().manual_seed(1))
+    cos, sin = rotation.along(0, TOKENS, x.device)
 
-    def run(name: str, given: Artifact | None) -> Callable[[], object]:
-        stages = []
-        for layer in range(geometry.layers):
-            plan = build(name, {"bits": BITS}).plan(layer, geometry, given)
-            stages += [plan.keys, plan.values] if given is None else [plan.tiers[0].keys, plan.tiers[0].values]
-        return lambda: [encoded(stage.transform, stage.codec, x, False) for stage in stages]
+    def run(name: str, given: Artifact | None, **options: str) -> Callable[[], object]:
+        plans = [
+            build(name, {"bits": BITS, **options}).plan(layer, geometry, given) for layer in range(geometry.layers)
+        ]
+        streams = plans if given is None else [plan.tiers[0] for plan in plans]
+        before = given is not None and plans[0].before_rope
 
-    return {"kivi": run("kivi", None), "klt": run("klt", artifact), "klt again": run("klt", artifact)}
+        def every() -> None:
+            for both in streams:
+                keys = Rotation.turned(x, cos, -sin) if before else x
+                encoded(both.keys.transform, both.keys.codec, keys, False)
+                encoded(both.values.transform, both.values.codec, x, False)
+
+        return every
+
+    return {
+        "kivi": run("kivi", None),
+        "klt": run("klt", artifact),
+        "klt again": run("klt", artifact),
+        "after": run("klt", artifact, rope="after"),
+    }
 
 
 def steps(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str, Callable[[], object]]:
@@ -62,7 +78,7 @@ def steps(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str,
         ("kivi", "kivi", {}),
         ("klt", "klt", {"artifact": artifact, "window": 128}),
         ("klt again", "klt", {"artifact": artifact, "window": 128}),
-        ("before", "klt", {"artifact": artifact, "window": 128, "rope": "before"}),
+        ("after", "klt", {"artifact": artifact, "window": 128, "rope": "after"}),
     ):
         cache = compress(model, method, bits=BITS, **options)
         model(prompt, past_key_values=cache, logits_to_keep=1)
@@ -79,15 +95,19 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(2)
-    ratios, runs = {"klt / kivi": ("klt", "kivi"), "klt again / klt (A/A)": ("klt again", "klt")}, {}
+    pairs = {
+        "klt / kivi": ("klt", "kivi"),
+        "klt again / klt (A/A)": ("klt again", "klt"),
+        "after / kivi": ("after", "kivi"),
+    }
+    runs = {}
     for name in asked.model:
         model = load(name)
         artifact = made_up(model)
         timed = {f"encode {TOKENS} tokens": encodings(model, artifact)}
         timed |= {f"decode step at {context}": steps(model, artifact, context) for context in asked.contexts}
         for what, functions in timed.items():
-            wanted = ratios | ({"before RoPE / kivi": ("before", "kivi")} if "before" in functions else {})
-            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, wanted)
+            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, pairs)
             show(run, f"{name}, {what}: ")
             runs[f"{name}, {what}"] = run
     if asked.write:

@@ -62,11 +62,15 @@ class Rotation:
 
     def along(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions from `start` to before `stop`: float32 `[stop - start, r/2]`."""
-        # By angle addition, since a cosine costs more than the rotation it is for.
-        (cos, sin), (inner_cos, inner_sin) = (part.unbind(1) for part in self._strided(start, stop, device))
-        cos, sin = cos[:, None], sin[:, None]
-        found = (cos * inner_cos - sin * inner_sin, sin * inner_cos + cos * inner_sin)
-        cos, sin = (part.flatten(0, 1)[: stop - start].float() for part in found)
+        coarse, fine = self._strided(start, stop, device)
+        cos, sin = (part.flatten(0, 1)[: stop - start].float() for part in _added(coarse[:, None], fine[None], 2))
+        return cos, sin
+
+    def across(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The same with positions last: float32 `[r/2, stop - start]`."""
+        coarse, fine = (part.movedim(0, -1).contiguous() for part in self._strided(start, stop, device))
+        added = _added(coarse[..., None], fine[:, :, None], 0)
+        cos, sin = (part.flatten(1, 2)[:, : stop - start].float() for part in added)
         return cos, sin
 
     def strided(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,16 @@ class Rotation:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
+    @staticmethod
+    def turned_across(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x [rows, heads, D, n]`, tokens last, moved forward in place by the positions of `cos` and `sin [..., r/2, n]`."""
+        half = cos.shape[-2]
+        first, second = x[..., :half, :], x[..., half : 2 * half, :]
+        from_first = first * sin
+        first.mul_(cos).addcmul_(second, sin, value=-1)
+        second.mul_(cos).add_(from_first)
+        return x
+
     def _agrees(self, embedding: Any, kind: str) -> bool:
         """Whether the model's function turns a vector as ours does."""
         apply = getattr(sys.modules[type(embedding).__module__], "apply_rotary_pos_emb", None)
@@ -117,6 +131,12 @@ class Rotation:
             scaling = getattr(embedding, _named(kind, "attention_scaling"), 1.0)
             ours = self.turned(x, *self.turns([place], x.device)) * scaling
         return bool(torch.allclose(theirs, ours, atol=1e-4))
+
+
+def _added(one: Tensor, other: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, which lie along `axis`, of the sums of angles: a cosine costs more than the rotation it is for."""
+    (cos, sin), (other_cos, other_sin) = (part.unbind(axis) for part in (one, other))
+    return cos * other_cos - sin * other_sin, sin * other_cos + cos * other_sin
 
 
 def _kind(model: nn.Module) -> str:

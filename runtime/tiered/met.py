@@ -1,7 +1,7 @@
 """A tier as the queries of one forward meet it: packed, its transform folded away, what its segments share beside it."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,15 +26,14 @@ from calib.runtime.stages.contract import Block, Codec
 from calib.runtime.stages.transform import Basis
 from calib.runtime.tiered.reading import Tile
 from calib.runtime.tiered.tier import POSITIONS, Tier
-
-Turned = Callable[[Tensor, Tier, Tile], Tensor]
+from calib.runtime.tiered.turned import ToPlaces
 
 
 class MetTier:
     """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
 
     def __init__(
-        self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int, turned: Turned | None = None
+        self, tier: Tier, rows: range, query: Tensor, records: Pages | None, tokens: int, turned: ToPlaces | None = None
     ) -> None:
         """`turned` brings decoded keys to their places, where they are stored before RoPE."""
         self.tier, self.turned = tier, turned
@@ -78,6 +77,14 @@ class MetTier:
     def _turns_codes(self) -> bool:
         """Whether keys are codes of a basis's components and nothing beside them."""
         return isinstance(self.codecs["keys"], MixedQuant) and isinstance(self.transforms["keys"], Basis)
+
+    @cached_property
+    def _of_codes(self) -> Tensor | None:
+        """What makes keys of codes of components; None where they are no such codes."""
+        codec, basis = self.codecs["keys"], self.transforms["keys"]
+        if not (isinstance(codec, MixedQuant) and isinstance(basis, Basis)):
+            return None
+        return basis.of_codes(codec.step(basis.back.device), codec.least(basis.back.device))
 
     def in_one(
         self,
@@ -165,8 +172,10 @@ class MetTier:
         """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
         codec, block = self.codecs["keys"], self._block("keys", tile)
         if self.turned is not None:
+            if isinstance(codec, MixedQuant) and self._of_codes is not None:
+                return self.query @ self.turned.turned_across(codec.made(block, self._of_codes), self.tier, tile)
             keys = self.transforms["keys"].inverse(codec.decode(tokens_first(block), self.tier.coded["keys"]))
-            return self.query @ self.turned(keys, self.tier, tile).mT
+            return self.query @ self.turned.turned(keys, self.tier, tile).mT
         found = self._listed_scores(tile, block, codec.scores(self.query, block))
         return found if self.constant is None else found + self.constant
 

@@ -24,7 +24,7 @@ from calib.runtime.tiered.met import MetTier
 from calib.runtime.tiered.reading import TieredReading, Tile
 from calib.runtime.tiered.rows import TieredRows
 from calib.runtime.tiered.tier import Tier
-from calib.runtime.tiered.turned import tables_between, turned_to_places, turns_between
+from calib.runtime.tiered.turned import ToPlaces, tables_between, turns_between
 from calib.runtime.window import Window
 
 
@@ -110,7 +110,7 @@ class Parts:
         """All tiers, tile by tile, and what lies beside."""
         turned = None
         if self.before_rope and self.rotation is not None:
-            turned = partial(turned_to_places, self.forward, self.rotation)
+            turned = ToPlaces(self.forward, self.rotation)
         for number, (tier, tiles) in enumerate(zip(self.tiers, reading.tiers, strict=True)):
             if not tiles:
                 continue

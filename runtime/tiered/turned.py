@@ -1,6 +1,7 @@
 """Keys that are stored before RoPE: turned back when they are encoded, and to their places when they are attended."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -24,14 +25,28 @@ def turned_back(forward: Forward, rotation: Rotation, keys: Tensor, chunk: range
     return Rotation.turned(keys.float(), cos, -sin)
 
 
-def turned_to_places(forward: Forward, rotation: Rotation, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
-    """Decoded keys of a tile, `[rows, kv_heads, tokens, D]`, as RoPE leaves them at their tokens' places."""
-    places = tier.places(*tile[:3])
-    if isinstance(places, slice):
-        turns = turns_between(forward, rotation, places.start, places.stop, keys)
-    else:
-        turns = rotation.at(places)
-    return Rotation.turned(keys, *turns)
+@dataclass(frozen=True)
+class ToPlaces:
+    """Brings decoded keys of a tile to where RoPE leaves them at their tokens' places, in one forward."""
+
+    forward: Forward
+    rotation: Rotation
+
+    def turned(self, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
+        """`[rows, kv_heads, tokens, D]`."""
+        places = tier.places(*tile[:3])
+        if isinstance(places, slice):
+            return Rotation.turned(keys, *turns_between(self.forward, self.rotation, places.start, places.stop, keys))
+        return Rotation.turned(keys, *self.rotation.at(places))
+
+    def turned_across(self, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
+        """`[rows, kv_heads, D, tokens]`, in place."""
+        places = tier.places(*tile[:3])
+        if isinstance(places, slice):
+            turns = _between(self.forward, self.rotation.across, places.start, places.stop, keys)
+            return Rotation.turned_across(keys, *turns)
+        cos, sin = self.rotation.at(places)
+        return Rotation.turned_across(keys, cos.mT, sin.mT)
 
 
 def tables_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:

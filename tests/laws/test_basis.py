@@ -60,6 +60,16 @@ def test_the_way_back_is_the_matrix_that_was_given():
     assert torch.equal(transform.gain * a_step.mT, transform.size.expand_as(transform.gain))
 
 
+def test_codes_and_a_one_make_what_decoding_and_the_way_back_make():
+    transform, quant = basis(), codec()
+    block = quant.encode(transform.forward(tokens()))
+    wanted = transform.inverse(quant.decode(block, transform.components))
+    matrix = transform.of_codes(quant.step(wanted.device), quant.least(wanted.device))
+    found = quant.made({"words": block["words"].mT}, matrix)
+    assert matrix.shape == (HEADS, CHANNELS, transform.components + 1)
+    assert found.dtype == torch.float32 and (found.mT - wanted).abs().max() < 2e-6 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_token_has_the_same_codes_in_any_company(dtype, monkeypatch):
     monkeypatch.setattr("calib.runtime.stages.codec.encoded.PIECE", 2**14)

@@ -27,6 +27,8 @@ def test_angles_along_a_stretch_are_those_of_its_positions(rotation, start, stop
     for found, other, exact in zip(along, one_by_one, (angles.cos(), angles.sin()), strict=True):
         assert found.shape == (stop - start, len(rotation.frequencies)) and found.dtype == torch.float32
         assert (found - exact).abs().max() <= 6e-8 and (other - exact).abs().max() <= 6e-8
+    for found, other in zip(rotation.across(start, stop, torch.device("cpu")), along, strict=True):
+        assert found.is_contiguous() and torch.equal(found.mT, other)
 
 
 def test_keys_turn_as_the_model_turns_them(model, rotation):
@@ -37,6 +39,18 @@ def test_keys_turn_as_the_model_turns_them(model, rotation):
     assert torch.allclose(rotation.turned(keys, cos, sin), theirs, atol=1e-5)
     # METHODS: turning back costs some units of float32.
     assert (rotation.turned(theirs, cos, -sin) - keys).norm() / keys.norm() < 1e-5
+
+
+def test_tokens_last_turn_in_place(rotation):
+    """As tokens before channels do, to rounding; channels that are not turned stay."""
+    cos, sin = rotation.across(5, 55, torch.device("cpu"))
+    half = len(rotation.frequencies)
+    keys = torch.randn(2, 3, 2 * half + 4, 50, generator=torch.Generator().manual_seed(0))
+    wanted = rotation.turned(keys.mT, cos.mT, sin.mT).mT
+    found = rotation.turned_across(keys, cos, sin)
+    assert (
+        found is keys and torch.allclose(found, wanted, atol=2e-6) and torch.equal(found[:, :, -4:], wanted[:, :, -4:])
+    )
 
 
 def test_positions_of_any_shape(rotation):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calib.kernels.attend.reference import code_mix, code_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
-from calib.kernels.pack.reference import pack, unpack
+from calib.kernels.pack.reference import pack, unpack, unpack_columns
 from calib.runtime.numbers import upload
 from calib.runtime.stages.contract import Block, Field, Segment
 
@@ -61,6 +61,15 @@ class MixedQuant:
         """y^ float32 `[..., kv_heads, tokens, components]`."""
         words = spread_heads(block["words"].mT, self.counts).mT
         return unpack(words, self.widths, self.components) * self.step(words.device) + self.least(words.device)
+
+    def made(self, tile: Block, matrix: Tensor) -> Tensor:
+        """`matrix [kv_heads, D, components + 1]` times the codes of a tile and a 1 behind them: float32 `[..., kv_heads, D,
+        tokens]`."""
+        codes = unpack_columns(spread_heads(tile["words"], self.counts), self.widths, self.components)
+        wider = codes.new_empty(*codes.shape[:-2], self.components + 1, codes.shape[-1], dtype=torch.float32)
+        wider[..., :-1, :].copy_(codes)
+        wider[..., -1, :].fill_(1)
+        return matrix @ wider
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""

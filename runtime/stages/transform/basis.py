@@ -78,6 +78,11 @@ class Basis:
         """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""
         return (y * self.gain) @ self.back.float() + self.mean
 
+    def of_codes(self, step: Tensor, least: Tensor) -> Tensor:
+        """x^ = M (step c + least) + mean as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`."""
+        back = self.back.float() * self.gain.mT
+        return torch.cat([back * step[:, None], (least @ back)[:, None] + self.mean], -2).mT.contiguous()
+
     def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """(M^T q, q.mean)."""
         return (query @ self.back.float().mT).mul_(self.gain), (query * self.mean).sum(-1, keepdim=True)
