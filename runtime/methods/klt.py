@@ -48,7 +48,8 @@ class Klt:
         block: tokens encoded together, up to so many more are exact; None is 16, with `tiers` 100.
         rope: components of keys "before" RoPE, or "after" it: steps are faster, and what was not measured, texts and places, costs
             more. None is "before", where the artifact has such: "after" where the model's RoPE cannot be turned back.
-        tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1.
+        tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
+            RoPE every token keeps its place beside, 32 bits a head.
         probes: with `tiers`, rows whose attention is looked at, as in `zipcache`: "random+recent", "random", "recent" or "all".
         probe_share: share of rows that are probes.
     """
