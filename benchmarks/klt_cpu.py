@@ -2,43 +2,26 @@
 
     python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--write]
 
-One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random, spectra fall by e^-8 over a head: what
-is timed does not depend on what a basis is of. Encoding is of all layers' streams: ranges, codes and packing for kivi (keys by
-channel, values by token, groups of 32); keys turned back, projection, codes and packing for klt. `after` is klt with
-components of keys after RoPE.
+One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random (`bases.py`). Encoding is of all
+layers' streams: ranges, codes and packing for kivi (keys by channel, values by token, groups of 32); keys turned back,
+projection, codes and packing for klt. `after` is klt with components of keys after RoPE.
 """
 
 import argparse
 from collections.abc import Callable
 
 import torch
+from bases import made_up
 from protocol import keep, load, show, turn_by_turn
 from transformers import PreTrainedModel
 
 from calib.runtime import Artifact, compress
-from calib.runtime.fingerprint import fingerprint
 from calib.runtime.methods import Geometry, build
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.encoded import encoded
 
 RESULT = "klt_cpu.json"
 BITS, TURNS, TOKENS = 2, 15, 4096
-GAUSSIAN = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
-
-
-def made_up(model: PreTrainedModel) -> Artifact:
-    """Bases for the model's sizes."""
-    geometry, draw = Geometry.of(model.config), torch.Generator().manual_seed(0)
-    shape, tensors = (geometry.layers, geometry.kv_heads, geometry.head_dim), {}
-    for stem in ("keys.klt", "values.klt", "keys.klt.before"):
-        axes = torch.linalg.qr(torch.randn(*shape, shape[-1], generator=draw)).Q
-        worth = torch.exp(-torch.linspace(0, 4, shape[-1]) + 0.3 * torch.randn(*shape[:2], 1, generator=draw))
-        tensors[f"{stem}.mean"] = torch.zeros(shape)
-        tensors[f"{stem}.basis"] = worth[..., None] * axes
-        tensors[f"{stem}.steps"] = worth[..., None] * torch.tensor(GAUSSIAN)
-        errors = torch.tensor([1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876])
-        tensors[f"{stem}.errors"] = worth[..., None].square() * errors
-    return Artifact(tensors, fingerprint(model), {})
 
 
 def encodings(model: PreTrainedModel, artifact: Artifact) -> dict[str, Callable[[], object]]:

@@ -67,11 +67,12 @@ def show(run: Mapping[str, object], title: str = "") -> None:
 
 
 def keep(name: str, content: dict[str, object]) -> None:
-    """Writes a run to `results/NAME`, with the versions it ran on."""
+    """Writes a run to `results/NAME`, with the versions and the processor's vector instructions that it ran on."""
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
     }
     RESULTS.mkdir(exist_ok=True)
     run = {"threads": torch.get_num_threads(), "versions": versions, **content}

@@ -5,8 +5,8 @@
 One process, float32, normal data, fresh vectors for every turn; every step in turn, in another order each turn;
 median and quartiles of the ratios taken turn by turn, beside an A/A pair. Before anything is timed the answers are compared.
 scikit-learn gets its inputs in the layout it wants, and its default settings.
-Then mean |x - x^|^2 / |x|^2 of both pursuits: on normal data, on clusters, and on the embedded model's own keys (before
-RoPE) and values, whose dictionary are the centroids of other vectors of the layer.
+Then what the pages of a Gram matrix take; and mean |x - x^|^2 / |x|^2 of both pursuits: on normal data, on clusters, and on the
+embedded model's own keys (before RoPE) and values, whose dictionary are the centroids of other vectors of the layer.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from calib.capture.generated import sampled_text
+from calib.kernels.huge_pages import empty_large
 from calib.kernels.matching_pursuit.reference import (
     desparsify,
     gram_is_cheaper,
@@ -50,6 +51,7 @@ RATIOS = {
     "scikit-learn / orthogonal matching pursuit": (PEER, ORTHOGONAL),
     "products / Gram": ("by products", "by Gram"),
 }
+PAGES = {"as it comes / large": ("as it comes", "large")}
 
 
 def loop_torch(x: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,6 +131,19 @@ def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
     errors = compare(torch.randn(min(vectors, 256), WIDTH, generator=draw), atoms)
     run = turn_by_turn(lambda _: steps(torch.randn(vectors, WIDTH, generator=draw), atoms), turns, RATIOS, warm=1)
     return {"mean_relative_error": errors, **run}
+
+
+def pages(turns: int) -> list[dict[str, object]]:
+    """A Gram matrix written to fresh memory as it comes, and to that of `empty_large`: milliseconds and their ratio."""
+    rows: list[dict[str, object]] = []
+    for count in (2048, 4096, 8192):
+        atoms = normalize(torch.randn(count, WIDTH), dim=-1)
+        ways: dict[str, Callable[[], object]] = {
+            "as it comes": lambda atoms=atoms: atoms @ atoms.mT,
+            "large": lambda atoms=atoms: torch.mm(atoms, atoms.mT, out=empty_large(len(atoms), len(atoms), like=atoms)),
+        }
+        rows.append({"atoms": count, **turn_by_turn(lambda _, ways=ways: ways, turns, PAGES, warm=1)})
+    return rows
 
 
 def forms(vectors: int, turns: int) -> list[dict[str, object]]:
@@ -211,6 +226,9 @@ def main() -> None:
     torch.manual_seed(0)
     run = measure(asked.vectors, asked.atoms, asked.turns)
     show(run)
+    room = pages(asked.turns)
+    for row in room:
+        print(row)
     table = forms(asked.vectors, asked.turns)
     for row in table:
         print(row)
@@ -220,7 +238,7 @@ def main() -> None:
         print(f"{row['orthogonal/matching']:.3f}")
     if asked.write:
         sizes = {"vectors": asked.vectors, "atoms": asked.atoms, "head_dim": WIDTH, "sparsity": SPARSITY}
-        keep(RESULT, {**sizes, "turns": asked.turns, **run, "forms": table, "errors": found})
+        keep(RESULT, {**sizes, "turns": asked.turns, **run, "pages": room, "forms": table, "errors": found})
 
 
 if __name__ == "__main__":

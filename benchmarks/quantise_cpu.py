@@ -4,11 +4,12 @@
 
 One process, float32, one layer's keys and values `[1, 8, tokens, 128]`. Ours are the codecs of `kivi` (keys in groups of 32
 tokens of a channel, values in groups of 32 channels of a token) and, to compare the same group, values' for both; from float
-tokens to packed words and 16-bit parameters. quanto: its MaxOptimizer and `quantize_weight`, and hqq: its `Quantizer.quantize`,
-with transformers' arguments and groups of 32. `clone` copies the same tokens: what memory alone costs. Data: normal with
-outlier channels and tokens, fresh in every turn. Before anything is timed every side decodes what it encoded, and its error is
-kept beside its speed. Every step in turn, in another order each turn; median and quartiles of the ratios taken turn by turn,
-beside an A/A pair. hqq optimises for a second or more, so that it has a third of the turns, apart from the others.
+tokens to packed words and 16-bit parameters, in pieces as a store has it done. quanto: its MaxOptimizer and
+`quantize_weight`, and hqq: its `Quantizer.quantize`, with transformers' arguments and groups of 32. `clone` copies the same
+tokens: what memory alone costs. Data: normal with outlier channels and tokens, fresh in every turn. Before anything is timed
+every side decodes what it encoded, and its error is kept beside its speed. Every step in turn, in another order each turn;
+median and quartiles of the ratios taken turn by turn, beside an A/A pair. hqq optimises for a second or more, so that it has
+a third of the turns, apart from the others.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from protocol import keep, show, turn_by_turn
 from torch import Tensor
 
 from calib.runtime.stages.codec import UniformQuant
+from calib.runtime.stages.codec.encoded import encoded
+from calib.runtime.stages.transform import Identity
 
 RESULT = "quantise_cpu.json"
 HEADS, CHANNELS, GROUP = 8, 128, 32
@@ -49,7 +52,12 @@ def tokens(count: int, seed: int) -> Pair:
 
 def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
     """For each side what encodes keys and values."""
-    by_channel, by_token = UniformQuant(bits, (GROUP, 1)).encode, UniformQuant(bits, (1, GROUP)).encode
+
+    def ours(group: tuple[int, int]) -> Callable[[Tensor], object]:
+        codec = UniformQuant(bits, group)
+        return lambda x: encoded(Identity(), codec, x, codec.wide(x))
+
+    by_channel, by_token = ours((GROUP, 1)), ours((1, GROUP))
     kind, optimizer = {4: qint4, 2: qint2}[bits], MaxOptimizer()
 
     def quanto(x: Tensor) -> Tensor:

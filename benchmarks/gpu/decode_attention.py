@@ -70,6 +70,16 @@ def gear(bench: Bench) -> Measured:
     return measured(bench, "gear", shape_a(bench), {}, materialised=True)
 
 
+def components(bench: Bench) -> Measured:
+    """Transform coding at 2 bits: keys before RoPE are put together tile by tile, and turned; after it they fold into the query."""
+    figures, details = {}, {}
+    for rope in ("before", "after"):
+        found = measured(bench, "klt", shape_a(bench), {"bits": 2.0, "block": 128, "rope": rope})
+        figures |= {f"{name}, {rope} RoPE": value for name, value in found.figures.items()}
+        details[rope] = found.details
+    return Measured(figures, details)
+
+
 @torch.no_grad()
 def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], materialised: bool = False) -> Measured:
     """Figures "speedup", "share of copy" (of packed bytes read), and "against materialise"."""

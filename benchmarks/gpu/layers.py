@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.bases import made_up
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.inputs import queries, tokens
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.logits import Logits
 from calib.runtime.memory import measure
 from calib.runtime.methods import Geometry, build
+from calib.runtime.rotation import Rotation
 from calib.runtime.store import Place
 
 
@@ -26,9 +29,15 @@ class Heads:
 
 
 def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
-    """An empty layer of `method`."""
-    plan = build(method, options).plan(0, Geometry(1, heads.kv_heads, heads.head_dim), None)
-    return CompressedLayer(plan, plan.rows(1, None), Place())
+    """An empty layer of `method`; bases, where it needs any, are made up."""
+    geometry, artifact, place = Geometry(1, heads.kv_heads, heads.head_dim), None, Place()
+    if method == "klt":
+        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+        shape = {"num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **shape))
+        artifact, place = made_up(model), Place(rotation=Rotation.of(model, ""))
+    plan = build(method, options).plan(0, geometry, artifact)
+    return CompressedLayer(plan, plan.rows(1, None), place)
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calib.kernels.huge_pages import empty_large
+
 # Correlations in memory at once: on a CPU what stays in the cache of a core or two, elsewhere what fills the device.
-TILE_ELEMENTS = {"cpu": 2**19}
+TILE_ELEMENTS = {"cpu": 2**20}
 DEVICE_TILE_ELEMENTS = 2**26
 
 # Neighbours of which first the largest is taken: a place in a short row is cheap, in a long one it is a slow loop.
@@ -21,7 +23,7 @@ BASES_ELEMENTS = 2**21
 # The largest Gram matrix, 256 MiB; and, in multiply-adds of a matrix product, an entry moved: a row's taken from the
 # matrix, scaled and subtracted, or one of a new matrix written. Measured on a CPU (benchmarks/pursuit_cpu.py).
 GRAM_ELEMENTS = 2**26
-UPDATE_COST = 36
+UPDATE_COST = 16
 
 # What is left of an atom outside the span of others below this is the rounding of its float16 entries.
 DEPENDENT = 2**-10
@@ -46,17 +48,17 @@ def gram_is_cheaper(vectors: int, count: int, width: int, sparsity: int) -> bool
 @torch.no_grad()
 def pursuit_by_gram(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
     """Correlations kept up to date: R' . d_j = R . d_j - (R . d_i) (d_i . d_j). R is formed last, for the coefficients."""
-    gram, (index, coefficient) = atoms @ atoms.mT, no_pairs(x, sparsity)
+    gram = torch.mm(atoms, atoms.mT, out=empty_large(len(atoms), len(atoms), like=atoms))
+    residual, (index, coefficient) = x.clone(), no_pairs(x, sparsity)
     rows = tile_rows(x, len(atoms))
-    for vectors, chosen, kept in zip(x.split(rows), index.split(rows), coefficient.split(rows), strict=True):
+    for vectors, chosen in zip(x.split(rows), index.split(rows), strict=True):
         correlations = vectors @ atoms.mT
         for step in range(sparsity):
             chosen[:, step], part = strongest(correlations)
             if step + 1 < sparsity:
                 correlations.addcmul_(gram.index_select(0, chosen[:, step]), part[:, None], value=-1)
-        residual = vectors.clone()
-        for step in range(sparsity):
-            kept[:, step] = taken_away(residual, atoms, chosen[:, step])
+    for step in range(sparsity):
+        coefficient[:, step] = taken_away(residual, atoms, index[:, step])
     return index, coefficient
 
 
@@ -135,7 +137,8 @@ def strongest(correlations: Tensor) -> tuple[Tensor, Tensor]:
     sizes, missing = correlations.abs(), -correlations.shape[-1] % RUN
     runs = (F.pad(sizes, (0, missing)) if missing else sizes).unflatten(-1, (-1, RUN))
     run = runs.amax(-1).argmax(-1)
-    inside = runs[torch.arange(len(runs), device=run.device), run].argmax(-1)
+    first = torch.arange(0, runs.shape[0] * runs.shape[1], runs.shape[1], device=run.device)
+    inside = runs.flatten(0, 1).index_select(0, first + run).argmax(-1)
     index = run * RUN + inside
     return index, correlations.gather(-1, index[:, None])[:, 0]
 

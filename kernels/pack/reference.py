@@ -79,8 +79,13 @@ def _merges(bits: int | Widths) -> list[tuple[int, int, int, int]]:
 
 def pack(codes: Tensor, bits: int | Widths) -> Tensor:
     """Codes `[..., D]` (integers below 2**width of their field, any dtype) -> words `[..., W]` int16."""
-    count, width = planes(bits), words_per_token(codes.shape[-1], bits)
-    words, missing = codes.to(torch.int16, copy=True), count * width - codes.shape[-1]
+    return pack_away(codes.to(torch.int16, copy=True), bits)
+
+
+def pack_away(words: Tensor, bits: int | Widths) -> Tensor:
+    """The same of codes in int16 that nobody needs any more: they are overwritten."""
+    count, width = planes(bits), words_per_token(words.shape[-1], bits)
+    missing = count * width - words.shape[-1]
     words = F.pad(words, (0, missing)) if missing else words
     for first, last, distance, factor in _merges(bits):
         # No two planes share a bit, so that sums are unions.

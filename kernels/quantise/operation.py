@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
-from calib.kernels.pack.reference import pack
+from calib.kernels.pack.reference import pack_away
 from calib.kernels.quantise.reference import measure, quantise
 
 HALF_MAX = torch.finfo(torch.float16).max
@@ -74,7 +74,7 @@ def encode_uniform(
                 return triton.encode_uniform(x, group, bits, clip, parameter_dtype, across_heads, before)
     y = before.forward(x)
     parameters = stored_parameters(y, group, bits, clip, parameter_dtype, across_heads)
-    return pack(quantise(y, parameters, group, bits), bits), parameters
+    return pack_away(quantise(y, parameters, group, bits), bits), parameters
 
 
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, before: Before = AS_IT_IS) -> Tensor:
@@ -97,7 +97,7 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, before: Before = AS
     bound = clip if isinstance(clip, Tensor) else torch.full((1, 1, 1), clip, device=x.device)
     fixed = torch.cat([bound * (2 / (2**bits - 1)), -bound], -1)
     # One group that holds the whole head: the constants broadcast.
-    return pack(quantise(y, fixed, (y.shape[-2], y.shape[-1]), bits), bits)
+    return pack_away(quantise(y, fixed, (y.shape[-2], y.shape[-1]), bits), bits)
 
 
 def stored_parameters(

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tolerances import BORDER, FLOAT32
 
 from calib.runtime.stages.codec import Exact, UniformQuant
+from calib.runtime.stages.codec.encoded import PIECE, at_once, encoded
+from calib.runtime.stages.transform import Identity
 
 pytestmark = pytest.mark.arithmetic
 
@@ -165,6 +167,27 @@ def test_a_row_alone_gives_the_same_bits(problem):
     first = codec.encode(x[:, :, :half])
     for name, part in first.items():
         assert torch.equal(part.float(), together[name][:, :, : part.shape[2]].float()), name
+
+
+@law
+@given(problems(), st.sampled_from([1, 2**9, 2**11, 2**20]), st.booleans(), st.booleans())
+def test_pieces_give_the_bits_of_the_whole(problem, piece, across_heads, ordered):
+    codec, x = problem
+    if across_heads and codec.group is not None and codec.group[1] is None:
+        codec = UniformQuant(codec.bits, codec.group, 0.9, across_heads=True)
+    order = (
+        torch.randperm(x.shape[2], generator=torch.Generator().manual_seed(1)).expand(*x.shape[:3]) if ordered else None
+    )
+    given_order, wide = x if order is None else x[:, :, order[0, 0]], codec.wide(x)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(PIECE, UniformQuant, piece)
+        most = at_once(codec, x, x.shape[2])
+        assert most == x.shape[2] if codec.over_all_tokens else most % codec.token_group() == 0
+        assert most <= max(piece // x[:, :, 0].numel(), codec.token_group()) or codec.over_all_tokens
+        found = encoded(Identity(), codec, x, wide, order)
+    expected = codec.encode(given_order, wide)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], part) for name, part in expected.items())
 
 
 @law

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calib.kernels.attend.reference import code_mix, code_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
-from calib.kernels.pack.reference import pack, unpack, unpack_columns
+from calib.kernels.pack.reference import pack_away, unpack, unpack_columns
 from calib.runtime.numbers import upload
 from calib.runtime.stages.contract import Block, Field, Segment
 
@@ -55,7 +55,7 @@ class MixedQuant:
         most = self.levels(x.device)
         codes = (x / self.step(x.device)).add_(most / 2).round_().clamp_(min=0)
         codes = torch.minimum(codes, most, out=codes).to(torch.int16)
-        return {"words": join_heads(pack(codes, self.widths), self.counts)}
+        return {"words": join_heads(pack_away(codes, self.widths), self.counts)}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""

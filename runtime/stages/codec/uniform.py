@@ -50,6 +50,11 @@ class UniformQuant:
         if self.across_heads and (self.group is None or self.group[1] is not None):
             raise ValueError(f"across_heads needs a group over all channels, (tokens, None), got {self.group!r}")
 
+    @property
+    def over_all_tokens(self) -> bool:
+        """Whether all tokens of a block share parameters."""
+        return self.group is not None and self.group[0] is None
+
     def token_group(self) -> int:
         """Tokens that share parameters; those of a whole-axis group come in one block of any length, so 1."""
         return (self.group[0] or 1) if self.group else 1
@@ -60,7 +65,7 @@ class UniformQuant:
         """`words`, and with a group `parameters`, scales and then zero points, in float16 (float32 when `wide`)."""
         fields = {"words": Field(1, words_per_token(head_dim, self.bits), torch.int16, "codes")}
         if self.group is not None:
-            if self.group[0] is None and segment is None:
+            if self.over_all_tokens and segment is None:
                 raise ValueError(
                     f"parameters of a group over all tokens have no place in pages, got group {self.group}; give a number of tokens"
                 )
