@@ -39,7 +39,7 @@ THREADS = 2
 PASSIVE = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as `calib.cli` has it
 OUTPUT = "fitted.calib.safetensors"
 RUN = Path("runs/fitted")
-STAGES = ("statistics", "clip", "evaluate", "dictionaries")
+STAGES = ("statistics", "sensitivity", "clip", "evaluate", "dictionaries", "losses")
 WIDE = [
     "--data.length=512", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",
     "--model.clip_sequences=2", "--model.dictionary.atoms=64", "--model.dictionary.samples=8192",
@@ -114,7 +114,8 @@ def measure(name: str) -> dict[str, Any]:
         child("fit", *words)
         grown, after = json.loads(Path("grown.json").read_text()), planned(words)
         model = next(Path(word.partition("=")[2]) for word in words if word.startswith("--model.path="))
-        ends = [(RUN / file).stat().st_mtime for file in ("config.yaml", *(f"{stage}.ckpt" for stage in STAGES))]
+        files = [RUN / "config.yaml", *(RUN / f"{stage}.ckpt" for stage in STAGES[:-1]), Path(OUTPUT)]
+        ends = [file.stat().st_mtime for file in files]
         taken = {stage: end - start for stage, start, end in zip(STAGES, ends, ends[1:], strict=False)}
         caches = measured_caches(model)
         checkpoint, artifact = (RUN / "evaluate.ckpt").stat().st_size, Path(OUTPUT).stat().st_size

@@ -5,6 +5,7 @@ token. A budget in allowed loss is read off it.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -44,22 +45,20 @@ def loss_curve(
     Raises ValueError where this model cannot be compressed.
     """
     tokens = tokens[:sequences].to(entry_device(model))
-    prefix = tokens.shape[1] - tokens.shape[1] // ANSWER
-    exact = []
-    for row in tokens:
-        logits = model(row[None], use_cache=False, logits_to_keep=len(row) - prefix).logits[0, prefix - len(row) :]
-        exact.append(logits.float().log_softmax(-1))
-    rope = rope_of(artifact, rope)
-    found, budgets = [], allocator(artifact, rope)
-    for budget in bits:
-        if budget < budgets.least_bits:
-            continue  # heads of few channels have no such narrow words
-        loss = 0.0
-        with compress(model, "klt", artifact=artifact, bits=budget, rope=rope, window=0) as cache:
-            for row, said in zip(tokens, exact, strict=True):
+    prefix, rope = tokens.shape[1] - tokens.shape[1] // ANSWER, rope_of(artifact, rope)
+    budgets = allocator(artifact, rope)
+    told = [budget for budget in bits if budget >= budgets.least_bits]  # heads of few channels have no narrower words
+    losses = dict.fromkeys(told, 0.0)
+    with ExitStack() as opened:
+        options = {"artifact": artifact, "rope": rope, "window": 0}
+        caches = {budget: opened.enter_context(compress(model, "klt", bits=budget, **options)) for budget in told}
+        for row in tokens:  # one at a time: what is said over a large vocabulary is large
+            whole = model(row[None], use_cache=False, logits_to_keep=len(row) - prefix).logits[0, prefix - len(row) :]
+            said = whole.float().log_softmax(-1)
+            for budget, cache in caches.items():
                 cache.reset()
                 model(row[None, :prefix], past_key_values=cache, logits_to_keep=1)
                 coded = model(row[None, prefix:], past_key_values=cache).logits[0].float().log_softmax(-1)
-                loss += float((said.exp() * (said - coded)).sum(-1).mean())
-        found.append((budgets.at_bits(budget).error, max(0.0, loss / len(tokens))))
+                losses[budget] += float((said.exp() * (said - coded)).sum(-1).mean())
+    found = [(budgets.at_bits(budget).error, max(0.0, loss / len(tokens))) for budget, loss in losses.items()]
     return {LOSSES[rope]: torch.tensor(sorted(found)).cummax(0).values}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from live_tensors import live_tensors
 from toy_artifact import toy_artifact, toy_model, toy_tensors
 
 from calib.fit.loss_curve import BITS, loss_curve
@@ -33,6 +34,20 @@ def test_losses_are_divergences_behind_a_coded_prefix():
     rest = {name: tensor for name, tensor in artifact.tensors.items() if "before" not in name}
     (found,) = loss_curve(model, toy_artifact(tensors=rest), tokens).items()
     assert found[0] == "klt.loss" and torch.equal(found[1], curves["after"])
+
+
+def test_what_was_said_is_held_for_one_sequence_at_a_time():
+    """Over a large vocabulary it is the largest thing of the stage."""
+    model, artifact, held = toy_model(), toy_artifact(), []
+    tokens = torch.randint(3, 64, (16, 64), generator=torch.Generator().manual_seed(0))
+    model.register_forward_pre_hook(lambda *_: held.append(live_tensors()[1]))
+    most = []
+    for sequences in (2, 16):
+        held.clear()
+        loss_curve(model, artifact, tokens[:sequences], bits=(4.0, 2.0))
+        most.append(max(held))
+    of_one = 4 * (tokens.shape[1] // 4) * model.config.vocab_size
+    assert most[1] - most[0] < of_one + tokens.nbytes
 
 
 @pytest.mark.parametrize(
