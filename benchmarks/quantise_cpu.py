@@ -27,6 +27,7 @@ from calib.runtime.stages.transform import Identity
 
 RESULT = "quantise_cpu.json"
 HEADS, CHANNELS, GROUP = 8, 128, 32
+BLOCK = 128  # tokens that decode steps leave to be encoded together; more are a prompt
 WORST = 2.0  # of one side's error to another's: beyond that they do not do the same
 
 # Pairs of steps: the first is divided by the second.
@@ -55,7 +56,8 @@ def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
 
     def ours(group: tuple[int, int]) -> Callable[[Tensor], object]:
         codec = UniformQuant(bits, group)
-        return lambda x: encoded(Identity(), codec, x, codec.wide(x))
+        # Whether parameters need 32 bits is asked of a prompt; blocks behind it do as it does.
+        return lambda x: encoded(Identity(), codec, x, x.shape[2] > BLOCK and codec.wide(x))
 
     by_channel, by_token = ours((GROUP, 1)), ours((1, GROUP))
     kind, optimizer = {4: qint4, 2: qint2}[bits], MaxOptimizer()

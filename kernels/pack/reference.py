@@ -89,9 +89,10 @@ def pack_away(words: Tensor, bits: int | Widths) -> Tensor:
     words = F.pad(words, (0, missing)) if missing else words
     for first, last, distance, factor in _merges(bits):
         # No two planes share a bit, so that sums are unions.
-        later = words[..., (first + distance) * width : (last + distance) * width]
-        words[..., first * width : last * width].add_(later, alpha=factor)
-    return words[..., :width].contiguous()
+        run = (last - first) * width
+        later = words.narrow(-1, (first + distance) * width, run)
+        words.narrow(-1, first * width, run).add_(later, alpha=factor)
+    return words.narrow(-1, 0, width).contiguous()
 
 
 def unpack(words: Tensor, bits: int | Widths, channels: int) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 def grouped(x: Tensor, group: tuple[int, int]) -> Tensor:
     """View of `x [..., T, D]` as `[..., T/g_t, g_t, D/g_c, g_c]`."""
-    tokens, channels = x.shape[-2:]
-    return x.unflatten(-1, (channels // group[1], group[1])).unflatten(-3, (tokens // group[0], group[0]))
+    *outer, tokens, channels = x.shape
+    return x.view(*outer, tokens // group[0], group[0], channels // group[1], group[1])
 
 
 def ungrouped(x: Tensor) -> Tensor:
