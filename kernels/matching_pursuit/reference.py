@@ -20,10 +20,11 @@ RUN = 64
 # Vectors of an orthogonal pursuit at once: their bases are `[vectors, s, d]`.
 BASES_ELEMENTS = 2**21
 
-# The largest Gram matrix, 256 MiB; and, in multiply-adds of a matrix product, an entry moved: a row's taken from the
-# matrix, scaled and subtracted, or one of a new matrix written. Measured on a CPU (benchmarks/pursuit_cpu.py).
+# The largest Gram matrix, 256 MiB; and, in multiply-adds of a matrix product, what an entry moved counts: a row's taken from the
+# matrix, scaled and subtracted, or one of a new matrix written. A CPU breaks even near 16 (benchmarks/pursuit_cpu.py); more, since
+# products made anew carry no rounding of the steps before.
 GRAM_ELEMENTS = 2**26
-UPDATE_COST = 16
+UPDATE_COST = 36
 
 # What is left of an atom outside the span of others below this is the rounding of its float16 entries.
 DEPENDENT = 2**-10
