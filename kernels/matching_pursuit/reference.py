@@ -21,8 +21,8 @@ RUN = 64
 BASES_ELEMENTS = 2**21
 
 # The largest Gram matrix, 256 MiB; and, in multiply-adds of a matrix product, what an entry moved counts: a row's taken from the
-# matrix, scaled and subtracted, or one of a new matrix written. A CPU breaks even near 16 (benchmarks/pursuit_cpu.py); more, since
-# products made anew carry no rounding of the steps before.
+# matrix, scaled and subtracted, or one of a new matrix written. Above what a CPU measures (below 17.5, `forms` of
+# benchmarks/pursuit_cpu.py), since products made anew carry no rounding of the steps before.
 GRAM_ELEMENTS = 2**26
 UPDATE_COST = 36
 
