@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.capture.capture import capturing
 from calib.capture.device_map import entry_device
 from calib.capture.gradients import ANSWER
+from calib.capture.sample import LayerSample
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import allocator, rope_of
 from calib.runtime.artifact.transform_tensors import LOSSES
+from calib.runtime.cache import CompressedCache
 from calib.runtime.compress import compress
+from calib.runtime.layer import CompressedLayer
+from calib.runtime.logits import Logits
 
 BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
 SEQUENCES = 16
@@ -33,7 +38,8 @@ def loss_curve(
 ) -> dict[str, Tensor]:
     """The tensor, by its name; both columns increase.
 
-    The last quarter of each sequence is said behind a prefix of which all but its first tokens are coded.
+    The last quarter of each sequence is said behind a prefix of which all but its first tokens are coded. The prefix is read once,
+    exactly: its keys and values go to the caches of all budgets.
 
     Args:
         model: the one that the artifact was fitted on.
@@ -53,12 +59,29 @@ def loss_curve(
         options = {"artifact": artifact, "rope": rope, "window": 0}
         caches = {budget: opened.enter_context(compress(model, "klt", bits=budget, **options)) for budget in told}
         for row in tokens:  # one at a time: what is said over a large vocabulary is large
-            whole = model(row[None], use_cache=False, logits_to_keep=len(row) - prefix).logits[0, prefix - len(row) :]
-            said = whole.float().log_softmax(-1)
-            for budget, cache in caches.items():
+            for cache in caches.values():
                 cache.reset()
-                model(row[None, :prefix], past_key_values=cache, logits_to_keep=1)
+            said = exact_answers(model, row, prefix, list(caches.values()))
+            for budget, cache in caches.items():
                 coded = model(row[None, prefix:], past_key_values=cache).logits[0].float().log_softmax(-1)
                 losses[budget] += float((said.exp() * (said - coded)).sum(-1).mean())
     found = [(budgets.at_bits(budget).error, max(0.0, loss / len(tokens))) for budget, loss in losses.items()]
     return {LOSSES[rope]: torch.tensor(sorted(found)).cummax(0).values}
+
+
+def exact_answers(model: PreTrainedModel, row: Tensor, prefix: int, caches: Sequence[CompressedCache]) -> Tensor:
+    """What the model says behind each token from `prefix` on, float32 `[tokens - prefix, vocabulary]` log-probabilities; the
+    empty `caches` hold the `prefix` tokens before them afterwards."""
+
+    def store(sample: LayerSample) -> None:
+        query, keys, values = (part[:, :, :prefix] for part in (sample.queries, sample.keys, sample.values))
+        logits = Logits(sample.scaling, sample.softcap, sample.window)
+        for cache in caches:
+            layer, _ = cache.update(keys, values, sample.layer)
+            if isinstance(layer, CompressedLayer):
+                layer.attend(query, None, logits)
+
+    order = torch.arange(len(row), device=row.device)[None]
+    with capturing(model, torch.ones_like(order, dtype=torch.bool), order, order, store):
+        whole = model(row[None], use_cache=False, logits_to_keep=len(row) - prefix).logits[0, prefix - len(row) :]
+    return whole.float().log_softmax(-1)

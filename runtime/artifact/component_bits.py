@@ -81,6 +81,8 @@ class Allocator:
         both = torch.cat([errors[role] for role in ROLES])  # [streams, heads, D, 9]
         self.curves = _curves(both, self.patterns, self.unit)  # [streams, heads, patterns, units + 1]
         self.units = torch.arange(self.curves.shape[-1], dtype=self.curves.dtype)
+        # Every layer's plan asks for the whole model's allocation.
+        self._known: dict[tuple[str, float], Allocation] = {}
 
     @property
     def least_bits(self) -> float:
@@ -94,10 +96,12 @@ class Allocator:
                 f"bits must be a number from {self.least_bits:.3g} (a word a layer) to {MOST_BITS}, "
                 f"got {printable(bits)}; 2 is usual"
             )
-        budget = math.floor(bits * 2 * self.layers * self.heads * self.channels / (WORD_BITS * self.unit) + 1e-9)
-        _, price = self._prices(lambda curves, chosen, counts: int(counts.sum()) > budget)
-        chosen, counts = self._bought(self.curves, price)
-        return self._allocation(chosen, self._spent(chosen, counts, budget))
+        if ("bits", bits) not in self._known:
+            budget = math.floor(bits * 2 * self.layers * self.heads * self.channels / (WORD_BITS * self.unit) + 1e-9)
+            _, price = self._prices(lambda curves, chosen, counts: int(counts.sum()) > budget)
+            chosen, counts = self._bought(self.curves, price)
+            self._known["bits", bits] = self._allocation(chosen, self._spent(chosen, counts, budget))
+        return self._known["bits", bits]
 
     def at_error(self, error: float) -> Allocation:
         """Few bits with at most this error, the fewest to some per cent. Raises ValueError where no budget does it."""
@@ -110,8 +114,10 @@ class Allocator:
         def enough(curves: Tensor, chosen: Tensor, counts: Tensor) -> bool:
             return self._error(curves, chosen, counts) <= error
 
-        price, _ = self._prices(enough)
-        return self._allocation(*self._bought(self.curves, price))
+        if ("error", error) not in self._known:
+            price, _ = self._prices(enough)
+            self._known["error", error] = self._allocation(*self._bought(self.curves, price))
+        return self._known["error", error]
 
     def _prices(self, much: Callable[[Tensor, Tensor, Tensor], bool]) -> tuple[float, float]:
         """Two prices of a word, near each other: at the lower one `much` is bought, and at the higher one it is not."""
