@@ -3,7 +3,7 @@
 The whole prompt is prefilled, as a user's `generate` does: the first token is predicted from the exact prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache
 
 from calib.errors import RunError
 
+TAIL = 8  # of a prompt's tokens, which tell a text's front from what goes on behind it
+
 
 class Prompt(NamedTuple):
     """Ids of a prompt, at least one, to be gone on from for at most `new` tokens or until one of the texts `until`.
@@ -33,11 +35,35 @@ class Prompt(NamedTuple):
     options: dict[str, Any]
 
 
+def alone(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
+    """The text of `ids`, whatever stands before them."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def behind(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
+    """The text of `ids` behind `context`, to the character.
+
+    Some decoders take a space off the front of a text; here that is in its middle, and may be indentation.
+    """
+    tail = context[-TAIL:]
+    start, whole = (
+        str(tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for part in (tail, tail + ids)
+    )
+    return whole[len(start) :] if whole.startswith(start) else alone(tokenizer, context, ids)
+
+
 @torch.no_grad()
 def generated(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Cache, rows: Sequence[Prompt]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Cache,
+    rows: Sequence[Prompt],
+    decode: Callable[[PreTrainedTokenizerBase, list[int], list[int]], str] = alone,
 ) -> list[str]:
     """What the model adds to each prompt before the first of its stop texts; settings are the first row's.
+
+    decode: a row's text, `decode(tokenizer, ids of the prompt, new ids)`; `alone` is lm-eval's.
 
     Raises RunError for logits that are NaN.
     """
@@ -57,9 +83,9 @@ def generated(
     last = model.generation_config.eos_token_id
     last = {last} if isinstance(last, int) else set(last or ())
     texts = []
-    for ids in made[:, tokens.shape[1] :].tolist():
+    for row, ids in zip(rows, made[:, tokens.shape[1] :].tolist(), strict=True):
         end = next((at for at, token in enumerate(ids) if token in last), len(ids))  # behind it the row was filled up
-        texts.append(before(tokenizer.decode(ids[:end], skip_special_tokens=True), first.until))
+        texts.append(before(decode(tokenizer, row.context, ids[:end]), first.until))
     return texts
 
 

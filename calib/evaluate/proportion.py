@@ -1,6 +1,7 @@
 """How many of how many, and what that says about the share it was drawn from."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z = 1.959964  # of 95 %
@@ -30,3 +31,12 @@ class Proportion:
         """For JSON."""
         low, high = self.interval
         return {"exact": self.share, "low": low, "high": high, "cases": self.cases}
+
+
+def exact_at(parts: Sequence[Sequence[str]], right: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """The share of right answers of every part, as {"exact at depth 0.25": ...}; `parts` names those of a row's answers."""
+    by_part: dict[str, list[bool]] = {}
+    for names, answers in zip(parts, right, strict=True):
+        for name, answer in zip(names, answers, strict=False):  # no names, no figures
+            by_part.setdefault(name, []).append(answer)
+    return {f"exact at {name}": sum(by_part[name]) / len(by_part[name]) for name in sorted(by_part)}

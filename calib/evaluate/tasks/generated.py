@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from calib.errors import UsageError
-from calib.evaluate.generation import Prompt, generated
-from calib.evaluate.proportion import Proportion
+from calib.evaluate.generation import Prompt, behind, generated
+from calib.evaluate.proportion import Proportion, exact_at
 from calib.evaluate.tasks.chat import Chat
 from calib.evaluate.tasks.contract import Subject
 
@@ -32,22 +32,30 @@ GREEDY = {
 
 
 class Question(NamedTuple):
-    """A prompt and what its answer must hold; `chance` is the share that guessing one of the prompt's items has right."""
+    """A prompt and what its answer is compared with.
+
+    Attributes:
+        prompt: the user's turn where there is a chat.
+        answer: what `GeneratedColumn.right` is given, plain JSON.
+        chance: the share that guessing one of the prompt's items has right.
+        begun: how the answer begins; the model goes on behind it.
+    """
 
     prompt: str
-    answer: str
+    answer: Any
     chance: float = 0.0
+    begun: str = ""
 
 
 class GeneratedBatch(NamedTuple):
     """Prompts that go through a cache together, and their answers."""
 
     prompts: list[Prompt]
-    answers: list[str]
+    answers: list[Any]
 
 
 class GeneratedColumn:
-    """Questions of one file.
+    """Questions that are answered one by one, such as those of a file.
 
     Args:
         subject: what is evaluated.
@@ -55,11 +63,13 @@ class GeneratedColumn:
         title: the column's.
         settings: what the questions depend on besides what is given here.
         questions: one a row.
-        right: whether a generated text holds an answer: `right(text, answer)`.
+        right: whether a generated text is right: `right(text, answer)`.
         new: tokens of an answer at most.
         stop: texts that end an answer.
         chat: what the questions are asked with; None: as they stand.
         longest: tokens of a prompt at most; None: as many as the model has room for before the answer.
+        parts: for each question the part that its figure belongs to, such as "depth 0.25"; none: no such figures.
+        measure_name: what the share of right answers is called.
 
     Attributes:
         cut: prompts that have lost their middle.
@@ -69,7 +79,6 @@ class GeneratedColumn:
         UsageError: no room for a prompt before the answer in the length that the model was made for.
     """
 
-    measure_name = "exact answers"
     reads_pages = False
 
     def __init__(
@@ -79,15 +88,17 @@ class GeneratedColumn:
         title: str,
         settings: dict[str, Any],
         questions: Sequence[Question],
-        right: Callable[[str, str], bool],
+        right: Callable[[str, Any], bool],
         new: int,
         stop: Sequence[str],
         chat: Chat | None,
         longest: int | None,
+        parts: Sequence[str] = (),
+        measure_name: str = "exact answers",
     ) -> None:
-        self.title, self.subject, self.right = title, subject, right
+        self.title, self.subject, self.right, self.measure_name = title, subject, right, measure_name
         room = room_for(subject, task, new, longest)
-        rows = [tokens_of(subject, question.prompt, chat) for question in questions]
+        rows = [tokens_of(subject, question, chat) for question in questions]
         self.cut = sum(room is not None and len(row) > room for row in rows)
         rows = [row if room is None else without_middle(row, room) for row in rows]
         self.rows = len(rows)
@@ -99,6 +110,7 @@ class GeneratedColumn:
         order = sorted(range(self.rows), key=lambda position: len(rows[position]))  # little padding; a stable order
         prompts = [Prompt(rows[position], new, until, dict(GREEDY)) for position in order]
         answers, size = [questions[position].answer for position in order], subject.batch_size
+        self.parts = [parts[position : position + 1] for position in order]  # none where there are no parts
         self._batches = [
             GeneratedBatch(prompts[at : at + size], answers[at : at + size]) for at in range(0, self.rows, size)
         ]
@@ -119,13 +131,14 @@ class GeneratedColumn:
         return self._batches
 
     def measure(self, cache: Cache, batch: GeneratedBatch) -> Tensor:
-        """[rows] bool: whether the text that was generated holds the answer."""
-        texts = generated(self.subject.model, self.subject.tokenizer, cache, batch.prompts)
+        """[rows] bool: whether the text that was generated is right."""
+        texts = generated(self.subject.model, self.subject.tokenizer, cache, batch.prompts, behind)
         return torch.tensor([self.right(text, answer) for text, answer in zip(texts, batch.answers, strict=True)])
 
     def summary(self, parts: Sequence[Tensor]) -> dict[str, float | int]:
-        """Share of right answers with its 95 % interval (Wilson)."""
-        return Proportion(int(torch.cat(list(parts)).sum()), self.rows).as_dict()
+        """Share of right answers with its 95 % interval (Wilson), and the parts' shares."""
+        right = torch.cat(list(parts))
+        return {**Proportion(int(right.sum()), self.rows).as_dict(), **exact_at(self.parts, right[:, None].tolist())}
 
     def words(self, figures: dict[str, float | int]) -> str:
         """ "0.940 [0.838, 0.979]"."""
@@ -136,11 +149,11 @@ class GeneratedColumn:
         return "{exact:.3f}".format(**figures)
 
 
-def tokens_of(subject: Subject, text: str, chat: Chat | None) -> list[int]:
-    """Ids of a prompt: the user's turn and the generation prompt with a chat, else the text behind the tokenizer's own
-    special tokens."""
-    asked = text if chat is None else chat.opened([{"role": "user", "content": text}])
-    return list(subject.tokenizer(asked, add_special_tokens=chat is None)["input_ids"])
+def tokens_of(subject: Subject, question: Question, chat: Chat | None) -> list[int]:
+    """Ids of all that stands before the generated text: the user's turn and the generation prompt with a chat, else the
+    prompt behind the tokenizer's own special tokens; then the answer's beginning."""
+    asked = question.prompt if chat is None else chat.opened([{"role": "user", "content": question.prompt}])
+    return list(subject.tokenizer(asked + question.begun, add_special_tokens=chat is None)["input_ids"])
 
 
 def room_for(subject: Subject, task: str, new: int, longest: int | None) -> int | None:

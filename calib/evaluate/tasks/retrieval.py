@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from calib.documents.generators import POOLS, Keys, Piece, RetrievalCase, Style, keyed_lines, keyed_random
 from calib.errors import RunError, UsageError
 from calib.evaluate.feed import Feed
-from calib.evaluate.proportion import Proportion
+from calib.evaluate.proportion import Proportion, exact_at
 from calib.evaluate.tasks.chat import Chat, check_chat
 from calib.evaluate.tasks.contract import Column, Subject, check_title, numbers, whole_number
 from calib.runtime.messages.printable import printable
@@ -206,11 +206,7 @@ class AnswersColumn:
         exact = torch.cat([part for part, _ in parts]).view(self.rows, -1)
         likely = torch.cat([part for _, part in parts])
         share = Proportion(round(int(exact.sum()) / exact.shape[1]), self.rows).as_dict()
-        by_part: dict[str, list[bool]] = {}
-        for names, answers in zip(self.parts, exact.tolist(), strict=True):
-            for name, answer in zip(names, answers, strict=False):  # no names, no figures
-                by_part.setdefault(name, []).append(answer)
-        grid = {f"exact at {name}": sum(by_part[name]) / len(by_part[name]) for name in sorted(by_part)}
+        grid = exact_at(self.parts, exact.tolist())
         return {**share, "exact": float(exact.double().mean()), "log_probability": float(likely.mean()), **grid}
 
     def words(self, figures: dict[str, float | int]) -> str:
