@@ -36,7 +36,11 @@ class RunningText:
 
     def window(self, rng: random.Random, tokens: int) -> list[str]:
         """Consecutive sentences from a random position, as many as fit into `tokens` tokens; after the last, the first."""
-        index, window = rng.randrange(len(self.sentences)), []
+        return self.beginning(rng.randrange(len(self.sentences)), tokens)
+
+    def beginning(self, index: int, tokens: int) -> list[str]:
+        """Consecutive sentences from sentence `index` on, as many as fit into `tokens` tokens; after the last, the first."""
+        window = []
         while self.tokens[index] <= tokens:
             tokens -= self.tokens[index]
             window.append(self.sentences[index])

@@ -255,7 +255,8 @@ def test_the_embedded_model_s_table_has_every_method_and_task():
     rows += request.methods
     assert {entry.name for entry in rows if isinstance(entry, MethodEntry)} == set(METHODS_THERE_ARE)
     assert {entry.peer for entry in request.methods if isinstance(entry, PeerEntry)} == set(PEERS) - {"offloaded"}
-    # These tasks have data of their own, which the project does not hold.
+    # These tasks have data of their own, which the project does not hold, and the embedded model was not taught to read pass keys.
+    elsewhere = ("lm_eval", "longeval", "gsm8k", "humaneval", "passkey")
     assert {type(task) for task in request.tasks} == {
-        kind for name, kind in TASKS_THERE_ARE.items() if name not in ("lm_eval", "longeval", "gsm8k")
+        kind for name, kind in TASKS_THERE_ARE.items() if name not in elsewhere
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from one_line import message
+from toy_chat import chat_tokenizer
 from toy_evaluation import figures, subject
 from toy_language_model import save_text, toy_model, toy_tokenizer
 
@@ -12,6 +13,7 @@ from calib.capture.language_model import load
 from calib.documents.splits import split_of
 from calib.errors import UsageError
 from calib.evaluate.tasks import Subject, build_task
+from calib.evaluate.tasks.needle import holds_all
 
 DEPTHS = [0, 0.25, 0.5, 0.75, 1]
 
@@ -102,6 +104,63 @@ def test_a_limit_cuts_cases_off(model, text):
     assert [name for name in found if "depth" in name] == [f"exact at depth {depth}" for depth in ("0", "0.25", "0.5")]
 
 
+def in_words(model, text, **options):
+    """A column of a needle in words, and (prompt, expected texts) of its rows."""
+    (column,) = columns(model, text, **{"lengths": [256], "needle": "san_francisco", "new_tokens": 8, **options})
+    decode = toy_tokenizer().decode
+    read = [
+        (decode(row.context, skip_special_tokens=True), answer)
+        for made in column.batches()
+        for row, answer in zip(made.prompts, made.answers, strict=True)
+    ]
+    return column, read
+
+
+SANDWICH = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+OWN = {"sentence": "It is blue.", "question": "What is it?", "expected": "blue"}
+
+
+def test_the_sentence_of_the_papers(model, text):
+    column, rows = in_words(model, text)
+    words = set(Path(text).read_text(encoding="utf-8").split())
+    for prompt, expected in rows:
+        hay, _, question = prompt.partition("\n\nWhat is")
+        assert question == " the best thing to do in San Francisco?\nAnswer:" and hay.count(SANDWICH) == 1
+        assert set(hay.replace(SANDWICH, "").split()) <= words
+        assert all(part in SANDWICH for part in expected) and 256 - 60 - 8 < len(prompt) <= 256 - 8
+    assert column.title == "needle 256" and column.rows == 15 and column.settings["cut_prompts"] == 0
+    assert column.settings["sentence"] == SANDWICH and "digits" not in column.settings
+    hashes = [in_words(model, text, **options)[0].settings["sha256"] for options in ({}, {}, {"seed": 8})]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_sentence_of_ones_own_at_its_depth(model, text):
+    for depth in (0, 1):
+        for hay in (
+            prompt.partition("\n\n")[0].strip() for prompt, _ in in_words(model, text, needle=OWN, depths=depth)[1]
+        ):
+            assert hay.startswith("It is blue. ") if depth == 0 else hay.endswith("\n It is blue.")
+
+
+def test_an_answer_holds_the_expected_texts(model, text):
+    assert holds_all("You sit in DOLORES park, with a sandwich.", ["sandwich", "Dolores Park"])
+    assert not holds_all("You sit in a park with a sandwich.", ["sandwich", "Dolores Park"])
+    column, said = in_words(model, text)[0], []
+    column.right = lambda answer, expected: bool(said.append(answer)) or holds_all(answer, expected)
+    assert figures(column, model, "kivi", residual=32)["exact"] == 0 and len(said) == 15
+    column, _ = in_words(model, text, needle={**OWN, "expected": [said[0][1:3].swapcase()]}, depths=[0, 1])
+    column.right = lambda answer, expected: expected == [said[0][1:3].swapcase()]
+    found = figures(column, model, "full")
+    assert (found["exact"], found["exact at depth 0"], found["exact at depth 1"]) == (1, 1, 1)
+
+
+def test_a_templates_words_count_for_sentences(model, text):
+    made = build_task("needle", {"lengths": 230, "needle": OWN, "new_tokens": 8, "text": text, "chat_template": True})
+    (asked,) = made.columns(Subject(model, chat_tokenizer(), 7, 4, 4))
+    for row in asked.batches()[0].prompts:
+        assert chat_tokenizer().decode(row.context).endswith("\n\nWhat is it?\n<a>") and len(row.context) <= 222
+
+
 @pytest.mark.full
 def test_sampled_text_and_a_model_that_finds_needles():
     """The embedded model finds every one; a window of the newest tokens loses those that lie before it."""
@@ -134,6 +193,17 @@ def test_sampled_text_and_a_model_that_finds_needles():
         ({"text": {"nam": "x"}}, "did you mean 'tasks.needle.text.name'?"),
         ({"natural_spacing": 1}, "'tasks.needle.natural_spacing' must be true or false, got 1"),
         ({"depth": 1}, "did you mean 'tasks.needle.depths'?"),
+        (
+            {"needle": "paris"},
+            "'paris' for 'tasks.needle.needle' (one of numbers, san_francisco, or {sentence:, question:, expected:})",
+        ),
+        ({"needle": ["numbers"]}, "invalid value ['numbers'] for 'tasks.needle.needle'"),
+        ({"needle": {**OWN, "expect": "blue"}}, "did you mean 'tasks.needle.needle.expected'?"),
+        ({"needle": {"sentence": "It is blue."}}, "invalid value None for 'tasks.needle.needle.question' (a text)"),
+        ({"needle": {**OWN, "sentence": " "}}, "invalid value ' ' for 'tasks.needle.needle.sentence' (a text)"),
+        ({"needle": {**OWN, "expected": []}}, "invalid value [] for 'tasks.needle.needle.expected' (a list of texts"),
+        ({"needle": {**OWN, "expected": ["blue", 3]}}, "invalid value ['blue', 3] for 'tasks.needle.needle.expected'"),
+        ({"new_tokens": 0}, "invalid value 0 for 'tasks.needle.new_tokens' (a whole number, at least 1)"),
     ],
 )
 def test_wrong_options(options, text):

@@ -12,12 +12,14 @@ from calib.evaluate.tasks.gsm8k import GSM8K
 from calib.evaluate.tasks.lm_eval import LmEval
 from calib.evaluate.tasks.longeval import LongEval
 from calib.evaluate.tasks.needle import Needle
+from calib.evaluate.tasks.passkey import Passkey
 from calib.evaluate.tasks.perplexity import Perplexity
 from calib.evaluate.tasks.retrieval import Retrieval
 
 TASKS: dict[str, type[Any]] = {
     "retrieval": Retrieval,
     "needle": Needle,
+    "passkey": Passkey,
     "perplexity": Perplexity,
     "agreement": Agreement,
     "distortion": Distortion,

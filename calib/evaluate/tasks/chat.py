@@ -68,7 +68,7 @@ class Chat:
             if start < 0:
                 raise UsageError(
                     f"tasks.{self.task}: this chat template writes answers otherwise than its generation prompt begins them; "
-                    "give chat_template: false, or a task that generates (longeval, gsm8k)"
+                    "give chat_template: false, or a task that generates (longeval, gsm8k, passkey)"
                 )
             found += [Piece(text[at:start], False), Piece(answer, True)]
             at = start + len(answer)
