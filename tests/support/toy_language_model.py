@@ -50,6 +50,17 @@ def toy_model(kind: str = "llama", seed: int = 0) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
+def letters_alone(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, changed so that whatever it reads, it goes on with letters from a to z: half of their logits are the other
+    half's negatives, and all others 0."""
+    ids = toy_tokenizer().convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    weights = model.lm_head.weight.data
+    half = weights[ids[:13]].clone()
+    weights.zero_()
+    weights[ids] = torch.cat([half, -half])
+    return model
+
+
 def toy_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, after `<pad>`, `<s>` and `</s>`."""
     alphabet = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

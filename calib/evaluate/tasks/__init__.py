@@ -9,6 +9,7 @@ from calib.evaluate.tasks.agreement import Agreement
 from calib.evaluate.tasks.contract import Column, Subject, Task, Written
 from calib.evaluate.tasks.distortion import Distortion
 from calib.evaluate.tasks.gsm8k import GSM8K
+from calib.evaluate.tasks.humaneval import HumanEval
 from calib.evaluate.tasks.lm_eval import LmEval
 from calib.evaluate.tasks.longeval import LongEval
 from calib.evaluate.tasks.needle import Needle
@@ -26,6 +27,7 @@ TASKS: dict[str, type[Any]] = {
     "lm_eval": LmEval,
     "longeval": LongEval,
     "gsm8k": GSM8K,
+    "humaneval": HumanEval,
 }
 
 __all__ = ["TASKS", "Column", "Subject", "Task", "Written", "build_task"]

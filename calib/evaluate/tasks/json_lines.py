@@ -1,5 +1,7 @@
-"""Cases from a local file with one JSON object a line, read line by line and checked as they are read."""
+"""Cases from a local file with one JSON object a line, plain or gzipped, read line by line and checked as they are read."""
 
+import gzip
+import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,7 +24,7 @@ def check_file(task: str, option: str, name: object, what: str) -> Path:
 
 
 class JsonLines:
-    """The objects of a file, one a line; empty lines are passed over.
+    """The objects of a file, one a line; empty lines are passed over. A name that ends with `.gz` is a gzipped file's.
 
     Args:
         task: the task's name, for messages.
@@ -65,7 +67,7 @@ class JsonLines:
 
     def _objects(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
-            with self.path.open("rb") as file:
+            with gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb") as file:
                 number = 0
                 while line := file.readline(LONGEST + 1):
                     number += 1
@@ -73,9 +75,10 @@ class JsonLines:
                         raise self.wrong(number, f"is longer than {LONGEST:,} bytes")
                     if line.strip():
                         yield number, self._object(number, line)
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:  # the last two of a gzipped file
+            reason = getattr(error, "strerror", None) or shortened(str(error), 80)
             raise UsageError(
-                f"tasks.{self.task}: {self._name()} cannot be read ({error.strerror}); give another file"
+                f"tasks.{self.task}: {self._name()} cannot be read ({reason}); give another file"
             ) from error
 
     def _object(self, number: int, line: bytes) -> dict[str, Any]:
