@@ -1,11 +1,11 @@
-"""`calib eval` with the tasks that read local files: a whole run, a template that makes other cells, one line for wrong data."""
+"""`calib eval` with the tasks that generate: whole runs, a template that makes other cells, one line for wrong data."""
 
 import json
 
 import pytest
 import yaml
 from toy_chat import chat_tokenizer
-from toy_language_model import save_toy
+from toy_language_model import letters_alone, save_toy, toy_model
 
 from calib import cli
 
@@ -19,11 +19,19 @@ def model(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """Made for more than the toy's 256 bytes, which the words about a pass key alone exceed; says letters alone."""
+    made = letters_alone(toy_model())
+    made.config.max_position_embeddings = 512
+    return str(save_toy(tmp_path_factory.mktemp("larger"), model=made))
+
+
 @pytest.fixture
 def evaluate(model, tmp_path, capsys):
     """Runs tasks; the exit status, what was printed, and the results where there are any."""
 
-    def run(*tasks):
+    def run(*tasks, model=model):
         config, output = tmp_path / "files.yaml", tmp_path / "out"
         config.write_text(yaml.safe_dump({"model": model, "methods": METHODS, "tasks": list(tasks)}))
         status = cli.main(["eval", "--config", str(config), "--output", str(output)])
@@ -72,8 +80,37 @@ def test_a_template_makes_other_cells(evaluate):
     assert "2 cells, 2 of them finished before" in evaluate(task)[1].out
 
 
-@pytest.mark.parametrize("task", ["longeval", "gsm8k"])
+def test_pass_keys_sentences_and_functions(evaluate, larger, tmp_path):
+    one = {"prompt": 'def one():\n    return 1\n\n\nSAID = """', "entry_point": "one"}
+    tests = [{**one, "test": f'"""\n\n\ndef check(one):\n    assert one() == {number}'} for number in (1, 2)]
+    sentence = {"sentence": "It is blue.", "question": "What is it?", "expected": ["blue"]}
+    short = {"depths": [0, 1], "cases": 1, "new_tokens": 6}
+    tasks = [
+        {"task": "passkey", "lengths": [400], **short},
+        {"task": "needle", "lengths": [200], "needle": sentence, **short},
+        {"task": "humaneval", "file": written(tmp_path / "toy.jsonl", *tests), "new_tokens": 6},
+    ]
+    status, shown, ran = evaluate(*tasks, model=larger)
+    assert status == 2 and ran is False
+    assert shown.err.startswith("calib: error: tasks.humaneval runs the code that the model writes")
+    tasks[2]["run_code"] = True
+    status, shown, results = evaluate(*tasks, model=larger)
+    assert status == 0 and "6 cells, 0 of them finished before" in shown.out
+    for cell, title in zip(results["cells"], ["passkey 400", "needle 200", "humaneval"] * 2, strict=True):
+        figures = cell["figures"]
+        assert (cell["column"], figures["cases"]) == (title, 2) and cell["sizes"]["measured_bytes"] > 0
+        assert figures["exact"] == (0.5 if title == "humaneval" else 0.0)
+        assert ("exact at depth 1" in figures) is (title != "humaneval")
+    assert "humaneval: pass@1" in (tmp_path / "out" / "report.md").read_text()
+    status, shown, _ = evaluate({**tasks[0], "chat_template": True}, model=larger)
+    assert status == 2 and "tasks.passkey.chat_template is true" in shown.err
+    status, shown, _ = evaluate(tasks[0])
+    assert status == 2 and "passkey takes 400 tokens and this model was made for 256; give" in shown.err
+
+
+@pytest.mark.parametrize("task", ["longeval", "gsm8k", "humaneval"])
 def test_wrong_data_are_one_line_before_anything_runs(evaluate, tmp_path, task):
-    status, shown, ran = evaluate({"task": task, "file": written(tmp_path / "wrong.jsonl", [1])})
+    allowed = {"run_code": True} if task == "humaneval" else {}
+    status, shown, ran = evaluate({"task": task, "file": written(tmp_path / "wrong.jsonl", [1]), **allowed})
     assert status == 2 and ran is False and shown.err.count("\n") == 1
     assert shown.err.startswith(f"calib: error: tasks.{task}: line 1 of ") and "is [1] and no object" in shown.err
