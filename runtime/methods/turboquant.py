@@ -11,7 +11,7 @@ from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, Direction
 from calib.runtime.stages.schedule import SlidingResidual
-from calib.runtime.stages.transform import RandomRotation
+from calib.runtime.stages.transform import Orthogonal
 
 ROTATIONS = {"keys": 0, "values": 1}  # seeds
 
@@ -50,6 +50,6 @@ class TurboQuant(Method):
         """Both streams, the same for every layer."""
         schedule, codec = SlidingResidual(self.residual), Direction.uniform(geometry.head_dim, self.bits)
         keys, values = (
-            StreamPlan(RandomRotation.drawn(geometry.head_dim, seed), codec, schedule) for seed in ROTATIONS.values()
+            StreamPlan(Orthogonal.drawn(geometry.head_dim, seed), codec, schedule) for seed in ROTATIONS.values()
         )
         return LayerPlan(keys, values)

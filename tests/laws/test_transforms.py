@@ -17,7 +17,7 @@ from calib.runtime.stages.transform import (
     MeasuredBalancer,
     MeasuredRange,
     MeasuredScale,
-    RandomRotation,
+    Orthogonal,
 )
 
 pytestmark = pytest.mark.arithmetic
@@ -41,7 +41,8 @@ def transforms(draw):
         ChannelScale(scale),
         Balancer(scale),
         ChannelRange.between(low, high),
-        RandomRotation.drawn(channels, 3),
+        Orthogonal.drawn(channels, 3),
+        Orthogonal.of(torch.linalg.qr(torch.randn(heads, channels, channels, generator=generator)).Q),
     ]
     transform = draw(st.sampled_from(choices))
     x = torch.randn(draw(st.integers(1, 3)), heads, draw(st.integers(0, 20)), channels, generator=generator) * 4

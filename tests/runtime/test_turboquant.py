@@ -10,7 +10,7 @@ from toy_models import random_model
 from calib.runtime import compress
 from calib.runtime.methods import build
 from calib.runtime.stages.codec import Direction
-from calib.runtime.stages.transform import RandomRotation
+from calib.runtime.stages.transform import Orthogonal
 
 CHANNELS = 64
 
@@ -45,7 +45,7 @@ def test_the_error_is_that_of_the_papers_first_theorem(bits: int, distortion: fl
     x /= x.norm(dim=-1, keepdim=True)
     codec, off = Direction.uniform(128, bits), []
     for seed in range(100):  # the theorem's mean is over rotations
-        rotation = RandomRotation.drawn(128, seed)
+        rotation = Orthogonal.drawn(128, seed)
         found = rotation.inverse(codec.decode(codec.encode(rotation.forward(x)), 128))
         off.append(float((found - x).square().sum(-1).mean()))
     assert abs(np.mean(off) - distortion) < 0.04 * distortion
@@ -54,17 +54,17 @@ def test_the_error_is_that_of_the_papers_first_theorem(bits: int, distortion: fl
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("channels", [2, 16, 64, 96, 256])
 def test_the_matrix_is_orthogonal_and_the_same_for_everyone(channels: int):
-    own, other = RandomRotation.drawn(channels, 1), RandomRotation.drawn(channels, 2)
+    own, other = Orthogonal.drawn(channels, 1), Orthogonal.drawn(channels, 2)
     matrix = own.matrix.tensor.double()
     assert float((matrix @ matrix.mT - torch.eye(channels)).abs().max()) < 2**-20
-    assert RandomRotation.drawn(channels, 1).matrix is own.matrix
+    assert Orthogonal.drawn(channels, 1).matrix is own.matrix
     assert not torch.equal(matrix, other.matrix.tensor)
 
 
 @pytest.mark.arithmetic
 def test_a_tokens_codes_do_not_depend_on_what_is_encoded_with_it():
     x = torch.randn(3, 2, 37, 256, generator=torch.Generator().manual_seed(4))
-    rotation, codec = RandomRotation.drawn(256, 0), Direction.uniform(256, 8)
+    rotation, codec = Orthogonal.drawn(256, 0), Direction.uniform(256, 8)
     together = codec.encode(rotation.forward(x))
     for token in (0, 17, 36):
         alone = codec.encode(rotation.forward(x[1:2, :, token : token + 1]))

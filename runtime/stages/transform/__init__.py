@@ -5,7 +5,7 @@ from calib.runtime.stages.transform.basis import Basis, coded_width
 from calib.runtime.stages.transform.channel import ChannelRange, ChannelScale
 from calib.runtime.stages.transform.identity import Identity
 from calib.runtime.stages.transform.measured import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
-from calib.runtime.stages.transform.random_rotation import RandomRotation
+from calib.runtime.stages.transform.orthogonal import Orthogonal
 
 __all__ = [
     "Balancer",
@@ -17,6 +17,6 @@ __all__ = [
     "MeasuredBalancer",
     "MeasuredRange",
     "MeasuredScale",
-    "RandomRotation",
+    "Orthogonal",
     "coded_width",
 ]

@@ -1,7 +1,9 @@
-"""A random rotation: it spreads every token evenly over its coordinates, so that one table serves all of them (TurboQuant,
-arXiv:2504.19874, section 3).
+"""An orthogonal matrix, for all heads or one for each: lengths and inner products stay, and what one channel has is spread.
 
     y = R x        x^ = R^T y^        q.x^ = (R q).y^
+
+A random one makes one table serve all coordinates (TurboQuant, arXiv:2504.19874, section 3); a calibrated one turns errors to where
+attention looks least (OSCAR, arXiv:2605.17757).
 """
 
 from dataclasses import dataclass
@@ -16,19 +18,24 @@ from calib.runtime.stages.shared_table import SharedTable
 
 
 @dataclass(frozen=True, eq=False)
-class RandomRotation(Transform):
-    """The same rotation for all tokens and KV heads.
+class Orthogonal(Transform):
+    """The same matrix for all tokens.
 
     Args:
-        matrix: R, float32 `[D, D]`, orthogonal, its entries multiples of 2^-22.
+        matrix: R, float32 `[D, D]` for all KV heads or `[kv_heads, D, D]`, orthogonal, its entries multiples of 2^-22.
     """
 
     matrix: SharedTable
 
     @classmethod
-    def drawn(cls, channels: int, seed: int) -> "RandomRotation":
+    def of(cls, matrix: Tensor) -> "Orthogonal":
+        """From R of any float dtype, `[D, D]` or `[kv_heads, D, D]`, rounded to multiples of 2^-22."""
+        return cls(SharedTable((matrix.double() * 2.0**WHOLE_BITS).round_().div_(2.0**WHOLE_BITS).float()))
+
+    @classmethod
+    def drawn(cls, channels: int, seed: int) -> "Orthogonal":
         """Uniformly among the orthogonal matrices of `[channels, channels]`; the same for a seed, whoever asks."""
-        return cls(_drawn(channels, seed))
+        return _drawn(channels, seed)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, D]` -> y float32 of the same shape."""
@@ -54,10 +61,10 @@ class RandomRotation(Transform):
 
 
 @lru_cache(maxsize=16)
-def _drawn(channels: int, seed: int) -> SharedTable:
+def _drawn(channels: int, seed: int) -> Orthogonal:
     """The orthogonal factor of a Gaussian matrix, with the signs that make it uniform (Mezzadri, math-ph/0609050)."""
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(channels, channels, generator=generator, dtype=torch.float64)
     orthogonal, triangular = torch.linalg.qr(gaussian)
     orthogonal *= triangular.diagonal().sign()
-    return SharedTable((orthogonal * 2.0**WHOLE_BITS).round_().div_(2.0**WHOLE_BITS).float())
+    return Orthogonal.of(orthogonal)
