@@ -16,9 +16,10 @@ from calib.capture.output_projection import output_weights
 from calib.capture.sample import LayerSample
 from calib.capture.shape import Shape
 from calib.errors import UsageError
-from calib.fit.stage import SENSITIVITY, STAGES, TRANSFORMS, Stage
+from calib.fit.stage import ROTATIONS, SENSITIVITY, STAGES, TRANSFORMS, Stage
 from calib.neural_dict.options import DictionaryOptions
 from calib.runtime.rotation import Rotation
+from calib.statistics.attention_rotation import AttentionRotations
 from calib.statistics.balancer import Balancers
 from calib.statistics.channel_range import ChannelRanges
 from calib.statistics.channel_scale import ChannelScales
@@ -58,6 +59,8 @@ class Calibration(LightningModule):
             fit, and its components' errors: 1.4 GB for Llama 2 7B.
         sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to know which errors of `klt`
             matter; null for all, 0 for none: then queries and output projections alone tell.
+        rotations: measure what the method `oscar` needs: float64 [layers, kv_heads, head_dim, head_dim] twice throughout the
+            fit, 134 MB each for Llama 2 7B, and attention once more over every sequence.
         query_rows: query rows of each sequence on which attention errors are measured.
         outlier_shares: shares of outliers for which thresholds are taken, increasing, above 0 and below 1.
         residual_bits: bit widths to whose residuals residual bases are fitted, increasing, 1 to 8; a basis is worth
@@ -82,6 +85,7 @@ class Calibration(LightningModule):
         clip_sequences: int | None = 32,
         klt: bool = True,
         sensitivity_sequences: int | None = 16,
+        rotations: bool = False,
         query_rows: int = 32,
         outlier_shares: list[float] = list(SHARES),  # noqa: B006
         residual_bits: list[int] = list(RESIDUAL_BITS),  # noqa: B006
@@ -103,7 +107,7 @@ class Calibration(LightningModule):
         self.device_map, self.max_memory = device_map, max_memory
         self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
         self.limits = {"clip": clip_sequences, SENSITIVITY: sensitivity_sequences}
-        self.klt, self.checkpoint_batches = klt, checkpoint_batches
+        self.klt, self.rotations, self.checkpoint_batches = klt, rotations, checkpoint_batches
         self.outlier_shares = tuple(outlier_shares)
         self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
         self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
@@ -121,6 +125,7 @@ class Calibration(LightningModule):
         """The statistics that `stage` fills in this fit."""
         without = () if self.dictionary.atoms else ("vectors", "heldout_vectors")
         without += TRANSFORMS if not self.klt else () if self.limits[SENSITIVITY] != 0 else (SENSITIVITY,)
+        without += () if self.rotations else (ROTATIONS,)
         return tuple(name for name in stage.statistics if name not in without)
 
     def stages(self) -> list[Stage]:
@@ -148,6 +153,8 @@ class Calibration(LightningModule):
             ):
                 self.statistics[name] = VectorSamples(self.shape, seed, capacity, model.dtype, rotation)
 
+        if self.rotations:
+            self.statistics[ROTATIONS] = AttentionRotations(self.shape)
         if self.klt:
             self.prepare_transforms(model)
 

@@ -23,8 +23,9 @@ class Stage:
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
 SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and the one statistic of it
 TRANSFORMS = ("second_moments", SENSITIVITY, "components")  # what `klt` alone needs
+ROTATIONS = "rotations"  # what `oscar` alone needs
 STAGES = (
-    Stage("statistics", "train", (*MEASURED, "outlier_thresholds", "vectors", "second_moments")),
+    Stage("statistics", "train", (*MEASURED, "outlier_thresholds", "vectors", "second_moments", ROTATIONS)),
     Stage(SENSITIVITY, "train", (SENSITIVITY,)),
     Stage("clip", "train", ("clip", "residual_basis", "components"), needs=MEASURED),
     Stage("evaluate", "heldout", ("heldout", "heldout_vectors"), needs=(*MEASURED, "clip")),

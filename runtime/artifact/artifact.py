@@ -19,7 +19,7 @@ from torch import Tensor
 
 from calib.runtime.artifact import file as artifact_file
 from calib.runtime.artifact.fingerprint import check_fields, compare, fingerprint
-from calib.runtime.artifact.tensor_registry import STREAMS, calibrator_of, check_registered, clip_form
+from calib.runtime.artifact.tensor_registry import STREAMS, calibrator_of, check_registered, clip_form, option_of
 from calib.runtime.files.atomic_file import write_atomically
 from calib.runtime.files.canonical_json import plain
 from calib.runtime.hub.client import Token
@@ -233,12 +233,11 @@ class Artifact:
         who = f"method {wanted_by!r} needs tensor {shown}, which" if wanted_by else f"tensor {shown}"
         source = calibrator_of(name)
         measured_by = f"the calibrator {source!r}" if source else "no calibrator"
+        fit = " ".join(["calib fit", option_of(name)]).rstrip()
         there = shortened(", ".join(list(self.tensors)[:LISTED]), LONGEST) or "no tensor"
         if len(self.tensors) > LISTED:
             there += f" and {len(self.tensors) - LISTED} more"
-        raise ArtifactError(
-            f"{who} is not in this artifact; {measured_by} of `calib fit` measures it; it holds {there}"
-        )
+        raise ArtifactError(f"{who} is not in this artifact; {measured_by} of `{fit}` measures it; it holds {there}")
 
     def clip(self, stream: str, form: str, bits: int) -> Tensor:
         """Clip factors [layers, kv_heads], float32 in (0, 1], of one stream, group geometry and bit width.

@@ -57,6 +57,7 @@ class Registered:
         axes: what each axis is called; a number is its size.
         least, most: of every entry.
         check: of what its entries must be together, given the sizes of axes; raises `ArtifactError`.
+        option: of `calib fit`, without which it is not measured; "" where it is by default.
     """
 
     calibrator: str
@@ -65,6 +66,7 @@ class Registered:
     most: float
     dtype: torch.dtype = float32
     check: Callable[[str, Tensor, Sizes], None] | None = None
+    option: str = ""
 
 
 PER_CHANNEL = ("layers", "kv_heads", "head_dim")
@@ -84,7 +86,7 @@ def _ends(stem: str, calibrator: str, axes: tuple[str, ...]) -> dict[str, Regist
 
 
 def _of_stream(stream: str) -> dict[str, Registered]:
-    """What keys and values both have: ranges, thresholds of outliers, groups of layers and dictionaries."""
+    """What keys and values both have: ranges, thresholds of outliers, rotations, groups of layers and dictionaries."""
     distance = math.log(2) + SYMMETRIC
     found = _ends(stream, "channel_range", PER_CHANNEL)  # of keys after RoPE
     for part, axes in THRESHOLD_AXES.items():
@@ -94,6 +96,14 @@ def _of_stream(stream: str) -> dict[str, Registered]:
             "layer_groups", ("layers",), -math.inf, math.inf, torch.int64, check_groups
         ),
         f"{stream}.divergence": Registered("layer_groups", ("layers",) * 2, 0, distance, check=check_divergence),
+        f"{stream}.rotation": Registered(
+            "rotations",
+            (*PER_CHANNEL, "head_dim"),
+            -1.01,
+            1.01,
+            check=check_orthonormal,
+            option="--model.rotations true",
+        ),
         f"{stream}.dictionary": Registered(
             "dictionaries", ("groups", "atoms", "channels"), -1.01, 1.01, torch.float16, check_dictionary
         ),
@@ -164,6 +174,12 @@ def calibrator_of(name: str) -> str | None:
     """The calibrator or stage of `calib fit` that measures tensor `name`, or None for a name that is not registered."""
     found = registered(name)
     return None if found is None else found.calibrator
+
+
+def option_of(name: str) -> str:
+    """The option of `calib fit` without which tensor `name` is not measured; "" where there is none."""
+    found = registered(name)
+    return "" if found is None else found.option
 
 
 def check_registered(

@@ -14,7 +14,7 @@ from calib.runtime.messages.printable import printable, shortened
 
 Sizes = Mapping[str, int]
 
-# Rows of a residual basis: a unit of float32 is 1e-7, one of float16 1e-3.
+# Rows of a residual basis or rotation: a unit of float32 is 1e-7, one of float16 1e-3.
 ORTHONORMAL = 1e-3
 UNIT = 2e-3  # of an atom's norm
 SYMMETRIC = 1e-6  # a few units of float32
@@ -30,7 +30,7 @@ def check_shares(name: str, shares: Tensor, sizes: Sizes) -> None:
 
 
 def check_orthonormal(name: str, basis: Tensor, sizes: Sizes) -> None:
-    """Of a residual, `[layers, kv_heads, r, head_dim]`: rows orthonormal."""
+    """Of a residual or a rotation, `[layers, kv_heads, r, head_dim]`: rows orthonormal."""
     wide = basis.double()
     off = (wide @ wide.mT - torch.eye(basis.shape[2], dtype=wide.dtype)).abs().amax((-2, -1))
     if not bool((off <= ORTHONORMAL).all()):

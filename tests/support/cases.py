@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from toy_artifact import toy_artifact, toy_basis, toy_components, toy_dictionaries, toy_thresholds
+from toy_artifact import toy_artifact, toy_basis, toy_components, toy_dictionaries, toy_rotations, toy_thresholds
 from toy_models import random_model
 from transformers import PreTrainedModel
 
@@ -153,6 +153,15 @@ CASES = [
     # A norm of 16 bits a token and head of 64 channels. 3 bits: 13 words of 5 codes.
     Case("turboquant", "turboquant", 4.25, contract=True),
     Case("turboquant-3", "turboquant", 3.5, {"bits": 3, "residual": 40}),
+    # A scale and a zero point a token and head of 64 channels, or for 32 of them.
+    Case("oscar", "oscar", 2.5, {"sinks": 4, "window": 20}, artifact=True, contract=True),
+    Case(
+        "oscar-4-groups",
+        "oscar",
+        5.0,
+        {"bits": 4, "group": 32, "sinks": 0, "window": 0, "key_clip": 1.0},
+        artifact=True,
+    ),
     Case("h2o", "h2o", 0.0, {"heavy": 0.05, "recent": 0.05}, contract=True),
     Case("tova", "tova", 0.0, {"budget": 0.1}, contract=True),
     # What follows the prompt is kept as it is.
@@ -298,4 +307,5 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
             tensors[f"{form.stream}.residual.{form.name}.{bits}"] = toy_basis(shape, min(8, shape[2]), draw)
     tensors |= toy_dictionaries(shape, 96, draw)
     tensors |= toy_components(shape, draw)
+    tensors |= toy_rotations(shape, draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from calib.runtime.stages.codec import Codebook, Codec, Direction, Exact, MixedQuant, Sparse, UniformQuant
+from calib.runtime.stages.codec import Clipped, Codebook, Codec, Direction, Exact, MixedQuant, Sparse, UniformQuant
 from calib.runtime.stages.codec.coefficients import Coefficients
 from calib.runtime.stages.shared_table import SharedTable
 
@@ -56,6 +56,8 @@ CODECS = [
     CodecCase("uniform-3-channels", lambda draw: UniformQuant(3, (8, 1)), 8.0),
     CodecCase("uniform-4-range", lambda draw: UniformQuant(4, None), 4.0),
     CodecCase("uniform-4-heads", lambda draw: UniformQuant(4, (4, None), across_heads=True), 4.25),
+    # The same of tokens whose 4 largest of 16 channels are cut to the fifth.
+    CodecCase("clipped-2", lambda draw: Clipped(UniformQuant(2, (1, 8)), 0.7), 6.0),
     # 3 bits: 4 words for 16 channels, and nothing beside them.
     CodecCase("codebook-3", lambda draw: Codebook.of(torch.randn(9, HEADS, 20, CHANNELS, generator=draw), 3), 4.0),
     # 4 bits, and a norm of 16 bits for 16 channels.

@@ -19,9 +19,9 @@ from calib.runtime.offload.store import OffloadStore
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.paging.pages import EMPTY
-from calib.runtime.stages.codec import Codec, Corrected, Direction, Exact, MixedQuant, Sparse
+from calib.runtime.stages.codec import Clipped, Codec, Corrected, Direction, Exact, MixedQuant, Sparse
 from calib.runtime.stages.tiering import RatioTiers
-from calib.runtime.stages.transform import Balancer, Basis, ChannelRange, ChannelScale, Identity
+from calib.runtime.stages.transform import Balancer, Basis, ChannelRange, ChannelScale, Identity, Orthogonal
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.store import TieredStore
 
@@ -96,6 +96,8 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
             }
             x = x + decoded(codec.residual, again, channels)
         return torch.from_numpy(corrected(codec, block, x.numpy()))
+    if isinstance(codec, Clipped):
+        return decoded(codec.codec, block, channels)
     if isinstance(codec, Direction):
         table = codec.codebook.table[0].double().numpy()
         codes = unpacked(block["words"].numpy(), codec.codebook.bits, channels)
@@ -118,7 +120,7 @@ def decoded_page(stream: Stream, page: int | list[int]) -> Tensor:
 
 def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
     """The tokens of one row `[kv_heads, T, head_dim]` as they were before a tier's transform."""
-    own = {name: value.double() for name, value in vars(transform.stage).items()}
+    own = {name: getattr(value, "tensor", value).double() for name, value in vars(transform.stage).items()}
     if transform.measured is not None:
         own = {name: value[row] for name, value in own.items()}
     match transform.stage:
@@ -130,6 +132,8 @@ def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
             return y / own["balance"]
         case Identity():
             return y
+        case Orthogonal():
+            return y @ own["matrix"]
         case Basis():
             return own["mean"] + (y.nan_to_num() * own["gain"]) @ own["back"]
 

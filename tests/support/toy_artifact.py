@@ -62,6 +62,7 @@ def toy_tensors() -> dict[str, torch.Tensor]:
         tensors[name] = toy_basis(per_channel, 3, generator)
     tensors |= toy_dictionaries(per_channel, 16, generator)
     tensors |= toy_components(per_channel, generator)
+    tensors |= toy_rotations(per_channel, generator)
     tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
     return tensors
@@ -103,6 +104,11 @@ def toy_thresholds(
 def toy_basis(shape: tuple[int, int, int], rank: int, generator: torch.Generator) -> torch.Tensor:
     """A random residual basis `[layers, kv_heads, rank, head_dim]`, rows orthonormal."""
     return torch.linalg.qr(torch.randn(*shape, rank, generator=generator)).Q.mT.contiguous()
+
+
+def toy_rotations(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random rotations of both streams, `shape` being (layers, kv_heads, head_dim)."""
+    return {f"{stream}.rotation": toy_basis(shape, shape[2], generator) for stream in ("keys", "values")}
 
 
 def toy_dictionaries(shape: tuple[int, int, int], atoms: int, generator: torch.Generator) -> dict[str, torch.Tensor]:

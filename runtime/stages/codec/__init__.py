@@ -1,5 +1,6 @@
 """Tokens into packed blocks and back."""
 
+from calib.runtime.stages.codec.clipped import Clipped
 from calib.runtime.stages.codec.codebook import Codebook
 from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.codec.direction import Direction
@@ -9,4 +10,4 @@ from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
-__all__ = ["Codebook", "Codec", "Corrected", "Direction", "Exact", "MixedQuant", "Sparse", "UniformQuant"]
+__all__ = ["Clipped", "Codebook", "Codec", "Corrected", "Direction", "Exact", "MixedQuant", "Sparse", "UniformQuant"]
