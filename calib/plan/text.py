@@ -145,7 +145,7 @@ def caches(plan: dict[str, Any]) -> str:
         "16 bits a value"
     )
     headings = "method,device,host,bits per value,of 16 bits"
-    return "\n".join([drawn(title, headings, rows), *(f"Refused by this model: {line}" for line in refused)])
+    return "\n".join([drawn(title, headings, rows), *(f"Refused: {line}" for line in refused)])
 
 
 def drawn(title: str, headings: str, rows: Sequence[Sequence[str]], words: int = 1) -> str:

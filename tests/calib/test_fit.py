@@ -18,6 +18,7 @@ from calib.capture.shape import Shape
 from calib.cli import main
 from calib.fit.calibration import Calibration
 from calib.fit.stage import STAGES
+from calib.runtime import compress
 from calib.runtime.artifact.artifact import Artifact
 from calib.statistics.channel_range import ChannelRanges
 
@@ -230,6 +231,20 @@ def test_checkpoints_hold_no_language_model(toy, tmp_path):
     for stage in STAGES:
         checkpoint = torch.load(tmp_path / f"runs/toy/{stage.name}.ckpt", weights_only=True)
         assert all(name.startswith("statistics.") for name in checkpoint["state_dict"])
+
+
+@pytest.mark.full
+def test_rotations_are_measured_where_they_are_asked_for(toy, fitted, tmp_path):
+    """Beside the same ranges; and the method that reads them takes the artifact."""
+    assert main(words(toy, "--model.rotations=true", "--model.klt=false", "--trainer.logger=false")) == 0
+    without, artifact = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
+    assert artifact.tensors.keys() - without.tensors.keys() == {"keys.rotation", "values.rotation"}
+    assert torch.equal(artifact.tensor("keys.low"), without.tensor("keys.low"))
+    assert artifact.provenance["config"]["rotations"] is True and "rotations" not in without.provenance["config"]
+    model = AutoModelForCausalLM.from_pretrained(toy / "llama")
+    with compress(model, "oscar", artifact=artifact, sinks=4, window=8) as cache, torch.no_grad():
+        model(torch.arange(60)[None], past_key_values=cache)
+        assert cache.memory().measured_bytes == cache.memory().predicted_bytes
 
 
 @pytest.mark.full

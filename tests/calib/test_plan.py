@@ -23,7 +23,7 @@ SMALL = [
     "--model.bits=[2,4]", "--model.clip_factors=[1,0.8,0.6]", "--model.query_rows=4", "--model.clip_sequences=4",
     "--data.length=64", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",
     "--model.dictionary.atoms=16", "--model.dictionary.samples=256", "--model.dictionary.heldout_samples=64",
-    "--model.dictionary.epochs=1", "--model.dictionary.groups=layers",
+    "--model.dictionary.epochs=1", "--model.dictionary.groups=layers", "--model.rotations=true",
     "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 

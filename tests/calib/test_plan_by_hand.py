@@ -142,6 +142,9 @@ def test_processes_share_the_batches(llama):
     assert [one.stage.name for one in less] == ["statistics", "clip", "evaluate"]
     none = planning.passes(Calibration("x", klt=False), Sizes(64, 10, 4, batch=2))
     assert not {"second_moments", "sensitivity", "components"} & {name for one in none for name in one.statistics}
+    assert not any("rotations" in one.statistics for one in stages)
+    asked = planning.passes(Calibration("x", rotations=True), Sizes(64, 10, 4, batch=2))
+    assert [one.stage.name for one in asked if "rotations" in one.statistics] == ["statistics"]
 
 
 def test_the_memory_of_a_stage_holds_weights_statistics_and_what_is_made_of_a_layer(plan):

@@ -211,6 +211,7 @@ def test_a_missing_tensor_names_who_wants_it_what_there_is_and_who_measures_it()
         ("keys.layer_groups", "layer_groups"),
         ("values.divergence", "layer_groups"),
         ("keys.dictionary", "dictionaries"),
+        ("values.rotation", "rotations"),
     ],
 )
 def test_every_registered_tensor_has_its_calibrator(name, calibrator):
