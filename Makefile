@@ -99,7 +99,7 @@ klt-table: .venv/dev.stamp artifacts/tiny-llama.klt.calib.safetensors  ## the ta
 	cp runs/eval/klt/report.md docs/results/klt/table.md
 	cp runs/eval/klt/results.json benchmarks/results/klt.json
 
-rivals-table: .venv/dev.stamp artifacts/tiny-llama.rivals.calib.safetensors  ## the run behind the pages of tova, snapkv, turboquant and oscar
+rivals-table: .venv/dev.stamp artifacts/tiny-llama.rivals.calib.safetensors  ## the run behind the pages of tova, snapkv, turboquant, oscar and kvarn
 	$(BIN)/calib eval --config eval/rivals.yaml --output runs/eval/rivals
 	cp runs/eval/rivals/results.json benchmarks/results/rivals.json
 

@@ -93,6 +93,11 @@ class Tiering(Protocol):
         """The position of the token in slot 0, where the only tier takes a row's tokens in their order; None: in any order."""
         return None
 
+    @property
+    def multiple(self) -> int:
+        """The only tier gains a row's tokens in their order, always a multiple of so many; 1: in any numbers."""
+        return 1
+
     def in_segments(self, stored: int) -> "tuple[Tiering, list[int]] | None":
         """Where tokens are encoded a chunk at a time: the same with as many tiers again, for the chunks behind the first, and how
         many tokens of a chunk each of those gets. A chunk can then be a segment. None: there are no chunks."""

@@ -165,7 +165,8 @@ class TieredPlan(Plan):
                 stages.codec.fields(head_dim, dtype, False, tier.segment(1, group))
                 if group == 1:
                     continue
-                if tier.segments == "none" or self.saliency is not None:
+                one_by_one = tier.segments == "none" and self.tiering.multiple % group
+                if one_by_one or self.saliency is not None:
                     raise ValueError(
                         f"{role}: a tier's tokens are encoded one by one, got a group of {group} tokens; use 1"
                     )

@@ -1,5 +1,7 @@
 """One tier of one layer: keys and values of the same tokens in the same slots, each stream in its own encoding."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -127,7 +129,8 @@ class Tier:
             self.row_params.write_run(row_params.rows[rows[0]], 0, {name: part[0] for name, part in block.items()})
             return
         count = positions.shape[2]
-        piece = max(1, TILE_TOKENS // len(rows)) if self.plan.segments == "none" else count
+        group = math.lcm(*(stages.codec.token_group() for _, stages in self.plan.streams()))
+        piece = max(group, TILE_TOKENS // len(rows) // group * group) if self.plan.segments == "none" else count
         for at in range(0, count, piece):
             part = slice(at, at + piece)
             if order is None:

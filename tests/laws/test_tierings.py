@@ -86,6 +86,14 @@ def test_chunks_follow_each_other(tiering, prompt, more):
 
 
 @law
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.integers(0, 700), st.integers(1, 500))
+def test_the_only_tier_gains_the_multiple_that_it_says(block, multiple_of, sinks, length, prompt):
+    tiering = RatioTiers((1.0,), block, multiple_of=multiple_of, sinks=sinks)
+    assert tiering.multiple == math.gcd(block, multiple_of)
+    assert tiering.held(length, prompt)[0] % tiering.multiple == 0
+
+
+@law
 @given(tierings.filter(lambda tiering: isinstance(tiering, HeavyHitterBudget)), st.integers(1, 500))
 def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_recent_token(tiering, prompt):
     heavy, recent = tiering.sizes(prompt)

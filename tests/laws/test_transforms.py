@@ -42,6 +42,7 @@ def transforms(draw):
         Balancer(scale),
         ChannelRange.between(low, high),
         Orthogonal.drawn(channels, 3),
+        Orthogonal.hadamard(channels),
         Orthogonal.of(torch.linalg.qr(torch.randn(heads, channels, channels, generator=generator)).Q),
     ]
     transform = draw(st.sampled_from(choices))

@@ -12,7 +12,7 @@ from tolerances import MEMORY
 from toy_models import NEW, generate, left_padded, random_model
 
 from calib.runtime.memory import tensors
-from calib.runtime.stages.codec import Direction, Exact, UniformQuant
+from calib.runtime.stages.codec import Direction, DualScale, Exact, UniformQuant
 from calib.runtime.stages.shared_table import SharedTable
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 
@@ -169,7 +169,7 @@ def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
     # In float16 no codec of 2 bits and more reads values to choose the width of its parameters: the meta device has none.
     model = random_model("llama", torch.float16) if case.tiered else model
     tokens = [Tokens.random(model, n, seed=n) for n in (330, 290)]
-    for codec in (Exact, UniformQuant, Direction):
+    for codec in (Exact, UniformQuant, Direction, DualScale):
         monkeypatch.setattr(codec, "fp32_params", lambda codec, x: False)
     split, whole = case.open(model), case.open(model)
     split.release()

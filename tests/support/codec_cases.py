@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from calib.runtime.stages.codec import Clipped, Codebook, Codec, Direction, Exact, MixedQuant, Sparse, UniformQuant
+from calib.runtime.stages.codec import (
+    Clipped,
+    Codebook,
+    Codec,
+    Direction,
+    DualScale,
+    Exact,
+    MixedQuant,
+    Sparse,
+    UniformQuant,
+)
 from calib.runtime.stages.codec.coefficients import Coefficients
 from calib.runtime.stages.shared_table import SharedTable
 
@@ -62,6 +72,10 @@ CODECS = [
     CodecCase("codebook-3", lambda draw: Codebook.of(torch.randn(9, HEADS, 20, CHANNELS, generator=draw), 3), 4.0),
     # 4 bits, and a norm of 16 bits for 16 channels.
     CodecCase("direction-4", lambda draw: Direction.uniform(CHANNELS, 4), 5.0),
+    # Tiles of 8 tokens and 16 channels: 4 + 32/8 + 16/16, 2 + 32/16 + 16/8, and 3 bits as 4 words.
+    CodecCase("dual-scale-4-channels", lambda draw: DualScale(4, "channels", 8), 9.0),
+    CodecCase("dual-scale-2-tokens", lambda draw: DualScale(2, "tokens", 8), 6.0),
+    CodecCase("dual-scale-3-tokens", lambda draw: DualScale(3, "tokens", 8, 0), 8.0),
     # 3 words of 16 bits for 15 components.
     CodecCase("mixed", lambda draw: MixedQuant((4, 4, 4, 2, 2), (3, 3)), 3.2, 15, reach=1.0),
     # 4 indices of 5 bits in bytes (4 + 1: 2 and 1), and 4 numbers of 16 bits.

@@ -19,7 +19,7 @@ from calib.runtime.offload.store import OffloadStore
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.paging.pages import EMPTY
-from calib.runtime.stages.codec import Clipped, Codec, Corrected, Direction, Exact, MixedQuant, Sparse
+from calib.runtime.stages.codec import Clipped, Codec, Corrected, Direction, DualScale, Exact, MixedQuant, Sparse
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.transform import Balancer, Basis, ChannelRange, ChannelScale, Identity, Orthogonal
 from calib.runtime.tiered.row_transform import RowTransform
@@ -102,6 +102,9 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
         table = codec.codebook.table[0].double().numpy()
         codes = unpacked(block["words"].numpy(), codec.codebook.bits, channels)
         return torch.from_numpy(table[codes] * block["norms"].double().numpy())
+    if isinstance(codec, DualScale):
+        even = decoded(codec.uniform, block, channels)
+        return even * torch.from_numpy(spread(block["scales"].double().numpy(), *even.shape[-2:]))
     if isinstance(codec, MixedQuant):
         return torch.from_numpy(mixed(block["words"].numpy(), codec.widths, codec.counts))
     codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)

@@ -4,10 +4,22 @@ from calib.runtime.stages.codec.clipped import Clipped
 from calib.runtime.stages.codec.codebook import Codebook
 from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.codec.direction import Direction
+from calib.runtime.stages.codec.dual_scale import DualScale
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
-__all__ = ["Clipped", "Codebook", "Codec", "Corrected", "Direction", "Exact", "MixedQuant", "Sparse", "UniformQuant"]
+__all__ = [
+    "Clipped",
+    "Codebook",
+    "Codec",
+    "Corrected",
+    "Direction",
+    "DualScale",
+    "Exact",
+    "MixedQuant",
+    "Sparse",
+    "UniformQuant",
+]

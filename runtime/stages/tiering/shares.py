@@ -111,6 +111,11 @@ class RatioTiers(Tiering):
         return self.sinks if len(self.shares) == 1 and not self.separate_prompt_tiers else None
 
     @property
+    def multiple(self) -> int:
+        """What the first chunk and blocks are multiples of, where one tier takes all."""
+        return 1 if self.slots_from is None else math.gcd(self.block, self.multiple_of)
+
+    @property
     def shortest_chunk(self) -> int:
         """Sinks and a block."""
         return self.first(0)

@@ -2,8 +2,8 @@
 
     y = R x        x^ = R^T y^        q.x^ = (R q).y^
 
-A random one makes one table serve all coordinates (TurboQuant, arXiv:2504.19874, section 3); a calibrated one turns errors to where
-attention looks least (OSCAR, arXiv:2605.17757).
+A random one makes one table serve all coordinates (TurboQuant, arXiv:2504.19874, section 3); with Hadamard's no channel stays an
+outlier (KVarN, arXiv:2606.03458); a calibrated one turns errors to where attention looks least (OSCAR, arXiv:2605.17757).
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.exact_sums import WHOLE_BITS, whole_numbers
+from calib.runtime.stages.hadamard import hadamard
 from calib.runtime.stages.shared_table import SharedTable
 
 
@@ -37,6 +38,11 @@ class Orthogonal(Transform):
         """Uniformly among the orthogonal matrices of `[channels, channels]`; the same for a seed, whoever asks."""
         return _drawn(channels, seed)
 
+    @classmethod
+    def hadamard(cls, channels: int) -> "Orthogonal":
+        """The normalised Hadamard matrix, in equal blocks where `channels` is no power of two; one table, whoever asks."""
+        return _hadamard(channels)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, D]` -> y float32 of the same shape."""
         whole, unit = whole_numbers(x)
@@ -58,6 +64,11 @@ class Orthogonal(Transform):
     def tensors(self) -> list[Tensor]:
         """R."""
         return [self.matrix.tensor]
+
+
+@lru_cache(maxsize=16)
+def _hadamard(channels: int) -> Orthogonal:
+    return Orthogonal.of(hadamard(channels))
 
 
 @lru_cache(maxsize=16)

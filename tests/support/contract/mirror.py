@@ -258,12 +258,28 @@ def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, 
     if store.plan.before_rope and path:
         cos_sin = store.context.rotation.along(0, keys.shape[2], keys.device)
         keys = Rotation.rotated(keys.float(), cos_sin[0], -cos_sin[1])
+    whole = whole_groups(store, keys.shape[2])
     for number in path:
-        positions = torch.arange(keys.shape[2]).expand(keys.shape[:3])
-        keys, values = store.tiers[number].decode([row], store.tiers[number].encode([row], keys, values, positions))
+        tier, own = store.tiers[number], [keys[:, :, whole], values[:, :, whole]]
+        positions = torch.arange(own[0].shape[2]).expand(keys.shape[0], keys.shape[1], -1)
+        decoded = tier.decode([row], tier.encode([row], *own, positions))
+        # What is in no whole group lies in no tier: it stays as it was given, and nobody looks for it there.
+        keys, values = (
+            torch.cat([x[:, :, : whole.start], y, x[:, :, whole.stop :]], 2)
+            for x, y in zip((keys, values), decoded, strict=True)
+        )
     if cos_sin is not None:
         keys = Rotation.rotated(keys, *cos_sin)
     return torch.cat([keys, values], 3)[0].double()
+
+
+def whole_groups(store: TieredStore, length: int) -> slice:
+    """Of a row of `length` tokens those that tiers may hold: all; of one that takes tokens in groups, the whole groups behind its
+    sinks."""
+    first, group = store.plan.tiering.slots_from, store.plan.tiering.multiple
+    if first is None or group == 1:
+        return slice(0, length)
+    return slice(first, first + max(0, length - first) // group * group)
 
 
 def likest(found: Tensor, choice: Tensor) -> Tensor:
