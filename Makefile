@@ -29,7 +29,7 @@ artifacts/tiny-llama.klt.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama
 
 # What no default fit measures; neither components nor dictionaries, which no row of the table reads.
 artifacts/tiny-llama.rivals.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama/model.safetensors configs/tiny.yaml
-	$(BIN)/calib fit --config configs/tiny.yaml --model.rotations true --model.klt false --model.dictionary.atoms 0 --output $@
+	$(BIN)/calib fit --config configs/tiny.yaml --model.rotations true --model.nuq '[0.01]' --model.klt false --model.dictionary.atoms 0 --output $@
 
 test: .venv/dev.stamp  ## every test with a few of its parameters, one method for each kind of store
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n 2
@@ -99,7 +99,7 @@ klt-table: .venv/dev.stamp artifacts/tiny-llama.klt.calib.safetensors  ## the ta
 	cp runs/eval/klt/report.md docs/results/klt/table.md
 	cp runs/eval/klt/results.json benchmarks/results/klt.json
 
-rivals-table: .venv/dev.stamp artifacts/tiny-llama.rivals.calib.safetensors  ## the run behind the pages of tova, snapkv, turboquant, oscar and kvarn
+rivals-table: .venv/dev.stamp artifacts/tiny-llama.rivals.calib.safetensors  ## the run behind the pages of tova, snapkv, turboquant, oscar, kvarn and kvquant
 	$(BIN)/calib eval --config eval/rivals.yaml --output runs/eval/rivals
 	cp runs/eval/rivals/results.json benchmarks/results/rivals.json
 

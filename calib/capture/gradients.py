@@ -40,10 +40,10 @@ def stream_gradients(
 ) -> list[str]:
     """For each sequence a forward and a backward pass; then calls `sink` once for each attention layer.
 
-    The samples hold derivatives in the place of keys and values, and their mask is True where one is taken. Every sequence
-    weighs the same: its derivatives are divided by the square root of the sum over layers, heads and both streams of
-    sum_t g_t^T C g_t, C the covariance of the sequence's keys or values: what losing all of them would count. Otherwise
-    documents whose answers hang on few tokens would outweigh running text.
+    The samples hold derivatives in the place of keys and values, and in `taken_at` what these are taken at; their mask is True
+    where one is taken. Every sequence weighs the same: its derivatives are divided by the square root of the sum over layers,
+    heads and both streams of sum_t g_t^T C g_t, C the covariance of the sequence's keys or values: what losing all of them
+    would count. Otherwise documents whose answers hang on few tokens would outweigh running text.
 
     Sequences go through one by one: a backward pass needs the activations of all layers at once. No parameter gets a
     gradient. Sequences of fewer than 8 tokens are left out.
@@ -136,4 +136,7 @@ def normalised(pairs: list[tuple[LayerSample, LayerSample]]) -> list[LayerSample
         dtype = str(pairs[0][1].keys.dtype).removeprefix("torch.")
         raise NotDifferentiableError(f"derivatives sum to {weight} in {dtype} (try --model.dtype bfloat16 or float32)")
     scale = weight**-0.5
-    return [replace(one, keys=one.keys.float() * scale, values=one.values.float() * scale) for _, one in pairs]
+    return [
+        replace(one, keys=one.keys.float() * scale, values=one.values.float() * scale, taken_at=exact)
+        for exact, one in pairs
+    ]

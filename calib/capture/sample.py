@@ -27,6 +27,7 @@ class LayerSample:
         scaling: factor on q.k before the softmax.
         softcap: logits become softcap * tanh(logits / softcap); None where the model has none.
         window: how many tokens back this layer looks, its own included; None for all.
+        taken_at: where keys and values are derivatives: the sample that they are taken at.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class LayerSample:
     scaling: float
     softcap: float | None = None
     window: int | None = None
+    taken_at: "LayerSample | None" = None
 
     @property
     def numbers(self) -> Tensor:

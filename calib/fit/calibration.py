@@ -16,7 +16,7 @@ from calib.capture.output_projection import output_weights
 from calib.capture.sample import LayerSample
 from calib.capture.shape import Shape
 from calib.errors import UsageError
-from calib.fit.stage import ROTATIONS, SENSITIVITY, STAGES, TRANSFORMS, Stage
+from calib.fit.stage import NON_UNIFORM, ROTATIONS, SENSITIVITY, STAGES, TRANSFORMS, Stage
 from calib.neural_dict.options import DictionaryOptions
 from calib.runtime.rotation import Rotation
 from calib.statistics.attention_rotation import AttentionRotations
@@ -27,6 +27,8 @@ from calib.statistics.clip import BITS, FACTORS, ClipFactors
 from calib.statistics.components import Components
 from calib.statistics.contract import Statistic, check_shape
 from calib.statistics.heldout_error import SETTINGS, HeldoutError
+from calib.statistics.nuq_levels import NuqLevels
+from calib.statistics.nuq_ranges import NuqRanges
 from calib.statistics.outlier_thresholds import SHARES, OutlierThresholds
 from calib.statistics.query_energy import QueryEnergy
 from calib.statistics.residual_basis import BITS as RESIDUAL_BITS
@@ -58,7 +60,10 @@ class Calibration(LightningModule):
         klt: measure what the method `klt` needs: float64 [layers, kv_heads, head_dim, head_dim] eight times throughout the
             fit, and its components' errors: 1.4 GB for Llama 2 7B.
         sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to know which errors of `klt`
-            matter; null for all, 0 for none: then queries and output projections alone tell.
+            (and, with `nuq`, of `kvquant`) matter; null for all, 0 for none: then queries and output projections alone tell.
+        nuq: shares of outliers for which the levels of `kvquant` are fitted, increasing from 0, such as [0.01]; none where empty.
+            They need derivatives of the model on `sensitivity_sequences`, and 2,048 tokens of keys in float32 throughout the fit:
+            1.1 GB for Llama 2 7B.
         rotations: measure what the method `oscar` needs: float64 [layers, kv_heads, head_dim, head_dim] twice throughout the
             fit, 134 MB each for Llama 2 7B, and attention once more over every sequence.
         query_rows: query rows of each sequence on which attention errors are measured.
@@ -86,6 +91,7 @@ class Calibration(LightningModule):
         klt: bool = True,
         sensitivity_sequences: int | None = 16,
         rotations: bool = False,
+        nuq: list[float] = [],  # noqa: B006
         query_rows: int = 32,
         outlier_shares: list[float] = list(SHARES),  # noqa: B006
         residual_bits: list[int] = list(RESIDUAL_BITS),  # noqa: B006
@@ -108,13 +114,19 @@ class Calibration(LightningModule):
         self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
         self.limits = {"clip": clip_sequences, SENSITIVITY: sensitivity_sequences}
         self.klt, self.rotations, self.checkpoint_batches = klt, rotations, checkpoint_batches
-        self.outlier_shares = tuple(outlier_shares)
+        self.outlier_shares, self.nuq = tuple(outlier_shares), tuple(nuq)
         self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
         self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
         self.dictionary = dictionary
         # Checked here and not hours later, when the model is known: the rules need no real shape.
         ClipFactors(Shape(1, 1, 1, 32), self.bits, self.clip_factors, query_rows)
         OutlierThresholds(Shape(1, 1, 1, 1), 0, self.outlier_shares)
+        NuqRanges(Shape(1, 1, 1, 1), 0, self.nuq, None)
+        if self.nuq and sensitivity_sequences == 0:
+            raise UsageError(
+                f"model.nuq={list(nuq)} with model.sensitivity_sequences=0: levels are weighted by derivatives; give some, 16 is "
+                "the default"
+            )
         ResidualBasis(Shape(1, 1, 1, 1), self.residual_bits, residual_rank, self.residual_forms)
         self.statistics = nn.ModuleDict()
         self.notes: list[str] = []  # for the user
@@ -126,6 +138,7 @@ class Calibration(LightningModule):
         without = () if self.dictionary.atoms else ("vectors", "heldout_vectors")
         without += TRANSFORMS if not self.klt else () if self.limits[SENSITIVITY] != 0 else (SENSITIVITY,)
         without += () if self.rotations else (ROTATIONS,)
+        without += () if self.nuq else NON_UNIFORM
         return tuple(name for name in stage.statistics if name not in without)
 
     def stages(self) -> list[Stage]:
@@ -157,6 +170,10 @@ class Calibration(LightningModule):
             self.statistics[ROTATIONS] = AttentionRotations(self.shape)
         if self.klt:
             self.prepare_transforms(model)
+        if self.nuq:
+            turn = Rotation.of(model, "fit without --model.nuq")
+            ranges = NuqRanges(self.shape, seed, self.nuq, turn)
+            self.statistics["nuq_ranges"], self.statistics["nuq_levels"] = ranges, NuqLevels(self.shape, ranges, turn)
 
     def prepare_transforms(self, model: PreTrainedModel) -> None:
         """The statistics of `klt`, each of which the next one is made of."""
@@ -214,7 +231,7 @@ class Calibration(LightningModule):
         """Runs the model over one batch, layer by layer into the statistics."""
         if self.stage.name == SENSITIVITY:
             for reason in set(batch.stream_gradients(self.seed, self.observe)):
-                self.notes.append(f"{reason}: without it klt knows less of which errors matter")
+                self.notes.append(f"{reason}: without it klt knows less of which errors matter, and kvquant nothing")
         else:
             batch.stream(self.observe)
         self.progress["seen"] += 1

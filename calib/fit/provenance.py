@@ -19,9 +19,10 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
         "clip_factors": list(calibration.clip_factors),
         "clip_sequences": calibration.limits["clip"],
         "klt": calibration.klt,
-        "sensitivity_sequences": calibration.limits["sensitivity"] if calibration.klt else 0,
+        "sensitivity_sequences": calibration.limits["sensitivity"] if calibration.klt or calibration.nuq else 0,
         # Named where it is asked for: what is not measured leaves no trace in the bytes.
         **({"rotations": True} if calibration.rotations else {}),
+        **({"nuq": list(calibration.nuq)} if calibration.nuq else {}),
         "query_rows": calibration.query_rows,
         "outlier_shares": list(calibration.outlier_shares),
         "residual_bits": list(calibration.residual_bits),

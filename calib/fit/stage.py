@@ -21,12 +21,17 @@ class Stage:
 
 
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
-SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and the one statistic of it
+SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and what `klt` measures in it
 TRANSFORMS = ("second_moments", SENSITIVITY, "components")  # what `klt` alone needs
 ROTATIONS = "rotations"  # what `oscar` alone needs
+NON_UNIFORM = ("nuq_ranges", "nuq_levels")  # what `kvquant` alone needs
 STAGES = (
-    Stage("statistics", "train", (*MEASURED, "outlier_thresholds", "vectors", "second_moments", ROTATIONS)),
-    Stage(SENSITIVITY, "train", (SENSITIVITY,)),
+    Stage(
+        "statistics",
+        "train",
+        (*MEASURED, "outlier_thresholds", "vectors", "second_moments", ROTATIONS, "nuq_ranges"),
+    ),
+    Stage(SENSITIVITY, "train", (SENSITIVITY, "nuq_levels")),
     Stage("clip", "train", ("clip", "residual_basis", "components"), needs=MEASURED),
     Stage("evaluate", "heldout", ("heldout", "heldout_vectors"), needs=(*MEASURED, "clip")),
 )

@@ -24,7 +24,7 @@ from calib.plan.meta_model import MetaModel
 from calib.runtime.artifact import file as artifact_file
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
-from calib.runtime.artifact.tensor_registry import SHARES, STREAMS
+from calib.runtime.artifact.tensor_registry import SHARE_AXES, STREAMS
 from calib.runtime.artifact.transform_tensors import LOSSES
 
 FIGURE = 1 / 3
@@ -45,7 +45,7 @@ def stand_in(
     """
     layers = meta_model.shape.layers
     one = tried.tensors(tuple(tried.statistics))
-    tensors = {name: x if name == SHARES else x.expand(layers, *x.shape[1:]) for name, x in one.items()}
+    tensors = {name: x if name in SHARE_AXES else x.expand(layers, *x.shape[1:]) for name, x in one.items()}
     if calibration.klt:
         tensors[LOSSES["before"]] = torch.ones(len(BITS), 2)  # or after RoPE: as large
     groups: list[dict[str, Any]] = []

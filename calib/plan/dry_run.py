@@ -1,6 +1,7 @@
 """The fit's statistics for one layer of the model, fed with random numbers: what they give has the shapes that a fit gives."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def dry_run(calibration: Calibration, meta_model: MetaModel, length: int) -> Cal
     sample = random_sample(meta_model.shape, min(length, max(TOKENS, *groups)))
     for stage in tried.stages():
         tried.begin(stage)
-        tried.observe(sample)
+        tried.observe(replace(sample, taken_at=sample))  # random numbers do for derivatives too
     return tried
 
 

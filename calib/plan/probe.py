@@ -48,7 +48,8 @@ class Pace:
         tokens: of the piece that `forward` and `observe` are of: sequences x length.
         length: of a sequence of it.
         forward: one layer of the model.
-        observe: by statistic, one layer's sample; of sensitivities, all that differentiating a layer takes beside its forward.
+        observe: by statistic, one layer's sample; of the first that reads derivatives all that differentiating a layer takes beside
+            its forward, of the others nothing.
         finish: by statistic, one layer's tensors.
         step: by stream, a training step; this and what follows where as many are at work as in the fit, for each of them.
         validation: by stream, a held-out vector.
@@ -123,11 +124,13 @@ def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, leng
     pace.forward = seconds(lambda: stream(model, tokens, real, index, samples.append), device)
     for stage in one.stages():
         one.begin(stage)
-        for name in one.filled():
-            pace.observe[name] = seconds(partial(one.statistic(name).observe, samples[0]), device)
         if stage.name == SENSITIVITY:
             work = partial(stream_gradients, model, tokens, real, index, 0, one.observe)
-            pace.observe[SENSITIVITY] = max(0.0, seconds(work, device) - pace.forward)
+            first, *others = one.filled()
+            pace.observe |= {first: max(0.0, seconds(work, device) - pace.forward), **dict.fromkeys(others, 0.0)}
+            continue
+        for name in one.filled():
+            pace.observe[name] = seconds(partial(one.statistic(name).observe, samples[0]), device)
 
 
 def dictionaries(pace: Pace, calibration: Calibration, meta_model: MetaModel, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The few entries of a matrix that stick out (GEAR, arXiv:2403.05527, eq. 4): finding them, and products with them alone.
 
 A row of N numbers has `count` outliers at each end: what is stored is rectangular whatever the data are. `extremes` ranks a
-row; `first_beyond` compares with thresholds that are known beforehand, which needs no order at all.
+row; `first_beyond` compares with thresholds that are known beforehand, which needs no order at all; `farthest_beyond` ranks what
+lies beyond such thresholds (KVQuant, arXiv:2401.18079, section 3.4).
 
 Attention meets outliers as a sparse matrix of E entries (source, target, delta): y[target] += x[source] * delta. For keys x
 is the query and y a bias of the logits; for values x is the attention weights and y the output.
@@ -53,6 +54,18 @@ def first_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tens
         overflowed_outliers += (reached[..., -1].long() - count).clamp_min(0).sum()
     positions, used = (torch.cat(part, -1) for part in zip(*sides, strict=True))
     return positions, used, overflowed_outliers
+
+
+def farthest_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` entries of `x [..., N]` that lie farthest above `high` or below `low`; of equally far ones any.
+
+    `low`, `high` broadcast against `x`. Returns positions int64 `[..., count]` (0 in a slot that found none), which slots are in
+    use, and how many further entries there are, int64 in all.
+    """
+    beyond = torch.maximum(x - high, low - x)
+    distance, positions = beyond.topk(count, sorted=False)
+    used = distance > 0
+    return positions * used, used, ((beyond > 0).sum(-1) - count).clamp_min(0).sum()
 
 
 def run_counts(marked: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, float32
 
+from calib.runtime.artifact.nuq_tensors import NUQ_BITS, NUQ_SHARES, levels_name
 from calib.runtime.artifact.tensor_checks import check_shape, check_values
 from calib.runtime.artifact.tensor_relations import (
     Sizes,
@@ -23,6 +24,8 @@ from calib.runtime.artifact.tensor_relations import (
     check_divergence,
     check_falling,
     check_groups,
+    check_levels,
+    check_nuq_shares,
     check_order,
     check_orthonormal,
     check_shares,
@@ -57,7 +60,6 @@ class Registered:
         axes: what each axis is called; a number is its size.
         least, most: of every entry.
         check: of what its entries must be together, given the sizes of axes; raises `ArtifactError`.
-        option: of `calib fit`, without which it is not measured; "" where it is by default.
     """
 
     calibrator: str
@@ -66,12 +68,22 @@ class Registered:
     most: float
     dtype: torch.dtype = float32
     check: Callable[[str, Tensor, Sizes], None] | None = None
-    option: str = ""
 
+
+# The option of `calib fit` without which a calibrator measures nothing.
+NUQ_OPTION = "--model.nuq [0.01]"
+OPTIONS: Mapping[str, str] = {
+    "rotations": "--model.rotations true",
+    "nuq_ranges": NUQ_OPTION,
+    "nuq_levels": NUQ_OPTION,
+}
 
 PER_CHANNEL = ("layers", "kv_heads", "head_dim")
 # Shares of outliers, both ends together: the last axis of every threshold (GEAR, arXiv:2403.05527, eq. 4).
 SHARES = "outliers.shares"
+# Tensors that say how long an axis of others is, and what that axis is called.
+SHARE_AXES: Mapping[str, str] = {SHARES: "shares", NUQ_SHARES: "nuq shares"}
+SHARES_OF: Mapping[str, str] = {axis: name for name, axis in SHARE_AXES.items()}
 # Whose entries a threshold is a quantile of: `keys.outliers.channel.low` and so on.
 THRESHOLD_AXES: Mapping[str, tuple[str, ...]] = {
     "channel": (*PER_CHANNEL, "shares"),
@@ -91,6 +103,9 @@ def _of_stream(stream: str) -> dict[str, Registered]:
     found = _ends(stream, "channel_range", PER_CHANNEL)  # of keys after RoPE
     for part, axes in THRESHOLD_AXES.items():
         found |= _ends(f"{stream}.outliers.{part}", "outlier_thresholds", axes)
+    for bits in NUQ_BITS:
+        axes = ("layers", "nuq shares", str(2**bits))
+        found[levels_name(stream, bits)] = Registered("nuq_levels", axes, -1, 1, check=check_levels)
     return found | {
         f"{stream}.layer_groups": Registered(
             "layer_groups", ("layers",), -math.inf, math.inf, torch.int64, check_groups
@@ -102,7 +117,6 @@ def _of_stream(stream: str) -> dict[str, Registered]:
             -1.01,
             1.01,
             check=check_orthonormal,
-            option="--model.rotations true",
         ),
         f"{stream}.dictionary": Registered(
             "dictionaries", ("groups", "atoms", "channels"), -1.01, 1.01, torch.float16, check_dictionary
@@ -130,6 +144,8 @@ TABLE: dict[str, Registered] = {
     # mean of q^2 over tokens and query heads
     "queries.mean_square": Registered("query_energy", PER_CHANNEL, 0, LARGEST**2),
     SHARES: Registered("outlier_thresholds", ("n",), 0, 1, check=check_shares),
+    NUQ_SHARES: Registered("nuq_ranges", ("n",), 0, 1, check=check_nuq_shares),
+    **_ends("keys.nuq", "nuq_ranges", (*PER_CHANNEL, "nuq shares")),  # of keys before RoPE
 }
 for _stream in STREAMS:
     TABLE |= _of_stream(_stream)
@@ -178,8 +194,7 @@ def calibrator_of(name: str) -> str | None:
 
 def option_of(name: str) -> str:
     """The option of `calib fit` without which tensor `name` is not measured; "" where there is none."""
-    found = registered(name)
-    return "" if found is None else found.option
+    return OPTIONS.get(calibrator_of(name) or "", "")
 
 
 def check_registered(
@@ -188,7 +203,7 @@ def check_registered(
     """Raises `ArtifactError` where a registered tensor has not the dtype, shape or values its name promises."""
     sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "len(clip_bits)": len(clip_bits)}
     # First the tensors that say how long axes of others are.
-    for name in sorted(tensors, key=lambda name: name != SHARES and not name.endswith(".layer_groups")):
+    for name in sorted(tensors, key=lambda name: name not in SHARE_AXES and not name.endswith(".layer_groups")):
         promised = registered(name)
         if promised is not None:
             check_one(name, tensors[name], promised, sizes)
@@ -197,8 +212,8 @@ def check_registered(
                 f"tensor {printable(name)} is of no bit width, expected FORM.BITS with BITS from 1 to 8 after 'residual.'; "
                 f"{FIT_AGAIN}"
             )
-        if name == SHARES:
-            sizes["shares"] = len(tensors[name])
+        if name in SHARE_AXES:
+            sizes[SHARE_AXES[name]] = len(tensors[name])
         elif name in TABLE and name.endswith(".layer_groups"):
             sizes[groups_of(name)] = int(tensors[name][-1]) + 1
     for name in tensors:
@@ -224,7 +239,7 @@ def check_one(name: str, tensor: Tensor, promised: Registered, sizes: Sizes) -> 
 
 def size_of(name: str, axis: str, sizes: Sizes) -> int:
     """Of an axis of tensor `name` that another tensor, the fingerprint or `clip_bits` tells."""
-    other = {"shares": SHARES, "groups": groups_of(name)}.get(axis, "")
+    other = groups_of(name) if axis == "groups" else SHARES_OF.get(axis, "")
     size = sizes.get(other if axis == "groups" else axis, 0)
     if not size:
         missing = f"{other!r} is not, expected both" if other else "clip_bits is empty, expected a width for each entry"

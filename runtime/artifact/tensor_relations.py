@@ -1,7 +1,7 @@
 """What the entries of a registered tensor, of a registered shape, must be together; and a range's two tensors.
 
-Shares of outliers and residual bases are those of GEAR (arXiv:2403.05527); groups of layers, divergences and dictionaries those of
-CSR (arXiv:2412.11741, eq. 6-11).
+Shares of outliers and residual bases are those of GEAR (arXiv:2403.05527), levels those of KVQuant (arXiv:2401.18079); groups of
+layers, divergences and dictionaries those of CSR (arXiv:2412.11741, eq. 6-11).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Sizes = Mapping[str, int]
 ORTHONORMAL = 1e-3
 UNIT = 2e-3  # of an atom's norm
 SYMMETRIC = 1e-6  # a few units of float32
-SINGULAR = {"layers": "layer", "kv_heads": "head", "head_dim": "channel", "shares": "share"}
+SINGULAR = {"layers": "layer", "kv_heads": "head", "head_dim": "channel", "shares": "share", "nuq shares": "share"}
 LISTED = 120  # characters of a list of numbers
 
 
@@ -27,6 +27,23 @@ def check_shares(name: str, shares: Tensor, sizes: Sizes) -> None:
     if not bool((shares > 0).all() & (shares < 1).all() & (shares.diff() > 0).all()):
         found = shortened(", ".join(f"{share:.6g}" for share in shares[:LISTED].tolist()), LISTED)
         raise ArtifactError(f"tensor {name!r} is {found}, expected increasing numbers above 0 and below 1; {FIT_AGAIN}")
+
+
+def check_nuq_shares(name: str, shares: Tensor, sizes: Sizes) -> None:
+    """Of outliers beside non-uniform levels, `[n]`: increasing, from 0 and below 1."""
+    if not bool((shares >= 0).all() & (shares < 1).all() & (shares.diff() > 0).all()):
+        found = shortened(", ".join(f"{share:.6g}" for share in shares[:LISTED].tolist()), LISTED)
+        raise ArtifactError(f"tensor {name!r} is {found}, expected increasing numbers from 0 and below 1; {FIT_AGAIN}")
+
+
+def check_levels(name: str, levels: Tensor, sizes: Sizes) -> None:
+    """`[layers, shares, levels]`: none below the one before."""
+    falling = (levels.diff(dim=-1) < 0).any(-1)
+    if bool(falling.any()):
+        layer, share = falling.nonzero()[0].tolist()
+        raise ArtifactError(
+            f"tensor {name!r} falls at layer {layer}, share {share}, expected rising levels; {FIT_AGAIN}"
+        )
 
 
 def check_orthonormal(name: str, basis: Tensor, sizes: Sizes) -> None:

@@ -24,6 +24,7 @@ SMALL = [
     "--data.length=64", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",
     "--model.dictionary.atoms=16", "--model.dictionary.samples=256", "--model.dictionary.heldout_samples=64",
     "--model.dictionary.epochs=1", "--model.dictionary.groups=layers", "--model.rotations=true",
+    "--model.nuq=[0.01]",
     "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 

@@ -37,7 +37,8 @@ WRONG_OPTIONS = [
         {},
         [
             "'zzz'",
-            "full, gear, gear_l, group_wise, h2o, infllm, kivi, klt, kvarn, mikv, offload, oracle, outlier_reduced, rtn, snapkv",
+            "full, gear, gear_l, group_wise, h2o, infllm, kivi, klt, kvarn, kvquant, mikv, offload, oracle, outlier_reduced, rtn",
+            "snapkv",
             "specache",
             "zipcache",
         ],

@@ -143,7 +143,13 @@ def test_a_step_makes_no_tensor_larger_than_a_tile(case):
         feed(cache, [tokens[length:]])
     # A tile of one stream: 2 KV heads of 32 channels (3 bits: 7 words of 5 codes are 35), or of a basis' components: heads
     # with fewer words than another have room for as many. Scores are smaller.
-    of_3_bits = case.name in ("kivi-3-short", "zipcache-accumulated", "mikv-calibrated", "turboquant-3")
+    of_3_bits = case.name in (
+        "kivi-3-short",
+        "zipcache-accumulated",
+        "mikv-calibrated",
+        "turboquant-3",
+        "kvquant-3-dense",
+    )
     tiers = [tier for layer in cache.compressed for tier in getattr(layer.store, "tiers", [])]
     width = max([35 if of_3_bits else 32, *(width for tier in tiers for width in tier.coded.values())])
     assert 0 < operations.largest <= TILE_TOKENS * 2 * width and width <= 48

@@ -9,7 +9,7 @@ from toy_models import left_padded, random_model
 
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.paging.pages import TILE_TOKENS
-from calib.runtime.stages.codec import Corrected, Exact, Sparse, UniformQuant
+from calib.runtime.stages.codec import Codebook, Corrected, Exact, Sparse, TokenRange, UniformQuant
 from calib.runtime.tiered.store import TieredStore
 
 PROMPT = 300  # whole pages even behind a window of 128 tokens
@@ -118,8 +118,9 @@ def used_slots(store, tier: int, stream: str) -> int:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_generation_never_decodes(model, case, monkeypatch):
     """But for MiKV's demotion: the one token of a head that leaves the important tier is decoded to be encoded again; for
-    what corrections must know of the block that is being encoded; and for CSR, which adds atoms up a tile at a time."""
-    demoted, encoding, most = [], [], {"mikv": 1, "csr": TILE_TOKENS}.get(case.method, 0)
+    what corrections must know of the block that is being encoded; and for CSR, which adds atoms up, and KVQuant,
+    which turns keys to their positions, a tile at a time."""
+    demoted, encoding, most = [], [], {"mikv": 1, "csr": TILE_TOKENS, "kvquant": TILE_TOKENS}.get(case.method, 0)
 
     def encode(codec, x, fp32_params, original=Corrected._encode):
         encoding.append(codec)
@@ -140,7 +141,7 @@ def test_generation_never_decodes(model, case, monkeypatch):
         return original(codec, block, channels)
 
     monkeypatch.setattr(Corrected, "_encode", encode)
-    for codec in (UniformQuant, Exact, Corrected, Sparse):
+    for codec in (UniformQuant, Exact, Corrected, Sparse, Codebook, TokenRange):
         monkeypatch.setattr(codec, "decode", partialmethod(refuse, original=codec.decode))
     with pytest.raises(AssertionError, match="decoded"):
         UniformQuant(2).decode({"words": torch.zeros(1, 8, TILE_TOKENS + 1, 2, dtype=torch.int16)}, 8)

@@ -9,7 +9,15 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from toy_artifact import toy_artifact, toy_basis, toy_components, toy_dictionaries, toy_rotations, toy_thresholds
+from toy_artifact import (
+    toy_artifact,
+    toy_basis,
+    toy_components,
+    toy_dictionaries,
+    toy_levels,
+    toy_rotations,
+    toy_thresholds,
+)
 from toy_models import random_model
 from transformers import PreTrainedModel
 
@@ -261,6 +269,10 @@ CASES = [
         artifact=True,
         contract=True,
     ),
+    # Two outliers of 16 bits and an index of 8 for the 128 channels of a token, and of values 32 bits for its range.
+    Case("kvquant", "kvquant", 4.5, artifact=True, contract=True),
+    # 3 bits: 13 words of 5 codes; values have a range.
+    Case("kvquant-3-dense", "kvquant", 3.375, {"bits": 3, "outliers": 0, "sinks": 3}, artifact=True),
     # Nothing on the device, everything on the host.
     Case("offload", "offload", 0.0, contract=True),
     # The low-bit copy alone: what is fetched is the same 16 tokens' room.
@@ -314,4 +326,5 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
     tensors |= toy_dictionaries(shape, 96, draw)
     tensors |= toy_components(shape, draw)
     tensors |= toy_rotations(shape, draw)
+    tensors |= toy_levels(shape, (0.0, 0.01), draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

@@ -18,6 +18,7 @@ from calib.runtime.stages.codec import (
     Exact,
     MixedQuant,
     Sparse,
+    TokenRange,
     UniformQuant,
 )
 from calib.runtime.stages.codec.coefficients import Coefficients
@@ -57,6 +58,11 @@ def dictionary(draw: torch.Generator) -> SharedTable:
     return SharedTable((atoms / atoms.norm(dim=-1, keepdim=True)).half())
 
 
+def levels(draw: torch.Generator, count: int) -> torch.Tensor:
+    """One table of rising levels on [-1, 1]."""
+    return 2 * torch.rand(1, count, generator=draw).sort(-1).values - 1
+
+
 CODECS = [
     CodecCase("exact", lambda draw: Exact(), 16.0),
     # A scale and a zero point of 16 bits a token: 32/16.
@@ -76,6 +82,8 @@ CODECS = [
     CodecCase("dual-scale-4-channels", lambda draw: DualScale(4, "channels", 8), 9.0),
     CodecCase("dual-scale-2-tokens", lambda draw: DualScale(2, "tokens", 8), 6.0),
     CodecCase("dual-scale-3-tokens", lambda draw: DualScale(3, "tokens", 8, 0), 8.0),
+    # 3 bits: 4 words for 16 channels; a centre and a half range of 16 bits for the 32 channels of both heads.
+    CodecCase("token-range-3", lambda draw: TokenRange(Codebook(levels(draw, 8))), 5.0),
     # 3 words of 16 bits for 15 components.
     CodecCase("mixed", lambda draw: MixedQuant((4, 4, 4, 2, 2), (3, 3)), 3.2, 15, reach=1.0),
     # 4 indices of 5 bits in bytes (4 + 1: 2 and 1), and 4 numbers of 16 bits.

@@ -86,7 +86,12 @@ class Sandbox:
             shutil.copy(ROOT / EMBEDDED / name, self.model)
         self.text.write_text(prose(), encoding="utf-8")
         words = ["fit", "--config", "tiny.yaml", "--model.path", self.model, "--output", self.artifact]
-        words += ["--model.rotations", "true"]  # for the methods that read what no default fit measures
+        words += [
+            "--model.rotations",
+            "true",
+            "--model.nuq",
+            "[0.01]",
+        ]  # for the methods that read what no default fit measures
         assert main([*map(str, words), "--trainer.default_root_dir", str(root / "fit"), *as_words(SMALL_FIT)]) == 0
 
     def folder(self, document: str) -> Path:

@@ -19,7 +19,18 @@ from calib.runtime.offload.store import OffloadStore
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.paging.pages import EMPTY
-from calib.runtime.stages.codec import Clipped, Codec, Corrected, Direction, DualScale, Exact, MixedQuant, Sparse
+from calib.runtime.stages.codec import (
+    Clipped,
+    Codebook,
+    Codec,
+    Corrected,
+    Direction,
+    DualScale,
+    Exact,
+    MixedQuant,
+    Sparse,
+    TokenRange,
+)
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.transform import Balancer, Basis, ChannelRange, ChannelScale, Identity, Orthogonal
 from calib.runtime.tiered.row_transform import RowTransform
@@ -98,10 +109,14 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
         return torch.from_numpy(corrected(codec, block, x.numpy()))
     if isinstance(codec, Clipped):
         return decoded(codec.codec, block, channels)
+    if isinstance(codec, Codebook):
+        table = codec.table[0].double().numpy()
+        return torch.from_numpy(table[unpacked(block["words"].numpy(), codec.bits, channels)])
     if isinstance(codec, Direction):
-        table = codec.codebook.table[0].double().numpy()
-        codes = unpacked(block["words"].numpy(), codec.codebook.bits, channels)
-        return torch.from_numpy(table[codes] * block["norms"].double().numpy())
+        return decoded(codec.codebook, block, channels) * block["norms"].double()
+    if isinstance(codec, TokenRange):
+        centre, half = block["parameters"].double().split(1, -1)
+        return centre + half * decoded(codec.codebook, block, channels)
     if isinstance(codec, DualScale):
         even = decoded(codec.uniform, block, channels)
         return even * torch.from_numpy(spread(block["scales"].double().numpy(), *even.shape[-2:]))

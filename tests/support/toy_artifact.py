@@ -65,6 +65,7 @@ def toy_tensors() -> dict[str, torch.Tensor]:
     tensors |= toy_rotations(per_channel, generator)
     tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
+    tensors |= toy_levels(per_channel, (0.0, 0.01), generator)
     return tensors
 
 
@@ -98,6 +99,20 @@ def toy_thresholds(
             for end, sign in (("low", -1), ("high", 1)):
                 width = sign * (1 + torch.rand(*axes, 1, generator=generator))
                 tensors[f"{stream}.outliers.{part}.{end}"] = width * (1.5 - torch.tensor(shares))
+    return tensors
+
+
+def toy_levels(
+    shape: tuple[int, int, int], shares: tuple[float, ...], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """What `kvquant` reads: ranges of keys before RoPE, narrower for more outliers, and rising levels of both streams."""
+    width = (1 + torch.rand(*shape, 1, generator=generator)) * (1.2 - 20 * torch.tensor(shares))
+    centre = 0.3 * torch.randn(*shape, 1, generator=generator)
+    tensors = {"nuq.shares": torch.tensor(shares), "keys.nuq.low": centre - width, "keys.nuq.high": centre + width}
+    for stream in ("keys", "values"):
+        for bits in (2, 3, 4):
+            drawn = 2 * torch.rand(shape[0], len(shares), 2**bits, generator=generator) - 1
+            tensors[f"{stream}.nuq.levels.{bits}"] = drawn.sort(-1).values
     return tensors
 
 

@@ -8,6 +8,7 @@ from calib.runtime.stages.codec.dual_scale import DualScale
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.sparse import Sparse
+from calib.runtime.stages.codec.token_range import TokenRange
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
@@ -21,5 +22,6 @@ __all__ = [
     "Exact",
     "MixedQuant",
     "Sparse",
+    "TokenRange",
     "UniformQuant",
 ]

@@ -86,7 +86,8 @@ class Corrected(Codec):
             fields |= {RESIDUAL + name: replace(field, kind="residual") for name, field in again.items()}
         for prefix, part in self._parts():
             own = part.fields(head_dim, fp32_params, one)
-            if segment is None and any(f.tokens_per_row is None or f.shared for f in own.values()):
+            placed = part is self.outliers and self.outliers.heads is not None
+            if segment is None and not placed and any(f.tokens_per_row is None or f.shared for f in own.values()):
                 raise ValueError(
                     f"{'rank' if part is self.low_rank else 'outliers'}: their numbers belong to a whole segment, and this "
                     "method encodes tokens one by one; use statistics='calibrated', or a method that encodes segments "

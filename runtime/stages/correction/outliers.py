@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.kernels.outliers.reference import extremes, first_beyond, sparse_product
+from calib.kernels.outliers.reference import extremes, farthest_beyond, first_beyond, sparse_product
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.stored_values import Indices
@@ -44,6 +44,8 @@ class Outliers:
         fill: what takes an outlier's place: the mean of the row's remaining entries, or zero.
         low, high: thresholds of the artifact, broadcasting against `[kv_heads, T, D]`: then nothing is ranked and the first
             entries beyond them are taken, by position.
+        farthest: those farthest beyond the thresholds are taken instead, at whichever end.
+        heads: KV heads of the layer, where rows go over them all and tokens are in no segment that knows.
     """
 
     share: float
@@ -52,6 +54,8 @@ class Outliers:
     fill: Literal["mean", "zero"] = "mean"
     low: Tensor | None = None
     high: Tensor | None = None
+    farthest: bool = False
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.share) not in (float, int) or not 0 < self.share <= 1:
@@ -73,7 +77,7 @@ class Outliers:
 
     def fields(self, head_dim: int, fp32_params: bool, segment: Segment) -> dict[str, Field]:
         """Distances, and where they belong: 2k for each token, or 2k D (a whole matrix: 2k) for the segment."""
-        across = segment.heads if self._across else 1
+        across = (self.heads or segment.heads) if self._across else 1
         length = {"tokens": segment.tokens, "channels": head_dim * across, "matrix": segment.tokens * head_dim * across}
         width = 2 * self.count(length[self.ranked]) * (head_dim if self.ranked == "tokens" else 1)
         rows, dtype = None if self.listed else 1, torch.float32 if fp32_params else torch.float16
@@ -94,7 +98,10 @@ class Outliers:
             mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, positions, True)
         else:
             low, high = (self._row_thresholds(part, x) for part in (self.low, self.high))
-            positions, used, overflowed_outliers = first_beyond(rows, low, high, count)
+            if self.farthest:
+                positions, used, overflowed_outliers = farthest_beyond(rows, low, high, 2 * count)
+            else:
+                positions, used, overflowed_outliers = first_beyond(rows, low, high, count)
             # Unused slots point at the first entry and must not mark it.
             marks = torch.zeros_like(rows, dtype=torch.uint8).scatter_add_(-1, positions, used.to(torch.uint8))
             mask = marks.view(torch.bool)
