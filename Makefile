@@ -66,12 +66,11 @@ smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M and generate through the ar
 	$(BIN)/calib generate --model $(SMOLLM2) --artifact artifacts/smollm2-135m.calib.safetensors --method klt \
 		--prompt 'The capital of France is'
 
-# What no hub is needed for: TEST, a text that the fit did not read, and STORIES. The code is torch's own, of the pinned release.
-smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M behind `make smollm2`: the table of docs/results/smollm2, hours
+# Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place.
+smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on
 	mkdir -p runs/eval
-	sed -e "s|CODE|$$($(BIN)/python -c 'from importlib.util import find_spec; print(find_spec("torch._inductor.scheduler").origin)')|" \
-		$(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') $(if $(STORIES),-e 's|{name: roneneldan/TinyStories.*}|"$(STORIES)"|') \
-		configs/eval/smollm2.yaml > runs/eval/smollm2.yaml
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval.*}|"$(CODE)"|') \
+		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories.*}|"$(STORIES)"|') -e '' configs/eval/smollm2.yaml > runs/eval/smollm2.yaml
 	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2
 	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
 
