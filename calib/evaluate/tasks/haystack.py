@@ -49,7 +49,7 @@ def check_lengths(task: str, grid: Grid, subject: Subject) -> None:
         subject.check_length(length, task, "give a smaller length")
 
 
-def places(grid: Grid, subject: Subject) -> list[tuple[int, float]]:
+def case_depths(grid: Grid, subject: Subject) -> list[tuple[int, float]]:
     """(case, depth) of each row; a limit cuts the last cases off."""
     count = len(grid.depths)
     return [(row // count, grid.depths[row % count]) for row in range(subject.rows(grid.cases * count))]

@@ -22,7 +22,7 @@ from calib.errors import UsageError
 from calib.evaluate.tasks.chat import Chat, check_chat
 from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
 from calib.evaluate.tasks.generated import GeneratedColumn, Question, tokens_of
-from calib.evaluate.tasks.haystack import anywhere, check_grid, check_lengths, filled, places, running_text
+from calib.evaluate.tasks.haystack import anywhere, case_depths, check_grid, check_lengths, filled, running_text
 from calib.evaluate.tasks.retrieval import AnswersColumn
 from calib.evaluate.tasks.text import Text, read_text, sampled, text_source
 from calib.runtime.messages.printable import printable
@@ -142,7 +142,7 @@ class NumbersColumn(AnswersColumn):
         subject: Subject,
         chat: Chat | None,
     ) -> None:
-        rows = places(task, subject)
+        rows = case_depths(task, subject)
         documents = [document(subject, running, length, depth, task.digits, index, chat) for index, depth in rows]
         numbers = {"length": length, "depths": list(task.depths), "cases": len(rows), "digits": task.digits}
         parts, title = [[f"depth {depth:g}"] for _, depth in rows], f"{task.title} {length}"
@@ -163,7 +163,7 @@ class WordsColumn(GeneratedColumn):
         subject: Subject,
         chat: Chat | None,
     ) -> None:
-        rows, new = places(task, subject), task.new_tokens
+        rows, new = case_depths(task, subject), task.new_tokens
         questions = [question(subject, running, length, depth, sentence, new, index, chat) for index, depth in rows]
         settings = {**origin, "length": length, "depths": list(task.depths)}
         settings |= {"sentence": sentence.sentence, "question": sentence.question, "expected": list(sentence.expected)}

@@ -19,7 +19,7 @@ from calib.documents.running_text import RunningText
 from calib.evaluate.tasks.chat import Chat, check_chat
 from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
 from calib.evaluate.tasks.generated import GeneratedColumn, Question, tokens_of
-from calib.evaluate.tasks.haystack import check_grid, check_lengths, filled, from_the_first, places, running_text
+from calib.evaluate.tasks.haystack import case_depths, check_grid, check_lengths, filled, from_the_first, running_text
 from calib.evaluate.tasks.longeval import first_number
 
 TASK = (
@@ -73,7 +73,7 @@ class PasskeyColumn(GeneratedColumn):
     """Pass keys in rows of one length."""
 
     def __init__(self, task: Passkey, length: int, running: RunningText, subject: Subject, chat: Chat | None) -> None:
-        rows, new = places(task, subject), task.new_tokens
+        rows, new = case_depths(task, subject), task.new_tokens
         questions = [question(subject, running, length, depth, new, index, chat) for index, depth in rows]
         settings = {"length": length, "depths": list(task.depths)}
         parts, title = [f"depth {depth:g}" for _, depth in rows], f"{task.title} {length}"

@@ -71,12 +71,12 @@ class TokenRange(Codec):
         return torch.where(half == 0, (x.float() - centre).abs(), bound)
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 times a tile of keys: its places in their ranges, and the centres."""
+        """`query [..., kv_heads, rows, D]` float32 times a tile of keys: half ranges times codes, and the centres."""
         centre, half = tile["parameters"].float().chunk(2, -2)
         return self.codebook.scores(query, {"words": tile["words"]}) * half + query.sum(-1, keepdim=True) * centre
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times a tile of values: its places in their ranges, and the centres."""
+        """`weights [..., kv_heads, rows, tokens]` float32 times a tile of values: half ranges times codes, and the centres."""
         centre, half = tile["parameters"].float().chunk(2, -2)
         mixed = self.codebook.mix(weights * half, {"words": tile["words"]}, channels)
         return mixed + (weights * centre).sum(-1, keepdim=True)
