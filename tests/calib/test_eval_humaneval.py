@@ -161,8 +161,11 @@ def test_wrong_lines(tmp_path, change, text):
     assert message(error).startswith("tasks.humaneval: line 2 of ") and text in message(error)
 
 
+ZIPPED = gzip.compress(b"{}" * 999)
+
+
 @pytest.mark.parametrize(
-    "content", [b"plain text", gzip.compress(b"{}" * 999)[:-9], gzip.compress(b"{}" * 99)[:12] + b"\xff" * 40]
+    "content", [b"plain text", ZIPPED[:-9], ZIPPED[:12] + b"\xff" * 40], ids=["plain", "cut", "damaged"]
 )
 def test_a_file_that_is_no_gzip(tmp_path, content):
     path = tmp_path / "toy.jsonl.gz"
