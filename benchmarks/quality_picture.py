@@ -1,35 +1,79 @@
-"""Draws `docs/images/quality.svg`, the README's picture: KL from the exact cache against marginal bits per token.
+"""Draws the pictures of quality: KL from the exact cache against marginal bits per token.
 
     python benchmarks/quality_picture.py
 
-Reads `benchmarks/results/klt.json` (`make klt-table`) alone.
+`docs/images/quality.svg` from `benchmarks/results/klt.json` (`make klt-table`), `docs/images/smollm2.svg` from
+`benchmarks/results/smollm2.json` (`make smollm2-table`).
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-RUN = Path(__file__).parent / "results/klt.json"
-PICTURE = Path(__file__).parent.parent / "docs/images/quality.svg"
+HERE = Path(__file__).parent
 
-# Names of the run, as the picture spells them.
-CURVES = {
-    "klt (calibrated)": ["klt-0.75", "klt-1", "klt-1.25", "klt-1.5", "klt-2", "klt-2.25", "klt-3", "klt-4"],
-    "KIVI": ["kivi-1", "kivi-2", "kivi-4"],
-}
-POINTS = {
-    "rtn-2": "round to nearest, 2 bits",
-    "zipcache-80": "ZipCache, 80 % salient",
-    "mikv-4-2": "MiKV, 4 and 2 bits",
-    "gear-l-2": "GEAR-L, 2 bits",
-    "csr-6-int4": "CSR-6, 4-bit coefficients",
-}
+
+@dataclass(frozen=True)
+class Picture:
+    """What a picture shows of which run.
+
+    Attributes:
+        run: the name of its run, below `benchmarks/results`.
+        name: the picture's, below `docs/images`.
+        column: the run's column whose KL is drawn.
+        curves: names of the run's rows, in the order of their bits, by the name of their curve.
+        points: how rows of the run are called in the picture.
+        kl: the least and the largest KL inside the frame.
+    """
+
+    run: str
+    name: str
+    column: str
+    curves: Mapping[str, Sequence[str]]
+    points: Mapping[str, str]
+    kl: tuple[float, float]
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return HERE.parent / f"docs/images/{self.name}.svg"
+
+    def measured(self) -> dict[str, tuple[float, float]]:
+        """Marginal bits and KL of every method of the run."""
+        cells = json.loads((HERE / f"results/{self.run}.json").read_text())["cells"]
+        return {
+            cell["name"]: (cell["sizes"]["marginal_bits"], cell["figures"]["kl"])
+            for cell in cells
+            if cell["column"] == self.column
+        }
+
+
+PICTURES = (
+    Picture(
+        "klt",
+        "quality",
+        "agreement",
+        {
+            "klt (calibrated)": ["klt-0.75", "klt-1", "klt-1.25", "klt-1.5", "klt-2", "klt-2.25", "klt-3", "klt-4"],
+            "KIVI": ["kivi-1", "kivi-2", "kivi-4"],
+        },
+        {
+            "rtn-2": "round to nearest, 2 bits",
+            "zipcache-80": "ZipCache, 80 % salient",
+            "mikv-4-2": "MiKV, 4 and 2 bits",
+            "gear-l-2": "GEAR-L, 2 bits",
+            "csr-6-int4": "CSR-6, 4-bit coefficients",
+        },
+        (3e-4, 0.5),
+    ),
+)
 COLOURS = ("#0b6e4f", "#b23a48", "#555")
 
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 740, 16, 346
-MOST_BITS, KL = 5.5, (3e-4, 0.5)
+MOST_BITS = 5.5
 
 
 def x_of(bits: float) -> float:
@@ -37,25 +81,15 @@ def x_of(bits: float) -> float:
     return LEFT + bits / MOST_BITS * (RIGHT - LEFT)
 
 
-def y_of(kl: float) -> float:
+def y_of(kl: float, ends: tuple[float, float]) -> float:
     """Up, logarithmic."""
-    low, high = map(math.log, KL)
+    low, high = map(math.log, ends)
     return BOTTOM - (math.log(kl) - low) / (high - low) * (BOTTOM - TOP)
 
 
-def measured() -> dict[str, tuple[float, float]]:
-    """Marginal bits and KL of every method of the run."""
-    cells = json.loads(RUN.read_text())["cells"]
-    return {
-        cell["name"]: (cell["sizes"]["marginal_bits"], cell["figures"]["kl"])
-        for cell in cells
-        if cell["column"] == "agreement"
-    }
-
-
-def lines() -> Iterator[str]:
+def lines(picture: Picture) -> Iterator[str]:
     """The picture."""
-    found = measured()
+    found = {name: (x_of(bits), y_of(kl, picture.kl)) for name, (bits, kl) in picture.measured().items() if kl}
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">'
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
     for bits in range(6):
@@ -63,7 +97,7 @@ def lines() -> Iterator[str]:
         yield f'<path d="M{x:.1f} {TOP}V{BOTTOM}" stroke="#e4e4e4"/>'
         yield f'<text x="{x:.1f}" y="{BOTTOM + 18}" text-anchor="middle" fill="#333">{bits}</text>'
     for kl in (0.001, 0.01, 0.1):
-        y = y_of(kl)
+        y = y_of(kl, picture.kl)
         yield f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#e4e4e4"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#333">{kl:g}</text>'
     middle = (LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2
@@ -75,15 +109,15 @@ def lines() -> Iterator[str]:
         f'<text transform="translate(18 {middle[1]:.0f}) rotate(-90)" text-anchor="middle" fill="#333">'
         "KL from the exact cache, nats (lower is better)</text>"
     )
-    for (name, members), colour in zip(CURVES.items(), COLOURS, strict=False):
-        spots = [(x_of(found[member][0]), y_of(found[member][1])) for member in members]
+    for (name, members), colour in zip(picture.curves.items(), COLOURS, strict=False):
+        spots = [found[member] for member in members]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
         yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in spots)
         (x, y), *_ = spots
         yield f'<text x="{x + 9:.1f}" y="{y - 5:.1f}" fill="{colour}" font-weight="bold">{name}</text>'
-    for member, name in POINTS.items():
-        x, y = (f(value) for f, value in zip((x_of, y_of), found[member], strict=True))
+    for member, name in picture.points.items():
+        x, y = found[member]
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS[2]}"/>'
         side, anchor = (x + 8, "start") if x < 0.85 * RIGHT else (x - 8, "end")
         yield f'<text x="{side:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}" fill="{COLOURS[2]}">{name}</text>'
@@ -91,6 +125,7 @@ def lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    PICTURE.write_text("\n".join(lines()) + "\n")
-    print(PICTURE)
+    for picture in PICTURES:
+        picture.path.parent.mkdir(parents=True, exist_ok=True)
+        picture.path.write_text("\n".join(lines(picture)) + "\n")
+        print(picture.path)

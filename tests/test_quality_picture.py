@@ -1,14 +1,20 @@
-"""The README's picture is what its script draws from the committed run."""
+"""The pictures of quality are what their script draws from the committed runs."""
 
-from benchmarks import quality_picture
+import pytest
+
+from benchmarks.quality_picture import MOST_BITS, PICTURES, lines
+
+each = pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
 
 
-def test_the_picture_is_that_of_the_run():
-    assert quality_picture.PICTURE.read_text() == "\n".join(quality_picture.lines()) + "\n"
+@each
+def test_the_picture_is_that_of_the_run(picture):
+    assert picture.path.read_text() == "\n".join(lines(picture)) + "\n"
 
 
-def test_every_point_lies_inside_the_frame():
-    found = quality_picture.measured()
-    for name in [name for names in (*quality_picture.CURVES.values(), quality_picture.POINTS) for name in names]:
+@each
+def test_every_point_lies_inside_the_frame(picture):
+    found = picture.measured()
+    for name in [name for names in (*picture.curves.values(), picture.points) for name in names]:
         bits, kl = found[name]
-        assert 0 < bits < quality_picture.MOST_BITS and quality_picture.KL[0] < kl < quality_picture.KL[1], name
+        assert 0 < bits < MOST_BITS and picture.kl[0] < kl < picture.kl[1], name

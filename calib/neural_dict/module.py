@@ -5,16 +5,15 @@ all processes: each can then save or load the whole, also in a run of another nu
 dictionaries. A process without a group, or whose groups have stopped, takes part in nothing but that exchange.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import distributed, nn
 
 from calib.neural_dict.dictionary import FIGURES, NeuralDictionary, Task
 from calib.neural_dict.options import DictionaryOptions
+from calib.side_by_side import side_by_side
 
 PARTS = 8  # of an epoch: the Trainer's steps; each is many batches, beside which its own work costs nothing
 
@@ -52,7 +51,7 @@ class NeuralDictionaries(LightningModule):
 
     def on_train_start(self) -> None:
         """This process's samples go to the device, all of them; dictionaries that begin get their centroids."""
-        self.side_by_side(NeuralDictionary.begin, self.own())
+        side_by_side(NeuralDictionary.begin, self.own(), self.device)
         if self.epoch == 0:
             self.exchange()
             self.tell({f"{one.task.name}/validation": float(one.losses[0]) for one in self.all()})
@@ -60,10 +59,10 @@ class NeuralDictionaries(LightningModule):
     def training_step(self, number: int, batch_idx: int) -> None:
         """Step `number` of the whole run."""
         part, own = number % PARTS, [dictionary for dictionary in self.own() if not dictionary.stopped]
-        self.side_by_side(lambda dictionary: dictionary.train_part(part, PARTS), own)
+        side_by_side(lambda dictionary: dictionary.train_part(part, PARTS), own, self.device)
         if part < PARTS - 1:
             return
-        self.side_by_side(NeuralDictionary.end_epoch, own)
+        side_by_side(NeuralDictionary.end_epoch, own, self.device)
         self.epoch += 1
         self.exchange()
         # A group that stopped before this epoch has run fewer.
@@ -78,23 +77,6 @@ class NeuralDictionaries(LightningModule):
         mean = sum(float(dictionary.losses[1]) for dictionary in self.all()) / len(self.dictionaries)
         self.log("error", mean, prog_bar=True, logger=False)
         self.trainer.should_stop = not self.left()
-
-    def side_by_side(self, work: Callable[[NeuralDictionary], None], dictionaries: Sequence[NeuralDictionary]) -> None:
-        """Does `work` for each: one after another on a GPU; on a CPU several at once, each in one thread.
-
-        The operations are too small for several threads to share, and with one the order of every sum, hence every bit
-        of a dictionary, is the same whatever the number of threads, of processes and of groups that are left.
-        """
-        if self.device.type != "cpu":
-            for dictionary in dictionaries:
-                work(dictionary)
-            return
-        threads = torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                list(pool.map(work, dictionaries))
-        finally:
-            torch.set_num_threads(threads)
 
     def exchange(self) -> None:
         """Every process gets the state of every group from the one that trains it."""

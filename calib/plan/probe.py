@@ -31,6 +31,7 @@ from calib.neural_dict.module import NeuralDictionaries
 from calib.plan.capture_cost import Sizes
 from calib.plan.meta_model import MetaModel, with_rotary_embeddings
 from calib.runtime.artifact.tensor_registry import STREAMS
+from calib.side_by_side import side_by_side
 
 FIRST, GROWTH = 32, 4  # tokens of the first piece, and of the next one for each of them
 STEPS, LONG = 32, 0.3  # of training at most, and seconds of them
@@ -149,17 +150,13 @@ def dictionaries(pace: Pace, calibration: Calibration, meta_model: MetaModel, de
             one.begin()
             one.begin_epoch()
 
-        def side_by_side(
-            work: Callable[[NeuralDictionary], object],
-            every: list[NeuralDictionary] = every,
-            module: NeuralDictionaries = module,
-        ) -> float:
-            return seconds(lambda: module.side_by_side(work, every), device) / len(every)
+        def taken(work: Callable[[NeuralDictionary], object], every: list[NeuralDictionary] = every) -> float:
+            return seconds(lambda: side_by_side(work, every, device), device) / len(every)
 
-        steps = max(1, min(STEPS, int(LONG / side_by_side(trained))))
-        pace.step[name] = side_by_side(partial(trained, steps=steps)) / steps
-        pace.validation[name] = side_by_side(NeuralDictionary.validation_loss) / VECTORS
-        pace.start[name] = side_by_side(assigned) * PASSES / VECTORS
+        steps = max(1, min(STEPS, int(LONG / taken(trained))))
+        pace.step[name] = taken(partial(trained, steps=steps)) / steps
+        pace.validation[name] = taken(NeuralDictionary.validation_loss) / VECTORS
+        pace.start[name] = taken(assigned) * PASSES / VECTORS
     vectors = torch.randn(shape.head_dim, options.samples)
     moments = moments_of(vectors.double())
     pace.pair = seconds(lambda: compared(vectors, moments), torch.device("cpu"))

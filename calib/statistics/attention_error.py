@@ -14,8 +14,8 @@ from calib.errors import RunError
 from calib.statistics.forms import GROUP
 
 
-def visible(rows: Tensor, tokens: int, window: int | None) -> Tensor:
-    """Which keys each query row may see: bool `[1, 1, rows, tokens]`.
+def causal_mask(rows: Tensor, tokens: int, window: int | None) -> Tensor:
+    """Which keys each query row may see, added to its logits: float32 `[1, 1, rows, tokens]`, 0 or -inf.
 
     Args:
         rows: int64 `[rows]`, each query's position in the sequence.
@@ -23,25 +23,25 @@ def visible(rows: Tensor, tokens: int, window: int | None) -> Tensor:
         window: how many tokens back a row looks, its own included; None for all.
     """
     key, query = torch.arange(tokens, device=rows.device), rows[:, None]
-    seen = key <= query
+    hidden = key > query
     if window is not None:
-        seen = seen & (key > query - window)
-    return seen[None, None]
+        hidden = hidden | (key <= query - window)
+    return torch.zeros(hidden.shape, device=rows.device).masked_fill_(hidden, -torch.inf)[None, None]
 
 
-def attention_weights(queries: Tensor, keys: Tensor, seen: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """softmax(q.k): float32 `[batch, kv_heads, group, rows, tokens]`, the group being a KV head's query heads.
 
     Args:
         queries: `[batch, query_heads, rows, head_dim]`.
         keys: `[batch, kv_heads, tokens, head_dim]`.
-        seen: as from `visible`.
+        mask: as from `causal_mask`.
     """
     queries = queries.float().unflatten(1, (keys.shape[1], -1))
-    logits = (queries.flatten(2, 3) @ keys.float().mT).unflatten(2, queries.shape[2:4]) * scaling
+    logits = (queries.flatten(2, 3) @ keys.float().mT).unflatten(2, queries.shape[2:4]).mul_(scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+    return logits.add_(mask[:, :, None]).softmax(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Reference:
     Attributes:
         queries: `[batch, query_heads, rows, head_dim]`.
         keys, values: float32 `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of 32.
-        seen: bool, which tokens a row may see, as from `visible`.
+        mask: what a row may see, as from `causal_mask`.
         weights: float32 `[batch, kv_heads, group, rows, tokens]`.
         output: float32 `[batch, kv_heads, group, rows, head_dim]`.
     """
@@ -60,7 +60,7 @@ class Reference:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    seen: Tensor
+    mask: Tensor
     weights: Tensor
     output: Tensor
 
@@ -78,15 +78,15 @@ class Reference:
         positions = positions.to(sample.queries.device)
         queries = sample.queries[:, :, positions]
         keys, values = sample.keys[:, :, :tokens].float(), sample.values[:, :, :tokens].float()
-        seen = visible(positions, tokens, sample.window)
-        weights = attention_weights(queries, keys, seen, sample.scaling, sample.softcap)
-        return cls(sample, queries, keys, values, seen, weights, mixed(weights, values))
+        mask = causal_mask(positions, tokens, sample.window)
+        weights = attention_weights(queries, keys, mask, sample.scaling, sample.softcap)
+        return cls(sample, queries, keys, values, mask, weights, mixed(weights, values))
 
     def output_with(self, keys: Tensor | None, values: Tensor | None) -> Tensor:
         """The output with keys, values or both replaced by tensors of their shape; None leaves them exact."""
         weights = self.weights
         if keys is not None:
-            weights = attention_weights(self.queries, keys, self.seen, self.sample.scaling, self.sample.softcap)
+            weights = attention_weights(self.queries, keys, self.mask, self.sample.scaling, self.sample.softcap)
         return mixed(weights, self.values if values is None else values)
 
     def error(self, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ of keys and values is not the least perplexity (METHODS 0), because attention we
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,19 +16,23 @@ from torch import Tensor
 from calib.capture.sample import LayerSample
 from calib.capture.shape import Shape
 from calib.errors import UsageError
+from calib.side_by_side import side_by_side
 from calib.statistics.attention_error import Reference
 from calib.statistics.contract import Statistic
 from calib.statistics.forms import Candidates, forms
 
 FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)
 BITS = (1, 2, 3, 4)
+# Times the least error of a sequence. On SmolLM2 99.7 % of the factors chosen are those of trying all.
+FAR = 1.5
 
 
 class ClipFactors(Statistic):
     """For every form, layer, KV head and bit width the factor of least error on the corpus.
 
     The error is that of the outputs of the KV head's query heads when this stream alone is quantised. Ties go to the
-    larger factor.
+    larger factor. On each sequence factors are tried from the largest down, at 1 bit, where the smallest are best, from the
+    smallest up, until the errors of all heads are `FAR` times their least; those left count with the last error.
 
     Args:
         shape: the model's sizes.
@@ -58,13 +63,27 @@ class ClipFactors(Statistic):
         """Adds the errors of every form, bit width and factor; `ranges` must hold the tensors the transforms need."""
         for part in sample.without_padding():
             reference = Reference.of(part, self.rows)
-            for number, form in enumerate(self.forms):
-                total = getattr(self, f"error_{number}")[sample.layer]
-                candidates = Candidates(form, getattr(reference, form.stream), self.ranges, sample.layer)
-                for row, bits in enumerate(self.bits):
-                    for column, factor in enumerate(self.factors):
-                        error = reference.error(**{form.stream: candidates.at(bits, factor)})
-                        total[:, row, column] += error.to(total.device)
+            add = partial(self.add_errors, reference, sample.layer)
+            side_by_side(add, range(len(self.forms)), sample.keys.device)
+
+    def add_errors(self, reference: Reference, layer: int, number: int) -> None:
+        """Those of form `number`."""
+        form, total = self.forms[number], getattr(self, f"error_{number}")[layer]
+        candidates = Candidates(form, getattr(reference, form.stream), self.ranges, layer)
+        for row, bits in enumerate(self.bits):
+            total[:, row] += self.errors(reference, candidates, bits).to(total.device)
+
+    def errors(self, reference: Reference, candidates: Candidates, bits: int) -> Tensor:
+        """Of one sample at one width: float64 `[kv_heads, factors]`."""
+        columns = range(len(self.factors))
+        found: dict[int, Tensor] = {}
+        last = least = torch.empty(0)
+        for column in reversed(columns) if bits == 1 else columns:
+            if not found or not bool((last > FAR * least).all()):
+                last = reference.error(**{candidates.form.stream: candidates.at(bits, self.factors[column])})
+                least = least.minimum(last) if found else last
+            found[column] = last
+        return torch.stack([found[column] for column in columns], -1)
 
     def tensors(self) -> dict[str, Tensor]:
         """The factors of least error."""

@@ -11,7 +11,7 @@ from calib.runtime.stages.codec import UniformQuant
 from calib.statistics.attention_error import Reference
 from calib.statistics.channel_range import ChannelRanges
 from calib.statistics.channel_scale import ChannelScales
-from calib.statistics.clip import FACTORS, ClipFactors
+from calib.statistics.clip import FACTORS, FAR, ClipFactors
 from calib.statistics.forms import Candidates, forms
 from calib.statistics.heldout_error import HeldoutError
 
@@ -109,6 +109,30 @@ def test_few_levels_want_a_smaller_clip_than_many():
         means = chosen[0].mean(0).tolist()  # bits 1, 2, 3, 4
         assert all(fewer <= more + 0.05 for fewer, more in pairwise(means)), (name, means)
         assert means[0] < means[-1], (name, means)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_factors_far_from_the_best_are_not_tried_and_the_same_are_chosen(bits, monkeypatch):
+    """What is left out counts with an error above FAR times the least."""
+    one, ranges = sample(tokens=128, spread=0.3), {}
+    for statistic in (ChannelRanges(SHAPE), ChannelScales(SHAPE)):
+        statistic.observe(one)
+        ranges |= statistic.tensors()
+    searched, whole = ClipFactors(SHAPE, bits=(bits,), rows=16), ClipFactors(SHAPE, bits=(bits,), rows=16)
+    searched.ranges = whole.ranges = ranges
+    searched.observe(one)
+    monkeypatch.setattr("calib.statistics.clip.FAR", math.inf)
+    whole.observe(one)
+    left_out = 0
+    for name in whole.reductions:
+        all_errors, errors = getattr(whole, name)[0], getattr(searched, name)[0]
+        least = all_errors.amin(-1, keepdim=True)
+        other = errors != all_errors
+        left_out += int(other.sum())
+        assert (errors[other] > FAR * least.expand_as(errors)[other]).all()
+    assert left_out
+    for name, factors in whole.tensors().items():
+        assert torch.equal(searched.tensors()[name], factors)
 
 
 def test_clip_measures_padded_rows_like_the_rows_alone():
