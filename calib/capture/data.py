@@ -37,6 +37,8 @@ class CaptureData(LightningDataModule):
         column: the column that holds the text.
         sampled: share of the measured sequences, from 0 to below 1, that are sampled from the model itself, spread among those
             of a text: bases that serve text of other kinds are fitted so (`generated` has half of them anyway).
+        sampled_length: tokens sampled at a stretch, a divisor of `length`; such a sequence is several texts, which takes
+            fewer steps of more rows. None: one text.
         natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
         positions: sequences begin anywhere below so many positions, so that keys are measured as they are turned there; None:
             all begin at 0, and what is measured of rotated keys holds for caches up to `length`.
@@ -60,6 +62,7 @@ class CaptureData(LightningDataModule):
         heldout_split: str | None = None,
         column: str = "text",
         sampled: float = 0.0,
+        sampled_length: int | None = None,
         natural_spacing: bool = False,
         positions: int | None = None,
         length: int = 512,
@@ -83,6 +86,10 @@ class CaptureData(LightningDataModule):
             )
         if not 0 <= sampled < 1 or (sampled and not text and name == GENERATED):
             raise UsageError(f"data.sampled={sampled}: from 0 to below 1, and 0 with data.name={GENERATED}")
+        if sampled_length is not None and (sampled_length < 32 or length % sampled_length):
+            raise UsageError(
+                f"data.sampled_length={sampled_length}: at least 32, and a divisor of data.length={length}"
+            )
         check_device_map(model_device_map, model_max_memory)
         self.model_path, self.model_dtype, self.seed = model_path, check_dtype(model_dtype), seed
         self.device_map, self.max_memory = model_device_map, model_max_memory
@@ -95,7 +102,7 @@ class CaptureData(LightningDataModule):
             natural_spacing,
         )
         self.heldout_split, self.length, self.sampled = heldout_split, length, sampled
-        self.positions = positions
+        self.positions, self.sampled_length = positions, sampled_length
         self.sequences, self.heldout_sequences, self.batch_size = sequences, heldout_sequences, batch_size
         self.notes: list[str] = []
         self.tell: Callable[[str], None] = silent  # of what is under way, in a line
@@ -189,8 +196,12 @@ class CaptureData(LightningDataModule):
             self.notes += notes
         if own:
             self.tell(f"sampling {own} sequences of {length} tokens from the model")
-            train = spread(train, sampled_text(model, first_token(tokenizer), length, own, self.seed).cpu())
-            origin["sampled"] = own
+            stretch = self.sampled_length or length
+            if length % stretch:  # the model's longest
+                stretch = length
+            texts = sampled_text(model, first_token(tokenizer), stretch, own * length // stretch, self.seed)
+            train = spread(train, texts.reshape(own, length).cpu())
+            origin |= {"sampled": own} | ({} if stretch == length else {"sampled_length": stretch})
         if self.positions is not None:
             origin["positions"] = self.positions
         origin |= {

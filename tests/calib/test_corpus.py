@@ -224,7 +224,15 @@ def test_a_share_of_a_text_is_sampled_from_the_model(toy, tmp_path):
     assert torch.equal(mixed.train[[2, 6]], own)
     assert torch.equal(mixed.train[[0, 1, 3, 4, 5, 7]], plain.train[:6])
     assert mixed.origin["sampled"] == 2 and "sampled" not in plain.origin
+    pieces = corpus(sampled=0.25, sampled_length=32)
+    assert torch.equal(pieces.train[[2, 6]].view(4, 32), sampled_text(model, tokenizer.bos_token_id, 32, 4, 0))
+    assert pieces.origin["sampled_length"] == 32 and "sampled_length" not in mixed.origin
     assert len(corpus(sampled=0.99).train) == 8
+    for stretch in (31, 33, 48):
+        with pytest.raises(
+            UsageError, match=rf"data.sampled_length={stretch}: at least 32, and a divisor of data.length=64"
+        ):
+            corpus(sampled=0.25, sampled_length=stretch)
     for share, name in ((1.0, "x/y"), (-0.1, "x/y"), (0.5, "generated")):
         with pytest.raises(UsageError, match=r"data.sampled=.*from 0 to below 1"):
             CaptureData(str(toy), name=name, sampled=share)
