@@ -61,10 +61,11 @@ docs: .venv-docs/stamp  ## the documentation site, into site/; every warning is 
 
 # A real model for two cores. The package has its weights in 4 bits (Q4_1); the folder has them dequantised, outside the repository.
 SMOLLM2 ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/calib/smollm2-135m-instruct
-smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M and generate through the artifact; TEXT=FILE fits on that text, without network
+smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artifact, ask five methods; TEXT=FILE fits on that text, without network
 	$(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) $(if $(TEXT),--data.text $(TEXT))
 	$(BIN)/calib generate --model $(SMOLLM2) --artifact artifacts/smollm2-135m.calib.safetensors --method klt \
 		--prompt 'The capital of France is'
+	$(BIN)/calib eval --config eval/smollm2_quick.yaml --model $(SMOLLM2) --output runs/eval/smollm2_quick
 
 # Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place.
 smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on
@@ -74,6 +75,7 @@ smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `
 	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2
 	cp runs/eval/smollm2/report.md docs/results/smollm2/table.md
 	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
+	$(BIN)/python benchmarks/smollm2_summary.py
 	$(BIN)/python benchmarks/quality_picture.py
 
 $(SMOLLM2)/config.json: .venv/dev.stamp

@@ -1,4 +1,4 @@
-"""`calib export --format FORMAT ...`: what other programs read, made from an artifact."""
+"""`calib export --format FORMAT ...`: what other programs read, or a part of it, made from an artifact."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from calib.errors import UsageError
 # Each has a module `command` with `run(argv) -> int` and options of its own; imported when it is asked for.
 FORMATS = {
     "onnx": "a method's encoding, decoding and attention step as ONNX graphs",
+    "artifact": "an artifact with some of another one's tensors: what the methods that you use read",
     "compressed-tensors": "a checkpoint with calibrated fp8 scales of keys and values, which vLLM loads",
 }
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from calib.kernels.huge_pages import empty_large
 
-# Correlations in memory at once: on a CPU what stays in the cache of a core or two, elsewhere what fills the device.
-TILE_ELEMENTS = {"cpu": 2**20}
+# Correlations in memory at once: on a CPU what stays in the cache of a core (1 MiB), elsewhere what fills the device.
+TILE_ELEMENTS = {"cpu": 2**18}
 DEVICE_TILE_ELEMENTS = 2**26
 
 # Neighbours of which first the largest is taken: a position in a short row is cheap, in a long one it is a slow loop.

@@ -20,9 +20,9 @@ def test_help_lists_the_formats(capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "--format is missing, expected one of onnx, compressed-tensors"),
+        ([], "--format is missing, expected one of onnx, artifact, compressed-tensors"),
         (["--artifact", "a"], "--format is missing"),
-        (["--format", "gguf"], "--format gguf: unknown, expected one of onnx, compressed-tensors"),
+        (["--format", "gguf"], "--format gguf: unknown, expected one of onnx, artifact, compressed-tensors"),
         (["--form", "onnx"], "--format is missing"),
         (["--format"], "expected one argument; try `calib export --help`"),
     ],

@@ -1,0 +1,83 @@
+"""`calib export --format artifact`: an artifact with some of another one's tensors.
+
+A fit measures what any method may ask for. What is shipped with a model, or lies in a repository, needs less: `klt` reads a
+fifth of what a fit with dictionaries writes.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calib.arguments import Parser
+from calib.artifact_name import artifact_file, load_artifact
+from calib.errors import UsageError
+from calib.runtime.messages.artifact_error import ArtifactError
+from calib.runtime.messages.printable import printable
+
+if TYPE_CHECKING:
+    from calib.runtime import Artifact
+
+
+def run(argv: Sequence[str]) -> int:
+    """Writes the file and says what is in it; raises `UsageError` or `ArtifactError`."""
+    asked = parse(argv)
+    path = artifact_file(asked.artifact)
+    whole = load_artifact(path)
+    if Path(asked.output).exists():
+        raise UsageError(f"--output {asked.output}: exists already; choose a name that is free")
+    part = part_of(whole, asked.tensors)
+    part.save(asked.output)
+    for name in part.tensors:
+        print(name)
+    bytes_of = {path: Path(path).stat().st_size for path in (path, asked.output)}
+    print(
+        f"wrote {asked.output} ({len(part.tensors)} of {len(whole.tensors)} tensors, "
+        f"{bytes_of[asked.output] / 1e3:.1f} of {bytes_of[path] / 1e3:.1f} kB)"
+    )
+    return 0
+
+
+def part_of(artifact: "Artifact", patterns: Sequence[str]) -> "Artifact":
+    """The artifact with the tensors whose names fit one of `patterns` (`keys.klt.before.*`).
+
+    Its provenance says `tensors`: the patterns. Raises UsageError for a pattern that fits none, and for one tensor of two that
+    need each other.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in artifact.tensors):
+            count = len(artifact.tensors)
+            raise UsageError(
+                f"--tensors {printable(pattern)}: fits none of this artifact's {count} tensors; `calib inspect` lists them"
+            )
+    taken = {
+        name: tensor
+        for name, tensor in artifact.tensors.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    provenance = {**artifact.provenance, "tensors": list(patterns)}
+    try:
+        return replace(artifact, tensors=taken, provenance=provenance)
+    except ArtifactError as error:  # a tensor without one that it needs
+        raise UsageError(f"--tensors: {str(error).partition(';')[0]}; take what belongs together") from error
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    parser = Parser(
+        prog="calib export --format artifact",
+        description="Write an artifact with some of another one's tensors: what the methods that you use read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--artifact", required=True, metavar="FILE", help="what `calib fit` wrote")
+    parser.add_argument(
+        "--tensors",
+        required=True,
+        nargs="+",
+        metavar="PATTERN",
+        help="names to take, such as 'keys.klt.before.*'; `calib inspect` lists what there is",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="where to write; must not be there yet")
+    return parser.parse_args(argv)
