@@ -67,13 +67,13 @@ smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artif
 		--prompt 'The capital of France is'
 	$(BIN)/calib eval --config eval/smollm2_quick.yaml --model $(SMOLLM2) --output runs/eval/smollm2_quick
 
-# Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place.
+# Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows.
 smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on
 	mkdir -p runs/eval
 	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval.*}|"$(CODE)"|') \
 		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories.*}|"$(STORIES)"|') -e '' configs/eval/smollm2.yaml > runs/eval/smollm2.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2
-	cp runs/eval/smollm2/report.md docs/results/smollm2/table.md
+	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2 $(if $(ONLY),--only $(ONLY))
+	sed 's|$(SMOLLM2)|smollm2-135m-instruct|' runs/eval/smollm2/report.md > docs/results/smollm2/table.md
 	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 	$(BIN)/python benchmarks/quality_picture.py

@@ -68,8 +68,29 @@ PICTURES = (
         },
         (3e-4, 0.5),
     ),
+    Picture(
+        "smollm2",
+        "smollm2",
+        "agreement on Wikipedia",
+        {
+            "klt (calibrated)": ["klt-1", "klt-1.5", "klt-2", "klt-3"],
+            "KIVI": ["kivi-2", "kivi-4"],
+            "TurboQuant": ["turboquant-2", "turboquant-3"],
+        },
+        {
+            "rtn-4": "round to nearest, 4 bits",
+            "zipcache-60": "ZipCache, 60 % salient",
+            "mikv-4-2": "MiKV, 4 and 2 bits",
+            "kvarn-2": "KVarN, 2 bits",
+            "kvarn-4-2": "KVarN, 4 and 2 bits",
+            "oscar-2": "OSCAR, 2 bits",
+            "csr-6-int4": "CSR-6, 4-bit coefficients",
+        },
+        (5e-3, 1.0),
+    ),
 )
-COLOURS = ("#0b6e4f", "#b23a48", "#555")
+COLOURS = ("#0b6e4f", "#b23a48", "#6a4c93")
+GREY = "#555"
 
 WIDTH, HEIGHT = 760, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 740, 16, 346
@@ -96,7 +117,7 @@ def lines(picture: Picture) -> Iterator[str]:
         x = x_of(bits)
         yield f'<path d="M{x:.1f} {TOP}V{BOTTOM}" stroke="#e4e4e4"/>'
         yield f'<text x="{x:.1f}" y="{BOTTOM + 18}" text-anchor="middle" fill="#333">{bits}</text>'
-    for kl in (0.001, 0.01, 0.1):
+    for kl in (kl for kl in (0.001, 0.01, 0.1) if kl > picture.kl[0]):
         y = y_of(kl, picture.kl)
         yield f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#e4e4e4"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#333">{kl:g}</text>'
@@ -118,9 +139,9 @@ def lines(picture: Picture) -> Iterator[str]:
         yield f'<text x="{x + 9:.1f}" y="{y - 5:.1f}" fill="{colour}" font-weight="bold">{name}</text>'
     for member, name in picture.points.items():
         x, y = found[member]
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS[2]}"/>'
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{GREY}"/>'
         side, anchor = (x + 8, "start") if x < 0.85 * RIGHT else (x - 8, "end")
-        yield f'<text x="{side:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}" fill="{COLOURS[2]}">{name}</text>'
+        yield f'<text x="{side:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}" fill="{GREY}">{name}</text>'
     yield "</svg>"
 
 
