@@ -73,7 +73,7 @@ smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `
 	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval.*}|"$(CODE)"|') \
 		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories.*}|"$(STORIES)"|') -e '' configs/eval/smollm2.yaml > runs/eval/smollm2.yaml
 	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2 $(if $(ONLY),--only $(ONLY))
-	sed 's|$(SMOLLM2)|smollm2-135m-instruct|' runs/eval/smollm2/report.md > docs/results/smollm2/table.md
+	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2/report.md > docs/results/smollm2/table.md
 	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 	$(BIN)/python benchmarks/quality_picture.py
