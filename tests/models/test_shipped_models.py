@@ -25,7 +25,7 @@ QUICK = [
     "--data.length=64", "--data.sequences=4", "--data.heldout_sequences=1", "--model.clip_sequences=1", "--model.query_rows=4",
     "--model.clip_factors=[1,0.8]", "--model.dictionary.samples=512", "--model.dictionary.heldout_samples=128",
     "--model.dictionary.epochs=1", "--trainer.accelerator=cpu", "--trainer.logger=false",
-    "--trainer.enable_progress_bar=false", "--model.device_map=null",
+    "--trainer.enable_progress_bar=false", "--model.device_map=null", "--model.rotations=true",
 ]  # fmt: skip
 # A case of each method, one that reads the artifact where there is one; of the methods not named here their first.
 CHOSEN = [
@@ -45,6 +45,7 @@ DOCUMENT = Path("docs/models.md").read_text()
 LONGROPE = "Phi3ForCausalLM has RoPE of type 'longrope', whose frequencies change with the length"
 REFUSED = {
     ("phi3_128k", "csr"): "keys.dictionary",
+    ("phi3_128k", "kvquant"): "nuq.shares",
     ("phi3_128k", "streaming_llm"): f"{LONGROPE}; use positions='original'",
     ("phi3_128k", "infllm"): f"{LONGROPE}; use positions='original'",
 }
@@ -77,7 +78,8 @@ def fit_words(name: str) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_model_is_fitted_and_every_method_generates(name):
-    assert main([*fit_words(name), *QUICK]) == 0
+    nuq = [] if (name, "kvquant") in REFUSED else ["--model.nuq=[0.01]"]
+    assert main([*fit_words(name), *QUICK, *nuq]) == 0
     config = yaml.safe_load(find_config(f"{name}.yaml").read_text())
     artifact = Artifact.load(config["output"])
     path = config["model"]["path"] if name == "baichuan2" else "my-llama"
