@@ -14,8 +14,8 @@ from calib.runtime.graphs import step_graphs
 LENGTHS = [9, 70]
 STEPS = 150  # beyond every block and window of the cases
 
-# A case that encodes a token in every step.
-NONE_YET = {"csr-paper"}
+# Cases that encode a token in every step.
+NONE_YET = {"csr-paper", "kvquant", "oscar"}
 # Methods whose steps are not alike: memory on the host, rings without a window, what an oracle keeps.
 NEVER = {"infllm", "offload", "oracle", "specache", "streaming_llm"}
 

@@ -36,7 +36,7 @@ ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "tova", "snapkv", "streaming_llm",
     "gear-60", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "specache",
-    "infllm-original",
+    "infllm-original", "oscar",
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
