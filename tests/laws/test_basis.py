@@ -4,6 +4,7 @@ import oracle
 import pytest
 import torch
 
+from calib.runtime.artifact.components import _inverse
 from calib.runtime.stages.codec import MixedQuant
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.transform import Basis
@@ -153,3 +154,15 @@ def test_attention_on_words_is_attention_on_what_they_hold():
     mixed = quant.mix(weights, tile, CHANNELS)
     own = (transform.back != 0).any(-1)[:, None]  # the others are another head's
     assert near(mixed * own, (weights.double() @ held) * own, mass)
+
+
+def test_an_inverse_is_right_whatever_the_number_of_threads():
+    """MKL's L U of 256 x 256 is not, once the number was set to 2 or more."""
+    threads = torch.get_num_threads()
+    rows = torch.randn(2, 256, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    try:
+        torch.set_num_threads(2)
+        found = _inverse("keys.klt.basis", 0, rows)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(found @ rows, torch.eye(256, dtype=torch.float64).expand(2, -1, -1), rtol=0, atol=1e-9)
