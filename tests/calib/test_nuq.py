@@ -34,7 +34,7 @@ FIT = [
 
 
 def before_rope(x: torch.Tensor, position: int) -> list[float]:
-    """A vector of 32 channels turned back from `position`, in float64."""
+    """A rotated vector of 32 channels as it was before RoPE at `position`, in float64."""
     y = x.double().tolist()
     for i, frequency in enumerate(TURN.frequencies.tolist()):
         cos, sin = math.cos(position * frequency), math.sin(position * frequency)
