@@ -41,10 +41,10 @@ def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
-    """Decodes RESIDUAL tokens with each cache in turns of `steps`; median tokens/s of each, and ratios by turn."""
-    held = caches(model, bits)
-    prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step of each cache, by turn: RESIDUAL tokens behind the `prompt`, decoded in turns of `steps`.
+
+    So whoever encodes once in RESIDUAL tokens or more often does it as often as in a long answer."""
     token = {
         name: model(prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1) for name, cache in held.items()
     }
@@ -60,14 +60,21 @@ def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: 
             for _ in range(steps):
                 token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
             seconds[name].append((time.perf_counter() - start) / steps)
+    for cache in held.values():
+        if hasattr(cache, "release"):
+            cache.release()
+    return seconds
+
+
+def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
+    """Median tokens/s of each cache, and ratios by turn."""
+    prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+    seconds = timed(model, caches(model, bits), prompt, steps)
     ratios = {
         f"{other} / kivi": quartiles([b / a for a, b in zip(seconds["kivi"], seconds[other], strict=True)])
         for other in ("quanto", "dynamic", "kivi again")
     }
     speed = {name: batch / statistics.median(taken) for name, taken in seconds.items()}
-    for cache in held.values():
-        if hasattr(cache, "release"):
-            cache.release()
     return {"context": context, "bits": bits, "batch": batch, "tokens_per_second": speed, "time_ratio": ratios}
 
 

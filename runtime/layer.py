@@ -175,7 +175,8 @@ class CompressedLayer(CacheLayerMixin):
     def _store(self, forward: Forward, given: QKV) -> None:
         assert self.store is not None
         # Detached: outside torch.no_grad() a stored token would keep the graph of every forward alive.
-        self.store.store(forward, given.keys.detach(), given.values.detach())
+        keys, values = (part.detach() if part.requires_grad else part for part in (given.keys, given.values))
+        self.store.store(forward, keys, values)
         forward.stored()
 
     if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes

@@ -1,7 +1,7 @@
-"""Attention over packed tokens in plain torch: products with the codes first, scales and zero points afterwards.
+"""Attention over packed tokens in plain torch, tile by tile.
 
 Nothing here decodes a cache: a tile's codes become float32 integers, the query (for keys) or the weights (for values)
-carries the scales, and tiles meet in one running softmax. Shapes: any leading dimensions, then `[kv_heads, rows, ...]`,
+carries the scales, or where groups divide both axes the codes of that one tile do, and tiles meet in one running softmax. Shapes: any leading dimensions, then `[kv_heads, rows, ...]`,
 where `rows` are the query rows of a KV head (group x new tokens). A tile has its **tokens last**: words `[..., W, T]`,
 parameters `[..., 2 D/g_c, T/g_t]`, scales first; see `kernels/pack` for why.
 """
@@ -26,51 +26,51 @@ def code_mix(weights: Tensor, words: Tensor, bits: int | Widths, channels: int) 
 
 
 def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:
-    """q.x^ without x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z.
+    """q.x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z.
 
-    Parameters per channel scale the codes of their token group; parameters per token scale the partial products of
-    their channel group. Zero points add one number for each (row, group).
+    Parameters of a whole channel go into the query, those of a whole token into its scores, which are fewer than its codes;
+    where both axes are divided into groups, the codes of the tile are scaled.
     """
-    channels, tokens = query.shape[-1], words.shape[-1]
+    channels = query.shape[-1]
     codes = unpack_columns(words, bits, channels).float()
-    scale, zero = parameters.float().chunk(2, -2)
-    columns, blocks = scale.shape[-2:]
-    if columns == channels and blocks == 1:  # the query has fewer rows than the tile has tokens
+    parameters = parameters.float()
+    columns, blocks, tokens = parameters.shape[-2] // 2, parameters.shape[-1], codes.shape[-1]
+    scale, zero = parameters.chunk(2, -2)
+    if (columns, blocks) == (channels, 1):
         return (query * scale.mT) @ codes + query @ zero
-    if columns == channels:  # g_c = 1
-        codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
-        scores = query @ codes
-        scores.unflatten(-1, (blocks, tokens // blocks)).add_((query @ zero).unsqueeze(-1))
-        return scores
-    scale, zero = (_spread(part, tokens) for part in (scale, zero))
-    parts = query.unflatten(-1, (columns, channels // columns)).movedim(-2, -3)  # [..., columns, rows, g_c]
-    products = parts @ codes.unflatten(-2, (columns, channels // columns))  # [..., columns, rows, T]
-    return (products * scale.unsqueeze(-2)).sum(-3) + parts.sum(-1).mT @ zero
+    if (columns, blocks) == (1, tokens):
+        return torch.addcmul(query.sum(-1, keepdim=True) * zero, query @ codes, scale)
+    if columns < channels:
+        return query @ _scaled(codes, parameters)
+    codes.unflatten(-1, (blocks, -1)).mul_(scale.unsqueeze(-1))
+    scores = query @ codes
+    scores.unflatten(-1, (blocks, -1)).add_((query @ zero).unsqueeze(-1))
+    return scores
 
 
 def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
-    """sum_t p_t x^_t without x^: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32."""
-    tokens = words.shape[-1]
+    """sum_t p_t x^_t: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32; as `uniform_scores` scales."""
     codes = unpack_columns(words, bits, channels).float()
-    scale, zero = parameters.float().chunk(2, -2)
-    columns, blocks = scale.shape[-2:]
-    if columns == channels and blocks == 1:
+    parameters = parameters.float()
+    columns, blocks, tokens = parameters.shape[-2] // 2, parameters.shape[-1], codes.shape[-1]
+    scale, zero = parameters.chunk(2, -2)
+    if (columns, blocks) == (channels, 1):
         return (weights @ codes.mT) * scale.mT + weights.sum(-1, keepdim=True) * zero.mT
-    if columns == channels:  # g_c = 1
-        codes.unflatten(-1, (blocks, tokens // blocks)).mul_(scale.unsqueeze(-1))
-        return weights @ codes.mT + weights.unflatten(-1, (blocks, tokens // blocks)).sum(-1) @ zero.mT
-    scale, zero = (_spread(part, tokens) for part in (scale, zero))
-    folded = weights.unsqueeze(-3) * scale.unsqueeze(-2)  # [..., columns, rows, T]
-    mixed = folded @ codes.unflatten(-2, (columns, channels // columns)).mT  # [..., columns, rows, g_c]
-    return (mixed + (weights @ zero.mT).mT.unsqueeze(-1)).movedim(-3, -2).flatten(-2)
+    if (columns, blocks) == (1, tokens):
+        return (weights * scale) @ codes.mT + weights @ zero.mT
+    if columns < channels:
+        return weights @ _scaled(codes, parameters).mT
+    codes.unflatten(-1, (blocks, -1)).mul_(scale.unsqueeze(-1))
+    return weights @ codes.mT + weights.unflatten(-1, (blocks, -1)).sum(-1) @ zero.mT
 
 
-def _spread(part: Tensor, tokens: int) -> Tensor:
-    """Parameters `[..., T/g_t]` of token groups at each of their tokens `[..., T]`."""
-    blocks = part.shape[-1]
-    if blocks == tokens:
-        return part
-    return part.unsqueeze(-1).expand(*part.shape, tokens // blocks).flatten(-2)
+def _scaled(codes: Tensor, parameters: Tensor) -> Tensor:
+    """x^ = c s + z in the place of `codes [..., D, T]`, one s and z for each group of channels x tokens."""
+    columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
+    grouped = codes.unflatten(-1, (blocks, -1)).unflatten(-3, (columns, -1))
+    scale, zero = parameters.unflatten(-2, (2, columns, 1)).unsqueeze(-1).unbind(-5)
+    torch.addcmul(zero, grouped, scale, out=grouped)
+    return codes
 
 
 class RunningSoftmax:

@@ -98,7 +98,7 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _read(stream: PackedStream) -> bool:
-    if rank_of(stream) > MOST_RANK:
+    if rank_of(stream) > MOST_RANK or not all(map(_by_token, (stream.pages, stream.parameters, _coefficients(stream)))):
         return False
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None
@@ -108,6 +108,14 @@ def _read(stream: PackedStream) -> bool:
         return False
     count, groups = len(widths_of(stream)), groups_of(stream)
     return groups == 1 or (count % groups == 0 and count * wide_of(stream) == stream.channels)
+
+
+def _by_token(pages: Tensor | None) -> bool:
+    """Whether each token's numbers lie side by side, and tokens behind each other: on a CPU pages lie as plain torch reads them."""
+    if pages is None:
+        return True
+    (_, _, rows, width), (_, _, row, number) = pages.shape, pages.stride()
+    return (rows == 1 or row == width) and (width == 1 or number == 1)
 
 
 def _coefficients(stream: PackedStream) -> Tensor | None:

@@ -107,7 +107,8 @@ def unpack_columns(words: Tensor, bits: int | Widths, channels: int) -> Tensor:
     """
     first, mask = _fields(bits, words.device)
     # An arithmetic shift drags the sign along; the mask drops it.
-    return (words.unsqueeze(-3) >> first).bitwise_and_(mask).flatten(-3, -2)[..., :channels, :]
+    codes = (words.unsqueeze(-3) >> first).bitwise_and_(mask).flatten(-3, -2)
+    return codes if codes.shape[-2] == channels else codes[..., :channels, :]
 
 
 def byte_parts(width: int) -> list[tuple[int, int]]:

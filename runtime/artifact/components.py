@@ -127,7 +127,8 @@ def basis(artifact: Artifact, role: str, layer: int, words: Words, rope: str) ->
             reach = ranges[head, own, width - 1]  # a step of 2^(1 - width) is this one
             into[head, :, at] = (rows[head, own] / reach[:, None]).T
             back[head, at] = (columns[head][:, own] * reach).T
-    return Basis.of(mean, into, back, spread, MixedQuant(words.widths, words.counts).step(mean.device))
+    codes = MixedQuant(words.widths, words.counts)
+    return Basis.of(mean, into, back, spread, codes.step(mean.device), codes.least(mean.device))
 
 
 def _inverse(name: str, layer: int, rows: Tensor) -> Tensor:

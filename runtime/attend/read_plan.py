@@ -102,6 +102,10 @@ class ReadPlan:
         plan: ReadPlan = forward.readings[asked]
         return plan
 
+    def read_of(self, new: Tensor) -> Tensor:
+        """Of the new tokens `[rows, heads, n, D]` those that are read."""
+        return new if (self.new.start, self.new.stop) == (0, new.shape[2]) else new[:, :, self.new]
+
 
 def by_row(forward: Forward, rows: range, name: str, of_length: Callable[[int], int], device: torch.device) -> Tensor:
     """int64 `[rows, 1]`: a number that follows from how many tokens each row holds, uploaded once under its name."""

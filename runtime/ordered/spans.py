@@ -52,7 +52,7 @@ class OrderedTokens(LayerTokens):
             tiles = []
         for tile in tiles[:-1]:
             yield self._tile(scorer, tile)
-        keys, values = new_keys[:, :, plan.new], new_values[:, :, plan.new]
+        keys, values = plan.read_of(new_keys), plan.read_of(new_values)
         last = self._last_of_equal if plan.trimmed else self._last
         yield last(scorer, plan, tiles[-1:], keys, values)
 

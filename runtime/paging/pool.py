@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calib.kernels.dispatch import prefers_triton
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable
@@ -16,6 +17,8 @@ from calib.runtime.paging.pages import PAGE_TOKENS, Pages
 
 # Zeros of a shape and dtype for a device: where a pool's pages live.
 Memory: TypeAlias = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+
+_TOKENS_LAST = (1, 3, 0, 2)  # of `[pages, kv_heads, rows, width]`
 
 
 def device_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -41,6 +44,8 @@ class PagePool:
         self.capacity = 0
         self.fields: dict[str, Field] = {}
         self.tensors: dict[str, Tensor] = {}
+        self._tiles: dict[tuple[str, int], tuple[int, Block]] = {}
+        self._reads_views = self._lies_as_read()
         self.fit(fields)
 
     def fit(self, fields: dict[str, Field]) -> None:
@@ -48,8 +53,7 @@ class PagePool:
         for name, field in fields.items():
             if field == self.fields.get(name):
                 continue
-            rows, heads = self.page_tokens // self.rows_of(field), 1 if field.shared else self.kv_heads
-            new = self.memory((self.capacity, heads, rows, field.width), field.dtype, self.device)
+            new = self._zeros(field, self.capacity, self.page_tokens)
             if name in self.tensors and self.capacity:
                 old = self.tensors[name]
                 # Indices in 16 bits have no sign.
@@ -57,6 +61,22 @@ class PagePool:
                 new[..., : old.shape[-1]] = old
             self.tensors[name] = new
         self.fields = fields
+        self._tiles.clear()
+
+    def _zeros(self, field: Field, pages: int, page_tokens: int) -> Tensor:
+        """`[pages, kv_heads or 1, rows, width]`, in the order in memory in which it is read: kernels read a page as it lies; plain
+        torch reads a channel of all tokens (an exact token: all its channels), and pages that follow each other without a copy."""
+        heads = 1 if field.shared else self.kv_heads
+        shape = (pages, heads, page_tokens // (field.tokens_per_row or page_tokens), field.width)
+        if not self._reads_views:
+            return self.memory(shape, field.dtype, self.device)
+        order = (1, 0, 2, 3) if field.kind == "exact" else _TOKENS_LAST
+        laid_out = self.memory(tuple(shape[axis] for axis in order), field.dtype, self.device)
+        return laid_out.permute([order.index(axis) for axis in range(4)])
+
+    def _lies_as_read(self) -> bool:
+        """Whether pages lie in the order in which plain torch reads them."""
+        return self.memory is device_memory and not prefers_triton(self.device)
 
     def rows_of(self, field: Field) -> int:
         """Tokens of a row of `field`."""
@@ -69,18 +89,20 @@ class PagePool:
         if (capacity, slots) == (self.capacity, self.page_tokens):
             return
         for name, old in self.tensors.items():
-            rows = slots // (self.fields[name].tokens_per_row or slots)
-            new = self.memory((capacity, old.shape[1], rows, old.shape[3]), old.dtype, self.device)
+            new = self._zeros(self.fields[name], capacity, slots)
             if self.capacity:
                 new[: self.capacity, :, : old.shape[2]] = old
             self.tensors[name] = new
         self.capacity, self.page_tokens = capacity, slots
+        self._tiles.clear()
 
     def to(self, device: torch.device) -> None:
         """Moves every page."""
         self.device = device
+        self._reads_views = self._lies_as_read()
         for name, tensor in self.tensors.items():
-            self.tensors[name] = self.memory(tuple(tensor.shape), tensor.dtype, device).copy_(tensor)
+            self.tensors[name] = self._zeros(self.fields[name], self.capacity, self.page_tokens).copy_(tensor)
+        self._tiles.clear()
 
     def bytes_by_kind(self, capacity: int) -> Counter[str]:
         """Bytes of so many pages, from shapes."""
@@ -123,9 +145,10 @@ class PagePool:
     def keep(self, pages: list[int]) -> None:
         """Keeps these pages alone, in this order."""
         for name, tensor in self.tensors.items():
-            kept = self.memory((len(pages), *tensor.shape[1:]), tensor.dtype, self.device)
+            kept = self._zeros(self.fields[name], len(pages), self.page_tokens)
             self.tensors[name] = kept.copy_(tensor[upload(pages, torch.int64, tensor.device)])
         self.capacity = len(pages)
+        self._tiles.clear()
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole pages, (from, to) each."""
@@ -139,6 +162,17 @@ class PagePool:
         `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy. Of a
         pool that holds several parts ("keys.words") only the fields of `part` ("keys.") are read, under their own names.
         """
+        if not isinstance(pages, slice) or not self._reads_views:
+            return self._read(pages, part)
+        # Views, which stay what they are until the pages move.
+        key = (part, pages.start)
+        stop, tile = self._tiles.get(key, (None, {}))
+        if stop != pages.stop:
+            tile = self._read(pages, part)
+            self._tiles[key] = pages.stop, tile
+        return tile
+
+    def _read(self, pages: Pages, part: str) -> Block:
         tile = {}
         if not isinstance(pages, slice) and self.memory is not device_memory:
             pages = _there(pages, next(iter(self.tensors.values())))
@@ -150,8 +184,7 @@ class PagePool:
                 # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
                 tile[name] = _by_head(tensor, pages).flatten(2, 3).mT
             else:
-                block = tensor[pages][None] if isinstance(pages, slice) else _by_page(tensor, pages)
-                tile[name] = block.permute(0, 2, 4, 1, 3).flatten(3)
+                tile[name] = _tokens_last(tensor, pages)
         if self.memory is not device_memory:
             tile = {name: part if part.device == self.device else part.to(self.device) for name, part in tile.items()}
         return tile
@@ -199,9 +232,13 @@ class PagePool:
         return {name: tensor[pages, heads, slots][:, :, None] for name, tensor in self.tensors.items()}
 
 
-def _by_page(tensor: Tensor, pages: Tensor) -> Tensor:
-    """The `pages` of a field `[pages, kv_heads, slots, w]` as `[rows, n, kv_heads, slots, w]`."""
-    return tensor.index_select(0, pages.flatten()).unflatten(0, pages.shape)  # twice as fast as tensor[pages] on a CPU
+def _tokens_last(tensor: Tensor, pages: Pages) -> Tensor:
+    """The `pages` of a field `[pages, kv_heads, slots, w]` as `[rows, kv_heads, w, n * slots]`."""
+    across = tensor.permute(_TOKENS_LAST)
+    if isinstance(pages, slice):
+        return across[:, :, pages].flatten(2)[None]
+    found = across.index_select(2, pages.flatten()).unflatten(2, pages.shape)
+    return found.movedim(2, 0).flatten(3).contiguous()
 
 
 def _by_head(tensor: Tensor, pages: Pages) -> Tensor:

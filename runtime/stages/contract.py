@@ -60,18 +60,14 @@ class SamplesAtoms(Protocol):
 
 
 class ComponentCodes(Protocol):
-    """A codec whose codes stand for fixed numbers: component i of a token is `step[i]` times its code, plus `least[i]`."""
-
-    def step(self, device: torch.device) -> Tensor:
-        """The distance of two codes: float32 `[components]`."""
-        ...
-
-    def least(self, device: torch.device) -> Tensor:
-        """What a code of 0 is: float32 `[components]`."""
-        ...
+    """A codec whose codes stand for fixed numbers, so that a transform can go from codes to channels in one product."""
 
     def made(self, tile: Block, matrix: Tensor) -> Tensor:
         """`matrix [kv_heads, D, components + 1]` times the codes of a tile and a 1 behind them: `[..., kv_heads, D, tokens]`."""
+        ...
+
+    def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 times the codes of a tile: `[..., kv_heads, rows, components]`."""
         ...
 
 
@@ -184,7 +180,7 @@ class Codec(Protocol):
 
     @property
     def component_codes(self) -> ComponentCodes | None:
-        """The codec itself, where its codes stand for fixed numbers: keys before RoPE are then made in one product."""
+        """The codec itself, where its codes stand for fixed numbers: a tile goes from codes to channels in one product."""
         return None
 
     # Optional: corrections around it.
@@ -249,8 +245,12 @@ class Transform(Protocol):
         """The width of y; None: as many as channels, each of which is one channel's."""
         return None
 
-    def of_codes(self, step: Tensor, least: Tensor) -> Tensor | None:
-        """What makes x^ of codes c and a 1 behind them, y^ = step c + least: float32 `[kv_heads, D, N + 1]`; None: none."""
+    def of_codes(self) -> Tensor | None:
+        """What makes x^ of a component's codes and a 1 behind them: float32 `[kv_heads, D, N + 1]`; None: nothing does."""
+        return None
+
+    def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor | None:
+        """`fold_output` of what codes were mixed to, where there is `of_codes`; None: nothing does."""
         return None
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables | None:

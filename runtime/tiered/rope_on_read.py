@@ -41,14 +41,14 @@ class RopeOnRead:
             )
         return Rotation.rotated(keys, *self.rotation.at(positions))
 
-    def rotated_across(self, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
-        """`[rows, kv_heads, D, tokens]`, in place."""
+    def scores_across(self, query: Tensor, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
+        """`query [rows, kv_heads, query rows, D]` against `keys [rows, kv_heads, D, tokens]`, which are overwritten."""
         positions = tier.positions(*tile[:3])
         if isinstance(positions, slice):
             cos_sin = _between(self.forward, self.rotation.across, positions.start, positions.stop, keys)
-            return Rotation.rotated_across(keys, *cos_sin)
+            return Rotation.scores_across(query, keys, *cos_sin)
         cos, sin = self.rotation.at(positions)
-        return Rotation.rotated_across(keys, cos.mT, sin.mT)
+        return Rotation.scores_across(query, keys, cos.mT, sin.mT)
 
 
 def tables_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ class TieredTokens(LayerTokens):
 
     def _exact(self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, watched: bool) -> ScoredSpan:
         """The window and the new tokens; every query meets one of them at least."""
-        keys, values = new_keys[:, :, plan.new], new_values[:, :, plan.new]
+        keys, values = plan.read_of(new_keys), plan.read_of(new_values)
         if self.windows is not None and plan.window:
             held = (window.tokens[self.rows.start : self.rows.stop, :, : plan.window] for window in self.windows)
             keys, values = (torch.cat(pair, 2) for pair in zip(held, (keys, values), strict=True))

@@ -88,8 +88,7 @@ class TierView:
     @cached_property
     def _of_codes(self) -> Tensor | None:
         """What makes keys of codes of components; None where they are no such codes."""
-        codes, device = self.codecs["keys"].component_codes, self.query.device
-        return None if codes is None else self.transforms["keys"].of_codes(codes.step(device), codes.least(device))
+        return None if self.codecs["keys"].component_codes is None else self.transforms["keys"].of_codes()
 
     def fused(
         self,
@@ -176,7 +175,7 @@ class TierView:
         if self.rotated is not None:
             if codec.component_codes is not None and self._of_codes is not None:
                 made = codec.component_codes.made(block, self._of_codes)
-                return self.query @ self.rotated.rotated_across(made, self.tier, tile)
+                return self.rotated.scores_across(self.query, made, self.tier, tile)
             keys = self.transforms["keys"].inverse(codec.decode(tokens_first(block), self.tier.coded["keys"]))
             return self.query @ self.rotated.rotated(keys, self.tier, tile).mT
         found = self._listed_scores(tile, block, codec.scores(self.query, block))
@@ -185,11 +184,16 @@ class TierView:
     def mix(self, weights: Tensor, tile: Tile) -> Tensor:
         """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
         codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.coded["values"]
+        transform, mass = self.transforms["values"], weights.sum(-1, keepdim=True)
+        if codec.component_codes is not None:
+            folded = transform.fold_codes(codec.component_codes.mixed_codes(weights, block), mass)
+            if folded is not None:
+                return folded
         mixed = codec.mix(weights, block, width)
         if self.tier.plan.segments == "page":
             listed = segment_mix(codec, weights, block, width)
             mixed = mixed if listed is None else mixed + listed
-        return self.transforms["values"].fold_output(mixed, weights.sum(-1, keepdim=True))
+        return transform.fold_output(mixed, mass)
 
     @property
     def lists_values(self) -> bool:

@@ -35,7 +35,8 @@ def matrices(seed=0):
 
 def basis(seed=0):
     mean, into, back = matrices(seed)
-    return Basis.of(mean, into, back, torch.ones(HEADS, CHANNELS), codec().step(mean.device))
+    step, least = codec().step(mean.device), codec().least(mean.device)
+    return Basis.of(mean, into, back, torch.ones(HEADS, CHANNELS), step, least)
 
 
 def tokens(rows=2, count=50, seed=1, dtype=torch.float32):
@@ -65,10 +66,20 @@ def test_codes_and_a_one_make_what_decoding_and_the_way_back_make():
     transform, quant = basis(), codec()
     block = quant.encode(transform.forward(tokens()))
     wanted = transform.inverse(quant.decode(block, transform.components))
-    matrix = transform.of_codes(quant.step(wanted.device), quant.least(wanted.device))
+    matrix = transform.of_codes()
     found = quant.made({"words": block["words"].mT}, matrix)
     assert matrix.shape == (HEADS, CHANNELS, transform.components + 1)
     assert found.dtype == torch.float32 and (found.mT - wanted).abs().max() < 2e-6 * wanted.abs().max()
+
+
+def test_mixed_codes_fold_to_what_mixed_components_fold_to():
+    transform, quant = basis(), codec()
+    tile = {"words": quant.encode(transform.forward(tokens()))["words"].mT}
+    weights = torch.rand(2, HEADS, 3, 50, generator=torch.Generator().manual_seed(6))
+    mass = weights.sum(-1, keepdim=True)
+    wanted = transform.fold_output(quant.mix(weights, tile, transform.components), mass)
+    found = transform.fold_codes(quant.mixed_codes(weights, tile), mass)
+    assert (found - wanted).abs().max() < 2e-6 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

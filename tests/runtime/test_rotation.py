@@ -41,16 +41,16 @@ def test_keys_turn_as_the_model_turns_them(model, rotation):
     assert (rotation.rotated(theirs, cos, -sin) - keys).norm() / keys.norm() < 1e-5
 
 
-def test_tokens_last_turn_in_position(rotation):
-    """As tokens before channels do, to rounding; channels that are not turned stay."""
+@pytest.mark.parametrize("rest", [0, 4])
+def test_scores_of_tokens_last_are_those_of_rotated_keys(rotation, rest):
+    """To rounding, also where some channels are not rotated."""
+    draw = torch.Generator().manual_seed(0)
     cos, sin = rotation.across(5, 55, torch.device("cpu"))
-    half = len(rotation.frequencies)
-    keys = torch.randn(2, 3, 2 * half + 4, 50, generator=torch.Generator().manual_seed(0))
-    wanted = rotation.rotated(keys.mT, cos.mT, sin.mT).mT
-    found = rotation.rotated_across(keys, cos, sin)
-    assert (
-        found is keys and torch.allclose(found, wanted, atol=2e-6) and torch.equal(found[:, :, -4:], wanted[:, :, -4:])
-    )
+    channels = 2 * len(rotation.frequencies) + rest
+    keys, query = (torch.randn(2, 3, n, channels, generator=draw) for n in (50, 6))
+    wanted = query.double() @ rotation.rotated(keys, cos.mT, sin.mT).double().mT
+    found = rotation.scores_across(query, keys.mT.contiguous(), cos, sin)
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), wanted, atol=2e-5)
 
 
 def test_positions_of_any_shape(rotation):

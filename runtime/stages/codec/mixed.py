@@ -96,8 +96,12 @@ class MixedQuant(Codec):
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
-        mixed = code_mix(weights, spread_heads(tile["words"], self.counts), self.widths, self.components)
-        return mixed * self.step(weights.device) + weights.sum(-1, keepdim=True) * self.least(weights.device)
+        mixed = self.mixed_codes(weights, tile) * self.step(weights.device)
+        return mixed + weights.sum(-1, keepdim=True) * self.least(weights.device)
+
+    def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
+        return code_mix(weights, spread_heads(tile["words"], self.counts), self.widths, self.components)
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
         """Words of all heads side by side, and fixed steps."""

@@ -43,6 +43,7 @@ class Basis(Transform):
         back: float16 `[kv_heads, N, D]`: M, transposed, for a step of each component's codes, in units of `size`.
         size: float32 `[kv_heads, 1, 1]`, powers of two.
         gain: float32 `[kv_heads, 1, N]`, powers of two: `size` over the codes' steps, so that M is the product of `back` and it.
+        origin: float32 `[kv_heads, 1, D]`: x^ where all codes are 0.
     """
 
     mean: Tensor
@@ -52,24 +53,28 @@ class Basis(Transform):
     back: Tensor
     size: Tensor
     gain: Tensor
+    origin: Tensor
 
     @classmethod
-    def of(cls, mean: Tensor, into: Tensor, back: Tensor, spread: Tensor, step: Tensor) -> "Basis":
+    def of(cls, mean: Tensor, into: Tensor, back: Tensor, spread: Tensor, step: Tensor, least: Tensor) -> "Basis":
         """From E `into [kv_heads, D, N]` and M `back [kv_heads, N, D]` float64, the channels' standard deviations `spread
-        [kv_heads, D]`, and the `step [N]` of codes, powers of two."""
+        [kv_heads, D]`, the `step [N]` of codes, powers of two, and the `least [N]` that a code of 0 stands for."""
         unit = (_power(spread.double() * REACH)[:, None] / 2**TOKEN_BITS).clamp(min=LEAST_UNIT)
         entries = into.double() * unit.mT  # of a component, for one unit of a channel
         scale = _power(entries.abs().amax(1, keepdim=True) / ENTRY)
         a_step = back * step.double()[:, None]
         size = _power(a_step.abs().amax((1, 2), keepdim=True))
+        stored = (a_step / size).half()
+        origin = mean.double()[:, None] + ((least.double() / step.double()) @ stored.double())[:, None] * size
         return cls(
             mean.float()[:, None],
             unit.float(),
             (entries / scale).round().to(torch.int16),
             scale.float(),
-            (a_step / size).half(),
+            stored,
             size.float(),
             (size / step.double()).float(),
+            origin.float(),
         )
 
     @property
@@ -86,10 +91,13 @@ class Basis(Transform):
         """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""
         return (y * self.gain) @ self.back.float() + self.mean
 
-    def of_codes(self, step: Tensor, least: Tensor) -> Tensor:
-        """x^ = M (step c + least) + mean as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`."""
-        back = self.back.float() * self.gain.mT
-        return torch.cat([back * step[:, None], (least @ back)[:, None] + self.mean], -2).mT.contiguous()
+    def of_codes(self) -> Tensor:
+        """x^ = size back^T c + origin as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`."""
+        return torch.cat([self.back.float() * self.size, self.origin], -2).mT
+
+    def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor:
+        """sum p x^ = size back^T sum p c + origin sum p."""
+        return torch.addcmul(self.origin * mass, mixed @ self.back.float(), self.size)
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables:
         """For keys of codes."""
@@ -105,7 +113,7 @@ class Basis(Transform):
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [self.mean, self.unit, self.into, self.scale, self.back, self.size, self.gain]
+        return [self.mean, self.unit, self.into, self.scale, self.back, self.size, self.gain, self.origin]
 
 
 def coded_width(transform: "Transform | Measured", channels: int) -> int:
