@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-table tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-decode tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -66,6 +66,11 @@ smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artif
 	$(BIN)/calib generate --model $(SMOLLM2) --artifact artifacts/smollm2-135m.calib.safetensors --method klt \
 		--prompt 'The capital of France is'
 	$(BIN)/calib eval --config eval/smollm2_quick.yaml --model $(SMOLLM2) --output runs/eval/smollm2_quick
+
+smollm2-model: $(SMOLLM2)/config.json  ## the model alone, for the artifact that is committed: artifacts/smollm2-135m.klt.calib.safetensors
+
+smollm2-decode: $(SMOLLM2)/config.json  ## a decode step beside DynamicCache and quanto, on two idle cores, four minutes
+	$(BIN)/python benchmarks/decode_smollm2.py --model $(SMOLLM2) --write
 
 # Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows.
 smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on

@@ -1,0 +1,28 @@
+"""The committed artifact of SmolLM2 135M: small, whole, and enough for `klt` at every budget its page names."""
+
+from pathlib import Path
+
+import pytest
+
+from calib.runtime import Artifact
+from calib.runtime.methods import Geometry, build
+
+PATH = Path(__file__).parents[2] / "artifacts" / "smollm2-135m.klt.calib.safetensors"
+GEOMETRY = Geometry(layers=30, kv_heads=3, head_dim=64)
+
+
+def test_it_is_small_and_of_this_model():
+    assert PATH.stat().st_size < 5_000_000
+    artifact = Artifact.load(PATH)
+    named = {name: artifact.fingerprint[name] for name in ("layers", "heads", "kv_heads", "head_dim", "vocab_size")}
+    assert named == {"layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "vocab_size": 49152}
+    assert not any("dictionary" in name or "rotation" in name for name in artifact.tensors)
+
+
+@pytest.mark.parametrize("bits", [3, 2, 1.5, 1])
+def test_klt_is_planned_from_it_alone(bits):
+    artifact, method = Artifact.load(PATH), build("klt", {"bits": bits})
+    plans = [method.plan(layer, GEOMETRY, artifact) for layer in range(GEOMETRY.layers)]
+    words = sum(sum(stages.codec.counts) for plan in plans for _, stages in plan.tiers[0].streams())
+    values = 2 * GEOMETRY.layers * GEOMETRY.kv_heads * GEOMETRY.head_dim
+    assert words * 16 / values == pytest.approx(bits, abs=0.01) and words * 16 <= bits * values
