@@ -18,6 +18,7 @@ from calib.runtime import sliding_layer
 from calib.runtime.attachment import Attachment
 from calib.runtime.files.state import State, StateError, branch, pages_in, tensor_like, whole
 from calib.runtime.graphs.step_graphs import StepGraphs
+from calib.runtime.held_tier import HeldTier
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import KINDS, Memory, measure
 from calib.runtime.messages.printable import printable
@@ -271,6 +272,22 @@ class CompressedCache(Cache):
         if kwargs.get("past_key_values") is not self:
             raise ValueError("custom_generate is this cache's own: pass past_key_values=cache as well")
         return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def tiers(self, layer: int) -> list[list[HeldTier]]:
+        """For each row the tiers that a layer holds its tokens in: how many tokens, which ones, in how many bits.
+
+        Padding is no token. Tokens of a forward that is not confirmed are in no tier; evicted ones are in none any more.
+
+        Args:
+            layer: its number in the model, from 0.
+
+        Raises ValueError for a layer that this cache does not compress.
+        """
+        held = self.layers[layer] if 0 <= layer < len(self.layers) else None
+        if not isinstance(held, CompressedLayer):
+            numbers = [number for number, own in enumerate(self.layers) if isinstance(own, CompressedLayer)]
+            raise ValueError(f"layer {layer} is not compressed by this cache; its layers are {printable(numbers)}")
+        return [] if held.store is None else [held.store.tiers_of(row) for row in range(len(self.sequences.lengths))]
 
     def memory(self) -> Memory:
         """The memory of the cache now: `predicted_bytes` from shapes, `measured_bytes` from the tensors' storage."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State
+from calib.runtime.held_tier import HeldTier
 from calib.runtime.paging.sequence_state import Forward, SequenceState
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.contract import Codec
@@ -94,6 +95,10 @@ class Store(Protocol):
 
     def footprint(self) -> Footprint:
         """What this layer weighs, from shapes alone."""
+        ...
+
+    def tiers_of(self, row: int) -> list[HeldTier]:
+        """Which tokens of a row lie where."""
         ...
 
     def on_host(self) -> list[Tensor]:

@@ -1,9 +1,10 @@
 """Attention over packed tokens in plain torch, tile by tile.
 
 Nothing here decodes a cache: a tile's codes become float32 integers, the query (for keys) or the weights (for values)
-carries the scales, or where groups divide both axes the codes of that one tile do, and tiles meet in one running softmax. Shapes: any leading dimensions, then `[kv_heads, rows, ...]`,
-where `rows` are the query rows of a KV head (group x new tokens). A tile has its **tokens last**: words `[..., W, T]`,
-parameters `[..., 2 D/g_c, T/g_t]`, scales first; see `kernels/pack` for why.
+carries the scales, or where groups divide both axes the codes of that one tile do, and tiles meet in one running softmax.
+Shapes: any leading dimensions, then `[kv_heads, rows, ...]`, where `rows` are the query rows of a KV head (group x new
+tokens). A tile has its **tokens last**: words `[..., W, T]`, parameters `[..., 2 D/g_c, T/g_t]`, scales first; see
+`kernels/pack` for why.
 """
 
 import torch

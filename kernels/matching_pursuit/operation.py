@@ -8,7 +8,8 @@ from calib.kernels.matching_pursuit import reference
 
 
 def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """`sparsity` pairs for every vector: `x [V, d]` float32, `atoms [N, d]` -> index int64, coefficient float32 `[V, s]`.
+    """`sparsity` pairs for every vector: `x [V, d]`, `atoms [N, d]` -> index int64, coefficient `[V, s]`: float64 for `x` in
+    float64, else float32.
 
     Index: the first of the largest |R . d|; coefficient: R . d, signed. A repeated atom's coefficients add up. Atoms are
     float32 of about unit length, or float16, which a GPU multiplies in two thirds of the time. Matching pursuit (Mallat and
@@ -20,4 +21,5 @@ def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
         if triton.supports(x, atoms, sparsity):
             with torch.cuda.device_of(x):
                 return triton.matching_pursuit(x, atoms, sparsity)
-    return reference.matching_pursuit(x, atoms.float(), sparsity)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return reference.matching_pursuit(x.to(dtype), atoms.to(dtype), sparsity)

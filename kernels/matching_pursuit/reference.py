@@ -31,7 +31,7 @@ DEPENDENT = 2**-10
 
 
 def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """`sparsity` pairs for every vector: `x [V, d]`, `atoms [N, d]` float32 -> index int64, coefficient float32 `[V, s]`.
+    """`sparsity` pairs for every vector: `x [V, d]`, `atoms [N, d]` of one dtype -> index int64, coefficient in it, `[V, s]`.
 
     Index: the first of the largest |R . d|; coefficient: R . d, signed. A repeated atom's coefficients add up.
     """
@@ -176,7 +176,7 @@ def tile_rows(x: Tensor, count: int) -> int:
 def no_pairs(x: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
     """Room for `sparsity` pairs of every vector."""
     shape = (len(x), sparsity)
-    return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape)
 
 
 def desparsify(index: Tensor, coefficient: Tensor, atoms: Tensor) -> Tensor:

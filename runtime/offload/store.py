@@ -10,6 +10,7 @@ from torch import Tensor
 
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State, branch
+from calib.runtime.held_tier import HeldTier
 from calib.runtime.offload.fetched_pool import FetchedPool
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.paging.sequence_state import Forward, SequenceState
@@ -119,6 +120,10 @@ class OffloadStore(ABC):
         weight.kinds["fetched"] += self.pool.bytes()
         weight.host += self.host.footprint().host
         return weight
+
+    def tiers_of(self, row: int) -> list[HeldTier]:
+        """The device's tiers, and every token on the host; fetched copies are in no tier."""
+        return self.low.tiers_of(row) + self.host.tiers_of(row)
 
     def on_host(self) -> list[Tensor]:
         """The pages of the host's part."""

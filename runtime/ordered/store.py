@@ -9,10 +9,11 @@ from torch import Tensor
 from calib.runtime.attend.attend import attend, is_prompt, prompt
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State, branch
+from calib.runtime.held_tier import HeldTier, in_order
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.spans import OrderedTokens
 from calib.runtime.ordered.stream import Stream, StreamPlan
-from calib.runtime.paging.pages import GROWTH, HOST_GROWTH, PAGE_TOKENS
+from calib.runtime.paging.pages import EMPTY, GROWTH, HOST_GROWTH, PAGE_TOKENS
 from calib.runtime.paging.pinned_kv import PinnedKV
 from calib.runtime.paging.pool import device_memory
 from calib.runtime.paging.sequence_state import Forward
@@ -204,6 +205,22 @@ class OrderedStore:
             weight.kinds["window"] += held * size
             weight.values += pool.kv_heads * stream.head_dim
         return weight
+
+    def tiers_of(self, row: int) -> list[HeldTier]:
+        """Packed tokens, those whose key alone is packed, and exact ones; those behind a sliding window are gone."""
+        length, pages = self.sequences.lengths[row], self.sequences.table.rows[row]
+        keys, values = self.streams
+        of_keys, of_values = (stream.plan.schedule.packed(length) for stream in self.streams)
+        of_key, of_value = (stream.pool.bits_per_value(stream.head_dim) for stream in self.streams)
+        exact = 8.0 * keys.window.tokens.element_size()
+        dropped = next((number for number, page in enumerate(pages) if page != EMPTY), 0)
+        start = dropped * self.sequences.table.page_tokens
+        spans = [
+            (start, of_values, of_key, of_value),
+            (max(start, of_values), of_keys, of_key, exact),
+            (max(start, of_keys), length, exact, exact),
+        ]
+        return in_order(spans, values.pool.kv_heads, values.pool.device, host=self.pairs is not None)
 
     def on_host(self) -> list[Tensor]:
         """The pages, where they lie there."""

@@ -115,6 +115,13 @@ class PagePool:
         """Bytes of one more token, for all KV heads."""
         return sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in self.fields.values())
 
+    def bits_per_value(self, width: int, part: str = "") -> float:
+        """Bits of one of a token's `width` values of each KV head, of the fields of a `part` ("keys.")."""
+        own = [field for name, field in self.fields.items() if name.startswith(part)]
+        return (
+            8 * sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in own) / (self.kv_heads * width)
+        )
+
     def state(self) -> State:
         """Every page of every field."""
         return dict(self.tensors)

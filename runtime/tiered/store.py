@@ -13,6 +13,7 @@ from calib.runtime.attend.attend import attend, is_prompt, prompt
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State
+from calib.runtime.held_tier import HeldTier
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
@@ -242,6 +243,22 @@ class TieredStore(ABC):
         if isinstance(found, slice):
             return torch.arange(found.start, found.stop, device=tier.pool.device).expand(self.heads, -1)
         return found[0, :, :count]
+
+    def tiers_of(self, row: int) -> list[HeldTier]:
+        """Each tier's tokens, then the exact window's: its sinks and the newest."""
+        found = []
+        for number, (tier, count) in enumerate(zip(self.tiers, self.counts(row), strict=True)):
+            keys, values = (tier.pool.bits_per_value(width, f"{role}.") for role, width in tier.widths.items())
+            positions = self.positions(row, number).sort(-1).values if tier.knows_positions else None
+            found.append(HeldTier(count, keys, values, positions))
+        length, bits = self.sequences.lengths[row], 8.0 * self.itemsize
+        exact = 0 if self.windows is None else self.sequences.exact(row, length)
+        if exact:
+            first = min(self.sequences.sinks, exact)
+            newest = torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
+            own = newest.to(self.tiers[0].pool.device).expand(self.heads, -1)
+            found.append(HeldTier(exact, bits, bits, own))
+        return [tier for tier in found if tier.count]
 
     def footprint(self) -> Footprint:
         """Pages of every tier, and the rows' own numbers."""

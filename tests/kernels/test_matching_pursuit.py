@@ -13,7 +13,7 @@ from tolerances import FLOAT32_ATTENTION, FLOAT32_FOLD
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from calib.kernels.matching_pursuit import reference
+from calib.kernels.matching_pursuit import operation, reference
 from calib.kernels.matching_pursuit.reference import (
     GRAM_ELEMENTS,
     RUN,
@@ -282,3 +282,16 @@ def test_both_forms_find_the_same_bits(made):
     x, atoms = made(1500, 64, 300)
     found = [form(x, atoms, 8) for form in FORMS]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_coefficients_have_the_digits_of_the_vectors(dtype):
+    """Of float64 all of them; vectors and atoms in 16 bits are computed in float32."""
+    x, atoms = normal(40, 16, 32)
+    x, atoms = x.to(dtype), atoms.to(dtype)
+    index, coefficient = operation.matching_pursuit(x, atoms, 4)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert coefficient.dtype == wide and index.dtype == torch.int64
+    _, expected, left = walk(x.double(), atoms.double(), index)
+    bound = torch.finfo(wide).eps * 2**6
+    assert (abs(coefficient.double().numpy() - expected) <= bound * left[:, :1]).all()
