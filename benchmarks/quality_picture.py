@@ -40,8 +40,8 @@ class Picture:
         """Where it lies."""
         return HERE.parent / f"docs/images/{self.name}.svg"
 
-    def measured(self) -> dict[str, tuple[float, float]]:
-        """Marginal bits and KL of every method of the run."""
+    def measured(self) -> dict[str, tuple[float | None, float]]:
+        """Marginal bits, where they are known, and KL of every method of the run."""
         cells = json.loads((HERE / f"results/{self.run}.json").read_text())["cells"]
         return {
             cell["name"]: (cell["sizes"]["marginal_bits"], cell["figures"]["kl"])
@@ -74,8 +74,9 @@ PICTURES = (
         "agreement on Wikipedia",
         {
             "klt (calibrated)": ["klt-1", "klt-1.5", "klt-2", "klt-3"],
-            "KIVI": ["kivi-2", "kivi-4"],
-            "TurboQuant": ["turboquant-2", "turboquant-3"],
+            "KIVI": ["kivi-2", "kivi-3", "kivi-4"],
+            "TurboQuant": ["turboquant-2", "turboquant-3", "turboquant-4"],
+            "KVQuant": ["kvquant-2", "kvquant-3", "kvquant-4"],
         },
         {
             "rtn-4": "round to nearest, 4 bits",
@@ -89,7 +90,7 @@ PICTURES = (
         (5e-3, 1.0),
     ),
 )
-COLOURS = ("#0b6e4f", "#b23a48", "#6a4c93")
+COLOURS = ("#0b6e4f", "#b23a48", "#6a4c93", "#b06000")
 GREY = "#555"
 
 WIDTH, HEIGHT = 760, 400
@@ -110,7 +111,11 @@ def y_of(kl: float, ends: tuple[float, float]) -> float:
 
 def lines(picture: Picture) -> Iterator[str]:
     """The picture."""
-    found = {name: (x_of(bits), y_of(kl, picture.kl)) for name, (bits, kl) in picture.measured().items() if kl}
+    found = {
+        name: (x_of(bits), y_of(kl, picture.kl))
+        for name, (bits, kl) in picture.measured().items()
+        if kl and bits is not None
+    }
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">'
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
     for bits in range(6):

@@ -1,63 +1,112 @@
-"""The short table of docs/results/smollm2: a row for each method that the run has finished.
+"""The short tables of docs/results/smollm2: a row for each method that a run has finished.
 
     python benchmarks/smollm2_summary.py
 
-Reads `benchmarks/results/smollm2.json` (`make smollm2-table`) alone and writes between the page's markers.
+Reads the runs of `make smollm2-table`, `smollm2-long` and `smollm2-decode` in `benchmarks/results` alone, and writes between the
+page's markers.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-RUN = Path(__file__).parent / "results/smollm2.json"
+RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs/results/smollm2/README.md"
-MARKERS = "<!-- table -->", "<!-- end of table -->"
 TEXTS = ("Wikipedia", "code", "stories")
-KL = tuple(f"KL, {text}" for text in TEXTS)
-HEAD = ("method", "20 lines", "log p", "perplexity", *KL, "same token", "bits, true", "of one more token")
+LENGTHS = ("2,048 tokens", "4,096 tokens", "8,192 tokens")
+
+Cells = Mapping[str, Mapping[str, Any]]  # of a method, by column
 
 
-def rows(run: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The cells of the table, in the order of the run."""
-    methods: dict[str, dict[str, dict[str, Any]]] = {}
+def short_cells(cells: Cells) -> dict[str, str]:
+    """A row behind 256 tokens."""
+    lines, text = cells["20 lines"]["figures"], cells["perplexity"]["figures"]
+    agreement = {name: cells[f"agreement on {name}"]["figures"] for name in TEXTS}
+    sizes = cells["perplexity"]["sizes"]
+    return {
+        "20 lines": f"{lines['exact']:.3f} ({lines['low']:.2f}-{lines['high']:.2f})",
+        "log p": f"{lines['log_probability']:.2f}",
+        "perplexity": f"{text['perplexity']:.2f}",
+        **{f"KL, {name}": f"{found['kl']:.4f}" for name, found in agreement.items()},
+        "same token": f"{agreement[TEXTS[0]]['agreement']:.3f}",
+        **_bits(sizes),
+    }
+
+
+def long_cells(cells: Cells) -> dict[str, str]:
+    """A row behind thousands of tokens."""
+    found = {length: cells[length]["figures"] for length in LENGTHS}
+    return {
+        **{f"KL, {length}": f"{figures['kl']:.4f}" for length, figures in found.items()},
+        **{f"same token, {length}": f"{figures['agreement']:.3f}" for length, figures in found.items()},
+        **_bits(cells[LENGTHS[-1]]["sizes"]),
+    }
+
+
+def _bits(sizes: Mapping[str, Any]) -> dict[str, str]:
+    marginal = sizes["marginal_bits"]
+    return {
+        "bits, true": f"{sizes['bits_per_value']:.2f}",
+        "of one more token": "" if marginal is None else f"{marginal:.2f}",
+    }
+
+
+def of_cells(
+    cells_of: Callable[[Cells], dict[str, str]], columns: set[str], run: Mapping[str, Any]
+) -> Iterator[list[str]]:
+    """Head and rows of a run of `calib eval`, in its order: of the methods that have all of `columns`."""
+    methods: dict[str, dict[str, Any]] = {}
     groups: dict[str, str] = {}
     for cell in run["cells"]:
         methods.setdefault(cell["name"], {})[cell["column"]] = cell
         groups[cell["name"]] = cell["group"]
-    shown = ""
-    columns = {"20 lines", "perplexity", *(f"agreement on {text}" for text in TEXTS)}
+    shown: str | None = None
     for name, cells in methods.items():
         if not columns <= cells.keys():
             continue
+        made = cells_of(cells)
+        if shown is None:
+            yield ["method", *made]
+            yield ["---"] * (len(made) + 1)
         if groups[name] != shown:
             shown = groups[name]
-            yield (f"**{shown}**", *[""] * (len(HEAD) - 1))
-        lines, text = cells["20 lines"]["figures"], cells["perplexity"]["figures"]
-        agreement = [cells[f"agreement on {text}"]["figures"] for text in TEXTS]
-        sizes = cells["perplexity"]["sizes"]
-        marginal = sizes["marginal_bits"]
-        yield (
-            f"`{name}`",
-            f"{lines['exact']:.3f} ({lines['low']:.2f}-{lines['high']:.2f})",
-            f"{lines['log_probability']:.2f}",
-            f"{text['perplexity']:.2f}",
-            *(f"{one['kl']:.4f}" for one in agreement),
-            f"{agreement[0]['agreement']:.3f}",
-            f"{sizes['bits_per_value']:.2f}",
-            "" if marginal is None else f"{marginal:.2f}",
-        )
+            yield [f"**{shown}**", *[""] * len(made)]
+        yield [f"`{name}`", *made.values()]
 
 
-def page(text: str, run: dict[str, Any]) -> str:
-    """`text` with the run's table between its markers."""
-    before, rest = text.split(MARKERS[0])
-    _, after = rest.split(MARKERS[1])
-    table = [HEAD, ("---",) * len(HEAD), *rows(run)]
-    written = "\n".join(f"| {' | '.join(row)} |" for row in table)
-    return f"{before}{MARKERS[0]}\n{written}\n{MARKERS[1]}{after}"
+def of_steps(run: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Milliseconds of a decode step, and the share of DynamicCache's time."""
+    contexts = run["contexts"]
+    yield ["cache", *(f"{int(context):,} tokens" for context in contexts)]
+    yield ["---"] * (len(contexts) + 1)
+    for name in next(iter(contexts.values())):
+        found = [of[name] for of in contexts.values()]
+        yield [f"`{name}`", *(f"{own['milliseconds'][1]:.0f} ms, {own['ratio']:.2f}" for own in found)]
+
+
+TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]] = {
+    "table": (
+        "smollm2.json",
+        partial(of_cells, short_cells, {"20 lines", "perplexity", *(f"agreement on {text}" for text in TEXTS)}),
+    ),
+    "long table": ("smollm2_long.json", partial(of_cells, long_cells, {*LENGTHS})),
+    "decode table": ("decode_smollm2.json", of_steps),
+}
+
+
+def page(text: str) -> str:
+    """`text` with the runs' tables between their markers."""
+    for name, (run, rows_of) in TABLES.items():
+        first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, rest = text.split(first)
+        _, after = rest.split(last)
+        written = "\n".join(f"| {' | '.join(row)} |" for row in rows_of(json.loads((RESULTS / run).read_text())))
+        text = f"{before}{first}\n{written}\n{last}{after}"
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(), json.loads(RUN.read_text())))
+    PAGE.write_text(page(PAGE.read_text()))
     print(PAGE)
