@@ -283,10 +283,12 @@ class CompressedCache(Cache):
 
         Raises ValueError for a layer that this cache does not compress.
         """
-        held = self.layers[layer] if 0 <= layer < len(self.layers) else None
+        held = self.layers[layer] if type(layer) is int and 0 <= layer < len(self.layers) else None
         if not isinstance(held, CompressedLayer):
             numbers = [number for number, own in enumerate(self.layers) if isinstance(own, CompressedLayer)]
-            raise ValueError(f"layer {layer} is not compressed by this cache; its layers are {printable(numbers)}")
+            raise ValueError(
+                f"layer {printable(layer)} is not compressed by this cache; its layers are {printable(numbers)}"
+            )
         return [] if held.store is None else [held.store.tiers_of(row) for row in range(len(self.sequences.lengths))]
 
     def memory(self) -> Memory:

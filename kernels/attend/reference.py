@@ -66,7 +66,7 @@ def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, c
 
 
 def _scaled(codes: Tensor, parameters: Tensor) -> Tensor:
-    """x^ = c s + z in the place of `codes [..., D, T]`, one s and z for each group of channels x tokens."""
+    """x^ = c s + z, which overwrites `codes [..., D, T]`; one s and z for each group of channels x tokens."""
     columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
     grouped = codes.unflatten(-1, (blocks, -1)).unflatten(-3, (columns, -1))
     scale, zero = parameters.unflatten(-2, (2, columns, 1)).unsqueeze(-1).unbind(-5)

@@ -62,5 +62,8 @@ def test_kivi_packs_keys_ahead_of_values(model):
 def test_a_layer_that_is_not_there_is_refused(model):
     with compress(model, "kivi") as cache:
         assert cache.tiers(0) == []
-        with pytest.raises(ValueError, match=r"layer 2 is not compressed by this cache; its layers are \[0, 1\]"):
-            cache.tiers(2)
+        for wrong, said in ((2, "2"), (-1, "-1"), ("0", "'0'")):
+            with pytest.raises(
+                ValueError, match=rf"layer {said} is not compressed by this cache; its layers are \[0, 1\]"
+            ):
+                cache.tiers(wrong)
