@@ -23,7 +23,7 @@ from calib.runtime.compress import compress
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.logits import Logits
 
-BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
+BITS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.75)
 SEQUENCES = 16
 
 
