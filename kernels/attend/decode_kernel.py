@@ -2,18 +2,21 @@
 
 A program owns one KV head of one row, a block of query rows and a run of pages. It writes a part of the softmax (top, mass,
 mixture); `merge` joins the parts of all runs. README.md derives what is folded where. Modes say how parameters lie: 0 none,
-1 per token for groups of channels, 2 per channel for groups of tokens.
+1 per token for groups of channels, 2 per channel for groups of tokens. Values of mode 1 may be scaled as well: by a number of
+each page's channels. A page need not be a whole number of turns; its last one is then masked.
 """
 
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.loads import channel_numbers, own_words, query_planes, tile_of
+from calib.kernels.attend.loads import channel_numbers, own_words, plane_numbers, query_planes, tile_of, token_number
 from calib.kernels.attend.rotate import axes_of, halves_of, offsets, query_halves, rotated, unrotated
 from calib.kernels.attend.unpack import are_codes, bias_of, plane_count, unpacked
 
 # Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
 NOTHING = tl.constexpr(-1.0e38)
+# Beyond every slot.
+NOWHERE = tl.constexpr(2**31 - 1)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -47,15 +50,16 @@ def _tokens(codes, bias, steps, zero_points, PRECISE: tl.constexpr):
 @triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, POSITIONS, BACK,
-    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, TOP, MASS, MIXED, SCORES,
+    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, VALUE_SCALES, TOP, MASS, MIXED, SCORES,
     heads, query_rows, columns, table_width, run, slots,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, positions_page, positions_head,
     key_coefficients_page, key_coefficients_head, value_coefficients_page, value_coefficients_head,
+    value_scales_page, value_scales_head,
     KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
     VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
-    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr,
+    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SCALED: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
     VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
     DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
@@ -122,9 +126,15 @@ def attend(
     for j in tl.static_range(KEY_RANK):
         shared += (tl.load(SHARED + (base + rows) * KEY_RANK + j, mask=valid, other=0.0) / scale,)
 
+    # Turns are counted as if pages were whole numbers of them.
+    PADDED: tl.constexpr = tl.cdiv(PAGE, BN) * BN
+    RAGGED: tl.constexpr = PADDED != PAGE
     used = tl.load(USED + row)
     first = split * run * BN
-    stop = tl.minimum(first + run * BN, slots if HAS_SCORES else used)
+    stop = slots if HAS_SCORES else used
+    if RAGGED:
+        stop = stop // PAGE * PADDED + stop % PAGE
+    stop = tl.minimum(first + run * BN, stop)
     top, mass, largest = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32), tl.full([], 0.0, tl.float32)
     ones = tl.full([16, BN], 1.0, tl.float16)
     mixed, zeros, below, ranked = (), (), (), ()
@@ -137,16 +147,18 @@ def attend(
         below += (tl.zeros([16, M], tl.float32),)
 
     for start in range(first, stop, BN):
-        position = start // PAGE
-        inside_page = start - position * PAGE
+        position = start // PADDED
+        inside_page = start - position * PADDED
         page = tl.load(TABLE + row * table_width + position).to(tl.int64)
         slot = inside_page + tokens
         at = start + tokens
+        if RAGGED:
+            at = tl.where(slot < PAGE, position * PAGE + slot, NOWHERE)
 
         # Products [BN, M] of keys and queries.
         words = tile_of(
             KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :],
-            own_keys[None, :], KEY_FULL,
+            own_keys[None, :], (slot < PAGE)[:, None], KEY_FULL, RAGGED,
         )  # fmt: skip
         product = tl.zeros([BN, M], tl.float32)
         if not are_codes(KEY_WIDTHS):
@@ -192,8 +204,8 @@ def attend(
                     for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
                         part = _product(codes[f], query[f], rest[f], part, PRECISE)
                     own = numbers + slot * (2 * KEY_GROUPS) + j
-                    product += (part - biased[j][None, :]) * tl.load(own).to(tl.float32)[:, None]
-                    product += summed[j][None, :] * tl.load(own + KEY_GROUPS).to(tl.float32)[:, None]
+                    product += (part - biased[j][None, :]) * token_number(own, slot < PAGE, RAGGED)[:, None]
+                    product += summed[j][None, :] * token_number(own + KEY_GROUPS, slot < PAGE, RAGGED)[:, None]
             else:
                 for f in tl.static_range(FK):
                     product = _product(codes[f], query[f], rest[f], product, PRECISE)
@@ -213,13 +225,14 @@ def attend(
                 product = SOFTCAP * (1 - 2 / (1 + tl.exp2(product * (2 * LOG2E / SOFTCAP))))
         seen = (at < used)[:, None]
         if HAS_HIDDEN:
-            seen &= (tl.load(HIDDEN + row * hidden_row + head * hidden_head + at, mask=at < slots, other=1) == 0)[
-                :, None
-            ]
+            hidden = tl.load(HIDDEN + row * hidden_row + head * hidden_head + at, mask=at < slots, other=1)
+            seen &= (hidden == 0)[:, None]
         if HAS_BACK:
             position = at
             if HAS_POSITIONS:
-                position = tl.load(POSITIONS + page * positions_page + head * positions_head + slot)
+                position = tl.load(
+                    POSITIONS + page * positions_page + head * positions_head + slot, mask=at < used, other=0
+                )
             back = tl.load(BACK + row * columns + rows % columns, mask=valid, other=-1)
             seen &= position[:, None] > back[None, :]
         product = tl.where(seen, product, float("-inf"))
@@ -250,7 +263,7 @@ def attend(
         # Mixtures [WV, M] of every plane.
         words = tile_of(
             VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
-            own_values[:, None], VALUE_FULL,
+            own_values[:, None], (slot < PAGE)[None, :], VALUE_FULL, RAGGED,
         )  # fmt: skip
         new, new_zeros, new_below = (), (), ()
         if not are_codes(VALUE_WIDTHS):
@@ -273,7 +286,7 @@ def attend(
                     # Scales go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
                     most = largest
                     for j in tl.static_range(VALUE_GROUPS):
-                        steps = tl.load(numbers + slot * (2 * VALUE_GROUPS) + j).to(tl.float32)
+                        steps = token_number(numbers + slot * (2 * VALUE_GROUPS) + j, slot < PAGE, RAGGED)
                         most = tl.maximum(most, tl.max(tl.where(at < used, steps, 0.0), 0))
                     share = 1 / tl.maximum(most, 1.0e-30)
                     kept = stays * (largest * share)
@@ -282,17 +295,33 @@ def attend(
                     folded = weights
                     if VALUE_MODE == 1:
                         own = numbers + slot * (2 * VALUE_GROUPS) + j
-                        folded = weights * (tl.load(own).to(tl.float32) * share)[:, None]
-                        zero = tl.load(own + VALUE_GROUPS).to(tl.float32)
-                        new_zeros += (zeros[j] * stays + tl.sum(weights * zero[:, None], 0),)
+                        folded = weights * (token_number(own, slot < PAGE, RAGGED) * share)[:, None]
+                        zero = token_number(own + VALUE_GROUPS, slot < PAGE, RAGGED)
+                        if VALUE_SCALED:
+                            zeroed = tl.sum(weights * zero[:, None], 0)
+                            new_zeros += (zeros[j],)
+                        else:
+                            new_zeros += (zeros[j] * stays + tl.sum(weights * zero[:, None], 0),)
                     else:
                         new_zeros += (zeros[j],)
                     rounded = folded.to(tl.float16)
                     left = (folded - rounded.to(tl.float32)).to(tl.float16)
                     # The bias comes back with the weights as the products took them: a product with ones sums just those.
-                    new_below += (_product(ones, rounded, left, below[j] * kept[None, :], PRECISE),)
-                    for f in tl.static_range(j * (FV // VALUE_GROUPS), (j + 1) * (FV // VALUE_GROUPS)):
-                        new += (_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
+                    if VALUE_SCALED:
+                        # A page's channels have scales, so its mixture is made whole before it is added.
+                        own_scales = VALUE_SCALES + page * value_scales_page + head * value_scales_head
+                        summed_up = _product(ones, rounded, left, tl.zeros([16, M], tl.float32), PRECISE)
+                        lifted = tl.sum(summed_up, 0) / 16
+                        new_below += (below[j],)
+                        for f in tl.static_range(j * (FV // VALUE_GROUPS), (j + 1) * (FV // VALUE_GROUPS)):
+                            part = _product(codes[f], rounded, left, tl.zeros([WVP, M], tl.float32), PRECISE)
+                            part += (zeroed * share - bias_of(VALUE_WIDTHS, f) * lifted)[None, :]
+                            channel_scales = plane_numbers(own_scales, value_words, f, DV, WV)
+                            new += (mixed[f] * kept[None, :] + part * channel_scales[:, None],)
+                    else:
+                        new_below += (_product(ones, rounded, left, below[j] * kept[None, :], PRECISE),)
+                        for f in tl.static_range(j * (FV // VALUE_GROUPS), (j + 1) * (FV // VALUE_GROUPS)):
+                            new += (_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
         mixed, zeros, below = new, new_zeros, new_below
 
     # Behind a mixture's channels, that of the coefficients.
@@ -303,10 +332,13 @@ def attend(
     for f in tl.static_range(FV):
         out = mixed[f]
         if are_codes(VALUE_WIDTHS) and VALUE_MODE != 2:
-            # All sixteen rows of the product with ones are the same.
-            out -= (bias_of(VALUE_WIDTHS, f) / 16) * tl.sum(below[f // (FV // VALUE_GROUPS)], 0)[None, :]
-            if VALUE_MODE == 1:
-                out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
+            if VALUE_SCALED:
+                out = out * largest
+            else:
+                # All sixteen rows of the product with ones are the same.
+                out -= (bias_of(VALUE_WIDTHS, f) / 16) * tl.sum(below[f // (FV // VALUE_GROUPS)], 0)[None, :]
+                if VALUE_MODE == 1:
+                    out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
         channels = f * WV + value_words
         inside = ((value_words < WV) & (channels < DV))[:, None] & valid[None, :]
         tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=inside)

@@ -30,12 +30,31 @@ def own_words(FIRST, head, stride, words, W: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
-def tile_of(pointers, inside, FULL: tl.constexpr):
-    """Words of some tokens, 0 where a token has none; a mask that hides nothing would keep loads from being wide."""
-    if FULL:
+def tile_of(pointers, inside, in_page, FULL: tl.constexpr, RAGGED: tl.constexpr):
+    """Words of some tokens, 0 where a token has none and, in RAGGED pages, where there is no token; a mask that hides nothing would
+    keep loads from being wide."""
+    if RAGGED:
+        return tl.load(pointers, mask=inside & in_page, other=0)
+    elif FULL:
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def token_number(pointers, in_page, RAGGED: tl.constexpr):
+    """A number of each token, float32 [BN]; 0 where RAGGED pages have no token."""
+    if RAGGED:
+        return tl.load(pointers, mask=in_page, other=0.0).to(tl.float32)
+    else:
+        return tl.load(pointers).to(tl.float32)
+
+
+@triton.jit
+def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
+    """A number of each of a plane's channels, float32 [WP]."""
+    channels = plane * W + words
+    return tl.load(numbers + channels, mask=(words < W) & (channels < D), other=0.0).to(tl.float32)
 
 
 @triton.jit

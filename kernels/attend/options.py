@@ -20,6 +20,9 @@ BLOCK_ROWS = (8, 16, 64)
 # Words of one load at most: 16 bytes of a lane.
 LOAD = 8
 
+# Tokens of one turn of the loop at least: rows of a matrix instruction.
+LEAST = 16
+
 # Numbers that a program of `merge_kernel.py` reads together.
 MERGED = 8192
 
@@ -57,11 +60,17 @@ def shape_of(keys: PackedStream, values: PackedStream, block: int) -> tuple[int,
 def turn_of(
     keys: PackedStream, values: PackedStream, block: int = BLOCK_ROWS[0], rope_tables: RopeTables | None = None
 ) -> int:
-    """Tokens of one turn of the loop: a power of two that divides a page and every group of tokens that share parameters."""
+    """Tokens of one turn of the loop: a power of two that divides every group of tokens that share parameters, and a page where
+    `LEAST` are left; else a page's last turn is not full. A group that is a page is in no turn's way."""
     most, _ = shape_of(keys, values, block)
+    page = keys.pages.shape[2]
     if rope_tables is not None:  # the channels of keys that are put together, too
         most = STRIDE if block < BLOCK_ROWS[-1] and rope_tables.axes.shape[-1] <= WIDE else STRIDE // 2
-    return gcd(most, keys.pages.shape[2], *(s.group_tokens for s in (keys, values) if mode_of(s) == CHANNEL))
+    groups = [s.group_tokens for s in (keys, values) if mode_of(s) == CHANNEL and s.group_tokens != page]
+    whole = gcd(most, page, *groups)
+    if whole >= LEAST or groups or rope_tables is not None:  # slots of ragged pages are no positions' run
+        return whole
+    return max(LEAST, min(most, triton.next_power_of_2(page)))
 
 
 def widths_of(stream: PackedStream) -> Widths:
@@ -106,6 +115,7 @@ def constants_of(
             f"{role}_GROUPS": groups_of(stream),
             f"{role}_TOKENS": stream.group_tokens,
             f"{role}_RANK": rank_of(stream),
+            **({"VALUE_SCALED": stream.scales is not None} if role == "VALUE" else {}),
             f"{role}_ROW": sum(counts),
             f"{role}_PIECE": gcd(LOAD, *counts),
             f"{role}_FULL": min(counts) == room_of,

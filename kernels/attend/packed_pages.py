@@ -38,6 +38,8 @@ class PackedStream:
             `[rows, kv_heads, R, D]`.
         counts: words of each head, which lie side by side: pages are then `[pages, 1, page_tokens, sum(counts)]`. None: each
             head has a row of its own. What is mixed beyond a head's own words is finite and means nothing.
+        scales: c of each page's channels, float16 `[pages, kv_heads, 1, D]`, where a token is c times what its codes and parameters
+            say; or None.
         ranked: what the tokens have beside, or None.
     """
 
@@ -48,6 +50,7 @@ class PackedStream:
     group_tokens: int = 1
     fixed: tuple[Tensor, Tensor] | None = None
     counts: tuple[int, ...] | None = None
+    scales: Tensor | None = None
     ranked: LowRankTerm | None = None
 
 

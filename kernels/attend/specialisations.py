@@ -72,6 +72,7 @@ def specialisation(
         f"{role}_COEFFICIENTS": None for role, own in (("KEY", keys), ("VALUE", values)) if own.ranked is None
     }
     constants |= {"SHARED": None} if keys.ranked is None else {}
+    constants |= {"VALUE_SCALES": None} if values.scales is None else {}
     constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
     types = {
         name: "i32:16" if name.endswith(("_page", "_head")) else "i32"
@@ -80,6 +81,7 @@ def specialisation(
     }
     types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
     types |= {"AXES": "*fp16", "SHARED": "*fp32", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
+    types |= {"VALUE_SCALES": "*fp16"}
     types |= {"TABLE": "*i32", "USED": "*i32"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
     for role, own in (("KEY", keys), ("VALUE", values)):
@@ -97,6 +99,13 @@ def _calibrated(
     """Keys and values without parameters."""
     stream = stream_of(bits, channels=channels, counts=counts)
     return specialisation(stream, stream, beside=beside)
+
+
+def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0) -> Specialisation:
+    """ZipCache's tokens of a block, a page: ranges of its channels for keys, scales of its channels beside a token's for values."""
+    values = stream_of(bits, TOKEN, page=page)
+    scales = torch.empty(1, 1, 1, values.channels, dtype=torch.float16, device="meta")
+    return specialisation(stream_of(bits, CHANNEL, page, page=page), replace(values, scales=scales), most, matrix)
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
@@ -145,6 +154,8 @@ SPECIALISATIONS = {
     "2 bits, keys per channel of 32": specialisation(
         stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128)
     ),
+    "4 bits, blocks of 60": _block(4, 60, 2.8),
+    "2 bits, blocks of 40": _block(2, 40, 2.3),
     "2 bits, both calibrated": _calibrated(2, 128),
     "3 bits, both calibrated": _calibrated(3, 80),
     "4 bits, both calibrated": _calibrated(4, 128),

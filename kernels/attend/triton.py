@@ -9,10 +9,13 @@ from torch import Tensor
 from calib.kernels.attend.decode_kernel import attend
 from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.options import (
+    LEAST,
+    TOKEN,
     block_of,
     constants_of,
     groups_of,
     merge_constants,
+    mode_of,
     rank_of,
     stages_of,
     turn_of,
@@ -33,10 +36,13 @@ PROGRAMS = 8
 
 def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
     """Whether the kernel reads these streams: codes of any widths, or exact; float16 parameters whose groups are whole planes of
-    channels, or 16 and more tokens; none where heads lie side by side. Keys that it is to turn are codes without parameters."""
+    channels, 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's channels beside tokens'
+    parameters, of values alone. Keys that it is to turn are codes without parameters."""
     if rope_tables and (keys.bits == EXACT or keys.parameters is not None):
         return False
-    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and turn_of(keys, values) >= 16
+    if keys.scales is not None or (values.scales is not None and mode_of(values) != TOKEN):
+        return False
+    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and turn_of(keys, values) >= LEAST
 
 
 def attend_pages(
@@ -56,7 +62,7 @@ def attend_pages(
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
     block = block_of(asked)
     turn = turn_of(keys, values, block, rope_tables)
-    turns = span.table.shape[1] * (page // turn)
+    turns = span.table.shape[1] * triton.cdiv(page, turn)
     blocks = triton.cdiv(asked, block)
     splits = max(1, min(turns, _programs(query.device) // (rows * heads * blocks)))
     run = triton.cdiv(turns, splits)
@@ -74,11 +80,12 @@ def attend_pages(
         None if span.hidden is None else span.hidden.view(torch.uint8), span.positions,
         None if span.back is None else span.back.contiguous(),
         *_tables(rope_tables),
-        _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values),
+        _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values), values.scales,
         top, mass, mixed, scores,
         heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
         *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_strides(_coefficients(values)),
+        *_strides(values.scales),
         **constants_of(keys, values, block, turn, softcap, rope_tables),
         HAS_CONSTANT=constant is not None, HAS_BIAS=span.bias is not None, HAS_HIDDEN=span.hidden is not None,
         HAS_POSITIONS=span.positions is not None, HAS_BACK=span.back is not None, HAS_SCORES=scored,
@@ -98,7 +105,8 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _read(stream: PackedStream) -> bool:
-    if rank_of(stream) > MOST_RANK or not all(map(_by_token, (stream.pages, stream.parameters, _coefficients(stream)))):
+    held = (stream.pages, stream.parameters, _coefficients(stream), stream.scales)
+    if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)):
         return False
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None

@@ -66,6 +66,12 @@ def check_choice(name: str, word: Any, known: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {printable(word)}")
 
 
+def check_flag(name: str, flag: Any) -> None:
+    """Refuses what is neither True nor False."""
+    if type(flag) is not bool:
+        raise ValueError(f"{name} must be True or False, got {printable(flag)}")
+
+
 def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False) -> None:
     """Refuses what is no width of a code: 1 ... 8, and 16 or 0 where a tier may be exact or evicted."""
     more = [*([16] if exact else []), *([0] if evicted else [])]

@@ -1,25 +1,27 @@
 """ZipCache (He et al., 2024, arXiv:2405.14256): salient tokens at more bits, saliency from normalised attention of probe rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
 from calib.runtime.methods.calibration import Statistics, channel_range, channel_scale, check_statistics
-from calib.runtime.methods.contract import Geometry, Method, check_bits, check_choice, check_clip
+from calib.runtime.methods.contract import Geometry, Method, check_bits, check_choice, check_clip, check_flag
 from calib.runtime.methods.grid import Grid
 from calib.runtime.methods.paper_counting import CountedCache, zipcache_ratio
-from calib.runtime.stages.codec import Codec, Exact, UniformQuant
+from calib.runtime.stages.codec import Codec, Exact, ScaledChannels, UniformQuant
 from calib.runtime.stages.saliency import Accumulated, Normalised, Probes
 from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.transform import Identity, MeasuredRange, MeasuredScale
+from calib.runtime.stages.transform.measured import Over
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 SALIENCY: dict[str, Saliency] = {"normalised": Normalised(), "accumulated": Accumulated()}
+EXACT = TierPlan(TierStages(Identity(), Exact()), TierStages(Identity(), Exact()))
 # Widths of the salient tokens and of the others; `ratio` says how many are salient.
 WIDTHS = ((16, 4), (8, 4), (8, 3), (6, 4), (6, 3), (5, 3), (5, 2), (4, 3), (4, 2), (4, 1), (3, 2), (3, 1), (2, 1))
 
@@ -33,10 +35,10 @@ class ZipCache(Method):
     2. Saliency of a token: its mean probability over the probe rows that see it (eq. 8), for each KV head.
     3. The `ratio` most salient tokens of the prompt are encoded at 4 bits, the rest at 2, keys and values alike.
     4. Keys: one range a channel over a tier's own tokens of the prompt (channelwise). Values: divided by the channel's
-       sqrt(max |v|) over all of them (eq. 6), then one scale and zero point a token. Both are frozen then; the artifact's
-       with `statistics="calibrated"`.
+       sqrt(max |v|) over all of them (eq. 6), then one scale and zero point a token.
     5. New tokens stay exact; every `recompress` tokens the newest block is scored by its own probe steps (Algorithm 3) and
-       encoded likewise. What is encoded is never touched again. A prompt shorter than a block waits for the first block.
+       encoded likewise, with ranges and channel scales of its own. What is encoded is never touched again. A prompt shorter than a
+       block waits for the first block.
 
     Args:
         tiers: (bits, share) of each tier, best first; 16 bits are exact, 0 bits (last only) are evicted. Shares sum to 1.
@@ -47,13 +49,19 @@ class ZipCache(Method):
         special_ids: token ids, for `probes="special"` alone.
         saliency: "normalised" (eq. 8), or "accumulated" (eq. 7, what H2O and MiKV use) to compare with.
         salient_set: each KV head has its own ("head"), or all heads of a layer share one ("layer").
+        scope: a value's scale and zero point are its head's ("head"), or one for all heads of the token ("layer", Algorithm 1; it
+            needs `salient_set="layer"`).
         value_scale: channel scales of values over all tokens ("shared"), or over each tier's own (Algorithm 2, "tier").
-        statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
+        statistics: "prompt": ranges and channel scales are measured on what is encoded; or "calibrated": the artifact's, for all
+            tokens (needs `keys.low/high` and `values.scale`).
+        refresh: with `statistics="prompt"`, every block has ranges and channel scales of its own (Algorithm 3), which costs
+            (32/n + 16/n) / 2 bits a value of a tier that gets n tokens of a block; False: the first chunk's hold for all, which
+            costs nothing and clips keys that leave them.
         clip: factor on measured ranges, in (0, 1].
     """
 
     name: ClassVar[str] = "zipcache"
-    packs: ClassVar[tuple[type[Codec], ...]] = (UniformQuant,)
+    packs: ClassVar[tuple[type[Codec], ...]] = (UniformQuant, ScaledChannels)
 
     grid: ClassVar[Grid] = Grid(
         {"tiers": tuple(((high, 0.5), (low, 0.5)) for high, low in WIDTHS), "clip": (1.0, 0.8)},
@@ -68,13 +76,22 @@ class ZipCache(Method):
     special_ids: Sequence[int] = ()
     saliency: str = "normalised"
     salient_set: str = "head"
+    scope: str = "head"
     value_scale: str = "shared"
     statistics: Statistics = "prompt"
+    refresh: bool = True
     clip: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("saliency", self.saliency, SALIENCY)
         check_choice("salient_set", self.salient_set, ("head", "layer"))
+        check_choice("scope", self.scope, ("head", "layer"))
+        if self.scope == "layer" and self.salient_set != "layer":
+            raise ValueError(
+                "scope='layer' gives the heads of a token one scale, and with salient_set='head' they keep different tokens; use "
+                "salient_set='layer'"
+            )
+        check_flag("refresh", self.refresh)
         check_choice("value_scale", self.value_scale, ("shared", "tier"))
         check_clip(self.clip)
         self._bits_and_shares()
@@ -85,10 +102,14 @@ class ZipCache(Method):
         """Tiers of one layer."""
         check_statistics(self.statistics, artifact, "zipcache")
         bits, shares = self._bits_and_shares()
-        stored = tuple(self._tier(width, layer, artifact) for width in bits if width)
-        if len(shares) == 1:  # nothing to choose
-            return TieredPlan(stored, self._tiering())
-        return TieredPlan(stored, self._tiering(), SALIENCY[self.saliency], self._probes(), self.salient_set == "layer")
+        stored = [width for width in bits if width]
+        plan = TieredPlan(tuple(self._first(width, layer, artifact) for width in stored), self._tiering())
+        if len(shares) > 1:
+            chosen = {"saliency": SALIENCY[self.saliency], "probes": self._probes()}
+            plan = replace(plan, **chosen, shared_across_heads=self.salient_set == "layer")
+        if self.statistics == "calibrated" or not self.refresh:
+            return plan
+        return plan.with_blocks([self._block(width) for width in stored])
 
     def _bits_and_shares(self) -> tuple[list[int], list[float]]:
         pairs = list(self.tiers) if isinstance(self.tiers, Sequence) else []
@@ -116,16 +137,30 @@ class ZipCache(Method):
     def _tiering(self) -> RatioTiers:
         return RatioTiers(tuple(self._bits_and_shares()[1]), self.recompress)
 
-    def _tier(self, bits: int, layer: int, artifact: Artifact | None) -> TierPlan:
+    def _first(self, bits: int, layer: int, artifact: Artifact | None) -> TierPlan:
+        """A tier whose numbers hold for all its tokens: the first chunk's, measured on it, or every chunk's."""
         if bits == 16:
-            return TierPlan(TierStages(Identity(), Exact()), TierStages(Identity(), Exact()))
-        keys: Codec = UniformQuant(bits, None, self.clip)
-        values: Codec = UniformQuant(bits, (1, None), self.clip)
+            return EXACT
+        keys, values = UniformQuant(bits, None, self.clip), self._values(bits)
         if self.statistics == "calibrated" and artifact is not None:
             ranges = channel_range(artifact, "keys", layer, "zipcache")
             return TierPlan(TierStages(ranges, keys), TierStages(channel_scale(artifact, layer, "zipcache"), values))
-        scale = MeasuredScale("chunk" if self.value_scale == "shared" else "tier")
+        scale = MeasuredScale(self._over, frozen=not self.refresh)
         return TierPlan(TierStages(MeasuredRange(), keys), TierStages(scale, values))
+
+    def _block(self, bits: int) -> TierPlan:
+        """A tier of blocks, each with numbers of its own beside its codes."""
+        if bits == 16:
+            return EXACT
+        keys, values = UniformQuant(bits, (None, 1), self.clip), ScaledChannels(self._values(bits), self._over)
+        return TierPlan(TierStages(Identity(), keys), TierStages(Identity(), values))
+
+    def _values(self, bits: int) -> UniformQuant:
+        return UniformQuant(bits, (1, None), self.clip, across_heads=self.scope == "layer")
+
+    @property
+    def _over(self) -> Over:
+        return "chunk" if self.value_scale == "shared" else "tier"
 
     def paper_bits(self, cache: CountedCache) -> float | None:
         """Of tiers that are quantised, each in 1 to 8 bits."""

@@ -1,6 +1,6 @@
 """What a method decides for a layer whose tokens are stored by importance."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,20 +125,22 @@ class TieredPlan(Plan):
 
     def in_segments(self, first: Recoding, rest: Recoding) -> "TieredPlan | None":
         """Tiers for the first chunk, a segment for each row, and others for the blocks, a page each."""
-        if self.tiering.shortest_chunk is None:
-            return None
-        of_row, of_page = ([tier.recoded(change) for tier in self.tiers] for change in (first, rest))
-        found = self.tiering.in_segments(len(self.tiers))
+        of_first, of_blocks = self.tiers[: self.kinds], self.tiers[-self.kinds :]
+        of_row = tuple(replace(tier.recoded(first), segments="row") for tier in of_first)
+        return replace(self, tiers=of_row).with_blocks([tier.recoded(rest) for tier in of_blocks])
+
+    def with_blocks(self, tiers: Sequence[TierPlan]) -> "TieredPlan | None":
+        """These tiers for the blocks behind the first chunk, a page for each block; None where tokens come in no blocks."""
+        found = self.tiering.in_segments(len(tiers))
         if found is None:
             return None
         tiering, counts = found
-        of_row = [replace(tier, segments="row") for tier in of_row]
-        of_page = [
+        of_blocks = [
             # A tier that gets no tokens of a block still needs a page size.
             replace(tier, segments="page", page_tokens=max(1, count))
-            for tier, count in zip(of_page, counts, strict=False)
+            for tier, count in zip(tiers, counts, strict=False)
         ]
-        return replace(self, tiers=(*of_row, *of_page), tiering=tiering)
+        return replace(self, tiers=(*self.tiers, *of_blocks), tiering=tiering)
 
     @property
     def kinds(self) -> int:

@@ -13,7 +13,8 @@ from calib.runtime.stages.to_device import tensors_of, to_device
 from calib.runtime.stages.transform import Measured
 from calib.runtime.stages.transform.channel import NARROW
 
-# What tokens or queries are divided by: positive, and no smaller than a number of 16 bits, as all that is measured is.
+# What tokens or queries are divided by: positive, and no smaller than a number of 16 bits, as all that is measured is; a scale of 0
+# is a channel of zeros, and divides nothing.
 DIVISORS = frozenset({"half", "scale", "balance"})
 
 
@@ -69,7 +70,8 @@ class RowTransform:
         own = {name: value.to(self.dtype) for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
         found = {name: tensor_like(state, name, like) for name, like in own.items()}
         for name in DIVISORS & found.keys():
-            if found[name].numel() and not found[name].is_meta and float(found[name].min()) < NARROW:
+            divides = found[name][found[name] != 0] if name == "scale" and not found[name].is_meta else found[name]
+            if divides.numel() and not divides.is_meta and float(divides.min()) < NARROW:
                 raise StateError(f"{name!r} has values below {NARROW:.3g}, and tokens are divided by it")
         self.stage = replace(self.stage, **found)  # type: ignore[type-var]
 

@@ -108,9 +108,13 @@ class TieredStore(ABC):
         return self.sequences.graph_key(forward), tuple(pool.capacity for _, pool in self._pools())
 
     def _key(self, role: str, number: int) -> tuple[str, Any]:
-        """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's."""
-        stage = dict(self.plan.tiers[number].streams())[role].transform
-        return role, stage if getattr(stage, "over", "tier") == "chunk" else number % self.plan.kinds
+        """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's, where its
+        transform is of the same kind."""
+        first = number % self.plan.kinds
+        stage, of_first = (dict(self.plan.tiers[one].streams())[role].transform for one in (number, first))
+        if getattr(stage, "over", "tier") == "chunk":
+            return role, stage
+        return role, first if type(stage) is type(of_first) else number
 
     def _transform(self, role: str, number: int) -> RowTransform:
         return self.transforms[self._key(role, number)]

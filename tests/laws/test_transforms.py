@@ -147,7 +147,19 @@ def test_a_measured_scale_is_the_root_of_the_largest():
     tokens, query = prompt(5)
     scale = MeasuredScale().measure(tokens, query, torch.float16).scale
     expected = tokens.abs().amax(2, keepdim=True).sqrt().half()
-    assert torch.equal(scale[..., 1:], expected[..., 1:]) and bool((scale[..., 0] == 1).all())
+    assert torch.equal(scale, expected) and bool((scale[..., 0] == 0).all())
+
+
+def test_a_channel_of_zeros_is_nearly_zero_where_scales_are_frozen_and_comes_back_when_it_moves():
+    tokens, query = prompt(5)
+    own, frozen = (MeasuredScale(frozen=frozen).measure(tokens, query, torch.float16) for frozen in (False, True))
+    assert torch.equal(frozen.scale[..., 1:], own.scale[..., 1:])
+    assert torch.equal(frozen.scale[..., 0], own.scale[..., 1:].amin(-1))
+    moved = tokens + 1
+    assert not own.inverse(own.forward(moved))[..., 0].any()
+    assert torch.allclose(frozen.inverse(frozen.forward(moved)), moved)
+    nothing = MeasuredScale(frozen=True).measure(torch.zeros_like(tokens), query, torch.float16)
+    assert bool((nothing.scale == 1).all())
 
 
 def test_a_measured_balancer_makes_keys_and_queries_alike():

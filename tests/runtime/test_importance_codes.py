@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from importance.coding import channel_scale, per_channel, per_token
+from importance.coding import channel_scale, never_zero, per_channel, per_token
 from importance.draws import count, counter_hash, fmix32
 from importance.oracles import ORACLES
 
@@ -103,7 +103,8 @@ def test_a_channel_keeps_the_range_it_was_measured_with():
 
 def test_channel_separable_scales():
     x = np.array([[4.0, 0, -0.25], [-9, 0, 0.04]])
-    assert [scale.tolist() for scale in channel_scale(x)] == 2 * [[3, 1, 0.5]]
+    assert [scale.tolist() for scale in channel_scale(x)] == 2 * [[3, 0, 0.5]]
+    assert never_zero(channel_scale(x)[0]).tolist() == [3, 0.5, 0.5] and never_zero(np.zeros(2)).tolist() == [1, 1]
     third = channel_scale(x / 3)[0]
     assert np.array_equal(third, np.float16(third)) and abs(third[0] - math.sqrt(3)) < 2**-10
 

@@ -107,9 +107,12 @@ def test_chunks_of_a_short_prompt_and_of_a_long_one():
             start = stop
         chunks = [method.prompt if method.prompt >= 10 else 10] + [10] * 3
         done = [sum(chunks[: at + 1]) <= start for at in range(4)]
+        sizes = [size for size, whole in zip(chunks, done, strict=True) if whole]
         for tier, share in ((0, 0.1), (1, 0.5)):
-            expected = sum(count(share, size) for size, whole in zip(chunks, done, strict=True) if whole)
-            assert [len(held) for held in method.tokens(tier)] == [expected] * KV_HEADS
+            for own, part in ((tier, sizes[:1]), (tier + 3, sizes[1:])):  # blocks lie in tiers of their own
+                assert [len(held) for held in method.tokens(own)] == [
+                    sum(count(share, size) for size in part)
+                ] * KV_HEADS
 
 
 def test_a_stored_chunk_is_never_encoded_again():

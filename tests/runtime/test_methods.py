@@ -119,7 +119,7 @@ def stages(plan) -> list[tuple]:
     found = []
     for tier in plan.tiers:
         for _, stage in tier.streams():
-            codec = stage.codec
+            codec = getattr(stage.codec, "uniform", stage.codec)
             own = (16, None) if isinstance(codec, Exact) else (codec.bits, codec.group)
             found.append((*own, type(stage.transform)))
     return found
@@ -127,31 +127,43 @@ def stages(plan) -> list[tuple]:
 
 def test_zipcache_is_channelwise_keys_and_channel_separable_values():
     plan = build("zipcache", {}).plan(0, GEOMETRY, None)
-    expected = [
-        [(bits, None, MeasuredRange), (bits, (1, None), MeasuredScale)] for bits in (4, 2)
-    ]  # a range a channel over the tier's own tokens, one scale and zero point a token
-    assert stages(plan) == expected[0] + expected[1]
-    assert (plan.tiering, plan.saliency, plan.oracle_share) == (RatioTiers((0.6, 0.4), 100), Normalised(), None)
-    assert plan.probes == Probes("random+recent", 0.1)
-    ranges, scales = zip(*([stage.transform.over for _, stage in tier.streams()] for tier in plan.tiers), strict=True)
-    assert ranges == ("tier", "tier") and scales == ("chunk", "chunk")
+    # Of the prompt's tiers a range a channel over the tier's own tokens, one scale and zero point a token.
+    first = [own for bits in (4, 2) for own in ((bits, None, MeasuredRange), (bits, (1, None), MeasuredScale))]
+    # Blocks have theirs beside their codes, a page each.
+    blocks = [own for bits in (4, 2) for own in ((bits, (None, 1), Identity), (bits, (1, None), Identity))]
+    assert stages(plan) == first + blocks and plan.kinds == 2
+    assert [(tier.segments, tier.page_tokens) for tier in plan.tiers[2:]] == [("page", 60), ("page", 40)]
+    assert plan.tiering == RatioTiers((0.6, 0.4), 100, separate_prompt_tiers=2)
+    assert (plan.saliency, plan.oracle_share, plan.probes) == (Normalised(), None, Probes("random+recent", 0.1))
+    scales = [tier.values.transform for tier in plan.tiers[:2]] + [tier.values.codec for tier in plan.tiers[2:]]
+    assert [own.over for own in scales] == ["chunk"] * 4 and not any(own.frozen for own in scales[:2])
+    assert [tier.keys.transform.over for tier in plan.tiers[:2]] == ["tier", "tier"]
+    frozen = build("zipcache", {"refresh": False}).plan(0, GEOMETRY, None)
+    assert stages(frozen) == first and frozen.tiering == RatioTiers((0.6, 0.4), 100)
+    assert all(tier.values.transform.frozen for tier in frozen.tiers)
+
+
+def test_zipcache_by_its_options():
     own = build("zipcache", {"value_scale": "tier", "saliency": "accumulated", "clip": 0.9}).plan(0, GEOMETRY, None)
-    assert (
-        not plan.shared_across_heads
-        and build("zipcache", {"salient_set": "layer"}).plan(0, GEOMETRY, None).shared_across_heads
-    )
-    assert own.saliency == Accumulated() and own.tiers[0].values.transform.over == "tier"
-    assert own.tiers[1].keys.codec.clip == own.tiers[1].values.codec.clip == 0.9
+    assert own.saliency == Accumulated() and own.tiers[0].values.transform.over == own.tiers[2].values.codec.over
+    assert own.tiers[0].values.transform.over == "tier" and not own.shared_across_heads
+    quantisers = [getattr(codec, "uniform", codec) for codec in own.codecs()]
+    assert {codec.clip for codec in quantisers} == {0.9} and not any(codec.across_heads for codec in quantisers)
+    layer = build("zipcache", {"salient_set": "layer", "scope": "layer"}).plan(0, GEOMETRY, None)
+    values = [getattr(tier.values.codec, "uniform", tier.values.codec) for tier in layer.tiers]
+    assert layer.shared_across_heads and layer.joins_heads and all(codec.across_heads for codec in values)
 
 
 def test_zipcache_has_any_tiers():
     plan = build("zipcache", {"tiers": [[16, 0.1], [8, 0.2], [1, 0.3], [0, 0.4]], "recompress": 7}).plan(
         0, GEOMETRY, None
     )
-    assert [bits for bits, _, _ in stages(plan)] == [16, 16, 8, 8, 1, 1]  # who is evicted is stored nowhere
-    assert plan.tiering == RatioTiers((0.1, 0.2, 0.3, 0.4), 7) and stages(plan)[0][2] is Identity
+    # Who is evicted is stored nowhere.
+    assert [bits for bits, _, _ in stages(plan)] == 2 * [16, 16, 8, 8, 1, 1]
+    assert plan.tiering == RatioTiers((0.1, 0.2, 0.3, 0.4), 7, separate_prompt_tiers=3)
+    assert stages(plan)[0][2] is Identity and [tier.page_tokens for tier in plan.tiers[3:]] == [1, 1, 2]
     divided = build("zipcache", {"ratio": 0.75}).plan(0, GEOMETRY, None)
-    assert divided.tiering == RatioTiers((0.75, 0.25), 100)
+    assert divided.tiering == RatioTiers((0.75, 0.25), 100, separate_prompt_tiers=2)
     alone = build("zipcache", {"tiers": [[3, 1.0]]}).plan(0, GEOMETRY, None)
     assert alone.saliency is None and alone.probes is None, "with one tier there is nothing to choose"
 

@@ -17,6 +17,7 @@ from calib.runtime.stages.codec import (
     DualScale,
     Exact,
     MixedQuant,
+    ScaledChannels,
     Sparse,
     TokenRange,
     UniformQuant,
@@ -72,6 +73,10 @@ CODECS = [
     CodecCase("uniform-3-channels", lambda draw: UniformQuant(3, (8, 1)), 8.0),
     CodecCase("uniform-4-range", lambda draw: UniformQuant(4, None), 4.0),
     CodecCase("uniform-4-heads", lambda draw: UniformQuant(4, (4, None), across_heads=True), 4.25),
+    # Of a segment of 64 tokens: 4 + 32/64, and 4 + 32/16 + 16/64.
+    CodecCase("uniform-4-segment", lambda draw: UniformQuant(4, (None, 1)), 4.5),
+    CodecCase("scaled-channels-4", lambda draw: ScaledChannels(UniformQuant(4)), 6.25),
+    CodecCase("scaled-channels-2-heads", lambda draw: ScaledChannels(UniformQuant(2, across_heads=True), "tier"), 3.25),
     # The same of tokens whose 4 largest of 16 channels are cut to the fifth.
     CodecCase("clipped-2", lambda draw: Clipped(UniformQuant(2, (1, 8)), 0.7), 6.0),
     # 3 bits: 4 words for 16 channels, and nothing beside them.

@@ -28,6 +28,7 @@ from calib.runtime.stages.codec import (
     DualScale,
     Exact,
     MixedQuant,
+    ScaledChannels,
     Sparse,
     TokenRange,
 )
@@ -117,7 +118,7 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
     if isinstance(codec, TokenRange):
         centre, half = block["parameters"].double().split(1, -1)
         return centre + half * decoded(codec.codebook, block, channels)
-    if isinstance(codec, DualScale):
+    if isinstance(codec, DualScale | ScaledChannels):
         even = decoded(codec.uniform, block, channels)
         return even * torch.from_numpy(spread(block["scales"].double().numpy(), *even.shape[-2:]))
     if isinstance(codec, MixedQuant):

@@ -1,7 +1,7 @@
 """Pages of random codes and what they hold, and attention over them, in float64 from the formats' description alone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,10 +40,12 @@ def pages_of(
     scale: float = 1.0,
     shared: bool = False,
     steady: bool = False,
+    scaled: bool = False,
 ) -> Pages:
     """Random pages whose tokens are `scale` times numbers of order 1, by parameters that all heads share or not.
 
-    Scales differ up to 40 times from token to token (or group to group), the largest somewhere; `steady`: up to 2 times.
+    Scales differ up to 40 times from token to token (or group to group), the largest somewhere; `steady`: up to 2 times. `scaled`:
+    each page's channels have scales besides, one of them 0.
     """
     draw = torch.Generator().manual_seed(seed)
     count, heads, page, channels = shape
@@ -67,7 +69,12 @@ def pages_of(
         part.double().repeat_interleave(repeats[0], -2).repeat_interleave(repeats[1], -1) for part in (steps, zeros)
     )
     group_tokens = 1 if kind.parameters == "token" else kind.size
-    return Pages(PackedStream(kind.bits, words, channels, torch.cat([steps, zeros], -1), group_tokens), codes * s + z)
+    stream = PackedStream(kind.bits, words, channels, torch.cat([steps, zeros], -1), group_tokens)
+    if not scaled:
+        return Pages(stream, codes * s + z)
+    scales = (0.5 + torch.rand(count, heads, 1, channels, generator=draw)).half()
+    scales[..., -1] = 0
+    return Pages(replace(stream, scales=scales), (codes * s + z) * scales.double())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from calib.runtime.stages.codec.direction import Direction
 from calib.runtime.stages.codec.dual_scale import DualScale
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.mixed import MixedQuant
+from calib.runtime.stages.codec.scaled_channels import ScaledChannels
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.token_range import TokenRange
 from calib.runtime.stages.codec.uniform import UniformQuant
@@ -21,6 +22,7 @@ __all__ = [
     "DualScale",
     "Exact",
     "MixedQuant",
+    "ScaledChannels",
     "Sparse",
     "TokenRange",
     "UniformQuant",

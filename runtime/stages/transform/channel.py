@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from calib.kernels.quantise.prologue import Prologue
@@ -56,14 +57,14 @@ class ChannelRange(Transform):
 class ChannelScale(Transform):
     """y = x / scale, one scale a channel: outlier channels no longer widen the range of a token (ZipCache, eq. 6).
 
-    `scale`: float32 `[kv_heads, 1, head_dim]`, > 0.
+    `scale`: float32 `[kv_heads, 1, head_dim]`, 0 or more; where it is 0, so are y and what is made of it.
     """
 
     scale: Tensor
 
     def prologue(self) -> Prologue:
-        """x / scale."""
-        return Prologue(half=self.scale)
+        """x / scale; a channel whose scale is 0 has only zeros, and is divided by 1."""
+        return Prologue(half=torch.where(self.scale > 0, self.scale, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""

@@ -78,15 +78,24 @@ class MeasuredRange(Measured):
 
 @dataclass(frozen=True)
 class MeasuredScale(Measured):
-    """c_i = sqrt(max_t |x_ti|), 1 where the channel is all zero (ZipCache, eq. 6)."""
+    """c_i = sqrt(max_t |x_ti|) (ZipCache, arXiv:2405.14256, eq. 6). A channel that is 0 throughout has c_i = 0 and comes back as 0.
+
+    `frozen`: later tokens are divided by c as well. A channel that was 0 then has the least c of its head's others, so that it
+    comes back nearly 0 and is not lost when it moves; 1 where all were 0.
+    """
 
     over: Over = "chunk"
-    onnx_writer = "scale"
+    frozen: bool = False
+
+    @property
+    def onnx_writer(self) -> str:
+        """Frozen scales are never 0."""
+        return "frozen scale" if self.frozen else "scale"
 
     def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> ChannelScale:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        scale = stored(tokens.abs().amax(2, keepdim=True).float().sqrt(), dtype == torch.float32)
-        return ChannelScale(torch.where(scale > 0, scale, torch.ones_like(scale)))
+        scale = root_of_largest(tokens, dtype == torch.float32)
+        return ChannelScale(positive(scale) if self.frozen else scale)
 
     def neutral(self, like: Tensor) -> ChannelScale:
         """1 in the shape of `like`."""
@@ -113,3 +122,14 @@ class MeasuredBalancer(Measured):
     def neutral(self, like: Tensor) -> Balancer:
         """1 in the shape of `like`."""
         return Balancer(torch.ones_like(like))
+
+
+def root_of_largest(tokens: Tensor, fp32_params: bool) -> Tensor:
+    """sqrt(max_t |x_ti|) of each channel of `tokens [rows, kv_heads, T, D]` as it is stored: `[rows, kv_heads, 1, D]`."""
+    return stored(tokens.abs().amax(2, keepdim=True).float().sqrt(), fp32_params)
+
+
+def positive(scale: Tensor) -> Tensor:
+    """`scale [..., D]`, 0 replaced by the least positive one of its D, and by 1 where there is none."""
+    least = torch.where(scale > 0, scale, torch.inf).amin(-1, keepdim=True)
+    return torch.where(scale > 0, scale, torch.where(least.isinf(), 1, least))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from importance.coding import channel_scale, channel_table, per_channel, per_token
+from importance.coding import channel_scale, channel_table, never_zero, own_channels, per_channel, per_token
 from importance.draws import count, counter_hash
 from importance.layer import LayerOracle
 
@@ -21,13 +21,20 @@ class ZipCache(LayerOracle):
         saliency: str = "normalised",
         clip: float = 1.0,
         value_scale: str = "shared",
+        refresh: bool = True,
+        scope: str = "head",
+        salient_set: str = "head",
         layer: int = 0,
         seed: int = 0,
         ranges: tuple[np.ndarray, np.ndarray] | None = None,
         scale: np.ndarray | None = None,
     ) -> None:
         """Options as the method's; `ranges` (low, high) and `scale`, `[kv_heads, D]`, are calibrated statistics."""
-        super().__init__([bits for bits, _ in tiers])
+        bits = [bits for bits, _ in tiers]
+        self.refresh, self.tiers = refresh and ranges is None, len(bits)
+        # Blocks with numbers of their own lie in tiers of their own.
+        super().__init__(bits * 2 if self.refresh else bits)
+        self.shared, self.across = salient_set == "layer", scope == "layer"
         self.shares = [share for _, share in tiers] if ratio is None else [ratio, 1 - ratio]
         self.block, self.probes, self.share = recompress, probes, probe_share
         self.kind, self.clip, self.value_scale = saliency, clip, value_scale
@@ -96,33 +103,69 @@ class ZipCache(LayerOracle):
             start, stop = self.bounds(self.encoded)
             sums, seen = self.sums[:, start:stop], self.seen[start:stop]
             self.saliency = sums / np.maximum(seen, 1) if self.kind == "normalised" else sums  # eq. 8 or eq. 7
-            for head, saliency in enumerate(self.saliency):
-                self.encode(head, start, saliency)
+            if self.shared:
+                self.saliency = self.saliency.sum(0, keepdims=True).repeat(len(self.saliency), 0)
+            exact = self.values[:, start:stop].copy()
+            for tier, chosen in self.chosen_tokens(start):
+                self.encode(tier, exact, chosen)
             self.encoded = stop
 
-    def encode(self, head: int, start: int, saliency: np.ndarray) -> None:
-        """One chunk of one head."""
-        exact, taken = self.values[head, start : start + len(saliency)].copy(), 0
-        for tier, (bits, share) in enumerate(zip(self.bits, self.shares, strict=True)):
-            last = tier == len(self.bits) - 1
-            stop = len(saliency) if last else min(len(saliency), taken + count(share, len(saliency)))
-            tokens = np.sort(self.greatest(saliency, stop)[taken:]) + start
-            taken = stop
-            if not len(tokens):
-                continue
-            if bits == 0:
-                self.evict(head, tokens)
-                continue
-            keys, values = self.keys[head, tokens], self.values[head, tokens]
-            if bits == 16:
-                self.put(tier, head, tokens, keys[None], values[None])
+    def chosen_tokens(self, start: int) -> list[tuple[int, list[np.ndarray]]]:
+        """For each tier that a chunk has tokens for its number, and each head's tokens, rising."""
+        found, taken, size = [], 0, self.saliency.shape[1]
+        for number, share in enumerate(self.shares):
+            last = number == self.tiers - 1
+            stop = size if last else min(size, taken + count(share, size))
+            chosen = [np.sort(self.greatest(saliency, stop)[taken:]) + start for saliency in self.saliency]
+            tier = number + self.tiers * (self.refresh and start > 0)
+            found, taken = [*found, (tier, chosen)] if stop > taken else found, stop
+        return found
+
+    def encode(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> None:
+        """A tier's tokens of one chunk, whose values were `exact [kv_heads, n, D]`."""
+        bits, own = self.bits[tier], tier >= self.tiers
+        if bits in (0, 16):
+            for head, tokens in enumerate(chosen):
+                keys, values = self.keys[head, tokens], self.values[head, tokens]
+                self.put(tier, head, tokens, keys[None], values[None]) if bits else self.evict(head, tokens)
+            return
+        found = [[] for _ in chosen]
+        for scales in zip(*self.scales_of(tier, exact, chosen), strict=True):
+            for head, coded in enumerate(self.coded_values(bits, chosen, scales)):
+                found[head].append(coded)
+        for head, (tokens, values) in enumerate(zip(chosen, found, strict=True)):
+            keys = self.keys[head, tokens]
+            table = None if own else self.tables[tier, head]
+            coded = own_channels(keys, bits, self.clip) if own else per_channel(keys, bits, table, self.clip)
+            self.put(tier, head, tokens, coded, np.concatenate(values))
+
+    def scales_of(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """Of each head the channel scales that its values are divided by, as they may be stored."""
+        found = []
+        for head, tokens in enumerate(chosen):
+            values = self.values[head, tokens] if self.value_scale == "tier" else exact[head]
+            if tier >= self.tiers:
+                found.append(channel_scale(values))
                 continue
             if (tier, head) not in self.tables:
-                self.measure(tier, head, keys, values if self.value_scale == "tier" else exact)
-            scale = self.scales[tier, head]
-            key_choices = per_channel(keys, bits, self.tables[tier, head], self.clip)
-            value_choices = per_token(values / scale, bits, values.shape[1], self.clip) * scale  # eq. 6
-            self.put(tier, head, tokens, key_choices, value_choices)
+                self.measure(tier, head, self.keys[head, tokens], values)
+            found.append([self.scales[tier, head]])
+        return found
+
+    def coded_values(self, bits: int, chosen: list[np.ndarray], scales: list[np.ndarray]) -> list[np.ndarray]:
+        """Of each head what its values may be decoded to (eq. 6), with one scale and zero point a token of a head or, in a layer's
+        scope, of all heads, whose tokens are the same then."""
+        width = self.values.shape[2]
+        scaled = [
+            self.values[head, tokens] / np.where(scale > 0, scale, 1)
+            for head, (tokens, scale) in enumerate(zip(chosen, scales, strict=True))
+        ]
+        if self.across:
+            together = per_token(np.concatenate(scaled, -1), bits, width * len(scaled), self.clip)
+            coded = np.split(together, len(scaled), -1)
+        else:
+            coded = [per_token(values, bits, width, self.clip) for values in scaled]
+        return [part * scale for part, scale in zip(coded, scales, strict=True)]
 
     def measure(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Tables of a tier from the first chunk, or from the artifact; for good."""
@@ -133,4 +176,5 @@ class ZipCache(LayerOracle):
         if self.scale is not None:
             self.scales[tier, head] = np.asarray(self.scale[head], dtype=np.float64)
         else:
-            self.scales[tier, head] = self.sure(*channel_scale(values))
+            scale = self.sure(*channel_scale(values))
+            self.scales[tier, head] = scale if self.refresh else never_zero(scale)

@@ -51,8 +51,18 @@ def channel_table(x: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return halves((high + low) / 2, error), halves((high - low) / 2, error)
 
 
+def own_channels(x: np.ndarray, bits: int, clip: float) -> np.ndarray:
+    """Channels of `x [n, D]` in ranges of their own, scale and zero point of each in float16 -> `[choices, n, D]`."""
+    return per_token(x.T, bits, len(x), clip).swapaxes(1, 2)
+
+
 def channel_scale(x: np.ndarray) -> list[np.ndarray]:
-    """ZipCache eq. 6: c = sqrt(max_t |x|) of `x [n, D]` in float16, 1 for a channel that is always 0; and its neighbour."""
+    """ZipCache eq. 6: c = sqrt(max_t |x|) of `x [n, D]` in float16; and its neighbour."""
     scale = np.sqrt(abs(x).max(0))
-    scale = np.where(scale > 0, scale, 1)
     return halves(scale, ROUNDED * scale)
+
+
+def never_zero(scale: np.ndarray) -> np.ndarray:
+    """Channel scales that later tokens are divided by: the least of the others for a channel that was 0, 1 where all were."""
+    least = scale[scale > 0].min() if scale.any() else 1.0
+    return np.where(scale > 0, scale, least)

@@ -1,0 +1,116 @@
+"""A token's values over the scales of their channels, then uniform: ZipCache's channel-separable tokenwise quantisation of a chunk
+with statistics of its own (arXiv:2405.14256, Algorithm 1 and eq. 6).
+
+    c_i = sqrt(max_t |x_ti|)        y_ti = x_ti / c_i        y^_ti = q_ti s_t + z_t, s and z of a token        x^_ti = c_i y^_ti
+
+A channel that is 0 in all of the chunk has c_i = 0 and comes back as 0. Where one c holds for all chunks it is no part of the
+block but a transform, `MeasuredScale`.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.operation import PackedStream
+from calib.kernels.pack.reference import unpack_columns
+from calib.kernels.quantise.prologue import IDENTITY, Prologue
+from calib.runtime.paging.field import Block, Field
+from calib.runtime.stages.codec.uniform import UniformQuant
+from calib.runtime.stages.contract import Codec, Segment
+from calib.runtime.stages.transform.measured import Over, root_of_largest
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledChannels(Codec):
+    """Codes and parameters of tokens, and the channel scales of their segment in 16 bits.
+
+    Args:
+        uniform: of y, each token alone: group (1, None).
+        over: channel scales over the "chunk" that tokens are chosen from, or over the chosen ones alone ("tier").
+
+    Of D channels, b bits and a segment of n tokens: b + 32/D + 16/n bits a value.
+    """
+
+    uniform: UniformQuant
+    over: Over = "chunk"
+
+    has_kernel = True
+    fuses_transform = True
+    onnx_writer = "scaled channels"
+
+    def __post_init__(self) -> None:
+        if self.uniform.group != (1, None):
+            raise ValueError(f"scaled channels need parameters of a token, group (1, None), got {self.uniform.group}")
+
+    @property
+    def joins_heads(self) -> bool:
+        """Where all heads of a token share a scale."""
+        return self.uniform.joins_heads
+
+    @property
+    def over_all_tokens(self) -> bool:
+        """A segment is encoded whole."""
+        return True
+
+    def token_group(self) -> int:
+        """Segments have any length."""
+        return 1
+
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """`words` and `parameters` as `UniformQuant` has them, and `scales`: c, float16 (float32 when `fp32_params`)."""
+        if segment is None:
+            raise ValueError("channel scales belong to a segment, and tokens come in any numbers; use MeasuredScale")
+        fields = self.uniform.fields(head_dim, dtype, fp32_params, segment)
+        return fields | {"scales": Field(None, head_dim, fields["parameters"].dtype, "parameters")}
+
+    def fp32_params(self, x: Tensor) -> bool:
+        """Whether a scale or zero point of |x / c|, at most sqrt(max |x|), could be beyond float16."""
+        return bool(x.numel()) and self.uniform.fp32_params(x.float().abs().amax().sqrt()[None])
+
+    def encode(self, x: Tensor, fp32_params: bool | None = None, prologue: Prologue = IDENTITY) -> Block:
+        """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row, of which `prologue` may choose some -> words int16
+        `[..., n, W]`, parameters `[..., n, 2]`, scales `[..., 1, D]`."""
+        fp32_params = self.fp32_params(x) if fp32_params is None else fp32_params
+        order, x = prologue.order, replace(prologue, order=None).forward(x)
+        scales = root_of_largest(x if self.over == "chunk" else Prologue(order).gathered(x), fp32_params)
+        divisors = Prologue(order, half=torch.where(scales > 0, scales, 1))
+        return {**self.uniform.encode(x, fp32_params, divisors), "scales": scales}
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """float32 `[..., kv_heads, tokens, channels]`."""
+        scales = block["scales"].float()
+        y = self.uniform.decode(block, channels).unflatten(-2, (scales.shape[-2], -1))
+        return (y * scales.unsqueeze(-2)).flatten(-3, -2)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """That of `UniformQuant` on x / c, times c; |x| itself where c rounds to 0."""
+        scales = root_of_largest(x.float(), self.fp32_params(x)).float()
+        bound = self.uniform.error_bound(x.float() / torch.where(scales > 0, scales, 1)) * scales
+        return torch.where(scales > 0, bound, x.float().abs())
+
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
+        """`query [..., kv_heads, rows, D]` float32 against the codes of some segments."""
+        scales, step, zero, codes = self._numbers(tile, query.shape[-1])
+        shift = (query @ scales).repeat_interleave(codes.shape[-1] // scales.shape[-1], -1)
+        return (query @ codes) * step + shift * zero
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 times the codes of some segments."""
+        scales, step, zero, codes = self._numbers(tile, channels)
+        shift = (weights * zero).unflatten(-1, (scales.shape[-1], -1)).sum(-1)
+        return (weights * step) @ codes.mT + shift @ scales.mT
+
+    def _numbers(self, tile: Block, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """c `[..., D, segments]`, s and z `[..., 1, tokens]`, and codes times c `[..., D, tokens]`, float32."""
+        scales, (step, zero) = tile["scales"].float(), tile["parameters"].float().chunk(2, -2)
+        codes = unpack_columns(tile["words"], self.uniform.bits, channels).float()
+        codes.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+        return scales, step, zero, codes
+
+    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
+        """As the quantiser's, with each page's channel scales."""
+        stream = self.uniform.packed(pages, channels, shared)
+        return None if stream is None or "scales" not in pages else replace(stream, scales=pages["scales"])

@@ -1,0 +1,72 @@
+"""Attention by the kernel over pages that are blocks of any length, whose values' channels have scales: interpreted, in float64."""
+
+import pytest
+import torch
+from attended_by_kernel import asked, assert_same, whole
+from paged_attention import Kind, Pages, pages_of
+
+from calib.kernels.attend import triton
+from calib.kernels.attend.options import turn_of
+
+pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+PAGES = (20, 40, 60, 64, 100)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
+    monkeypatch.setattr(triton, "_programs", lambda device: 1)
+
+
+def block(page: int, bits: int, channels: int = 32, heads: int = 2, scaled: bool = True) -> tuple[Pages, Pages]:
+    """Keys with a range a channel and page, values with a scale and zero point a token; three pages."""
+    shape = (3, heads, page, channels)
+    keys = pages_of(Kind(bits, "channel", page), shape, 1)
+    return keys, pages_of(Kind(bits, "token"), shape, 2, scaled=scaled)
+
+
+@pytest.mark.parametrize(("bits", "channels"), [(4, 32), (2, 64), (3, 80), (1, 128)])
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks(page, bits, channels):
+    """Some slots of the last page are not in use."""
+    keys, values = block(page, bits, channels)
+    span = whole(keys, [2, 0, 1], used=[2 * page + page // 3])
+    assert_same(asked(keys, query_rows=3), keys, values, span, precise=bits % 2 == 0)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_in_many_runs_with_scores_and_masks(page, monkeypatch):
+    monkeypatch.setattr(triton, "_programs", lambda device: 6)
+    keys, values = block(page, 4)
+    query, draw = asked(keys, rows=2), torch.Generator().manual_seed(5)
+    hidden = torch.rand(2, 2, 2 * page, generator=draw) < 0.3
+    bias = torch.randn(2, 2, 2, 2 * page, generator=draw)
+    positions = torch.arange(3 * 2 * page, dtype=torch.int32).mul(89).remainder(211).view(3, 2, page, 1)
+    back = torch.tensor([[40], [90]], dtype=torch.int32)
+    masks = {"hidden": hidden, "bias": bias, "positions": positions, "back": back}
+    span = whole(keys, [2, 1], [0, 1], used=[2 * page, page + 3], **masks)
+    assert_same(query, keys, values, span, scored=True, precise=True)
+
+
+def test_what_lies_behind_the_last_page_is_not_read():
+    """The pool ends with it: a turn that is not full must not go on behind."""
+    keys, values = block(20, 4)
+    for pages in (keys, values):
+        stream = pages.stream
+        for part in (stream.pages, stream.parameters):
+            grown = torch.cat([part, torch.full_like(part[:1], 0x7BFF if part.dtype == torch.int16 else torch.nan)])
+            part.set_(grown.untyped_storage(), 0, part.shape, grown.stride())
+    assert_same(asked(keys), keys, values, whole(keys, [2]), precise=True)
+
+
+def test_turns():
+    def turn(page: int, group: int) -> int:
+        shape = (1, 1, page, 32)
+        return turn_of(
+            pages_of(Kind(4, "channel", group), shape, 1).stream, pages_of(Kind(4, "token"), shape, 2).stream
+        )
+
+    assert [turn(page, page) for page in (20, 40, 60, 64, 100, 128)] == [32, 64, 64, 64, 64, 64]
+    assert turn(128, 32) == 32 and turn(40, 20) == 4  # groups that no turn fits are read otherwise
