@@ -107,7 +107,7 @@ class ZipCache(Method):
         if len(shares) > 1:
             chosen = {"saliency": SALIENCY[self.saliency], "probes": self._probes()}
             plan = replace(plan, **chosen, shared_across_heads=self.salient_set == "layer")
-        if self.statistics == "calibrated" or not self.refresh:
+        if self.statistics == "calibrated" or not self.refresh or set(stored) == {16}:
             return plan
         return plan.with_blocks([self._block(width) for width in stored])
 

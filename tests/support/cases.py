@@ -121,16 +121,20 @@ CASES = [
     Case("rtn-4-calibrated", "rtn", 4.0, {"bits": 4, "statistics": "calibrated"}, artifact=True, contract=True),
     Case("rtn-1-calibrated", "rtn", 1.0, {"bits": 1, "statistics": "calibrated"}, artifact=True),
     # Values have a scale and a zero point a token: 32/64 bits. Keys have none. 3.2 for the codes, half of .5.
-    Case("zipcache-short", "zipcache", 3.45, {"recompress": 10}, contract=True),
-    Case("zipcache", "zipcache", 3.45, {"recompress": 40}),
+    # And 24/n a tier for ranges of keys (32 bits a channel) and scales of values (16) of a block of n tokens.
+    Case("zipcache-short", "zipcache", 3.45 + 4.8, {"recompress": 10}, contract=True),
+    Case("zipcache", "zipcache", 3.45 + 1.2, {"recompress": 40}),
+    Case("zipcache-frozen", "zipcache", 3.45, {"recompress": 40, "refresh": False}),
+    # One scale and zero point for a token's 2 heads.
+    Case("zipcache-layer", "zipcache", 3.325 + 1.2, {"recompress": 40, "salient_set": "layer", "scope": "layer"}),
     # A tenth at 16 bits without parameters: 1.6 + 2 + .8 + .9 * .25.
-    Case("zipcache-16-4-2", "zipcache", 4.625, {"tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "recompress": 40}),
-    Case("zipcache-evicting", "zipcache", 2.125, {"tiers": [[4, 0.5], [0, 0.5]], "recompress": 32}),
+    Case("zipcache-16-4-2", "zipcache", 4.625 + 1.2, {"tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "recompress": 40}),
+    Case("zipcache-evicting", "zipcache", 2.125 + 0.75, {"tiers": [[4, 0.5], [0, 0.5]], "recompress": 32}),
     # 3.2 + .6 * 3.25 + .25.
     Case(
         "zipcache-accumulated",
         "zipcache",
-        5.4,
+        5.4 + 1.2,
         {
             "tiers": [[8, 0.4], [3, 0.6]],
             "recompress": 40,
@@ -210,7 +214,7 @@ CASES = [
     Case(
         "zipcache-corrected",
         "zipcache",
-        5.4083333,
+        5.4083333 + 0.8,
         {"recompress": 60, "corrections": {"outliers": 0.02, "rank": 2, "decode_rank": 1}},
         contract=True,
     ),
