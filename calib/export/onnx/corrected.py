@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from calib.export.onnx.graph import Value
 from calib.export.onnx.low_rank import Factors
 from calib.export.onnx.outliers import ExactEntries, Found
+from calib.export.onnx.scaled_channels import Scaled
 from calib.export.onnx.shape import Fields, Shape
 from calib.export.onnx.sparse import Pairs
 from calib.export.onnx.uniform import Uniform
@@ -15,7 +16,7 @@ from calib.runtime.stages.codec.corrected import LOW_RANK, OUTLIERS, OVERFLOWED,
 class Repaired:
     """x^ = D + L + Q + S: `codec` with outliers, a low-rank part, its residual quantised once more, or several of these."""
 
-    codec: Uniform | Pairs
+    codec: Uniform | Pairs | Scaled
     outliers: ExactEntries | None
     low_rank: Factors | None
     residual: Uniform | None

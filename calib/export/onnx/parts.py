@@ -8,7 +8,7 @@ from calib.export.onnx.graph import Graph, Value
 from calib.export.onnx.shape import Fields, Shape
 from calib.export.onnx.transform import ChannelMap, numbers
 from calib.runtime.methods import METHODS, packs_of
-from calib.runtime.stages.codec import Codec
+from calib.runtime.stages.codec import Codec, ScaledChannels
 from calib.runtime.store import LayerContext, Plan
 
 # Methods some of whose codecs have a writer, and those that pack tokens by codecs of which none has.
@@ -35,6 +35,15 @@ class Stream:
     def numbers(self) -> Fields:
         """What was measured, if anything is."""
         return numbers(self.transform, self.shape, self.fp32_params) if self.measured else {}
+
+    def scales(self) -> Fields:
+        """Channel scales that `encode` is given, because they were measured over tokens of other tiers, too: a row for each block."""
+        codec = self.codec.uncorrected
+        if codec is not self.codec or not isinstance(codec, ScaledChannels) or codec.over != "chunk":
+            return {}
+        writer = getattr(self.writer, "writer", self.writer)
+        tokens = getattr(self.writer, "tokens", None)
+        return {"chunk_scales": writer.scales_field._replace(tokens_per_row=tokens)}
 
     def map(self, graph: Graph, given: dict[str, Value]) -> ChannelMap:
         """The transform in a graph, from the artifact's numbers or from those `given`."""

@@ -1,12 +1,15 @@
-"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's after the prompt): a row of the batch apiece.
+"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's and ZipCache's after the prompt): a row of the batch apiece.
 
 A row has S blocks of n tokens; their fields lie one after the other, as in the runtime.
 """
 
 from dataclasses import dataclass
 
+from typing import Any
+
 from calib.export.onnx.corrected import Repaired
 from calib.export.onnx.graph import Value
+from calib.export.onnx.scaled_channels import Scaled
 from calib.export.onnx.shape import Fields
 from calib.export.onnx.sparse import Pairs
 from calib.export.onnx.uniform import Uniform
@@ -17,7 +20,7 @@ from calib.runtime.stages.codec.corrected import OVERFLOWED
 class Blocks:
     """`writer` for each block of `tokens` tokens."""
 
-    writer: Uniform | Pairs | Repaired
+    writer: Uniform | Pairs | Scaled | Repaired
     tokens: int
 
     def fields(self) -> Fields:
@@ -25,9 +28,11 @@ class Blocks:
         own = self.writer.fields()
         return {name: field._replace(tokens_per_row=field.tokens_per_row or self.tokens) for name, field in own.items()}
 
-    def encode(self, x: Value) -> dict[str, Value]:
-        """float32 `[batch, kv_heads, S n, D]` -> fields."""
-        found = self.writer.encode(self._apart(x, self.tokens))
+    def encode(self, x: Value, scales: Value | None = None) -> dict[str, Value]:
+        """float32 `[batch, kv_heads, S n, D]` -> fields; `scales [batch, kv_heads, S, D]` where the writer takes them."""
+        own: Any = self.writer
+        apart = self._apart(x, self.tokens)
+        found = own.encode(apart) if scales is None else own.encode(apart, self._apart(scales, 1))
         overflowed_outliers = {
             name: part.reshape(x.size(0), -1).sum(1, keep=False) for name, part in found.items() if name == OVERFLOWED
         }

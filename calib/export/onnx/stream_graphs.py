@@ -1,11 +1,12 @@
-"""The graphs of one stream of a tier: `measure` (where its transform is measured), `encode` and `decode`."""
+"""The graphs of one stream of a tier: `measure` (where its transform is measured, or its channel scales are over tokens of other
+tiers, too), `encode` and `decode`."""
 
 import numpy as np
 
 from calib.export.onnx.graph import Graph, Value
 from calib.export.onnx.parts import Stream
 from calib.export.onnx.shape import Field, Fields
-from calib.export.onnx.transform import measure
+from calib.export.onnx.transform import measure, root_of_largest
 from calib.runtime.stages.codec.corrected import OVERFLOWED
 
 
@@ -14,13 +15,17 @@ def stream_graphs(stream: Stream) -> dict[str, Graph]:
     if stream.writer is None:
         return {}
     graphs = {"encode": encode_graph(stream), "decode": decode_graph(stream)}
-    return {"measure": measure_graph(stream)} | graphs if stream.measured else graphs
+    return {"measure": measure_graph(stream)} | graphs if stream.measured or stream.scales() else graphs
 
 
 def measure_graph(stream: Stream) -> Graph:
-    """A row's first tokens (and queries) -> the numbers of its transform."""
+    """A row's first tokens (and queries) -> the numbers of its transform; a block's -> the scales of its channels."""
     graph, query = Graph(), None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
+    if not stream.measured:
+        scales = {name: field._replace(tokens_per_row=None) for name, field in stream.scales().items()}
+        _put_out(graph, dict.fromkeys(scales, root_of_largest(tokens, stream.fp32_params)), scales)
+        return graph
     if stream.transform.needs_queries:
         query = graph.input("query", np.float32, ("batch", "heads", "rows", stream.shape.channels))
     found = measure(stream.transform, tokens, query, stream.shape, stream.fp32_params)
@@ -33,7 +38,8 @@ def encode_graph(stream: Stream) -> Graph:
     graph, writer = Graph(), stream.writer
     assert writer is not None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
-    found = writer.encode(stream.map(graph, inputs(graph, stream.numbers())).forward(tokens))
+    scales = inputs(graph, stream.scales()).values()
+    found = writer.encode(stream.map(graph, inputs(graph, stream.numbers())).forward(tokens), *scales)
     _put_out(graph, found, writer.fields())
     return graph
 

@@ -14,7 +14,12 @@ from calib.runtime.stages.transform import Measured
 from calib.runtime.stages.transform.channel import NARROW
 
 # What a graph measures, by what the recipe calls it (`Measured.onnx_writer`).
-MEASURED: dict[str, tuple[str, ...]] = {"range": ("center", "half"), "scale": ("half",), "balancer": ("balance",)}
+MEASURED: dict[str, tuple[str, ...]] = {
+    "range": ("center", "half"),
+    "scale": ("half",),
+    "frozen scale": ("half",),
+    "balancer": ("balance",),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class ChannelMap:
     def forward(self, x: Value) -> Value:
         """float32 tokens as they are encoded."""
         y = x if self.center is None else x - self.center
-        y = y if self.half is None else y / self.half
+        y = y if self.half is None else over(y, self.half)
         return y if self.balance is None else y * self.balance
 
     def inverse(self, y: Value) -> Value:
@@ -76,8 +81,12 @@ def measure(
         return {"center": stored(high + low, fp32_params), "half": half}
     largest = tokens.abs().max(2)
     if _name(measured) == "scale":
-        scale = stored(largest.op("Sqrt"), fp32_params).cast(np.float32)
-        return {"half": where(scale > 0.0, scale, 1.0).cast(kept_dtype(fp32_params))}
+        return {"half": root_of_largest(tokens, fp32_params)}
+    if _name(measured) == "frozen scale":
+        scale = root_of_largest(tokens, fp32_params).cast(np.float32)
+        least = where(scale > 0.0, scale, float("inf")).min(3)
+        instead = where(least <= float(np.finfo(np.float32).max), least, 1.0)
+        return {"half": where(scale > 0.0, scale, instead).cast(kept_dtype(fp32_params))}
     assert query is not None
     queries = query.abs().max(2).reshape(0, shape.heads, -1, shape.channels).max(2)
     balance = (
@@ -85,6 +94,16 @@ def measure(
     )
     usable = (queries > 0.0) & (largest > 0.0) & (balance > 0.0) & (balance <= HALF_MAX)
     return {"balance": where(usable, balance, 1.0).cast(kept_dtype(fp32_params))}
+
+
+def root_of_largest(tokens: Value, fp32_params: bool) -> Value:
+    """sqrt(max_t |x_ti|) as it is stored, `[batch, kv_heads, 1, D]`."""
+    return stored(tokens.abs().max(2).op("Sqrt"), fp32_params)
+
+
+def over(x: Value, scale: Value) -> Value:
+    """x / scale; where a channel of zeros has none, x."""
+    return x / x.graph.where(scale > 0.0, scale, 1.0)
 
 
 def _name(measured: Measured) -> str:
