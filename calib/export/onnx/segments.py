@@ -1,10 +1,10 @@
-"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's and ZipCache's after the prompt): a row of the batch apiece.
+"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's and ZipCache's after the prompt): a row of the batch
+apiece.
 
 A row has S blocks of n tokens; their fields lie one after the other, as in the runtime.
 """
 
 from dataclasses import dataclass
-
 from typing import Any
 
 from calib.export.onnx.corrected import Repaired
