@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-decode tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-decode short-prompt tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2

@@ -1,5 +1,5 @@
-"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's and ZipCache's after the prompt): a row of the batch
-apiece.
+"""Blocks of equally many tokens, each a segment with numbers of its own (GEAR's and ZipCache's after the prompt): a row of the
+batch apiece.
 
 A row has S blocks of n tokens; their fields lie one after the other, as in the runtime.
 """
