@@ -92,8 +92,16 @@ class Source:
             if not isinstance(part, ast.AnnAssign) or not isinstance(part.target, ast.Name) or part.value is None:
                 continue
             if "ClassVar" not in ast.unparse(part.annotation):
-                found[part.target.id] = ast.unparse(part.value)
+                found[part.target.id] = _default(part.value)
         return found
+
+
+def _default(written: ast.expr) -> str:
+    """A default as users write it: the settings of keys and of values as a mapping."""
+    if isinstance(written, ast.Call) and ast.unparse(written.func) == "PerStream":
+        settings = {str(part.arg): ast.unparse(part.value) for part in written.keywords}
+        return f"{{{', '.join(f'{name!r}: {value}' for name, value in settings.items())}}}"
+    return ast.unparse(written)
 
 
 def folder() -> Path:

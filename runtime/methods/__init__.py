@@ -11,6 +11,7 @@ from typing import Any
 from calib.runtime.messages.printable import LENGTH, printable
 from calib.runtime.methods.contract import Geometry, Method
 from calib.runtime.methods.corrections import CorrectedMethod, Corrections
+from calib.runtime.methods.per_stream import as_written
 from calib.runtime.methods.tuned import Tuned
 from calib.runtime.stages.contract import Codec
 
@@ -97,13 +98,14 @@ def options_asked(method: Any) -> dict[str, Any]:
     if hasattr(method, "tuned"):
         return {"tuned": method.tuned}
     if hasattr(method, "corrections"):
-        return options_asked(method.method) | {"corrections": vars(method.corrections)}
+        own = {option: as_written(value) for option, value in vars(method.corrections).items()}
+        return options_asked(method.method) | {"corrections": own}
     return {option: _nested(value) for option, value in vars(method).items()}
 
 
 def _nested(value: Any) -> Any:
-    """A method among another's options as a mapping; any other value as it is."""
-    return {"method": value.name} | options_asked(value) if hasattr(value, "plan") else value
+    """A method among another's options as a mapping, and settings of keys and values; any other value as it is."""
+    return {"method": value.name} | options_asked(value) if hasattr(value, "plan") else as_written(value)
 
 
 def _check_options(options: Mapping[str, Any], known: list[str], of: str) -> None:

@@ -1,11 +1,13 @@
 """How methods read the artifact: a clip factor or a calibrated range for one stream of one layer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
+from calib.runtime.methods.contract import check_clip
+from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.stages.transform import ChannelRange, ChannelScale
 
 Statistics = Literal["prompt", "calibrated"]
@@ -20,6 +22,16 @@ def check_statistics(statistics: str, artifact: Artifact | None, method: str) ->
         raise ValueError(
             f"method '{method}' with statistics='calibrated' needs an artifact: pass artifact=Artifact.load(...) from `calib fit`"
         )
+
+
+def clip_of_streams(clip: float | Streams[float | None] | None) -> PerStream[float | None]:
+    """The option `clip` of keys and of values: a factor in (0, 1], or None for the artifact's (`clip_factor`)."""
+
+    def check(name: str, factor: Any) -> None:
+        if factor is not None:
+            check_clip(factor, name)
+
+    return of_streams("clip", clip, check)
 
 
 def clip_factor(

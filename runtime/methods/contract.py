@@ -73,11 +73,13 @@ def check_flag(name: str, flag: Any) -> None:
 
 
 def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False) -> None:
-    """Refuses what is no width of a code: 1 ... 8, and 16 or 0 where a tier may be exact or evicted."""
+    """Refuses what is no width of a code: 1 ... 8, and 16 or 0 where a tier may be exact or evicted; `name` is of the option, or
+    whose bits they are."""
     more = [*([16] if exact else []), *([0] if evicted else [])]
     if type(bits) is not int or not (1 <= bits <= 8 or bits in more):
+        said = name if name.startswith("bits") else f"{name}: bits"
         raise ValueError(
-            f"{name}: bits must be a whole number {', '.join(['1 ... 8', *map(str, more)])}, got {printable(bits)}"
+            f"{said} must be a whole number {', '.join(['1 ... 8', *map(str, more)])}, got {printable(bits)}"
         )
 
 
@@ -93,7 +95,7 @@ def check_amount(name: str, amount: Any) -> None:
         check_whole(name, amount, 0, "tokens (a whole number from 0) or a share (0.0 ... 1.0)")
 
 
-def check_clip(clip: Any) -> None:
+def check_clip(clip: Any, name: str = "clip") -> None:
     """Refuses what is no clip factor."""
     if type(clip) not in (float, int) or not 0 < clip <= 1:
-        raise ValueError(f"clip must be a number in (0, 1], got {printable(clip)}")
+        raise ValueError(f"{name} must be a number in (0, 1], got {printable(clip)}")

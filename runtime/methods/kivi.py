@@ -1,13 +1,21 @@
 """KIVI (Liu et al., 2024, arXiv:2402.02750): keys per channel, values per token, the newest tokens exact."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
-from calib.runtime.methods.calibration import Statistics, channel_range, channel_scale, check_statistics, clip_factor
-from calib.runtime.methods.contract import Geometry, Method
+from calib.runtime.methods.calibration import (
+    Statistics,
+    channel_range,
+    channel_scale,
+    check_statistics,
+    clip_factor,
+    clip_of_streams,
+)
+from calib.runtime.methods.contract import Geometry, Method, check_bits
 from calib.runtime.methods.grid import Grid
+from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
@@ -27,10 +35,13 @@ class Kivi(Method):
        channels' ranges from the artifact and store no parameters (2.0), and values are divided by the artifact's
        channel scale before step 3 (ZipCache's eq. 6).
 
+    Each option but `statistics` is one setting for both streams, or {keys: ..., values: ...}.
+
     Args:
-        bits: 1 ... 8 for both streams. 1 bit wants clip 0.5 (SpeCache, eq. 3).
-        group: tokens (keys) or channels (values) that share parameters; divides head_dim, `residual` and 128.
-        residual: exact window R; at least 1.
+        bits: 1 ... 8. 1 bit wants clip 0.5 (SpeCache, eq. 3).
+        group: tokens (keys) or channels (values) that share parameters. That of keys divides their `residual` and 128, that of
+            values head_dim.
+        residual: exact window R; at least 1. A key is encoded no later than its value: that of keys is at most one token more.
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
         clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact.
     """
@@ -47,16 +58,17 @@ class Kivi(Method):
         }
     )
 
-    bits: int = 2
-    group: int = 32
-    residual: int = 128
+    bits: int | Streams[int] = 2
+    group: int | Streams[int] = 32
+    residual: int | Streams[int] = 128
     statistics: Statistics = "prompt"
-    clip: float | None = None
+    clip: float | Streams[float | None] | None = None
 
     def __post_init__(self) -> None:
-        wanted = "a whole number of tokens, at least 1"
-        check_whole("residual", self.residual, 1, wanted, "; for no exact window use method 'rtn'")
-        check_whole("group", self.group, 1, "a whole number of tokens or channels, at least 1", "; 32 is usual")
+        of_streams("bits", self.bits, check_bits)
+        self._residual()
+        self._group()
+        clip_of_streams(self.clip)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Keys and values of one layer."""
@@ -64,21 +76,33 @@ class Kivi(Method):
         return LayerPlan(self._keys(layer, artifact), self._values(layer, artifact))
 
     def _keys(self, layer: int, artifact: Artifact | None) -> StreamPlan:
-        schedule = Blocks(self.residual)
+        bits, group, schedule = of_streams("bits", self.bits).keys, self._group().keys, Blocks(self._residual().keys)
+        given = clip_of_streams(self.clip).keys
         if self.statistics == "calibrated" and artifact is not None:
-            clip = clip_factor(self.clip, artifact, "keys", "fixed", self.bits, layer)
-            return StreamPlan(
-                channel_range(artifact, "keys", layer, "kivi"), UniformQuant(self.bits, None, clip), schedule
-            )
-        clip = clip_factor(self.clip, artifact, "keys", f"{self.group}x1", self.bits, layer)
-        return StreamPlan(Identity(), UniformQuant(self.bits, (self.group, 1), clip), schedule)
+            clip = clip_factor(given, artifact, "keys", "fixed", bits, layer)
+            return StreamPlan(channel_range(artifact, "keys", layer, "kivi"), UniformQuant(bits, None, clip), schedule)
+        clip = clip_factor(given, artifact, "keys", f"{group}x1", bits, layer)
+        return StreamPlan(Identity(), UniformQuant(bits, (group, 1), clip), schedule)
 
     def _values(self, layer: int, artifact: Artifact | None) -> StreamPlan:
-        schedule, form = SlidingResidual(self.residual), f"1x{self.group}"
+        bits, group = of_streams("bits", self.bits).values, self._group().values
+        given, schedule = clip_of_streams(self.clip).values, SlidingResidual(self._residual().values)
         if self.statistics == "calibrated" and artifact is not None:
-            clip = clip_factor(self.clip, artifact, "values", f"scaled.{form}", self.bits, layer)
-            return StreamPlan(
-                channel_scale(artifact, layer, "kivi"), UniformQuant(self.bits, (1, self.group), clip), schedule
+            clip = clip_factor(given, artifact, "values", f"scaled.1x{group}", bits, layer)
+            return StreamPlan(channel_scale(artifact, layer, "kivi"), UniformQuant(bits, (1, group), clip), schedule)
+        clip = clip_factor(given, artifact, "values", f"1x{group}", bits, layer)
+        return StreamPlan(Identity(), UniformQuant(bits, (1, group), clip), schedule)
+
+    def _residual(self) -> PerStream[int]:
+        def check(name: str, tokens: Any) -> None:
+            check_whole(
+                name, tokens, 1, "a whole number of tokens, at least 1", "; for no exact window use method 'rtn'"
             )
-        clip = clip_factor(self.clip, artifact, "values", form, self.bits, layer)
-        return StreamPlan(Identity(), UniformQuant(self.bits, (1, self.group), clip), schedule)
+
+        return of_streams("residual", self.residual, check)
+
+    def _group(self) -> PerStream[int]:
+        def check(name: str, size: Any) -> None:
+            check_whole(name, size, 1, "a whole number of tokens or channels, at least 1", "; 32 is usual")
+
+        return of_streams("group", self.group, check)

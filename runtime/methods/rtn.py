@@ -4,9 +4,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.methods.calibration import Statistics, channel_range, check_statistics, clip_factor
-from calib.runtime.methods.contract import Geometry, Method
+from calib.runtime.methods.calibration import (
+    Statistics,
+    channel_range,
+    check_statistics,
+    clip_factor,
+    clip_of_streams,
+)
+from calib.runtime.methods.contract import Geometry, Method, check_bits
 from calib.runtime.methods.grid import Grid
+from calib.runtime.methods.per_stream import Streams, of_streams
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
@@ -23,9 +30,10 @@ class Rtn(Method):
     2. `statistics="calibrated"`: the artifact holds each channel's range; no parameter is stored, exactly `bits` a value.
 
     Args:
-        bits: 1 ... 8 for both streams.
+        bits: 1 ... 8 for both streams, or {keys: ..., values: ...}.
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.low/high`).
-        clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact.
+        clip: factor on the range in (0, 1], for both or each of them; None takes the artifact's calibrated one, 1 without an
+            artifact.
     """
 
     name: ClassVar[str] = "rtn"
@@ -39,9 +47,13 @@ class Rtn(Method):
         }
     )
 
-    bits: int = 4
+    bits: int | Streams[int] = 4
     statistics: Statistics = "prompt"
-    clip: float | None = None
+    clip: float | Streams[float | None] | None = None
+
+    def __post_init__(self) -> None:
+        of_streams("bits", self.bits, check_bits)
+        clip_of_streams(self.clip)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Both streams, encoded as soon as they have been attended."""
@@ -49,9 +61,10 @@ class Rtn(Method):
         return LayerPlan(self._stream("keys", layer, artifact), self._stream("values", layer, artifact))
 
     def _stream(self, stream: str, layer: int, artifact: Artifact | None) -> StreamPlan:
+        bits, given = of_streams("bits", self.bits).of(stream), clip_of_streams(self.clip).of(stream)
         if self.statistics == "calibrated" and artifact is not None:
-            clip = clip_factor(self.clip, artifact, stream, "fixed", self.bits, layer)
-            codec = UniformQuant(self.bits, group=None, clip=clip)
+            clip = clip_factor(given, artifact, stream, "fixed", bits, layer)
+            codec = UniformQuant(bits, group=None, clip=clip)
             return StreamPlan(channel_range(artifact, stream, layer, "rtn"), codec, SlidingResidual(0))
-        clip = clip_factor(self.clip, artifact, stream, "1x*", self.bits, layer)
-        return StreamPlan(Identity(), UniformQuant(self.bits, (1, None), clip), SlidingResidual(0))
+        clip = clip_factor(given, artifact, stream, "1x*", bits, layer)
+        return StreamPlan(Identity(), UniformQuant(bits, (1, None), clip), SlidingResidual(0))

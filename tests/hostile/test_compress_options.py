@@ -50,6 +50,22 @@ WRONG_OPTIONS = [
         for method in ("kivi", "rtn")
         for bits in (0, 9, -2, 2.5, 2.0, "two", "2", None, True, [2])
     ),
+    *(
+        (method, {"bits": bits}, ["bits", *parts])
+        for method in ("kivi", "rtn")
+        for bits, parts in (
+            ({"keys": 4}, ["{keys: ..., values: ...}", "got {'keys': 4}", "name both"]),
+            ({"keys": 4, "value": 2}, ["got {'keys': 4, 'value': 2}", "name both"]),
+            ({"keys": 4, "values": 9}, ["bits of values must be", "1 ... 8", "got 9"]),
+            ({"keys": {"keys": 4, "values": 2}, "values": 2}, ["bits of keys must be", "1 ... 8"]),
+            ({"keys": [4], "values": 2}, ["bits of keys must be", "got [4]"]),
+        )
+    ),
+    ("kivi", {"clip": {"keys": 1.5, "values": 1.0}}, ["clip of keys must be a number in (0, 1], got 1.5"]),
+    ("kivi", {"group": {"keys": 24, "values": 32}}, ["keys", "24", "divide"]),
+    ("kivi", {"group": {"keys": 32, "values": 0}}, ["group of values must be", "got 0"]),
+    ("kivi", {"residual": {"keys": 128, "values": 0}}, ["residual of values must be", "got 0", "'rtn'"]),
+    ("kivi", {"residual": {"keys": 128, "values": 64}}, ["values would be encoded before the keys"]),
     ("kivi", {"group": 24}, ["24", "divide"]),
     ("kivi", {"group": 64}, ["64 channels", "does not divide 32"]),
     ("kivi", {"group": 3}, ["3", "divide"]),

@@ -116,10 +116,28 @@ CASES = [
         artifact=True,
         contract=True,
     ),
+    # Keys: 4 + 32/16, values: 2 + 32/32.
+    Case(
+        "kivi-4-keys-2-values",
+        "kivi",
+        4.5,
+        {
+            "bits": {"keys": 4, "values": 2},
+            "group": {"keys": 16, "values": 32},
+            "residual": {"keys": 32, "values": 48},
+        },
+    ),
     Case("kivi-4-calibrated", "kivi", 4.5, {"bits": 4, "statistics": "calibrated"}, artifact=True),
     Case("rtn-4-clipped", "rtn", 4.5, {"bits": 4}, artifact=True),
     Case("rtn-4-calibrated", "rtn", 4.0, {"bits": 4, "statistics": "calibrated"}, artifact=True, contract=True),
     Case("rtn-1-calibrated", "rtn", 1.0, {"bits": 1, "statistics": "calibrated"}, artifact=True),
+    Case(
+        "rtn-8-keys-2-values",
+        "rtn",
+        5.0,
+        {"bits": {"keys": 8, "values": 2}, "clip": {"keys": None, "values": 0.9}, "statistics": "calibrated"},
+        artifact=True,
+    ),
     # Values have a scale and a zero point a token: 32/64 bits. Keys have none. 3.2 for the codes, half of .5.
     # And 24/n a tier for ranges of keys (32 bits a channel) and scales of values (16) of a block of n tokens.
     Case("zipcache-short", "zipcache", 3.45 + 4.8, {"recompress": 10}, contract=True),

@@ -13,6 +13,7 @@ from calib.errors import UsageError
 from calib.evaluate.cache_size import CacheSize
 from calib.evaluate.tasks import Column
 from calib.runtime import Artifact
+from calib.runtime.methods.per_stream import is_per_stream
 
 MAPPINGS = ("corrections", "low")  # options that are mappings of options
 
@@ -41,8 +42,8 @@ class Entry(ABC):
     Attributes:
         label: what the row is called; no two rows alike.
         group: the heading it stands under, "" for none.
-        options: its own. A value that is a mapping holds one value a column, by the column's title; those of `MAPPINGS`,
-            mappings themselves, do where their values are mappings.
+        options: its own. A value that is a mapping holds one value a column, by the column's title, unless it is
+            `{keys: ..., values: ...}`; those of `MAPPINGS`, mappings themselves, do where their values are mappings.
     """
 
     label: str
@@ -60,7 +61,7 @@ class Entry(ABC):
         """The options for the column `title`; raises UsageError where a mapping has no value for it."""
         found = {}
         for name, value in self.options.items():
-            by_column = isinstance(value, Mapping) and (name not in MAPPINGS or any(map(is_mapping, value.values())))
+            by_column = _has_names(value) and (name not in MAPPINGS or any(map(_has_names, value.values())))
             if by_column and title not in value:
                 raise UsageError(
                     f"methods: '{self.label}': {name} has no value for the column '{title}' "
@@ -161,6 +162,11 @@ def counting(model: PreTrainedModel, cache: Cache) -> Iterator[Seen]:
         yield seen
     finally:
         hook.remove()
+
+
+def _has_names(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a value is a mapping, and not the settings of keys and of values."""
+    return is_mapping(value) and not is_per_stream(value)
 
 
 def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
