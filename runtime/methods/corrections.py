@@ -1,7 +1,7 @@
 """Corrections over the plan of any method: outliers and low rank (GEAR), and a second quantiser, around its codecs."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,11 +10,12 @@ from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.calibration import Statistics, check_statistics
 from calib.runtime.methods.contract import Geometry, Method
+from calib.runtime.methods.per_stream import STREAMS, Streams, is_per_stream, of_streams
 from calib.runtime.stages.codec import Codec, Corrected, UniformQuant
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.correction import LowRank, Outliers
 from calib.runtime.stages.correction.outliers import LowRankTerm
-from calib.runtime.store import Plan, Recoding
+from calib.runtime.store import Plan
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Corrections:
     its tokens, of values for each token, factors of the chunk's own residual. Methods that encode one token at a time
     (mikv, kivi, rtn, csr, ...) have outliers for each token and, with `statistics="calibrated"`, low rank. 16-bit tiers are
     left alone.
+
+    Each option but `statistics` is one setting for both streams, or {keys: ..., values: ...}: errors of keys matter more (GEAR,
+    appendix D.1).
 
     Args:
         outliers: share s of entries that are exact, half of them at each end; 0 is none.
@@ -37,34 +41,42 @@ class Corrections:
         statistics: "prompt" ranks entries and iterates; "calibrated" takes thresholds and bases from the artifact.
     """
 
-    outliers: float = 0.0
-    rank: float | int = 0
-    decode_rank: float | int | None = None
-    residual_bits: int = 0
-    residual_group: int | None = None
+    outliers: float | Streams[float] = 0.0
+    rank: float | int | Streams[float | int] = 0
+    decode_rank: float | int | Streams[float | int | None] | None = None
+    residual_bits: int | Streams[int] = 0
+    residual_group: int | Streams[int | None] | None = None
     statistics: Statistics = "prompt"
 
     def __post_init__(self) -> None:
-        if type(self.outliers) not in (float, int) or not 0 <= self.outliers <= 1:
-            raise ValueError(f"outliers must be a share from 0 to 1, got {printable(self.outliers)}; 0.02 is usual")
-        for name, rank in (("rank", self.rank), ("decode_rank", self._decode_rank)):
-            if type(rank) is not float or not 0 <= rank <= 1:
-                check_whole(name, rank, 0, "a whole number from 0, or a share (0.0 ... 1.0) of min(tokens, channels)")
-        if type(self.residual_bits) is not int or not 0 <= self.residual_bits <= 8:
-            raise ValueError(f"residual_bits must be a whole number 0 ... 8, got {printable(self.residual_bits)}")
-        if self.residual_group is not None:
-            wanted = "a whole number of channels, at least 1, or nothing"
-            check_whole("residual_group", self.residual_group, 1, wanted)
-
-        if self.residual_group is not None and not self.residual_bits:
+        of_streams("outliers", self.outliers, _check_outliers)
+        of_streams("rank", self.rank, _check_rank)
+        of_streams("decode_rank", self.decode_rank, check_rank_or_none)
+        bits = of_streams("residual_bits", self.residual_bits, _check_residual_bits)
+        groups = of_streams("residual_group", self.residual_group, _check_residual_group)
+        # One group for both is used if either has bits; one of a stream wants that stream's.
+        used = bits if is_per_stream(self.residual_group) else bits.map(lambda _: bits.keys or bits.values)
+        if any(group is not None and not own for group, own in zip(groups, used, strict=True)):
             raise ValueError(
-                f"residual_group={self.residual_group} without residual_bits; give the bits, or leave it out"
+                f"residual_group={printable(self.residual_group)} without residual_bits; give the bits, or leave it out"
             )
+
+    def of(self, role: str) -> "StreamCorrections":
+        """What is stored besides the codes of "keys" or of "values"."""
+        rank = of_streams("rank", self.rank).of(role)
+        later = of_streams("decode_rank", self.decode_rank).of(role)
+        return StreamCorrections(
+            of_streams("outliers", self.outliers).of(role),
+            rank,
+            rank if later is None else later,
+            of_streams("residual_bits", self.residual_bits).of(role),
+            of_streams("residual_group", self.residual_group).of(role),
+        )
 
     @property
     def asked(self) -> bool:
         """Whether anything is corrected."""
-        return bool(self.outliers or self.rank or self.residual_bits)
+        return any(own.outliers or own.rank or own.residual_bits for own in map(self.of, STREAMS))
 
     def over(
         self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None, asker: str = "corrections"
@@ -80,19 +92,52 @@ class Corrections:
             )
 
         def alone(role: str, transform: Any, codec: Codec) -> Codec:
-            return bound.codec(role, codec, transform, self.rank, segments=False)
+            return bound.codec(role, codec, transform, self.of(role).rank, segments=False)
 
-        def of_segments(rank: float | int) -> Recoding:
-            return lambda role, transform, codec: bound.codec(role, codec, transform, rank, segments=True)
+        def first(role: str, transform: Any, codec: Codec) -> Codec:
+            return bound.codec(role, codec, transform, self.of(role).rank, segments=True)
 
-        segmented = (
-            None if plan.before_rope else plan.in_segments(of_segments(self.rank), of_segments(self._decode_rank))
-        )
+        def later(role: str, transform: Any, codec: Codec) -> Codec:
+            return bound.codec(role, codec, transform, self.of(role).decode_rank, segments=True)
+
+        segmented = None if plan.before_rope else plan.in_segments(first, later)
         return plan.recoded(alone) if segmented is None else segmented
 
-    @property
-    def _decode_rank(self) -> float | int:
-        return self.rank if self.decode_rank is None else self.decode_rank
+
+class StreamCorrections(NamedTuple):
+    """`Corrections` of one stream, as of its fields; `decode_rank` is filled in."""
+
+    outliers: float
+    rank: float | int
+    decode_rank: float | int
+    residual_bits: int
+    residual_group: int | None
+
+
+def _check_outliers(name: str, share: Any) -> None:
+    if type(share) not in (float, int) or not 0 <= share <= 1:
+        raise ValueError(f"{name} must be a share from 0 to 1, got {printable(share)}; 0.02 is usual")
+
+
+def _check_rank(name: str, rank: Any) -> None:
+    if type(rank) is not float or not 0 <= rank <= 1:
+        check_whole(name, rank, 0, "a whole number from 0, or a share (0.0 ... 1.0) of min(tokens, channels)")
+
+
+def check_rank_or_none(name: str, rank: Any) -> None:
+    """Refuses what is no rank, and not None."""
+    if rank is not None:
+        _check_rank(name, rank)
+
+
+def _check_residual_bits(name: str, bits: Any) -> None:
+    if type(bits) is not int or not 0 <= bits <= 8:
+        raise ValueError(f"{name} must be a whole number 0 ... 8, got {printable(bits)}")
+
+
+def _check_residual_group(name: str, channels: Any) -> None:
+    if channels is not None:
+        check_whole(name, channels, 1, "a whole number of channels, at least 1, or nothing")
 
 
 @dataclass(frozen=True)
@@ -116,28 +161,31 @@ class _Bound:
 
     def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: bool) -> Codec:
         """A stream's codec with what corrects it."""
-        bits = self.options.residual_bits
+        own = self.options.of(role)
         if self.artifact is not None and transform.components is not None:
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on channels, and this method encodes components of a "
                 "basis; use statistics='prompt'"
             )
-        if codec.exact or not (rank or self.options.outliers or bits):
+        if codec.exact or not (rank or own.outliers or own.residual_bits):
             return codec
-        outliers = self._outliers(role, transform, segments) if self.options.outliers else None
-        residual = UniformQuant(bits, (1, self.options.residual_group), 0.5 if bits == 1 else 1.0) if bits else None
+        outliers = self._outliers(role, own.outliers, transform, segments) if own.outliers else None
+        residual = None
+        if own.residual_bits:
+            clip = 0.5 if own.residual_bits == 1 else 1.0
+            residual = UniformQuant(own.residual_bits, (1, own.residual_group), clip)
         return Corrected(codec, outliers, self._low_rank(role, codec, rank) if rank else None, residual)
 
-    def _outliers(self, role: str, transform: Any, segments: bool) -> Outliers:
+    def _outliers(self, role: str, share: float, transform: Any, segments: bool) -> Outliers:
         ranked: LowRankTerm = "tokens" if segments and role == "keys" else "channels"
         across = segments and self.form.across_heads and ranked == "channels"
         if self.form.whole:
             ranked, across = "matrix", True
-        low, high = self._thresholds(role, ranked, across, transform)
-        return Outliers(self.options.outliers, ranked, across, "zero" if self.form.whole else "mean", low, high)
+        low, high = self._thresholds(role, share, ranked, across, transform)
+        return Outliers(share, ranked, across, "zero" if self.form.whole else "mean", low, high)
 
     def _thresholds(
-        self, role: str, ranked: LowRankTerm, across: bool, transform: Any
+        self, role: str, share: float, ranked: LowRankTerm, across: bool, transform: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """`[kv_heads or 1, 1, D or 1]` of what is encoded: thresholds are measured before the transform."""
         if self.artifact is None:
@@ -146,11 +194,11 @@ class _Bound:
         names = [f"{role}.outliers.{kind}.{end}" for end in ("low", "high")]
         ends = [self.artifact.tensor(name, wanted_by=self.asker)[self.layer] for name in names]
         shares = self.artifact.tensor("outliers.shares", wanted_by=self.asker).tolist()
-        chosen = [number for number, share in enumerate(shares) if abs(share - self.options.outliers) < 1e-6]
+        chosen = [number for number, fitted in enumerate(shares) if abs(fitted - share) < 1e-6]
         if not chosen:
-            known = ", ".join(f"{share:g}" for share in shares)
+            known = ", ".join(f"{fitted:g}" for fitted in shares)
             raise ValueError(
-                f"outliers={self.options.outliers:g} with statistics='calibrated': the artifact has thresholds for {known}; "
+                f"outliers={share:g} with statistics='calibrated': the artifact has thresholds for {known}; "
                 "use one of these, or fit again"
             )
         shape = {"layer": (1, 1, 1), "head": (-1, 1, 1), "channel": (ends[0].shape[0], 1, -1)}[kind]

@@ -1,16 +1,18 @@
 """GEAR (Kang et al., 2024, arXiv:2403.05527): a quantised backbone, its residual as a low-rank matrix, its outliers exact."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from statistics import fmean
+from typing import Any, ClassVar, Literal
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.calibration import Statistics
 from calib.runtime.methods.contract import Geometry, Method, check_bits, check_choice
-from calib.runtime.methods.corrections import Corrections, Form
+from calib.runtime.methods.corrections import Corrections, Form, check_rank_or_none
 from calib.runtime.methods.grid import Grid
 from calib.runtime.methods.paper_counting import CountedCache, gear_ratio
+from calib.runtime.methods.per_stream import STREAMS, PerStream, Streams, of_streams
 from calib.runtime.stages.codec import Codec, UniformQuant
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.tiering.shares import MOST_BLOCK
@@ -42,6 +44,9 @@ class Gear(Method):
     5. S is x - D - L at the outliers. Attention adds (q B) A^T and the outliers to q D, and (p A) B^T to p D: neither keys
        nor values are formed.
 
+    `bits`, `outliers`, `rank`, `decode_rank` and `group` are one setting for both streams, or {keys: ..., values: ...}: errors of
+    keys matter more (appendix D.1).
+
     Args:
         variant: "released" (the authors' code) or "paper".
         backbone: None is "kcvt", with variant "paper" "uniform".
@@ -51,7 +56,8 @@ class Gear(Method):
             of the prompt 0.02; 0 is none.
         decode_rank: of every later segment's. None is 2 or a smaller `rank`, and the same share where that is a share.
         block: tokens of a later segment. None is 20, with backbone "kivi" 64.
-        group: of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); divides `block` and 64.
+        group: of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); that of keys divides
+            `block` and 64.
         per_head: value tokens are quantised and ranked for each head alone.
         statistics: "prompt" ranks and iterates; "calibrated" takes outlier thresholds and bases of L from the artifact.
     """
@@ -65,22 +71,22 @@ class Gear(Method):
 
     variant: Literal["released", "paper"] = "released"
     backbone: Backbone | None = None
-    bits: int | None = None
-    outliers: float = 0.02
-    rank: float | int | None = None
-    decode_rank: float | int | None = None
+    bits: int | Streams[int | None] | None = None
+    outliers: float | Streams[float] = 0.02
+    rank: float | int | Streams[float | int | None] | None = None
+    decode_rank: float | int | Streams[float | int | None] | None = None
     block: int | None = None
-    group: int = 64
+    group: int | Streams[int] = 64
     per_head: bool = False
     statistics: Statistics = "prompt"
 
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, ("released", "paper"))
         check_choice("backbone", self._backbone, BACKBONES)
-        check_bits("bits", self._bits)
+        self._bits()
         if type(self.per_head) is not bool:
             raise ValueError(f"per_head must be True or False, got {printable(self.per_head)}")
-        check_whole("group", self.group, 1, "a whole number of tokens or channels, at least 1")
+        self._group()
         self._corrections()
         self._tiering()
 
@@ -92,21 +98,22 @@ class Gear(Method):
         return self._corrections().over(plan, layer, artifact, form, self.named)
 
     def _codec(self, role: str, geometry: Geometry) -> UniformQuant:
+        bits, group = self._bits().of(role), self._group().of(role)
         if self._backbone == "uniform":
-            return UniformQuant(self._bits, (None, None), across_heads=True)
+            return UniformQuant(bits, (None, None), across_heads=True)
         if self._backbone == "channel" or (self._backbone == "kcvt" and role == "keys"):
-            return UniformQuant(self._bits, (None, 1))
+            return UniformQuant(bits, (None, 1))
         if self._backbone == "kcvt":
-            return UniformQuant(self._bits, (1, None), across_heads=not self.per_head)
-        channels = min(self.group, geometry.head_dim)
-        return UniformQuant(self._bits, (self.group, 1) if role == "keys" else (1, channels))
+            return UniformQuant(bits, (1, None), across_heads=not self.per_head)
+        return UniformQuant(bits, (group, 1) if role == "keys" else (1, min(group, geometry.head_dim)))
 
     def _corrections(self) -> Corrections:
-        rank, later = self.rank, self.decode_rank
-        if rank is None:
-            rank = 0.02 if self.variant == "paper" and self.statistics == "prompt" else 4
-        if later is None:
-            later = min(rank, 2) if type(rank) is int else rank
+        usual = 0.02 if self.variant == "paper" and self.statistics == "prompt" else 4
+        asked, asked_later = (
+            of_streams(name, getattr(self, name), check_rank_or_none) for name in ("rank", "decode_rank")
+        )
+        rank = asked.map(lambda rank: usual if rank is None else rank)
+        later = PerStream(*map(_later_rank, rank, asked_later))
         return Corrections(self.outliers, rank, later, statistics=self.statistics)
 
     def _tiering(self) -> RatioTiers:
@@ -115,11 +122,12 @@ class Gear(Method):
         check_whole(
             "block", block, 1, "a whole number of tokens, at least 1", f"; {64 if kivi else 20} is usual", MOST_BLOCK
         )
-        if kivi and block % self.group:
+        group = self._group().keys
+        if kivi and block % group:
             raise ValueError(
-                f"group={self.group} must divide block={block}: keys share parameters within a block; use 64 for it"
+                f"group={group} must divide block={block}: keys share parameters within a block; use 64 for it"
             )
-        return RatioTiers((1.0,), block, multiple_of=self.group if kivi else 1)
+        return RatioTiers((1.0,), block, multiple_of=group if kivi else 1)
 
     @property
     def _backbone(self) -> str:
@@ -127,18 +135,40 @@ class Gear(Method):
             return self.backbone
         return "uniform" if self.variant == "paper" else "kcvt"
 
-    @property
-    def _bits(self) -> int:
-        return self.bits if self.bits is not None else 2 if self._backbone == "kivi" else 4
+    def _bits(self) -> PerStream[int]:
+        usual = 2 if self._backbone == "kivi" else 4
+
+        def check(name: str, bits: Any) -> None:
+            if bits is not None:
+                check_bits(name, bits)
+
+        return of_streams("bits", self.bits, check).map(lambda bits: usual if bits is None else bits)
+
+    def _group(self) -> PerStream[int]:
+        def check(name: str, size: Any) -> None:
+            check_whole(name, size, 1, "a whole number of tokens or channels, at least 1")
+
+        return of_streams("group", self.group, check)
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of the paper's form and, where nothing is kept besides codes, of its baselines; the paper has no formula for others."""
-        bits = self.bits or 4
+        """Of the paper's form and, where nothing is kept besides codes, of its baselines, both streams' mean; the paper has no
+        formula for others."""
+        bits, kept = self._bits(), PerStream(*map(self._corrections().of, STREAMS))
         if self.variant == "paper" and self.backbone in (None, "uniform"):
-            rank = 0.02 if self.rank is None else self.rank
-            return 16 / gear_ratio(bits, self.outliers, rank, cache.width, cache.length)
-        codes_alone = self.outliers == 0 and self.rank == 0 and not self.decode_rank
-        return float(bits) if codes_alone and self.backbone in ("uniform", "channel") else None
+            ratios = (
+                gear_ratio(width, own.outliers, own.rank, cache.width, cache.length)
+                for width, own in zip(bits, kept, strict=True)
+            )
+            return fmean(16 / ratio for ratio in ratios)
+        codes_alone = not any(own.outliers or own.rank or own.decode_rank for own in kept)
+        return fmean(bits) if codes_alone and self.backbone in ("uniform", "channel") else None
+
+
+def _later_rank(rank: float | int, asked: float | int | None) -> float | int:
+    """Of the segments after a prompt's of this `rank`."""
+    if asked is not None:
+        return asked
+    return min(rank, 2) if type(rank) is int else rank
 
 
 @dataclass(frozen=True)
@@ -153,7 +183,7 @@ class GearL(Gear):
     named: ClassVar[str] = "gear_l"
     grid: ClassVar[Grid] = Grid(WIDTHS | RANKS)
 
-    outliers: float = 0.0
+    outliers: float | Streams[float] = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,8 +199,8 @@ class Uniform(Gear):
     grid: ClassVar[Grid] = Grid(WIDTHS)
 
     backbone: Backbone | None = "uniform"
-    outliers: float = 0.0
-    rank: float | int | None = 0
+    outliers: float | Streams[float] = 0.0
+    rank: float | int | Streams[float | int | None] | None = 0
 
 
 @dataclass(frozen=True)
@@ -186,8 +216,8 @@ class GroupWise(Gear):
     grid: ClassVar[Grid] = Grid(WIDTHS)
 
     backbone: Backbone | None = "channel"
-    outliers: float = 0.0
-    rank: float | int | None = 0
+    outliers: float | Streams[float] = 0.0
+    rank: float | int | Streams[float | int | None] | None = 0
 
 
 @dataclass(frozen=True)
@@ -203,5 +233,5 @@ class OutlierReduced(Gear):
     grid: ClassVar[Grid] = Grid(WIDTHS | {"outliers": (0.01, 0.02, 0.05, 0.1)})
 
     variant: Literal["released", "paper"] = "paper"
-    outliers: float = 0.05
-    rank: float | int | None = 0
+    outliers: float | Streams[float] = 0.05
+    rank: float | int | Streams[float | int | None] | None = 0

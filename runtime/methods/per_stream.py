@@ -8,7 +8,7 @@ from calib.runtime.messages.printable import printable
 
 STREAMS = ("keys", "values")
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 U = TypeVar("U")
 
 

@@ -77,6 +77,26 @@ WRONG_OPTIONS = [
     ("gear_l", {"bock": 3}, ["'bock'", "'gear_l'", "did you mean 'block'?"]),
     ("uniform", {"recompress": 3}, ["'recompress'", "'uniform'", "known: variant, backbone, bits"]),
     ("gear", {"clip": 0.5}, ["'clip'", "'gear'", "known: variant"]),
+    *(
+        (method, asked, [f"{name} of values", repr(wrong)])
+        for name, wrong in (("bits", 9), ("outliers", 2), ("rank", -1), ("decode_rank", 1.5), ("group", 0))
+        for method, asked in (
+            ("gear", {name: {"keys": 1, "values": wrong}}),
+            *([("rtn", {"corrections": {name: {"keys": 1, "values": wrong}}})] if "rank" in name else []),
+        )
+    ),
+    *(
+        (method, {name: {"keys": 1}}, [f"{name} must be one setting", "got {'keys': 1}; name both"])
+        for method in ("gear", *PRESETS)
+        for name in ("bits", "outliers", "rank", "decode_rank", "group")
+    ),
+    ("gear", {"backbone": "kivi", "group": {"keys": 48, "values": 64}}, ["group=48 must divide block=64"]),
+    (
+        "rtn",
+        {"corrections": {"residual_bits": {"keys": 2, "values": 0}, "residual_group": {"keys": 32, "values": 16}}},
+        ["residual_group={'keys': 32, 'values': 16} without residual_bits"],
+    ),
+    ("rtn", {"corrections": {"residual_bits": {"keys": 2, "values": 9}}}, ["residual_bits of values", "got 9"]),
     *((method, CALIBRATED, ["statistics='calibrated'", "needs an artifact", "Artifact.load"]) for method in ("gear", *PRESETS)),
     *(
         (method, {"corrections": {"rank": 1}}, [f"method '{method}' has options of its own", "corrections"])

@@ -158,6 +158,19 @@ def per_cent(size):
         ("group_wise", {"rank": None}, None),  # the released rank
         ("group_wise", {"decode_rank": 2}, None),
         ("group_wise", {"variant": "paper", "outliers": 0.02}, None),
+        # Keys and values count apart, and the mean is of both.
+        ("uniform", {"bits": {"keys": 4, "values": 1}}, 2.5),
+        ("group_wise", {"rank": {"keys": 0, "values": 2}}, None),
+        (
+            "outlier_reduced",
+            {"bits": {"keys": 4, "values": 2}, "outliers": {"keys": 0.1, "values": 0.0}},
+            (16 * (1 / 4 + 3 * 0.1) + 2) / 2,
+        ),
+        (
+            "gear",
+            {"variant": "paper", "rank": {"keys": 0.05, "values": None}},
+            8 / gear_ratio(4, 0.02, 0.05, 128, 400) + 8 / gear_ratio(4, 0.02, 0.02, 128, 400),
+        ),
         ("gear", {}, None),
         ("gear", {"backbone": "kivi"}, None),
         ("gear", {"outliers": 0.0, "rank": 0}, None),

@@ -212,6 +212,8 @@ CASES = [
     Case("gear", "gear", 8.4125),
     # The same with thirds of the numbers that a block shares.
     Case("gear-60", "gear", 6.0125, {"block": 60}, contract=True),
+    # Keys as of `gear`: 10.1; values without factors: 2 + 32/128 + 2 (16 + 8)/128.
+    Case("gear-keys-rank", "gear", 6.3625, {"bits": {"keys": 4, "values": 2}, "rank": {"keys": 4, "values": 0}}),
     Case("gear-per-head", "gear", 8.725, {"per_head": True}),
     # 32/2560 for the range, 50 outliers of 32 bits, one factor of 20 + 128 numbers.
     Case("gear-paper", "gear", 5.5625, {"variant": "paper"}, contract=True),

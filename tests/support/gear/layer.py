@@ -40,7 +40,7 @@ class GearLayer(LayerOracle):
         """Tokens of the segment that comes next."""
         if self.encoded:
             return self.spec.block
-        grain = self.spec.group if self.spec.backbone == "kivi" else 1
+        grain = self.spec.of_stream("keys").group if self.spec.backbone == "kivi" else 1
         return max(self.prompt // grain * grain, self.spec.block)
 
     def attend(self, query: np.ndarray, before: int) -> np.ndarray:

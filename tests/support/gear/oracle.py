@@ -8,7 +8,7 @@ A matrix `x [kv_heads, T, D]` is cut into rows of outliers and into groups of pa
 `[rows, N]` numbers of entries of `x`, a row in the order in which the runtime counts it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import floor
@@ -36,18 +36,26 @@ HALF_MAX = 65504.0
 UNIT = 2.0**-10  # between a number of float16 and the next, relative, at most
 
 
+def later(rank: int | float) -> int | float:
+    """The rank of blocks where it is not said."""
+    return min(rank, 2) if isinstance(rank, int) else rank
+
+
 @dataclass(frozen=True)
 class Spec:
-    """Options of the method with nothing left open; `Spec.of` fills in what an option's absence means."""
+    """Options of the method with nothing left open; `Spec.of` fills in what an option's absence means.
+
+    Those from `bits` to `group`, without `block`, may be mappings of the two streams: `of_stream` has the numbers of one.
+    """
 
     variant: str
     backbone: str
-    bits: int
-    outliers: float
-    rank: int | float
-    decode_rank: int | float
+    bits: Any
+    outliers: Any
+    rank: Any
+    decode_rank: Any
     block: int
-    group: int
+    group: Any
     per_head: bool = False
     seed: int = 0
     wide: bool = False  # keys or values exceed float16
@@ -59,9 +67,15 @@ class Spec:
         full = {"variant": "released"} | given
         full = (PAPER if full["variant"] == "paper" else RELEASED) | full
         if "decode_rank" not in given:
-            full["decode_rank"] = min(full["rank"], 2) if isinstance(full["rank"], int) else full["rank"]
+            rank = full["rank"]
+            full["decode_rank"] = {s: later(r) for s, r in rank.items()} if isinstance(rank, dict) else later(rank)
         kivi = full["backbone"] == "kivi"
         return cls(**{"bits": 2 if kivi else 4, "outliers": 0.02, "block": 64 if kivi else 20, "group": 64} | full)
+
+    def of_stream(self, stream: str) -> "Spec":
+        """The options of keys or of values alone."""
+        own = {name: option[stream] for name, option in vars(self).items() if isinstance(option, dict)}
+        return replace(self, **own) if own else self
 
     def stored(self, y: np.ndarray) -> np.ndarray:
         """`y` as it comes back: from float16 or, beyond its range, from float32 if the layer is wide and else its largest."""
@@ -105,7 +119,7 @@ def encode_segment(
     `first` is the row's first segment. Calibrated `thresholds` (low, high) broadcast to `x`; a calibrated `basis` is
     `[kv_heads, r or more, D]`, its first r vectors being taken: the matrices are the heads' then, whatever the variant.
     """
-    x = np.asarray(x, dtype=dtype)
+    x, spec = np.asarray(x, dtype=dtype), spec.of_stream(stream)
     positions = rows(x.shape, spec, stream)
     outliers, overflow = ranked(x, positions, spec) if thresholds is None else beyond(x, positions, spec, thresholds)
     codes, decoded, doubts = quantised(filled(x, outliers, positions, spec), outliers, spec, stream)

@@ -41,6 +41,7 @@ def untie(part: torch.Tensor, spec: Spec, stream: str) -> None:
     `part [kv_heads, T, D]` is a segment. Sixteen bits have few numbers, and rows are long. Entries that equal the last that is
     taken move one number inwards. A row whose entries are all equal stays as it is.
     """
+    spec = spec.of_stream(stream)
     positions = torch.from_numpy(rows(tuple(part.shape), spec, stream))
     count = per_side(spec, positions.shape[1])
     if not count or 2 * count == positions.shape[1]:

@@ -79,7 +79,7 @@ class Scenario:
 
     def known(self, stream: str, layer: int) -> dict[str, Any]:
         """A stream's calibrated thresholds and basis."""
-        return {} if self.artifact is None else statistics_of(self.artifact, self.spec, stream, layer)
+        return {} if self.artifact is None else statistics_of(self.artifact, self.spec.of_stream(stream), stream, layer)
 
     @cached_property
     def model(self) -> Any:
