@@ -1,6 +1,7 @@
 """MiKV (Yang et al., 2024, arXiv:2402.18096): tokens that eviction would lose are retained at few bits."""
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
@@ -10,6 +11,7 @@ from calib.runtime.methods.calibration import Statistics, check_statistics
 from calib.runtime.methods.contract import Geometry, Method, check_bits, check_clip, check_share
 from calib.runtime.methods.grid import Grid
 from calib.runtime.methods.paper_counting import CountedCache, mikv_size, share
+from calib.runtime.methods.per_stream import Streams, of_streams
 from calib.runtime.stages.codec import Codec, Exact, UniformQuant
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.saliency import Accumulated
@@ -32,8 +34,8 @@ class MiKV(Method):
 
     Args:
         ratio: important share of the prompt, in (0, 1].
-        important: bits of the important tier: 16 (exact), 8, 4, 2.
-        retained: bits of the others: 4, 3, 2 (1 ... 8 work).
+        important: bits of the important tier: 16 (exact), 8, 4, 2; for both streams, or {keys: ..., values: ...}.
+        retained: bits of the others: 4, 3, 2 (1 ... 8 work); for both streams, or each.
         balancer: whether keys are balanced.
         group: channels that share a scale and a zero point; None is half a head.
         budget: important tokens, in place of `ratio`.
@@ -51,8 +53,8 @@ class MiKV(Method):
     )
 
     ratio: float = 0.2
-    important: int = 16
-    retained: int = 2
+    important: int | Streams[int] = 16
+    retained: int | Streams[int] = 2
     balancer: bool = True
     group: int | None = None
     budget: int | None = None
@@ -62,12 +64,12 @@ class MiKV(Method):
 
     def __post_init__(self) -> None:
         check_share("ratio", self.ratio)
-        check_bits("important", self.important, exact=True)
-        check_bits("retained", self.retained)
+        important = of_streams("important", self.important, lambda name, bits: check_bits(name, bits, exact=True))
+        retained = of_streams("retained", self.retained, check_bits)
         check_clip(self.clip)
         if type(self.balancer) is not bool:
             raise ValueError(f"balancer must be True or False, got {printable(self.balancer)}")
-        if self.retained > self.important:
+        if any(few > many for few, many in zip(retained, important, strict=True)):
             raise ValueError(
                 f"retained={self.retained} bits must not be more than important={self.important}; demotion loses precision"
             )
@@ -89,12 +91,15 @@ class MiKV(Method):
             transform = Balancer(artifact.tensor("keys.balancer", wanted_by="mikv")[layer][:, None])
         elif self.balancer:
             transform = MeasuredBalancer()
-        tiers = []
-        for bits in (self.important, self.retained):
-            codec: Codec = Exact() if bits == 16 else UniformQuant(bits, (1, group), self.clip)
-            keys = TierStages(Identity() if bits == 16 else transform, codec)
-            tiers.append(TierPlan(keys, TierStages(Identity(), codec)))
-        return TieredPlan(tuple(tiers), self._tiering(), Accumulated())
+
+        def stages(bits: int, balanced: Transform | Measured) -> TierStages:
+            if bits == 16:
+                return TierStages(Identity(), Exact())
+            return TierStages(balanced, UniformQuant(bits, (1, group), self.clip))
+
+        widths = (of_streams("important", self.important), of_streams("retained", self.retained))
+        tiers = tuple(TierPlan(stages(bits.keys, transform), stages(bits.values, Identity())) for bits in widths)
+        return TieredPlan(tiers, self._tiering(), Accumulated())
 
     def _tiering(self) -> HeavyHitterBudget:
         if self.budget is None:
@@ -103,6 +108,8 @@ class MiKV(Method):
         return HeavyHitterBudget(heavy=self.budget - recent, recent=recent)
 
     def paper_bits(self, cache: CountedCache) -> float:
-        """The importance ratio is that of the prompt, or the budget's of all tokens."""
+        """The importance ratio is that of the prompt, or the budget's of all tokens; the mean of both streams."""
         kept = share(self.budget, cache.length) if self.budget else self.ratio * cache.prompt / cache.length
-        return 16 * mikv_size(min(1.0, kept), self.important, self.retained, self.group or cache.head_dim // 2)
+        group = self.group or cache.head_dim // 2
+        widths = zip(of_streams("important", self.important), of_streams("retained", self.retained), strict=True)
+        return 16 * fmean(mikv_size(min(1.0, kept), *both, group) for both in widths)

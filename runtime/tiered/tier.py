@@ -55,8 +55,9 @@ class Tier:
         self.pool = PagePool({}, heads, device, plan.page_tokens)
         self.row_params = PagePool({}, heads, device, 1) if plan.segments == "row" else None
         self.tile_tokens = tile_tokens(heads, max(keys.shape[3], *self.coded.values()))
-        # The same for both streams: either counts or neither.
-        self.overflowed_outliers = counter(plan.keys.codec, device)
+        # Of both streams together; one may be without thresholds.
+        counters = (counter(stages.codec, device) for _, stages in plan.streams())
+        self.overflowed_outliers = next((own for own in counters if own is not None), None)
         self._lay_out()
 
     def fit(self, tokens: int) -> None:

@@ -91,6 +91,15 @@ WRONG_OPTIONS = [
         for bits in (0, 9, 2.5, "4", None)
     ),
     ("mikv", {"important": 2, "retained": 4}, ["retained=4", "important=2"]),
+    (
+        "mikv",
+        {"important": {"keys": 16, "values": 2}, "retained": {"keys": 2, "values": 4}},
+        ["retained={'keys': 2, 'values': 4}", "important={'keys': 16, 'values': 2}", "loses precision"],
+    ),
+    ("mikv", {"important": {"keys": 16, "values": 1}}, ["retained=2", "important={'keys': 16, 'values': 1}"]),
+    ("mikv", {"important": {"keys": 16, "values": 9}}, ["important of values", "1 ... 8, 16", "got 9"]),
+    ("mikv", {"retained": {"keys": 16, "values": 2}}, ["retained of keys", "1 ... 8", "got 16"]),
+    ("mikv", {"retained": {"keys": 2}}, ["retained must be one setting for both streams", "name both"]),
     ("mikv", {"retained": 16}, ["retained", "1 ... 8", "16"]),
     *(("mikv", {"balancer": word}, ["balancer", "True or False", repr(word)]) for word in ("yes", None, 1)),
     ("mikv", {"budget": 9, "recent": 10}, ["budget of 9", "window of 10", "raise budget or lower recent"]),

@@ -78,6 +78,8 @@ SCENARIOS = [
         outliers={"keys": 0.02, "values": 0.1},
         rank={"keys": 4, "values": 2},
     ),
+    gear("turns", statistics="calibrated", outliers={"keys": 0.0, "values": 0.02}, data="outlying"),
+    gear("turns", statistics="calibrated", outliers={"keys": 0.02, "values": 0.0}, gqa=1),
     preset("uniform", "turns", bits={"keys": 4, "values": 2}),
     preset("group_wise", "turns", gqa=4, dtype=BF16, bits={"keys": 2, "values": 4}),
     preset("outlier_reduced", "turns", outliers={"keys": 0.1, "values": 0.02}, bits={"keys": 4, "values": 3}),

@@ -141,6 +141,11 @@ def per_cent(size):
         ("zipcache", {"tiers": [[16, 0.6], [0, 0.4]]}, None),
         ("mikv", {}, 16 * mikv_size(0.1, 16, 2, 32)),  # a fifth of the prompt is a tenth of twice its length
         ("mikv", {"budget": 100, "group": 64}, 16 * mikv_size(0.25, 16, 2, 64)),
+        (
+            "mikv",
+            {"important": {"keys": 16, "values": 8}, "retained": {"keys": 4, "values": 2}},
+            8 * mikv_size(0.1, 16, 4, 32) + 8 * mikv_size(0.1, 8, 2, 32),
+        ),
         ("h2o", {"heavy": 0.25, "recent": 0.25}, 4.0),
         ("h2o", {"heavy": 100, "recent": 0.5}, 8.0),
         ("streaming_llm", {"sinks": 4, "window": 96}, 4.0),

@@ -166,6 +166,16 @@ def test_each_stream_weighs_what_its_setting_says(model, name, options, bits):
     assert memory.marginal_bits == pytest.approx(sum(bits) / 2) and memory.measured_bytes == memory.predicted_bytes
 
 
+def test_both_tiers_of_mikv_weigh_what_their_settings_say(model):
+    """At 64 channels a head and groups of half: 16 bits are as the model made them (float32), 8 are 9, and 4 and 2 are 5 and 3."""
+    cache = filled(model, "mikv", {"important": {"keys": 16, "values": 8}, "retained": MIXED})
+    for layer in range(len(cache.compressed)):
+        for row in cache.tiers(layer):
+            assert [(tier.keys_bits, tier.values_bits) for tier in row] == [(32.0, 9.0), (5.0, 3.0)]
+    memory = cache.memory()  # marginal: both streams, and 32 bits of a position for 2 x 64 values
+    assert memory.marginal_bits == (5.0 + 3.0) / 2 + 0.25 and memory.measured_bytes == memory.predicted_bytes
+
+
 def rounded(groups: np.ndarray, bits: int) -> np.ndarray:
     """Groups `[..., values]` through the quantiser of METHODS 0, their two parameters stored in 16 bits."""
     found = np.empty_like(groups)

@@ -178,6 +178,13 @@ CASES = [
         {"ratio": 0.3, "important": 4, "retained": 3, "group": 16, "statistics": "calibrated"},
         artifact=True,
     ),
+    # Keys: 4 + 32/32, values: 2 + 32/32, and the position.
+    Case(
+        "mikv-keys-exact",
+        "mikv",
+        4.25,
+        {"ratio": 0.1, "important": {"keys": 16, "values": 8}, "retained": {"keys": 4, "values": 2}},
+    ),
     # Larger than the shorter prompts.
     Case("mikv-budget", "mikv", 5.25, {"budget": 200, "recent": 30, "retained": 4}),
     # A norm of 16 bits a token and head of 64 channels. 3 bits: 13 words of 5 codes.

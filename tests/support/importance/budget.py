@@ -72,8 +72,8 @@ class MiKV(HeavyHitterBudget):
     def __init__(
         self,
         ratio: float = 0.2,
-        important: int = 16,
-        retained: int = 2,
+        important: int | dict[str, int] = 16,
+        retained: int | dict[str, int] = 2,
         balancer: bool | np.ndarray = True,
         group: int | None = None,
         budget: int | None = None,
@@ -81,7 +81,10 @@ class MiKV(HeavyHitterBudget):
         clip: float = 1.0,
     ) -> None:
         """Options as the method's; a calibrated `balancer` is `[kv_heads, D]`."""
-        super().__init__([important, retained])
+        both = (
+            [bits["keys"], bits["values"]] if isinstance(bits, dict) else [bits] * 2 for bits in (important, retained)
+        )
+        super().__init__(list(both))
         self.ratio, self.balancer, self.group_size, self.clip = ratio, balancer, group, clip
         self.budget, self.recent = budget, recent
 
@@ -111,15 +114,16 @@ class MiKV(HeavyHitterBudget):
 
     def keep(self, head: int, tokens: np.ndarray) -> None:
         """Into the important tier."""
-        super().keep(head, tokens) if self.bits[0] == 16 else self.quantise(0, head, tokens)
+        self.quantise(0, head, tokens)
 
     def drop(self, head: int, tokens: np.ndarray) -> None:
         """Into the retained tier, from what is held of them: exact where they are new, decoded where they are not."""
         self.quantise(1, head, tokens)
 
     def quantise(self, tier: int, head: int, tokens: np.ndarray) -> None:
-        """Keys as Q(k b) / b, eq. 3 and 4, values plainly."""
-        b, bits = self.balance[head], self.bits[tier]
-        group = self.group_size or self.keys.shape[2] // 2
-        keys = per_token(self.keys[head, tokens] * b, bits, group, self.clip) / b
-        self.put(tier, head, tokens, keys, per_token(self.values[head, tokens], bits, group, self.clip))
+        """Keys as Q(k b) / b, eq. 3 and 4, values plainly; in 16 bits either is what it was."""
+        found, group = [], self.group_size or self.keys.shape[2] // 2
+        for held, b, bits in zip((self.keys, self.values), (self.balance[head], 1), self.bits[tier], strict=True):
+            own = held[head, tokens]
+            found.append(own[None] if bits == 16 else per_token(own * b, bits, group, self.clip) / b)
+        self.put(tier, head, tokens, *found)
