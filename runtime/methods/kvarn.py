@@ -2,19 +2,21 @@
 fit."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_bits
 from calib.runtime.methods.grid import Grid
+from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.stages.codec import Codec, DualScale
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.transform import Orthogonal
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+WIDTHS = tuple({"keys": keys, "values": values} for keys, values in product((1, 2, 3, 4, 5, 6, 8), repeat=2))
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,14 @@ class KVarN(Method):
        variance of every token and of every channel the same; the round with the least imbalance counts.
     4. The normalised tile is rounded to nearest between the ends of each channel (keys) or token (values). Scales of both axes are
        kept in 16 bits, those along which is rounded as one number with the step of the codes.
-    5. Cost of an encoded value, keys: keys_bits + 32/tile + 16/head_dim; values: values_bits + 32/head_dim + 16/tile.
+    5. Cost of an encoded value, keys: bits + 32/tile + 16/head_dim; values: bits + 32/head_dim + 16/tile.
 
     The defaults are those of the authors' release (K4V2, tiles of 128); the paper's results are at 2 bits for both. Here alone:
     codes are rounded to what is stored in 16 bits, and heads that are no power of two are rotated in blocks
     (`runtime/stages/hadamard.py`).
 
     Args:
-        keys_bits: 1 ... 8 of a key's codes.
-        values_bits: 1 ... 8 of a value's codes.
+        bits: 1 ... 8 of a code, for both streams, or {keys: ..., values: ...}.
         tile: tokens that are normalised together, 2 ... 512.
         iterations: of the normalisation; 0 is none.
         sinks: first tokens of a row that stay exact.
@@ -45,17 +46,15 @@ class KVarN(Method):
     name: ClassVar[str] = "kvarn"
     packs: ClassVar[tuple[type[Codec], ...]] = (DualScale,)
 
-    grid: ClassVar[Grid] = Grid({"keys_bits": WIDTHS, "values_bits": WIDTHS})
+    grid: ClassVar[Grid] = Grid({"bits": WIDTHS})
 
-    keys_bits: int = 4
-    values_bits: int = 2
+    bits: int | Streams[int] = PerStream(keys=4, values=2)
     tile: int = 128
     iterations: int = 16
     sinks: int = 128
 
     def __post_init__(self) -> None:
-        check_bits("keys_bits", self.keys_bits)
-        check_bits("values_bits", self.values_bits)
+        of_streams("bits", self.bits, check_bits)
         check_whole("sinks", self.sinks, 0, "a whole number of tokens, at least 0", "; 128 is usual")
         self._codecs()
 
@@ -67,7 +66,8 @@ class KVarN(Method):
 
     def _codecs(self) -> tuple[DualScale, DualScale]:
         """Of keys and of values."""
+        keys, values = of_streams("bits", self.bits)
         return (
-            DualScale(self.keys_bits, "channels", self.tile, self.iterations),
-            DualScale(self.values_bits, "tokens", self.tile, self.iterations),
+            DualScale(keys, "channels", self.tile, self.iterations),
+            DualScale(values, "tokens", self.tile, self.iterations),
         )

@@ -1,7 +1,7 @@
 """KVQuant (Hooper et al., 2024, arXiv:2401.18079): non-uniform levels weighted by sensitivity, keys before RoPE, exact outliers."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from calib.runtime.artifact.nuq_tensors import NUQ_BITS, NUQ_SHARES, levels_name
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.contract import Geometry, Method
+from calib.runtime.methods.per_stream import Streams, of_streams
 from calib.runtime.stages.codec import Codebook, Codec, Corrected, TokenRange
 from calib.runtime.stages.correction import Outliers
 from calib.runtime.stages.tiering import RatioTiers
@@ -42,7 +43,7 @@ class KVQuant(Method):
     Needs an artifact of a fit with `--model.nuq [0.01]`.
 
     Args:
-        bits: 2, 3 or 4 of an index, for both streams.
+        bits: 2, 3 or 4 of an index, for both streams, or {keys: ..., values: ...}.
         outliers: the share of values kept in 16 bits, one that the artifact was fitted for; 0 keeps none.
         sinks: first tokens of a row that stay exact.
     """
@@ -52,15 +53,12 @@ class KVQuant(Method):
     needs_fit: ClassVar[bool] = True
     own_corrections: ClassVar[bool] = True
 
-    bits: int = 4
+    bits: int | Streams[int] = 4
     outliers: float = 0.01
     sinks: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in NUQ_BITS:
-            raise ValueError(
-                f"bits must be {', '.join(map(str, NUQ_BITS))}, got {printable(self.bits)}; 4 is the default"
-            )
+        of_streams("bits", self.bits, _check_levels)
         if type(self.outliers) not in (float, int) or not 0 <= self.outliers < 1:
             raise ValueError(
                 f"outliers must be a share from 0 to below 1, got {printable(self.outliers)}; 0.01 is the paper's"
@@ -94,7 +92,8 @@ class KVQuant(Method):
 
     def _levels(self, stream: str, layer: int, share: int, artifact: Artifact) -> Tensor:
         """The table of a layer's stream, `[1, 2^bits]`."""
-        return artifact.tensor(levels_name(stream, self.bits), self.name)[layer, share][None]
+        bits = of_streams("bits", self.bits).of(stream)
+        return artifact.tensor(levels_name(stream, bits), self.name)[layer, share][None]
 
     def _share(self, artifact: Artifact) -> int:
         """Which of the artifact's shares `outliers` is."""
@@ -107,3 +106,9 @@ class KVQuant(Method):
                 f"[{self.outliers:g}]"
             )
         return chosen[0]
+
+
+def _check_levels(name: str, bits: Any) -> None:
+    """Refuses a width that no fit makes levels for."""
+    if type(bits) is not int or bits not in NUQ_BITS:
+        raise ValueError(f"{name} must be {', '.join(map(str, NUQ_BITS))}, got {printable(bits)}; 4 is the default")

@@ -6,6 +6,7 @@ from typing import ClassVar
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_bits, check_share
+from calib.runtime.methods.per_stream import Streams, of_streams
 from calib.runtime.stages.codec import Clipped, Codec, UniformQuant
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.transform import Orthogonal
@@ -31,7 +32,7 @@ class Oscar(Method):
     authors' code, the same for all layers; no fit searches them.
 
     Args:
-        bits: 1 ... 8 for both streams; the paper's are 2.
+        bits: 1 ... 8 for both streams, or {keys: ..., values: ...}; the paper's are 2.
         group: coordinates that share a scale and a zero point; divides head_dim, and a head has one group where it is larger.
         sinks: first tokens of a row that stay exact.
         window: newest tokens that stay exact.
@@ -43,7 +44,7 @@ class Oscar(Method):
     packs: ClassVar[tuple[type[Codec], ...]] = (Clipped,)
     needs_fit: ClassVar[bool] = True
 
-    bits: int = 2
+    bits: int | Streams[int] = 2
     group: int = 128
     sinks: int = 64
     window: int = 256
@@ -51,7 +52,7 @@ class Oscar(Method):
     value_clip: float = 0.92
 
     def __post_init__(self) -> None:
-        check_bits("oscar", self.bits)
+        of_streams("bits", self.bits, check_bits)
         check_whole("group", self.group, 1, "a whole number of channels, at least 1", "; 128 is usual")
         check_whole("window", self.window, 0, "a whole number of tokens, at least 0", "; 256 is usual")
         check_share("key_clip", self.key_clip)
@@ -65,12 +66,12 @@ class Oscar(Method):
                 "method 'oscar' needs calibrated rotations: pass artifact=Artifact.load(...) from "
                 "`calib fit --model.rotations true`"
             )
-        streams = {"keys": self.key_clip, "values": self.value_clip}
+        streams, bits = {"keys": self.key_clip, "values": self.value_clip}, of_streams("bits", self.bits)
         group = self.group if self.group < geometry.head_dim else None
         keys, values = (
             TierStages(
                 Orthogonal.of(artifact.tensor(f"{stream}.rotation", wanted_by="oscar")[layer]),
-                Clipped(UniformQuant(self.bits, (1, group)), keep),
+                Clipped(UniformQuant(bits.of(stream), (1, group)), keep),
             )
             for stream, keep in streams.items()
         )

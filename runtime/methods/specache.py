@@ -1,13 +1,16 @@
 """SpeCache (Jie et al., 2025, arXiv:2503.16163): the full cache on the host, and each step's part of it there in time."""
 
 from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
+from calib.runtime.methods.calibration import clip_of_streams
 from calib.runtime.methods.contract import Geometry, Method
 from calib.runtime.methods.kivi import Kivi
 from calib.runtime.methods.paper_counting import CountedCache, specache_size
+from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.offload.plan import OffloadPlan
 from calib.runtime.stages.placement import TopTokens
 from calib.runtime.store import Plan
@@ -31,7 +34,8 @@ class SpeCache(Method):
     Args:
         k: exact pairs of each layer and KV head; 0: the low-bit copy alone.
         speculative: fetch ahead for a speculative token, or within the step.
-        bits: of the low-bit copy, which is `kivi`'s.
+        bits: of the low-bit copy, which is `kivi`'s; this and the next three are one setting for both streams, or {keys: ...,
+            values: ...}.
         group: of the low-bit copy.
         residual: exact window of the low-bit copy.
         clip: of the low-bit copy; 1 bit takes 0.5 (eq. 3) where neither `clip` nor an artifact says otherwise.
@@ -42,10 +46,10 @@ class SpeCache(Method):
 
     k: int = 64
     speculative: bool = True
-    bits: int = 2
-    group: int = 32
-    residual: int = 64
-    clip: float | None = None
+    bits: int | Streams[int] = 2
+    group: int | Streams[int] = 32
+    residual: int | Streams[int] = 64
+    clip: float | Streams[float | None] | None = None
     low: Method | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +67,8 @@ class SpeCache(Method):
                 )
 
     def _kivi(self, artifact: Artifact | None) -> Kivi:
-        clip = 0.5 if self.clip is None and self.bits == 1 and artifact is None else self.clip
+        both = zip(clip_of_streams(self.clip), of_streams("bits", self.bits), strict=True)
+        clip = PerStream(*(0.5 if own is None and bits == 1 and artifact is None else own for own, bits in both))
         return Kivi(self.bits, self.group, self.residual, clip=clip)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> OffloadPlan:
@@ -73,10 +78,12 @@ class SpeCache(Method):
         return OffloadPlan(low, TopTokens(self.k, self.speculative))
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of the paper's low-bit copy."""
+        """Of the paper's low-bit copy, the mean of both streams."""
         if self.low is not None:
             return None
-        return 16 * specache_size(self.bits, self.group, self.residual + self.k, cache.length)
+        options = ("bits", self.bits), ("group", self.group), ("residual", self.residual)
+        both = zip(*(of_streams(name, option) for name, option in options), strict=True)
+        return 16 * fmean(specache_size(bits, group, residual + self.k, cache.length) for bits, group, residual in both)
 
 
 def check_keeps_all(plan: Plan, method: str) -> None:

@@ -7,6 +7,7 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_bits
 from calib.runtime.methods.grid import Grid
+from calib.runtime.methods.per_stream import Streams, of_streams
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, Direction
@@ -30,7 +31,7 @@ class TurboQuant(Method):
     channels into two widths (2.5 and 3.5 bits) are not built.
 
     Args:
-        bits: 1 ... 8 of a coordinate, for both streams.
+        bits: 1 ... 8 of a coordinate, for both streams, or {keys: ..., values: ...}.
         residual: newest tokens that stay exact.
     """
 
@@ -39,17 +40,20 @@ class TurboQuant(Method):
 
     grid: ClassVar[Grid] = Grid({"bits": (1, 2, 3, 4, 5, 6, 8)})
 
-    bits: int = 4
+    bits: int | Streams[int] = 4
     residual: int = 0
 
     def __post_init__(self) -> None:
-        check_bits("turboquant", self.bits)
+        of_streams("bits", self.bits, check_bits)
         check_whole("residual", self.residual, 0, "a whole number of tokens, at least 0")
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Both streams, the same for every layer."""
-        schedule, codec = SlidingResidual(self.residual), Direction.uniform(geometry.head_dim, self.bits)
+        schedule, bits = SlidingResidual(self.residual), of_streams("bits", self.bits)
         keys, values = (
-            StreamPlan(Orthogonal.drawn(geometry.head_dim, seed), codec, schedule) for seed in ROTATIONS.values()
+            StreamPlan(
+                Orthogonal.drawn(geometry.head_dim, seed), Direction.uniform(geometry.head_dim, bits.of(role)), schedule
+            )
+            for role, seed in ROTATIONS.items()
         )
         return LayerPlan(keys, values)

@@ -3,6 +3,7 @@ exact."""
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import oracle
@@ -14,6 +15,7 @@ from toy_models import random_model
 
 from calib.runtime import compress
 from calib.runtime.methods import build
+from calib.runtime.methods.per_stream import of_streams
 from calib.runtime.stages.codec import DualScale
 from calib.runtime.stages.equal_variance import row_scales
 from calib.runtime.stages.transform import Orthogonal
@@ -132,11 +134,11 @@ def test_a_tiles_bits_do_not_depend_on_what_is_encoded_with_it():
     ("options", "model_name"),
     [
         ({"tile": 16, "sinks": 4}, "llama"),
-        ({"tile": 24, "sinks": 0, "keys_bits": 2, "iterations": 3}, "llama"),
-        ({"tile": 32, "sinks": 9, "keys_bits": 3, "values_bits": 8}, "llama-64"),
+        ({"tile": 24, "sinks": 0, "bits": 2, "iterations": 3}, "llama"),
+        ({"tile": 32, "sinks": 9, "bits": {"keys": 3, "values": 8}}, "llama-64"),
     ],
 )
-def test_what_is_stored_is_the_papers_algorithm(options: dict[str, int], model_name: str):
+def test_what_is_stored_is_the_papers_algorithm(options: dict[str, Any], model_name: str):
     """Of each tile of a generation, from the keys and values that the model computed; sinks and the last tokens as they came."""
     model = random_model(model_name)
     given: list[list[torch.Tensor]] = [[], []]
@@ -155,7 +157,7 @@ def test_what_is_stored_is_the_papers_algorithm(options: dict[str, int], model_n
         held = oracle.held_tokens(layer, 0)
         (tier,), pages = layer.store.tiers, layer.store.sequences.tables[0].rows[0]
     tile, sinks, rounds = options["tile"], options["sinks"], options.get("iterations", 16)
-    bits = options.get("keys_bits", 4), options.get("values_bits", 2)
+    bits = of_streams("bits", options.get("bits", {"keys": 4, "values": 2}))
     for role, found, tokens, own in zip(("keys", "values"), held[:2], given, bits, strict=True):
         scales = tier.pool.tensors[f"{role}.scales"][pages].double().numpy()
         x = torch.cat(tokens, 2)[0].double().numpy()
@@ -240,13 +242,13 @@ def test_tokens_that_make_no_whole_tile_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keys_bits": 0}, "keys_bits: bits must be a whole number 1 ... 8, got 0"),
-        ({"values_bits": 2.5}, "values_bits: bits must be a whole number 1 ... 8, got 2.5"),
+        ({"bits": 0}, "bits must be a whole number 1 ... 8, got 0"),
+        ({"bits": {"keys": 4, "values": 2.5}}, "bits of values must be a whole number 1 ... 8, got 2.5"),
         ({"tile": 1}, "tile must be a whole number of tokens, 2 ... 512, got 1; 128 is usual"),
         ({"tile": 1024}, "tile must be a whole number, at most 512, got 1024; 128 is usual"),
         ({"iterations": -1}, "iterations must be a whole number 0 ... 1000, got -1; 16 is usual"),
         ({"sinks": -1}, "sinks must be a whole number of tokens, at least 0, got -1; 128 is usual"),
-        ({"bits": 4}, "unknown option 'bits' of method 'kvarn' (did you mean 'keys_bits'?)"),
+        ({"keys_bits": 4}, "unknown option 'keys_bits' of method 'kvarn' (did you mean 'bits'?)"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, object], message: str):

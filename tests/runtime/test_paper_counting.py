@@ -181,6 +181,11 @@ def per_cent(size):
         ("gear", {"outliers": 0.0, "rank": 0}, None),
         ("specache", {}, 2 + 1 + 16 * 128 / 400),
         ("specache", {"bits": 1, "group": 64, "residual": 128, "k": 0}, 1 + 0.5 + 16 * 128 / 400),
+        (
+            "specache",
+            {"bits": {"keys": 1, "values": 2}, "residual": {"keys": 32, "values": 64}, "k": 0},
+            1.5 + 1 + 16 * 48 / 400,
+        ),
         ("specache", {"low": {"method": "csr"}}, None),
         ("infllm", {}, None),
         ("offload", {}, None),

@@ -15,7 +15,7 @@ from calib.errors import UsageError
 from calib.evaluate.entries.method import MethodEntry
 from calib.runtime import compress
 from calib.runtime.files.canonical_json import plain
-from calib.runtime.methods import build, options_asked
+from calib.runtime.methods import METHODS, build, options_asked
 from calib.runtime.methods.contract import check_bits
 from calib.runtime.methods.per_stream import PerStream, Streams, as_written, is_per_stream, of_streams
 from calib.runtime.methods.tuned import Choice, with_choices
@@ -90,6 +90,11 @@ HOLD = [
         {"bits": 2, "group": 16, "residual": 16},
         {"bits": 2, "group": {"keys": 8, "values": 64}, "residual": 40},
     ),
+    ("specache", {"bits": {"keys": 1, "values": 2}}, {"bits": 1}, {"bits": 2}),
+    ("turboquant", {"bits": MIXED}, {"bits": 4}, {"bits": 2}),
+    ("kvarn", {"tile": 16, "sinks": 4}, {"tile": 16, "sinks": 4, "bits": 4}, {"tile": 16, "sinks": 4, "bits": 2}),
+    ("oscar", {"bits": MIXED, "window": 8}, {"bits": 4, "window": 8}, {"bits": 2, "window": 8}),
+    ("kvquant", {"bits": MIXED}, {"bits": 4}, {"bits": 2}),
     ("uniform", {"bits": MIXED}, {"bits": 4}, {"bits": 2}),
     ("group_wise", {"bits": MIXED}, {"bits": 4}, {"bits": 2}),
     ("outlier_reduced", {"outliers": {"keys": 0.1, "values": 0.0}}, {"outliers": 0.1}, {"outliers": 0.0}),
@@ -117,6 +122,8 @@ HOLD = [
 
 def filled(model, name, options, artifact=None):
     """Two ragged rows: prompts, a turn of a block of GEAR's, steps."""
+    if artifact is None and METHODS[name].needs_fit:
+        artifact = calibrated_artifact(model)
     cache = compress(model, name, artifact, **options)
     cache.release()
     feed(cache, [Tokens.random(model, size, seed=size) for size in (150, 61)], columns=151)
@@ -144,6 +151,10 @@ WEIGH = [
     ("rtn", {"bits": {"keys": 1, "values": 8}}, (1.5, 8.5)),
     ("kivi", {"bits": MIXED, "residual": 32}, (5.0, 3.0)),
     ("kivi", {"bits": {"keys": 2, "values": 4}, "group": {"keys": 32, "values": 64}, "residual": 32}, (3.0, 4.5)),
+    ("specache", {"bits": {"keys": 1, "values": 2}}, (2.0, 3.0)),
+    ("turboquant", {"bits": MIXED}, (4.25, 2.25)),
+    # Tiles of 16: 32/16 + 16/64, and 32/64 + 16/16.
+    ("kvarn", {"bits": {"keys": 2, "values": 8}, "tile": 16, "sinks": 4}, (4.25, 9.5)),
     # A block of 20 tokens of two heads. Keys: 32/20 for a channel's range, a factor 16/64 + 16/20 and a list of two outliers of
     # 24 bits a channel; values: 32/128, the same factor, two outliers of 24 bits a token.
     ("group_wise", {"bits": MIXED}, (5.6, 3.6)),

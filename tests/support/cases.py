@@ -204,7 +204,7 @@ CASES = [
     # 4 + 32/16 + 16/64 and 2 + 32/64 + 16/16.
     Case("kvarn-short", "kvarn", 4.875, {"tile": 16, "sinks": 4}, contract=True),
     # 2 + 32/24 + 16/64 and 2 + 32/64 + 16/24.
-    Case("kvarn-2", "kvarn", 3.375, {"keys_bits": 2, "tile": 24, "sinks": 0}),
+    Case("kvarn-2", "kvarn", 3.375, {"bits": 2, "tile": 24, "sinks": 0}),
     Case("h2o", "h2o", 0.0, {"heavy": 0.05, "recent": 0.05}, contract=True),
     Case("tova", "tova", 0.0, {"budget": 0.1}, contract=True),
     # What follows the prompt is kept as it is.
