@@ -57,22 +57,24 @@ def of_streams(name: str, option: T | Streams[T], check: Callable[[str, Any], No
     Raises:
         ValueError: a mapping that has not just `keys` and `values`; and what `check` raises.
     """
-    if isinstance(option, Mapping) and not is_per_stream(option):
-        raise ValueError(
-            f"{name} must be one setting for both streams or {{keys: ..., values: ...}}, got {printable(option)}; name both"
-        )
     if isinstance(option, Mapping):
-        found: PerStream[T] = PerStream(option["keys"], option["values"])
-    else:
-        found = option if isinstance(option, PerStream) else PerStream(option, option)
-    if check is not None and is_per_stream(option):
-        for role in STREAMS:
-            check(f"{name} of {role}", found.of(role))
-    elif check is not None:
+        if not is_per_stream(option):
+            raise ValueError(
+                f"{name} must be one setting for both streams or {{keys: ..., values: ...}}, got {printable(option)}; name both"
+            )
+        option = PerStream(option["keys"], option["values"])
+    if isinstance(option, PerStream):
+        for role, setting in zip(STREAMS, option, strict=True):
+            if check is not None:
+                check(f"{name} of {role}", setting)
+        return option
+    if check is not None:
         check(name, option)
-    return found
+    return PerStream(option, option)
 
 
 def as_written(option: Any) -> Any:
-    """An option as YAML writes it: a `PerStream` becomes a mapping, anything else stays."""
+    """An option as YAML writes it: a `PerStream` becomes a mapping, also within lists; anything else stays."""
+    if isinstance(option, list | tuple):
+        return type(option)(map(as_written, option))
     return dict(zip(STREAMS, option, strict=True)) if isinstance(option, PerStream) else option

@@ -52,6 +52,7 @@ def test_it_can_be_a_default_and_is_written_as_users_write_it():
     assert hash(Options()) == hash(Options(PerStream(4, 2))) and Options() != Options(4)
     assert repr(fields(Options)[0].default) == "{'keys': 4, 'values': 2}"
     assert asdict(Options())["bits"] == as_written(Options().bits) == MIXED and as_written(4) == 4
+    assert as_written([(PerStream(4, 2), 0.6), [2, 0.4]]) == [(MIXED, 0.6), [2, 0.4]]
 
 
 @pytest.mark.parametrize(
