@@ -15,7 +15,7 @@ from calib.errors import UsageError
 from calib.evaluate.entries.method import MethodEntry
 from calib.runtime import compress
 from calib.runtime.files.canonical_json import plain
-from calib.runtime.methods import METHODS, build, options_asked
+from calib.runtime.methods import METHODS, Geometry, build, options_asked
 from calib.runtime.methods.contract import check_bits
 from calib.runtime.methods.per_stream import PerStream, Streams, as_written, is_per_stream, of_streams
 from calib.runtime.methods.tuned import Choice, with_choices
@@ -221,6 +221,13 @@ def test_each_stream_takes_its_own_clip_of_the_artifact(model):
         keys, values = layer.plan.keys.codec, layer.plan.values.codec
         assert torch.equal(keys.clip, artifact.clip("keys", "32x1", 3)[number][:, None, None])
         assert torch.equal(values.clip, artifact.clip("values", "1x32", 8)[number][:, None, None])
+
+
+def test_the_stream_of_specaches_copy_that_has_1_bit_takes_its_middles():
+    low = build("specache", {"bits": {"keys": 1, "values": 2}}).plan(0, Geometry(2, 2, 64), None).low
+    assert (low.keys.codec.clip, low.values.codec.clip) == (0.5, 1.0)  # eq. 3
+    low = build("specache", {"bits": 1, "clip": {"keys": 0.7, "values": None}}).plan(0, Geometry(2, 2, 64), None).low
+    assert (low.keys.codec.clip, low.values.codec.clip) == (0.7, 0.5)
 
 
 # --- where the option goes ------------------------------------------------------------------------------------------
