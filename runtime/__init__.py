@@ -6,5 +6,6 @@ from calib.runtime import Artifact, compress
 from calib.runtime.artifact.artifact import Artifact, ArtifactError
 from calib.runtime.compress import compress
 from calib.runtime.memory import Memory
+from calib.runtime.special_tokens import special_token_ids
 
-__all__ = ["Artifact", "ArtifactError", "Memory", "compress"]
+__all__ = ["Artifact", "ArtifactError", "Memory", "compress", "special_token_ids"]

@@ -4,7 +4,7 @@ import os
 import weakref
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from calib.runtime.artifact.artifact import Artifact
@@ -18,6 +18,7 @@ from calib.runtime.methods.tuned import check_one_sequence_state
 from calib.runtime.offload.speculator import Speculator
 from calib.runtime.prefix.prefix import Origin, load
 from calib.runtime.rotation import Rotation
+from calib.runtime.special_tokens import with_special_tokens
 from calib.runtime.stages.codec.unserved import warn_unserved
 from calib.runtime.store import LayerContext
 
@@ -34,6 +35,7 @@ def compress(
     allow_finetuned: bool = False,
     graphs: bool = False,
     prefix: str | os.PathLike[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> CompressedCache:
     """An empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
@@ -50,6 +52,7 @@ def compress(
         graphs: on a GPU, replay decode steps from CUDA graphs, one launch a step.
         prefix: a file of `cache.save`, which the cache begins with. Model, method, options, seed and artifact must be the
             same as when it was saved.
+        tokenizer: the model's, for methods that ask which tokens are special (`zipcache` with `probes="special"`).
         options: the method's own, such as `bits=2`; or `tuned=2.5` alone, for the options that `calib tune` chose for that
             budget and wrote into the artifact.
 
@@ -94,7 +97,7 @@ def compress(
     if not wrapped:
         raise ValueError(f"{type(model).__name__} has no attention layer with a plain key-value cache to compress")
     geometry = Geometry.of(config)
-    plans = {i: built.plan(i, geometry, artifact) for i in wrapped}
+    plans = with_special_tokens({i: built.plan(i, geometry, artifact) for i in wrapped}, tokenizer)
     for plan in plans.values():
         plan.check(geometry.head_dim, model.dtype)  # before anything runs
     check_one_sequence_state(plans)

@@ -162,6 +162,15 @@ class Plan(Protocol):
         return False
 
     @property
+    def lacks_special_ids(self) -> bool:
+        """Whether it must be told which token ids are special before it can be used."""
+        return False
+
+    def with_special_ids(self, special_ids: tuple[int, ...]) -> "Plan":
+        """The same, these token ids being the special ones, where it lacks them."""
+        return self
+
+    @property
     def speculative(self) -> bool:
         """Whether a decode step takes a speculative token along."""
         return False

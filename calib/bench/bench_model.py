@@ -93,7 +93,7 @@ def prepare(request: BenchRequest) -> BenchModel:
         torch.set_num_threads(request.threads)
     device = usable_device(request.device)
     artifact, digest = read_artifact(request.artifact)
-    model, _ = load(request.model, request.dtype)
+    model, tokenizer = load(request.model, request.dtype)
     model.to(device)
     # One more token than is timed: the first step behind a prompt warms up.
     longest, most = max(request.contexts) + request.new_tokens + 1, positions(model)
@@ -104,7 +104,7 @@ def prepare(request: BenchRequest) -> BenchModel:
         )
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     attention = [(config, config._attn_implementation_internal) for config in parts.values()]
-    given = Given(model, request.seed, artifact, fingerprint(model))
+    given = Given(model, request.seed, artifact, fingerprint(model), tokenizer)
     for entry in request.methods:
         for context in request.contexts:
             with entry.refusing():

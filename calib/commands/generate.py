@@ -104,7 +104,7 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
         return model.generate(**inputs, **settings, past_key_values=cache)[0, length:]
 
     with as_usage():
-        cache = compress(model, name, artifact, seed=asked.seed, **options)
+        cache = compress(model, name, artifact, seed=asked.seed, tokenizer=tokenizer, **options)
     with cache:
         found = continuation(cache)
     full = DynamicCache(config=model.config)

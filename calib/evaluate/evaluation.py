@@ -78,7 +78,7 @@ def prepare(request: Request) -> Evaluation:
         if entry.serves(column)
     ]
     identity = fingerprint(model)
-    given = Given(model, request.seed, artifact, identity)
+    given = Given(model, request.seed, artifact, identity, tokenizer)
     for cell in cells:
         cell.entry.check(given, cell.column)
     base = {

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from calib.errors import UsageError
 from calib.runtime import Artifact
 from calib.runtime.methods import METHODS, Geometry, build, method_class
 from calib.runtime.methods.grid import Grid, Options
+from calib.runtime.special_tokens import with_special_tokens
 from calib.runtime.store import Plan
 
 
@@ -51,14 +53,18 @@ def candidates(
     geometry: Geometry,
     artifact: Artifact,
     dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Candidate]:
-    """Those that the method takes in all of `layers`; raises UsageError with the last reason where it takes none."""
+    """Those that the method takes in all of `layers`; raises UsageError with the last reason where it takes none. The `tokenizer`
+    tells which tokens are special, where a method asks."""
     grid, found, reason = grid_of(method, given), [], ""
     for number, shared in enumerate(grid.globals()):
         for own in grid.layers():
             try:
                 built = build(method, {**given, **shared, **own})
-                plans = {layer: built.plan(layer, geometry, artifact) for layer in layers}
+                plans = with_special_tokens(
+                    {layer: built.plan(layer, geometry, artifact) for layer in layers}, tokenizer
+                )
                 for plan in plans.values():
                     plan.check(geometry.head_dim, dtype)
             except (

@@ -70,7 +70,8 @@ def tune(request: Request) -> int:
     model.to(device)
     subject = Subject.of(model, artifact, request.seed)
     with as_usage():
-        found = candidates(request.method, request.options, subject.layers, subject.geometry, artifact, model.dtype)
+        shape = subject.layers, subject.geometry, artifact, model.dtype
+        found = candidates(request.method, request.options, *shape, tokenizer)
     tokens, origin = sequences(request, model, tokenizer)
     print(
         f"{len(found)} candidates in {len(subject.layers)} layers, {len(tokens)} sequences of {tokens.shape[1]} tokens"

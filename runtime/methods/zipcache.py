@@ -44,9 +44,9 @@ class ZipCache(Method):
         tiers: (bits, share) of each tier, best first; 16 bits are exact, 0 bits (last only) are evicted. Shares sum to 1.
         ratio: share of the first of two tiers, in place of the shares in `tiers`.
         recompress: tokens of a block.
-        probes: "random+recent", "random", "recent", "all" or "special" (tokens of `special_ids`).
+        probes: "random+recent", "random", "recent", "all" or "special" (special and punctuation tokens).
         probe_share: share of rows that are probes.
-        special_ids: token ids, for `probes="special"` alone.
+        special_ids: token ids, for `probes="special"` alone; () takes those of `compress(..., tokenizer=tokenizer)`.
         saliency: "normalised" (eq. 8), or "accumulated" (eq. 7, what H2O and MiKV use) to compare with.
         salient_set: each KV head has its own ("head"), or all heads of a layer share one ("layer").
         scope: a value's scale and zero point are its head's ("head"), or one for all heads of the token ("layer", Algorithm 1; it

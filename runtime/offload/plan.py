@@ -44,6 +44,15 @@ class OffloadPlan(Plan):
         return self.low.needs_token_ids
 
     @property
+    def lacks_special_ids(self) -> bool:
+        """As the device's part says."""
+        return self.low.lacks_special_ids
+
+    def with_special_ids(self, special_ids: tuple[int, ...]) -> "OffloadPlan":
+        """The device's part with them."""
+        return replace(self, low=self.low.with_special_ids(special_ids))
+
+    @property
     def speculative(self) -> bool:
         """Whether a decode step takes a speculative token along."""
         return self.policy.speculates

@@ -77,6 +77,15 @@ class TieredPlan(Plan):
         return self.probes is not None and self.probes.strategy == "special"
 
     @property
+    def lacks_special_ids(self) -> bool:
+        """Whether probes are special tokens, and nobody has said which those are."""
+        return self.probes is not None and self.probes.lacks_ids
+
+    def with_special_ids(self, special_ids: tuple[int, ...]) -> "TieredPlan":
+        """The same with probes that know them."""
+        return self if self.probes is None else replace(self, probes=self.probes.with_ids(special_ids))
+
+    @property
     def evicts(self) -> bool:
         """By its tiering, or as the oracle does."""
         return self.oracle_share is not None or self.tiering.evicts(self.kinds)
@@ -149,8 +158,13 @@ class TieredPlan(Plan):
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for groups that do not divide the head, or hold more tokens than are encoded together, for a
-        saliency of the newest queries where chunks are scored by probes, and for one that goes by neighbours where tokens lie in
-        any order."""
+        saliency of the newest queries where chunks are scored by probes, for one that goes by neighbours where tokens lie in
+        any order, and for special probes without their ids."""
+        if self.lacks_special_ids:
+            raise ValueError(
+                "probes='special' with special_ids=[]: give the ids, or the tokenizer that knows them: "
+                "compress(..., tokenizer=tokenizer)"
+            )
         if self.saliency is not None and self.saliency.by_neighbours and not self.tiering.scores_in_order:
             raise ValueError(
                 f"saliency: {type(self.saliency).__name__} needs tokens in their order, and {type(self.tiering).__name__} scores "

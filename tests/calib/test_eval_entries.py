@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from toy_language_model import save_toy, toy_tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, QuantizedCache
 
 from calib import cli
 from calib.errors import RunError, UsageError
@@ -15,6 +15,7 @@ from calib.evaluate.entries import Given, MethodEntry, PeerEntry, ResultsEntry, 
 from calib.evaluate.entries.entry import counting
 from calib.evaluate.entries.peer import values_of_token
 from calib.evaluate.tasks import Subject, agreement, build_task
+from calib.runtime import special_token_ids
 from calib.runtime.memory import measure
 
 needs_quanto = pytest.mark.skipif(find_spec("optimum") is None, reason="optimum-quanto is not installed")
@@ -62,6 +63,16 @@ def test_the_dynamic_cache_says_what_our_full_one_says(folder, tmp_path):
     # Of float32; what is padded is held and is no value.
     assert cells["theirs", "perplexity"]["sizes"]["bits_per_value"] == 32
     assert cells["theirs", "3 lines"]["sizes"]["bits_per_value"] >= 32
+
+
+def test_special_probes_are_those_of_the_models_tokenizer(folder, tmp_path):
+    ids = list(special_token_ids(AutoTokenizer.from_pretrained(folder)))
+    own = {"method": "zipcache", "recompress": 20, "tiers": [[4, 0.5], [1, 0.5]], "probes": "special"}
+    rows = {"asked": own, "by hand": {**own, "special_ids": ids}, "others": {**own, "special_ids": ids[:1]}}
+    status, document = evaluated(folder, tmp_path, [{"name": name, **row} for name, row in rows.items()])
+    assert status == 0
+    found = {cell["name"]: cell["figures"] for cell in document["cells"] if cell["column"] == "perplexity"}
+    assert found["asked"] == found["by hand"] != found["others"]
 
 
 @pytest.mark.full

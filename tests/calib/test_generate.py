@@ -37,6 +37,12 @@ def test_the_full_method_agrees_with_the_full_cache(model, capsys):
     assert "all 5 tokens agree" in capsys.readouterr().out
 
 
+def test_special_probes_are_those_of_the_models_tokenizer(model, capsys):
+    words = ["--method", "zipcache", "--probes", "special", "--recompress", "20"]
+    assert cli.main(["generate", "--model", model, *PROMPT, *words]) == 0
+    assert "zipcache probes=special recompress=20: " in capsys.readouterr().out
+
+
 def test_agreement_is_told_in_words():
     assert agreement([1, 2], [1, 2]) == "all 2 tokens agree"
     assert agreement([1, 2, 3], [1, 5, 3]).startswith("the first 1 of 3 tokens agree; behind a token that differs")

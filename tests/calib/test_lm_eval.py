@@ -128,6 +128,11 @@ def test_a_two_bit_cache_is_what_the_log_likelihoods_come_from(model, tokenizer)
     assert generated(lm, [LONG[:200]]) != generated(CompressedLM(model, tokenizer, "full"), [LONG[:200]])
 
 
+def test_special_probes_are_those_of_the_tokenizer(model, tokenizer):
+    lm = CompressedLM(model, tokenizer, "zipcache", probes="special", recompress=20)
+    assert rolling(lm, [LONG[:80]])
+
+
 def test_no_forward_goes_without_the_compressed_cache(model, tokenizer):
     lm, seen = CompressedLM(model, tokenizer, "kivi", batch_size=2, chunk=32, **KIVI), []
     hook = model.register_forward_pre_hook(

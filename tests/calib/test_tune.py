@@ -7,12 +7,12 @@ import pytest
 import torch
 from cases import calibrated_artifact
 from one_line import message
-from toy_language_model import toy_model
+from toy_language_model import toy_model, toy_tokenizer
 
 from calib.errors import UsageError
 from calib.evaluate.feed import Feed
 from calib.evaluate.stored import stored
-from calib.runtime import compress
+from calib.runtime import compress, special_token_ids
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.tune.allocation import cheapest, hull
 from calib.tune.candidates import candidates
@@ -187,6 +187,15 @@ def test_shared_options_are_the_same_in_every_layer(subject, tokens):
     for budget, ratio in ((3.6, 0.4), (2.95, 0.2), (9.0, 0.8)):
         chosen = search.at(budget).chosen
         assert [one.options["ratio"] for one in chosen] == [ratio] * 3
+
+
+def test_special_tokens_are_those_of_the_tokenizer(subject):
+    asked = (subject.layers, subject.geometry, subject.artifact, subject.model.dtype)
+    given = {"probes": "special", "clip": 1.0, "ratio": 0.4}
+    plans = [plan for one in candidates("zipcache", given, *asked, toy_tokenizer()) for plan in one.plans.values()]
+    assert plans and all(plan.probes.special_ids == special_token_ids(toy_tokenizer()) for plan in plans)
+    with pytest.raises(UsageError, match="give the ids, or the tokenizer that knows them"):
+        candidates("zipcache", given, *asked)
 
 
 def test_what_cannot_be_chosen(subject, tokens):

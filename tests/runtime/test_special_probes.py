@@ -1,12 +1,16 @@
-"""Probe rows by token id, through a model: whose attention counts is decided by what each row says."""
+"""Probe rows by token id, through a model: whose attention counts is decided by what each row says; and which ids those are, where
+a tokenizer tells."""
 
 import pytest
 import torch
 from cases import BY_NAME
 from layer_walk import differing, stored
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from toy_models import left_padded, random_model
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from calib.runtime import compress
+from calib.runtime import compress, special_token_ids
 from calib.runtime.layer import CompressedLayer
 
 BLOCK = 32
@@ -131,3 +135,83 @@ def test_two_caches_hear_their_own_tokens(model):
             model(**first, past_key_values=one)
         assert one.sequences.ids is None and other.sequences.ids is None, "no ids are kept beyond the forward"
     assert not differing(stored(one, 0), alone[0]) and not differing(stored(other, 0), alone[1])
+
+
+# --- ids from a tokenizer -----------------------------------------------------------------------------------------------
+
+WORDS = {
+    "punctuation": [".", ",", "...", " ;", '("', "$", "\u2014", "\u3002", "\u00bf"],
+    "others": ["\n", " ", "a", "a.", "3", "1,000", "\u20ac", "\u00e9", "\ufffd", "don't"],
+}
+
+
+def tokenizer_of(words: list[str], **special: str) -> PreTrainedTokenizerFast:
+    """One token a word, at random places of a vocabulary as long as the model's, and the `special` ones among them."""
+    places = torch.randperm(100, generator=torch.Generator().manual_seed(3)).tolist()
+    spelled = [*words, *special.values(), *(f"word{n}" for n in range(100))][:100]
+    vocabulary = dict(zip(spelled, places, strict=True)) | {"[rest]": 100}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="[rest]")), **special)
+
+
+@pytest.fixture
+def tokenizer():
+    return tokenizer_of(WORDS["punctuation"] + WORDS["others"], bos_token="<s>", eos_token="</s>")
+
+
+def test_special_and_punctuation_tokens(tokenizer):
+    """What the tokenizer names, what was added as special, and tokens of punctuation alone."""
+    expected = [*WORDS["punctuation"], "<s>", "</s>"]
+    assert special_token_ids(tokenizer) == tuple(sorted(map(tokenizer.get_vocab().get, expected)))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_tokens(["->", "and so on"])
+    expected += ["<|im_start|>", "->"]
+    assert special_token_ids(tokenizer) == tuple(sorted(map(tokenizer.get_vocab().get, expected)))
+
+
+def test_special_tokens_of_the_embedded_model():
+    """Of byte-level pairs: spaces before a mark do not make it another."""
+    tokenizer = AutoTokenizer.from_pretrained("artifacts/tiny-llama")
+    spelled = set(tokenizer.convert_ids_to_tokens(special_token_ids(tokenizer)))
+    assert {"<s>", "</s>", "<pad>", ".", ",", ").", '\u0120"', "\u0120\u00e2\u0122\u0136"} < spelled
+    assert not {"\u010a", "\u0120", "\u0120a", "\u0120the", "1"} & spelled
+
+
+def test_ids_of_the_tokenizer_are_those_given_by_hand(model, tokenizer):
+    inputs, held = ragged([60, 41]), []
+    asked = {name: value for name, value in OPTIONS.items() if name != "special_ids"}
+    ids = list(special_token_ids(tokenizer))
+    assert 2 < torch.isin(inputs["input_ids"][0], torch.tensor(ids)).sum() < 15
+    low = {"low": {"method": "zipcache", **asked, "tiers": [[4, 0.5], [2, 0.5]]}, "k": 4}
+    for method, options in (
+        ("zipcache", {**asked, "special_ids": ids}),
+        ("zipcache", {**asked, "tokenizer": tokenizer}),
+        ("zipcache", OPTIONS),
+        ("specache", {**low, "tokenizer": tokenizer}),
+    ):
+        with compress(model, method=method, **options) as cache, torch.no_grad():
+            model(**inputs, past_key_values=cache)
+        if method == "zipcache":
+            held.append([stored(cache, row) for row in range(2)])
+    by_hand, asked_for, others = held
+    assert not any(differing(*pair) for pair in zip(by_hand, asked_for, strict=True))
+    assert any(differing(*pair) for pair in zip(by_hand, others, strict=True))
+
+
+def test_ids_that_are_given_are_not_asked_for(model, tokenizer):
+    """A list stands, whatever the tokenizer says; so do probes that are not special."""
+    for options in (OPTIONS, {"probes": "recent"}):
+        plans = []
+        for more in ({}, {"tokenizer": tokenizer}):
+            with compress(model, method="zipcache", **options, **more) as cache:
+                plans.append(cache.compressed[0].plan)
+        assert plans[0].probes == plans[1].probes
+
+
+def test_what_is_no_tokenizer_is_refused(model):
+    asked = {"method": "zipcache", "probes": "special"}
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer of transformers, got 'gpt2'; AutoTokenizer"):
+        compress(model, **asked, tokenizer="gpt2")
+    with pytest.raises(ValueError, match="of 101 tokens, has no special and no punctuation tokens; give their ids"):
+        compress(model, **asked, tokenizer=tokenizer_of(["a", "b"]))
+    with pytest.raises(ValueError, match=r"special_ids=\[\]: give the ids, or the tokenizer that knows them: compress"):
+        compress(model, **asked)

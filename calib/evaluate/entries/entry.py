@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from calib.errors import UsageError
@@ -27,12 +27,14 @@ class Given:
         seed: for methods that draw.
         artifact: for rows that use one.
         identity: the model's fingerprint.
+        tokenizer: the model's, for rows that ask it which tokens are special.
     """
 
     model: PreTrainedModel
     seed: int
     artifact: Artifact | None
     identity: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class MethodEntry(CacheEntry):
 
     def open(self, given: Given, title: str) -> CompressedCache:
         artifact = given.artifact if self.uses_artifact else None
-        return compress(given.model, self.name, artifact, seed=given.seed, **self.options_for(title))
+        options = self.options_for(title)
+        return compress(given.model, self.name, artifact, seed=given.seed, tokenizer=given.tokenizer, **options)
 
     def close(self, cache: Cache) -> None:
         assert isinstance(cache, CompressedCache)

@@ -51,7 +51,7 @@ class CompressedLM(RowsLM):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        compress(model, method, artifact, seed=seed, **options).release()  # refuses now what it would refuse later
+        compress(model, method, artifact, seed=seed, tokenizer=tokenizer, **options).release()  # refuses now what it would refuse later
         longest = length_of(model.config, tokenizer) if max_length is None else max_length
         given = {"batch_size": batch_size, "chunk": chunk, "max_length": longest, "max_gen_toks": max_gen_toks}
         for name, value in given.items():
@@ -72,7 +72,9 @@ class CompressedLM(RowsLM):
         found: dict[int, Answer] = {}
         with tqdm(total=len(rows), disable=quiet, desc=f"through {self.method}") as bar:
             for batch in in_batches(rows, self.batch_size, self.chunk, self.max_length):
-                with compress(self.model, self.method, self.artifact, seed=self.seed, **self.options) as cache:
+                with compress(
+                    self.model, self.method, self.artifact, seed=self.seed, tokenizer=self.tokenizer, **self.options
+                ) as cache:
                     made = answered(self.model, self.tokenizer, cache, batch, self.chunk)
                     self.memories.append(cache.memory())
                 found.update(zip(batch.positions, made, strict=True))

@@ -1,7 +1,7 @@
 """Which query rows are probes: a sample of rows tells which tokens are salient (ZipCache, arXiv:2405.14256, section 4.3)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Probes:
     """Probe rows of a prompt and of a block of decoded tokens.
 
     A prompt's rows: the newest, some drawn without replacement, half of each (random+recent), all of them, or the tokens
-    whose id is in `special_ids`. In a block the same shares hold, with a draw for each row (Algorithm 3: index > 95 or
+    whose id is in `special_ids`, which `with_ids` gives where they come from a tokenizer. In a block the same shares hold, with a draw for each row (Algorithm 3: index > 95 or
     5 % of 100); its last row always is a probe, for without it the last token would have no score; `special` does as
     random+recent there.
     """
@@ -39,11 +39,20 @@ class Probes:
         ids = self.special_ids
         if not isinstance(ids, tuple | list) or any(type(one) is not int or one < 0 for one in ids):
             raise ValueError(f"special_ids must be a list of token ids, whole numbers from 0, got {printable(ids)}")
-        if (self.strategy == "special") != bool(ids):
+        if ids and self.strategy != "special":
             raise ValueError(
                 f"probes={printable(self.strategy)} with special_ids={printable(list(ids))}: "
                 "give the ids with probes='special', and only there"
             )
+
+    @property
+    def lacks_ids(self) -> bool:
+        """Whether it is not yet known which tokens are special."""
+        return self.strategy == "special" and not self.special_ids
+
+    def with_ids(self, special_ids: tuple[int, ...]) -> "Probes":
+        """The same with these tokens for special ones, where it lacks them."""
+        return replace(self, special_ids=special_ids) if self.lacks_ids else self
 
     def of_prompt(self, length: int, rng: SeededRng, ids: Tensor | None) -> Tensor:
         """Probe rows among the `length` rows of a prompt whose token ids are `ids [length]`: int64, rising, on the host."""
@@ -51,7 +60,7 @@ class Probes:
         if self.strategy == "all":
             return positions
         if self.strategy == "special":
-            assert ids is not None, "special probes without token ids"
+            assert ids is not None and not self.lacks_ids, "special probes without token ids"
             return positions[torch.isin(ids.cpu(), torch.tensor(self.special_ids))]
         halved = self.share / 2 if self.strategy == "random+recent" else self.share
         recent = 0 if self.strategy == "random" else share_of(halved, length)
