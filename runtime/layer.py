@@ -6,6 +6,7 @@ which attends (packed pages, window, new tokens) and then stores the new tokens,
 recording is on. If the layer reaches any other attention function, that one fails at once: a layer is not a tensor.
 """
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from calib.runtime.files.state import State, StateError, branch, dtype_named, na
 from calib.runtime.logits import Logits
 from calib.runtime.messages.printable import printable
 from calib.runtime.modes import wants_gradients, with_ordinary_tensors, without_gradients
+from calib.runtime.paging.encoding_chunks import encoding_chunks
 from calib.runtime.paging.pages import PAGE_TOKENS, TILE_TOKENS
 from calib.runtime.paging.sequence_state import Draft, Forward, SequenceState
 from calib.runtime.store import LayerContext, Plan, Store
@@ -79,19 +81,16 @@ class CompressedLayer(CacheLayerMixin):
         self._check_window(logits.sliding)
         forward = self.sequences.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
-        real = given.of_columns(slice(forward.width)) if forward.speculative else given
         # Of a prompt gradients are those of plain attention. What is stored has none, and changes before they are asked for.
-        refusing = any(forward.before) and wants_gradients(*given)
+        refusing = (any(forward.before) or self._in_chunks(forward)) and wants_gradients(*given)
         with torch.no_grad() if refusing else nullcontext():
             if forward.recorded:
-                output = self._attended(forward, given, logits, observe=False)
+                output = self._rehearsed(forward, given, logits)
+                real = given.of_columns(slice(forward.width)) if forward.speculative else given
                 forward.hold(Draft(partial(self._take_in, logits), self._draft(real)))
             else:
-                self.store.prepare(
-                    forward
-                )  # before attention: the table already names the pages this forward will fill
-                output = self._attended(forward, given, logits, observe=True)
-                self._store(forward, real)
+                output = self._encoded(self.store, forward, given, logits)
+                forward.stored()
         self.seen += forward.width
         return without_gradients(output, *given) if refusing else output
 
@@ -146,38 +145,70 @@ class CompressedLayer(CacheLayerMixin):
     def _take_in(self, logits: Logits, forward: Forward, *draft: Tensor) -> None:
         assert self.store is not None
         given = QKV(*draft)
-        self.store.prepare(forward)
         if self.store.observes and forward.width:  # attended again, now that it is known which drafts were kept
-            self._attended(forward, given, logits, observe=True)
-        self._store(forward, given)
+            self._encoded(self.store, forward, given, logits)
+        else:
+            self.store.prepare(forward)
+            self._store(self.store, forward, given)
+        forward.stored()
 
-    def _attended(self, forward: Forward, given: QKV, logits: Logits, observe: bool) -> Tensor:
+    def _in_chunks(self, forward: Forward) -> bool:
+        """Whether a row brings more than is attended and stored at once."""
+        size = self.plan.encoding_chunk
+        return size is not None and max(forward.counts) > size
+
+    def _encoded(self, store: Store, forward: Forward, given: QKV, logits: Logits) -> Tensor:
+        """Attention of what the rows are given, which then is stored: all of it, or chunk by chunk where the plan asks for that."""
+        store.prepare(forward)  # before attention: the table already names the pages this forward will fill
+        size = self.plan.encoding_chunk
+        if size is None or not self._in_chunks(forward):
+            output = self._attended(store, forward, given, logits, observe=True)
+            self._store(store, forward, given.of_columns(slice(forward.width)) if forward.speculative else given)
+            return output
+        output = given.query.new_zeros(*given.query.shape[:3], given.values.shape[3])
+        for chunk in encoding_chunks(forward, size):
+            own = QKV(*map(chunk.of, given))
+            chunk.put(self._attended(store, chunk.forward, own, logits, observe=True), output)
+            self._store(store, chunk.forward, own)
+        return output
+
+    def _rehearsed(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
+        """Attention of drafts. More than a chunk of them are taken in by a copy of the store, which is dropped: later chunks attend
+        to blocks of earlier ones, and which drafts stay is not known yet."""
         assert self.store is not None
+        if not self._in_chunks(forward):
+            return self._attended(self.store, forward, given, logits, observe=False)
+        # Without the drafts of the layers before, which the forward holds.
+        store, sequences = copy.deepcopy((self.store, self.sequences), {id(forward): forward.without(0)})
+        output = self._encoded(store, sequences.accept(forward), given, logits)
+        store.state()  # waits for copies that run beside the main stream: their memory goes now
+        return output
+
+    def _attended(self, store: Store, forward: Forward, given: QKV, logits: Logits, observe: bool) -> Tensor:
         # Rows with padding in this forward go one by one, without it; the others together, as many as fill a tile.
         batch, step = given.query.shape[0], 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
         if forward.columns is None and batch <= step:
-            return self.store.attend(AttendRequest(forward, range(batch), logits, given, observe))
+            return store.attend(AttendRequest(forward, range(batch), logits, given, observe))
         outputs = []
         for at in range(0, batch, step):
             rows = range(at, min(at + step, batch))
             part = given.of_rows(rows)
             if forward.columns is None:
-                outputs.append(self.store.attend(AttendRequest(forward, rows, logits, part, observe)))
+                outputs.append(store.attend(AttendRequest(forward, rows, logits, part, observe)))
                 continue
             columns = forward.columns[at].to(given.query.device)
             output = part.query.new_zeros(*part.query.shape[:3], part.values.shape[3])
             if forward.counts[at]:
                 part = part.of_columns(columns)
-                output[:, :, columns] = self.store.attend(AttendRequest(forward, rows, logits, part, observe))
+                output[:, :, columns] = store.attend(AttendRequest(forward, rows, logits, part, observe))
             outputs.append(output)
         return torch.cat(outputs)
 
-    def _store(self, forward: Forward, given: QKV) -> None:
-        assert self.store is not None
+    @staticmethod
+    def _store(store: Store, forward: Forward, given: QKV) -> None:
         # Detached: outside torch.no_grad() a stored token would keep the graph of every forward alive.
         keys, values = (part.detach() if part.requires_grad else part for part in (given.keys, given.values))
-        self.store.store(forward, keys, values)
-        forward.stored()
+        store.store(forward, keys, values)
 
     if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes
 

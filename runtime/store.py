@@ -213,6 +213,11 @@ class Plan(Protocol):
         return False
 
     @property
+    def encoding_chunk(self) -> int | None:
+        """Tokens of a row that are attended and stored before the next ones of the same forward are attended; None: all."""
+        return None
+
+    @property
     def by_forwards(self) -> bool:
         """Whether it matters in which forwards tokens arrive: attention decides, or a prompt is encoded as a whole."""
         return False

@@ -18,14 +18,18 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 class InfLLM(Method):
     """Exact keys and values, all of them on the host; nothing is quantised.
 
-    1. Attention over a prompt is exact.
+    1. With `prefill="blocks"` the tokens of a forward are encoded `chunk` by `chunk` (section 3.1): each chunk attends to the
+       initial tokens, the local ones, the blocks fetched for it and, causally, itself, and is stored before the next one. A
+       row's chunks begin with its first token of the forward. With "exact" all tokens of a forward are one chunk, and attention
+       over a prompt is exact.
     2. On the device: the first `initial` tokens and the newest `window` (up to `block` - 1 more, until a block is complete).
     3. What lies between leaves in blocks. A block is represented by the keys of the tokens that got the most attention, on
        the average, from the `window` queries behind them.
-    4. A forward fetches for each KV head the blocks with the largest sum, over its queries and the representatives, of
-       their products with the query, averaged over the query heads.
+    4. A chunk fetches for each KV head the blocks with the largest sum, over its queries and the representatives, of
+       their products with the query, averaged over the query heads. A decode step is a chunk.
     5. With `positions="cache"` all fetched tokens are attended at the position just before the local window, and the initial ones
-       before that.
+       before that: no distance is longer than `initial` + `window` + `block` + `chunk` - 1, however long the row is. That many
+       positions must be within what the model was trained on.
 
     Args:
         initial: first tokens kept on the device.
@@ -34,6 +38,9 @@ class InfLLM(Method):
         representatives: keys that stand for a block.
         fetched: blocks fetched in a forward; 0 makes it a StreamingLLM that loses whole blocks.
         positions: "cache" as published, or "original" for models whose RoPE cannot be rotated.
+        prefill: "blocks" as published, so that a prompt may be longer than the trained context; "exact" attends a prompt as the
+            model itself does.
+        chunk: tokens that are encoded together with `prefill="blocks"`.
     """
 
     name: ClassVar[str] = "infllm"
@@ -44,14 +51,14 @@ class InfLLM(Method):
     representatives: int = 4
     fetched: int = 16
     positions: Literal["cache", "original"] = "cache"
+    prefill: Literal["blocks", "exact"] = "blocks"
+    chunk: int = 512
 
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, ("cache", "original"))
+        check_choice("prefill", self.prefill, ("blocks", "exact"))
         InitialAndWindow(self.initial, self.window, self.block)
-        self._policy()
-
-    def _policy(self) -> TopBlocks:
-        return TopBlocks(self.block, self.representatives, self.fetched)
+        TopBlocks(self.block, self.representatives, self.fetched, self.chunk)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> OffloadPlan:
         """Initial and local tokens on the device, everything on the host."""
@@ -59,4 +66,5 @@ class InfLLM(Method):
         initial = TierPlan(stages, stages, relocated=self.positions == "cache")
         tiering = InitialAndWindow(self.initial, self.window, self.block)
         low = TieredPlan((initial,), tiering, representatives=self.representatives)
-        return OffloadPlan(low, self._policy())
+        chunk = self.chunk if self.prefill == "blocks" else None
+        return OffloadPlan(low, TopBlocks(self.block, self.representatives, self.fetched, chunk))

@@ -64,7 +64,8 @@ class OffloadPlan(Plan):
     def sequences(self, layers: int, sliding: int | None) -> SequenceState:
         """The state of the device's part, with that of the host."""
         sequences: SequenceState = self.low.sequences(layers, sliding)
-        sequences.mirror_on_host(HOST.sequences(layers, sliding))
+        # The pages that a sliding window gives back are those behind a whole forward: an earlier chunk of it may still see them.
+        sequences.mirror_on_host(HOST.sequences(layers, sliding if self.encoding_chunk is None else None))
         return sequences
 
     def open(self, keys: Tensor, values: Tensor, sequences: SequenceState, context: LayerContext) -> OffloadStore:
@@ -73,6 +74,11 @@ class OffloadPlan(Plan):
         assert isinstance(sequences.host_state, OrderedSequenceState)
         host = HOST.open(keys, values, sequences.host_state, context)
         return STORES[type(self.policy)](self, low, host, keys, values, sequences, context)
+
+    @property
+    def encoding_chunk(self) -> int | None:
+        """As the policy says: what is fetched is chosen for each chunk."""
+        return self.policy.chunk
 
     @property
     def in_order(self) -> bool:

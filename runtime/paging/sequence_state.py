@@ -251,12 +251,17 @@ class SequenceState(ABC):
         drafts, forward.drafts = forward.drafts, []
         if not drafts:
             return
-        self.forward = kept = forward.without(removed)
-        kept.host_forward = self._host_forward(kept)
+        kept = self.accept(forward, removed)
         kept.pending = len(drafts)
-        self._take_in(kept)
         for draft in drafts:
             draft.store(kept, *(part[:, :, : kept.width] for part in draft.parts))
+
+    def accept(self, recorded: Forward, removed: int = 0) -> Forward:
+        """The `recorded` forward without its last `removed` columns, to be stored: its tokens count from now on."""
+        self.forward = kept = recorded.without(removed)
+        kept.host_forward = self._host_forward(kept)
+        self._take_in(kept)
+        return kept
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Row i becomes a copy of row `sources[i]`. Returns for each of `all_tables` what `PageTable.permute` does."""

@@ -97,6 +97,19 @@ INFLLM = [
         ({"positions": wrong}, ["positions must be one of cache, original", repr(wrong)])
         for wrong in ("cash", "", None, 1, ["cache"], {}, True)
     ),
+    *(
+        ({"prefill": wrong}, ["prefill must be one of blocks, exact", repr(wrong)])
+        for wrong in ("block", "", None, 1, ["exact"], True)
+    ),
+    *(
+        (
+            {"prefill": prefill, "chunk": wrong},
+            ["chunk must be a whole number", "at least 1", repr(wrong), "512 is usual"],
+        )
+        for prefill in ("blocks", "exact")
+        for wrong in (0, -1, 1.5, "512", True, [4], NAN)
+    ),
+    ({"chunk": 2**31}, ["chunk must be a whole number, at most 1073741824"]),
     ({"block": 2}, ["representatives must be at most a block's tokens", "4 of 2"]),
     ({"representatives": 129}, ["representatives", "129 of 128"]),
     ({"corrections": {"outliers": 0.05}}, ["corrections", "leave them out"]),
@@ -139,6 +152,8 @@ def test_wrong_options(model, method, options, parts):
         ("infllm", {"fetched": 0}),
         ("infllm", {"block": 4}),
         ("infllm", {"corrections": {}}),
+        ("infllm", {"chunk": 1}),
+        ("infllm", {"prefill": "exact", "chunk": 1}),
         ("offload", {"corrections": {}}),
     ],
     ids=str,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from in_turn import a_part
-from placement.scenarios import Scenario, infllm, offload, specache
+from placement.scenarios import Scenario, by_blocks, infllm, offload, specache
 from placement.walk import Walk
 
 pytestmark = pytest.mark.arithmetic
@@ -90,6 +90,25 @@ INFLLM = [
     infllm("ragged", dtype=BF16, positions="original"),
 ]
 
+# Prompts, turns and padded rows that are many chunks, whole ones and parts of one.
+BLOCKS = [
+    *(by_blocks(walk) for walk in ("steps", "chunks", "ragged", "late rows", "long", "one by one", "rows of chunks")),
+    *(by_blocks("ragged", chunk) for chunk in (1, 7, 40, 1000)),
+    *(by_blocks("ragged", gqa=gqa) for gqa in (1, 4)),
+    by_blocks("long", 50, positions="original"),
+    by_blocks("ragged", layers=2),
+    by_blocks("long", 32, fetched=100, block=16, representatives=16),
+    by_blocks("long", 5, initial=20, window=64, block=13, representatives=4, gqa=4),
+    by_blocks("ragged", 9, initial=1, window=1, block=5, representatives=1),
+    by_blocks("ragged", 30, initial=0, window=8, block=20),
+    by_blocks("many chunks", 13),
+    by_blocks("ragged", softcap=5.0),
+    by_blocks("long", rope=PARTIAL),
+    by_blocks("ragged", rope=LLAMA3),
+    by_blocks("long", dtype=FP16),
+    by_blocks("ragged", gqa=4, dtype=BF16),
+]
+
 OFFLOAD = [
     offload(),
     offload("long", gqa=4),
@@ -119,6 +138,17 @@ def test_specache(scenario: Scenario):
 def test_infllm(scenario: Scenario):
     walk = Walk(scenario).run()
     check(walk)
+    assert walk.tally.choices, "there was never a block"
+
+
+@pytest.mark.parametrize("scenario", BLOCKS, ids=str)
+def test_infllm_by_blocks(scenario: Scenario):
+    """No distance is longer than the tokens that are there at once, however long the row: what a prompt beyond the trained
+    context needs."""
+    walk = Walk(scenario).run()
+    check(walk)
+    options, furthest = scenario.options, max(row.furthest for rows in walk.rows for row in rows)
+    assert furthest < options["initial"] + options["window"] + options["block"] + options["chunk"]
     assert walk.tally.choices, "there was never a block"
 
 

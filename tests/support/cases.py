@@ -312,6 +312,12 @@ CASES = [
     # 2 of 8 keys of 16 bits.
     Case("infllm", "infllm", 2.0, {"initial": 8, "window": 40, "block": 8, "representatives": 2, "fetched": 3}),
     Case(
+        "infllm-blocks",
+        "infllm",
+        2.0,
+        {"initial": 8, "window": 40, "block": 8, "representatives": 2, "fetched": 3, "chunk": 24},
+    ),
+    Case(
         "infllm-original",
         "infllm",
         0.66666667,

@@ -17,6 +17,8 @@ class TopTokens:
     k: int = 64
     speculative: bool = True
 
+    chunk = None
+
     def __post_init__(self) -> None:
         wanted = "a whole number of tokens, at least 0"
         check_whole("k", self.k, 0, wanted, "; the paper has 64, 0 fetches nothing")

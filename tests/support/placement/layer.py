@@ -159,20 +159,45 @@ class SpeCacheRow(Row):
 
 @dataclass
 class InfLLMRow(Row):
-    """`mass [kv_heads, length]` is m; `representatives` of each block, `[kv_heads, r]`, and by how much they won."""
+    """`mass [kv_heads, length]` is m; `representatives` of each block, `[kv_heads, r]`, and by how much they won.
+
+    A forward is encoded in chunks of `chunk` tokens; None: at once. `copied` pairs were not there before, in the last forward;
+    `furthest` is the longest distance from any query so far to a token that it met.
+    """
 
     blocks: Blocks = field(default_factory=lambda: Blocks(0, 0, 1))
     count: int = 1
     fetched: int = 1
+    chunk: int | None = None
     frequencies: Tensor | None = None
     mass: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
     representatives: tuple[Tensor, ...] = ()
     doubtful: tuple[Tensor, ...] = ()
+    copied: int = 0
+    furthest: int = 0
 
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor, shown: Shown, tally: Tally, where: str) -> Tensor:
-        """Outputs `[heads, n, D]`; then the row grows. What the cache chose is compared and taken over."""
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor, shown: list[Shown], tally: Tally, where: str
+    ) -> Tensor:
+        """Outputs `[heads, n, D]`, chunk by chunk; the row grows by each before the next. `shown` are the cache's choices for them,
+        which are compared and taken over."""
+        size, outputs, self.copied = self.chunk or query.shape[1], [], 0
+        parts = [part.split(size, 1) for part in (query, keys, values)]
+        if len(shown) != len(parts[0]):
+            tally.wrong.append(f"{where}: attended {len(shown)} times, {len(parts[0])} chunks")
+            shown = [*shown, *shown[-1:] * len(parts[0])]
+        for number, given in enumerate(zip(*parts, strict=True)):
+            before = self.fetched_pairs()
+            spot = where if len(shown) == 1 else f"{where}, chunk {number}"
+            outputs.append(self.encoded(*given, shown[number], tally, spot))
+            self.copied += len(self.fetched_pairs() - before)
+        return torch.cat(outputs, 1)
+
+    def encoded(self, query: Tensor, keys: Tensor, values: Tensor, shown: Shown, tally: Tally, where: str) -> Tensor:
+        """Outputs of one chunk; then the row grows by it."""
         held, met, mixture = self.blocks.count(self.length), *self.joined(keys, values)
         kept = None
+        self.furthest = max(self.furthest, self.blocks.furthest(self.length, keys.shape[1]))
         if held:
             met = self.blocks.met(met, self.length, self.frequencies)
             kept = self.chosen(query.double(), met, held, shown, tally, where)

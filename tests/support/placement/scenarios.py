@@ -213,8 +213,13 @@ def specache(walk: str = "guesses", gqa: int = 2, dtype: torch.dtype = torch.flo
 def infllm(walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
     """A short window and small blocks, so that most of them stay away."""
     own = {name: rest.pop(name) for name in ("softcap", "layers", "rope") if name in rest}
-    usual = {"initial": 4, "window": 24, "block": 8, "representatives": 2, "fetched": 3}
+    usual = {"initial": 4, "window": 24, "block": 8, "representatives": 2, "fetched": 3, "prefill": "exact"}
     return Scenario("infllm", usual | rest, walk, gqa, dtype, **own)
+
+
+def by_blocks(walk: str = "steps", chunk: int = 16, gqa: int = 2, **rest: Any) -> Scenario:
+    """InfLLM whose forwards are encoded in chunks."""
+    return infllm(walk, gqa, prefill="blocks", chunk=chunk, **rest)
 
 
 def offload(walk: str = "ragged", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:

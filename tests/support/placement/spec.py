@@ -114,6 +114,11 @@ class Blocks:
         moved = torch.where(positions < self.initial, local - 1 - self.initial, local - 1 - positions)
         return rotated(keys, frequencies, torch.where(positions < local, moved, 0)[:, None].double())
 
+    def furthest(self, stored: int, new: int) -> int:
+        """The longest distance from a query of a forward of `new` tokens to a token where `met` puts it."""
+        local = self.first_local(stored)
+        return stored + new - 1 - (local - 1 - self.initial if self.count(stored) else 0)
+
     def mass(self, probabilities: Tensor, stored: int) -> Tensor:
         """What a forward adds to m_i: `[kv_heads, T]`, of its queries at most `window` positions behind a token."""
         queries, tokens = probabilities.shape[-2:]

@@ -1,6 +1,6 @@
 """A cache driven beside its oracles, row by row: outputs, which tokens are fetched, what was copied, what is stored."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,9 @@ from placement.scenarios import Scenario, Step, cut
 from placement.spec import Attending, Blocks, packed
 from torch import Tensor
 
+from calib.runtime.attend.request import AttendRequest
 from calib.runtime.logits import Logits
+from calib.runtime.offload.top_blocks import TopBlocksStore
 
 STORED_EVERY = 10  # steps between two looks at all that is stored; and after every forward of several columns
 GUESS_EVERY = 4  # steps between two searches for a guess: what leaves a trace does so more than once
@@ -36,12 +38,14 @@ class Walk:
         rows = len(scenario.steps[0].sizes)
         self.rows = [[self.empty_row() for _ in range(rows)] for _ in range(scenario.layers)]
         self.fetched = [0] * scenario.layers
+        self.choices: dict[tuple[int, int], list[Shown]] = {}  # of a layer and row in a forward, chunk by chunk
 
     def run(self) -> "Walk":
         """All steps."""
         rules = {"softcap": self.scenario.softcap, "sliding": self.scenario.sliding}
         with pytest.MonkeyPatch.context() as patch, filled():
             patch.setattr(layer_walk, "Logits", lambda scale: Logits(scale, **rules))
+            patch.setattr(TopBlocksStore, "attend", self.noting(TopBlocksStore.attend))
             for number, step in enumerate(self.scenario.steps):
                 self.number = number
                 self.move(step.rows) if step.rows else self.forward(step)
@@ -51,6 +55,18 @@ class Walk:
 
     def note(self, where: str, problems: Iterator[str]) -> None:
         self.problems += [f"{where}: {problem}" for problem in problems]
+
+    def noting(self, attend: Callable[[Any, AttendRequest], Tensor]) -> Callable[[Any, AttendRequest], Tensor]:
+        """`attend`, which notes behind each call what is fetched for its rows."""
+
+        def attend_and_note(store: Any, request: AttendRequest) -> Tensor:
+            output = attend(store, request)
+            layer = store.context.layer
+            for row in request.rows:
+                self.choices.setdefault((layer, row), []).append(self.shown(layer, row))
+            return output
+
+        return attend_and_note
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -74,6 +90,7 @@ class Walk:
         padding = len(set(step.sizes)) > 1
         low = [[self.low_of(layer, row) for row in range(len(real))] for layer in range(self.scenario.layers)]
         self.cache.sequences.speculating = step.speculative
+        self.choices.clear()
         outputs = feed(self.cache, brought, columns=max(map(len, brought)) + padding)
         self.cache.sequences.speculating = False
         self.columns += max(step.sizes) + padding
@@ -84,12 +101,16 @@ class Walk:
                 where, shown, before = self.where(layer, row), self.shown(layer, row), oracle.fetched_pairs()
                 if len(new):
                     given = tuple(getattr(new, name)[layer] for name in vars(new))
-                    expected = self.expected(oracle, given, step.speculative, low[layer][row], shown, where)
+                    choices = self.choices.get((layer, row), [])
+                    expected = self.expected(oracle, given, step.speculative, low[layer][row], shown, choices, where)
                     self.note(where, checks.outputs(outputs[layer][row], expected))
                     if self.scenario.method == "offload":
                         self.note(f"{where}, full", checks.outputs(outputs[layer][row], others[layer][row].double()))
                 self.note(where, checks.fetched_tokens(oracle, shown))
-                self.fetched[layer] += len(oracle.fetched_pairs() - before)
+                if isinstance(oracle, InfLLMRow):  # a chunk may fetch what the next one has no use for
+                    self.fetched[layer] += oracle.copied if len(new) else 0
+                else:
+                    self.fetched[layer] += len(oracle.fetched_pairs() - before)
         self.check_counts()
         if step.speculative and self.number % GUESS_EVERY == 1:
             self.note(f"step {self.number}", checks.no_guess(self.cache))
@@ -98,12 +119,19 @@ class Walk:
             self.check_stored()
 
     def expected(
-        self, oracle: Row, new: tuple[Tensor, ...], speculative: bool, low: Any, shown: Shown, where: str
+        self,
+        oracle: Row,
+        new: tuple[Tensor, ...],
+        speculative: bool,
+        low: Any,
+        shown: Shown,
+        choices: list[Shown],
+        where: str,
     ) -> Tensor:
         """Outputs of one forward of one row; then the row grows by its real tokens."""
         query, keys, values = new
         if isinstance(oracle, InfLLMRow):
-            return oracle.forward(query, keys, values, shown, self.tally, where)
+            return oracle.forward(query, keys, values, choices, self.tally, where)
         if not isinstance(oracle, SpeCacheRow) or not oracle.length:
             output, _ = oracle.exact(query, keys, values)
         elif speculative:
@@ -200,6 +228,7 @@ class Walk:
                 blocks=Blocks(options["initial"], options["window"], options["block"]),
                 count=options["representatives"],
                 fetched=options["fetched"],
+                chunk=options["chunk"] if options["prefill"] == "blocks" else None,
                 frequencies=None if own else self.scenario.model.model.rotary_emb.inv_freq.double(),
             )
         return Row(*held)
