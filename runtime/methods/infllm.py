@@ -36,7 +36,7 @@ class InfLLM(Method):
         window: local tokens kept there.
         block: tokens that leave together.
         representatives: keys that stand for a block.
-        fetched: blocks fetched in a forward; 0 makes it a StreamingLLM that loses whole blocks.
+        fetched: blocks fetched for a chunk; 0 makes it a StreamingLLM that loses whole blocks.
         positions: "cache" as published, or "original" for models whose RoPE cannot be rotated.
         prefill: "blocks" as published, so that a prompt may be longer than the trained context; "exact" attends a prompt as the
             model itself does.

@@ -107,3 +107,30 @@ def test_results_are_those_of_the_run_that_the_page_names(name):
         assert perplexity in ("", f"{found['perplexity']['figures']['perplexity']:.2f}")
         assert divergence in ("", f"{found['agreement']['figures']['kl']:.4f}")
         assert (bits, marginal) == (f"{sizes['bits_per_value']:.2f}", f"{sizes['marginal_bits']:.2f}")
+
+
+LENGTHS = {
+    "`full`": "full",
+    '`infllm`, `prefill="exact"`': "infllm, exact",
+    "`infllm`": "infllm, blocks",
+    "`infllm`, `fetched=0`": "infllm, blocks, none fetched",
+}
+
+
+def test_infllm_beyond_the_trained_context_is_as_it_was_measured():
+    """Both tables, cell by cell, and the options that the text names."""
+    run = json.loads((ROOT / "benchmarks/results/infllm_lengths.json").read_text(encoding="utf-8"))
+    text = text_of(PAGES["infllm"]).partition("\n## Beyond the trained context\n")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows] == [*LENGTHS, *LENGTHS]
+    for number, (row, *printed) in enumerate(rows):
+        cells = run["perplexity" if number < len(LENGTHS) else "needles"][LENGTHS[row]].values()
+        found = [
+            f"{cell['perplexity']:.2f}" if "perplexity" in cell else "{exact:.2f} ({low:.2f}-{high:.2f})".format(**cell)
+            for cell in cells
+        ]
+        assert printed == found, row
+    own = run["settings"]["infllm, blocks"]
+    named = ("initial", "window", "block", "fetched", "chunk")
+    assert f"`{', '.join(f'{name}={own[name]}' for name in named)}`" in text
+    assert f"longer than {own['initial'] + own['window'] + own['block'] + own['chunk'] - 1})" in text
