@@ -162,7 +162,7 @@ class _Bound:
     def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: bool) -> Codec:
         """A stream's codec with what corrects it."""
         own = self.options.of(role)
-        if self.artifact is not None and transform.components is not None:
+        if self.artifact is not None and transform.measured is None and transform.prologue() is None:
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on channels, and this method encodes components of a "
                 "basis; use statistics='prompt'"

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
+from calib.runtime.methods.basis import Basis, basis_of, check_basis
 from calib.runtime.methods.calibration import (
     Statistics,
     channel_range,
@@ -19,8 +20,8 @@ from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
+from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.schedule import Blocks, SlidingResidual
-from calib.runtime.stages.transform import Identity
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Kivi(Method):
        channels' ranges from the artifact and store no parameters (2.0), and values are divided by the artifact's
        channel scale before step 3 (ZipCache's eq. 6).
 
-    Each option but `statistics` is one setting for both streams, or {keys: ..., values: ...}.
+    Each option but `statistics` and `basis` is one setting for both streams, or {keys: ..., values: ...}.
 
     Args:
         bits: 1 ... 8. 1 bit wants clip 0.5 (SpeCache, eq. 3).
@@ -43,7 +44,9 @@ class Kivi(Method):
             values head_dim.
         residual: exact window R; at least 1. A key is encoded no later than its value: that of keys is at most one token more.
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
-        clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact.
+        clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact or in another basis.
+        basis: coordinates that are rounded: the channels ("none"), those of a random Hadamard rotation ("hadamard"), or of the
+            artifact's rotations, as `oscar` has them ("calibrated").
     """
 
     name: ClassVar[str] = "kivi"
@@ -63,35 +66,41 @@ class Kivi(Method):
     residual: int | Streams[int] = 128
     statistics: Statistics = "prompt"
     clip: float | Streams[float | None] | None = None
+    basis: Basis = "none"
 
     def __post_init__(self) -> None:
         of_streams("bits", self.bits, check_bits)
         self._residual()
         self._group()
         clip_of_streams(self.clip)
+        check_basis(self.basis, self.statistics)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Keys and values of one layer."""
         check_statistics(self.statistics, artifact, "kivi")
-        return LayerPlan(self._keys(layer, artifact), self._values(layer, artifact))
+        keys, values = (
+            basis_of(self.basis, stream, layer, geometry, artifact, "kivi") for stream in ("keys", "values")
+        )
+        measured = artifact if self.basis == "none" else None  # what else it holds is of channels that are not rotated
+        return LayerPlan(self._keys(keys, layer, measured), self._values(values, layer, measured))
 
-    def _keys(self, layer: int, artifact: Artifact | None) -> StreamPlan:
+    def _keys(self, transform: Transform, layer: int, artifact: Artifact | None) -> StreamPlan:
         bits, group, schedule = of_streams("bits", self.bits).keys, self._group().keys, Blocks(self._residual().keys)
         given = clip_of_streams(self.clip).keys
         if self.statistics == "calibrated" and artifact is not None:
             clip = clip_factor(given, artifact, "keys", "fixed", bits, layer)
             return StreamPlan(channel_range(artifact, "keys", layer, "kivi"), UniformQuant(bits, None, clip), schedule)
         clip = clip_factor(given, artifact, "keys", f"{group}x1", bits, layer)
-        return StreamPlan(Identity(), UniformQuant(bits, (group, 1), clip), schedule)
+        return StreamPlan(transform, UniformQuant(bits, (group, 1), clip), schedule)
 
-    def _values(self, layer: int, artifact: Artifact | None) -> StreamPlan:
+    def _values(self, transform: Transform, layer: int, artifact: Artifact | None) -> StreamPlan:
         bits, group = of_streams("bits", self.bits).values, self._group().values
         given, schedule = clip_of_streams(self.clip).values, SlidingResidual(self._residual().values)
         if self.statistics == "calibrated" and artifact is not None:
             clip = clip_factor(given, artifact, "values", f"scaled.1x{group}", bits, layer)
             return StreamPlan(channel_scale(artifact, layer, "kivi"), UniformQuant(bits, (1, group), clip), schedule)
         clip = clip_factor(given, artifact, "values", f"1x{group}", bits, layer)
-        return StreamPlan(Identity(), UniformQuant(bits, (1, group), clip), schedule)
+        return StreamPlan(transform, UniformQuant(bits, (1, group), clip), schedule)
 
     def _residual(self) -> PerStream[int]:
         def check(name: str, tokens: Any) -> None:

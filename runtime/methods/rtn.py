@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.methods.basis import Basis, basis_of, check_basis
 from calib.runtime.methods.calibration import (
     Statistics,
     channel_range,
@@ -18,7 +19,6 @@ from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
 from calib.runtime.stages.schedule import SlidingResidual
-from calib.runtime.stages.transform import Identity
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Rtn(Method):
         bits: 1 ... 8 for both streams, or {keys: ..., values: ...}.
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.low/high`).
         clip: factor on the range in (0, 1], for both or each of them; None takes the artifact's calibrated one, 1 without an
-            artifact.
+            artifact or in another basis.
+        basis: coordinates that are rounded: the channels ("none"), those of a random Hadamard rotation ("hadamard"), or of the
+            artifact's rotations, as `oscar` has them ("calibrated").
     """
 
     name: ClassVar[str] = "rtn"
@@ -50,21 +52,26 @@ class Rtn(Method):
     bits: int | Streams[int] = 4
     statistics: Statistics = "prompt"
     clip: float | Streams[float | None] | None = None
+    basis: Basis = "none"
 
     def __post_init__(self) -> None:
         of_streams("bits", self.bits, check_bits)
         clip_of_streams(self.clip)
+        check_basis(self.basis, self.statistics)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Both streams, encoded as soon as they have been attended."""
         check_statistics(self.statistics, artifact, "rtn")
-        return LayerPlan(self._stream("keys", layer, artifact), self._stream("values", layer, artifact))
+        keys, values = (self._stream(stream, layer, geometry, artifact) for stream in ("keys", "values"))
+        return LayerPlan(keys, values)
 
-    def _stream(self, stream: str, layer: int, artifact: Artifact | None) -> StreamPlan:
+    def _stream(self, stream: str, layer: int, geometry: Geometry, artifact: Artifact | None) -> StreamPlan:
         bits, given = of_streams("bits", self.bits).of(stream), clip_of_streams(self.clip).of(stream)
         if self.statistics == "calibrated" and artifact is not None:
             clip = clip_factor(given, artifact, stream, "fixed", bits, layer)
             codec = UniformQuant(bits, group=None, clip=clip)
             return StreamPlan(channel_range(artifact, stream, layer, "rtn"), codec, SlidingResidual(0))
-        clip = clip_factor(given, artifact, stream, "1x*", bits, layer)
-        return StreamPlan(Identity(), UniformQuant(bits, (1, None), clip), SlidingResidual(0))
+        transform = basis_of(self.basis, stream, layer, geometry, artifact, "rtn")
+        measured = artifact if self.basis == "none" else None  # clip factors are of what is not rotated
+        clip = clip_factor(given, measured, stream, "1x*", bits, layer)
+        return StreamPlan(transform, UniformQuant(bits, (1, None), clip), SlidingResidual(0))

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
+from calib.runtime.methods.basis import SEEDS
 from calib.runtime.methods.contract import Geometry, Method, check_bits
 from calib.runtime.methods.grid import Grid
 from calib.runtime.methods.per_stream import Streams, of_streams
@@ -13,8 +14,6 @@ from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, Direction
 from calib.runtime.stages.schedule import SlidingResidual
 from calib.runtime.stages.transform import Orthogonal
-
-ROTATIONS = {"keys": 0, "values": 1}  # seeds
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,6 @@ class TurboQuant(Method):
             StreamPlan(
                 Orthogonal.drawn(geometry.head_dim, seed), Direction.uniform(geometry.head_dim, bits.of(role)), schedule
             )
-            for role, seed in ROTATIONS.items()
+            for role, seed in SEEDS.items()
         )
         return LayerPlan(keys, values)

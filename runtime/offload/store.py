@@ -34,7 +34,8 @@ class OffloadStore(ABC):
         context: LayerContext,
     ) -> None:
         """Both stores empty; the first keys and values fix shapes and dtypes."""
-        self._plan, self.low, self.host, self.context = plan, low, host, context
+        self.low, self.host, self.context = low, host, context
+        self._plan = replace(plan, low=low.plan)  # whose tables are the store's own
         self.policy, self.sequences = plan.policy, sequences
         self.pool = FetchedPool(keys, values)
 
@@ -100,6 +101,7 @@ class OffloadStore(ABC):
         """Moves what is on the device; the host's part stays, and is seen from there."""
         self.pool.side.wait()
         self.low.to(device)
+        self._plan = self.plan
         self.host.to(device)
         self.pool.to(device)
 

@@ -43,6 +43,7 @@ def transforms(draw):
         ChannelRange.between(low, high),
         Orthogonal.drawn(channels, 3),
         Orthogonal.hadamard(channels),
+        Orthogonal.random_hadamard(channels, 3),
         Orthogonal.of(torch.linalg.qr(torch.randn(heads, channels, channels, generator=generator)).Q),
     ]
     transform = draw(st.sampled_from(choices))

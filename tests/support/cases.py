@@ -138,6 +138,10 @@ CASES = [
         {"bits": {"keys": 8, "values": 2}, "clip": {"keys": None, "values": 0.9}, "statistics": "calibrated"},
         artifact=True,
     ),
+    # In other coordinates codes and parameters are the same ones.
+    Case("rtn-4-hadamard", "rtn", 4.5, {"bits": 4, "basis": "hadamard"}),
+    Case("rtn-2-rotated", "rtn", 2.5, {"bits": 2, "basis": "calibrated"}, artifact=True),
+    Case("kivi-2-hadamard", "kivi", 3.0, {"bits": 2, "residual": 32, "basis": "hadamard"}),
     # Values have a scale and a zero point a token: 32/64 bits. Keys have none. 3.2 for the codes, half of .5.
     # And 24/n a tier for ranges of keys (32 bits a channel) and scales of values (16) of a block of n tokens.
     Case("zipcache-short", "zipcache", 3.45 + 4.8, {"recompress": 10}, contract=True),
@@ -309,6 +313,7 @@ CASES = [
     # The low-bit copy alone: what is fetched is the same 16 tokens' room.
     Case("specache", "specache", 3.0, {"k": 16, "residual": 32}, contract=True),
     Case("specache-late", "specache", 3.0, {"k": 16, "residual": 32, "speculative": False}, contract=True),
+    Case("specache-rotated", "specache", 3.0, {"k": 16, "residual": 32, "basis": "calibrated"}, artifact=True),
     # 2 of 8 keys of 16 bits.
     Case("infllm", "infllm", 2.0, {"initial": 8, "window": 40, "block": 8, "representatives": 2, "fetched": 3}),
     Case(

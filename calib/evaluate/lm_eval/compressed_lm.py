@@ -51,7 +51,8 @@ class CompressedLM(RowsLM):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        compress(model, method, artifact, seed=seed, tokenizer=tokenizer, **options).release()  # refuses now what it would refuse later
+        # Refuses now what it would refuse later.
+        compress(model, method, artifact, seed=seed, tokenizer=tokenizer, **options).release()
         longest = length_of(model.config, tokenizer) if max_length is None else max_length
         given = {"batch_size": batch_size, "chunk": chunk, "max_length": longest, "max_gen_toks": max_gen_toks}
         for name, value in given.items():

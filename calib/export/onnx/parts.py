@@ -90,6 +90,11 @@ def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext,
 
     def stream(role: str, pair: Any) -> Stream:
         stages = getattr(pair, role)
+        if stages.transform.measured is None and stages.transform.prologue() is None:
+            raise ValueError(
+                f"method '{method}' as asked encodes {role} in the coordinates of a rotation, which has no graph yet; use "
+                "basis='none'"
+            )
         block = pair.page_tokens if getattr(pair, "segments", "none") == "page" else None
         writer = None if stages.codec.exact else writer_of(stages.codec, shape, fp32_params, block)
         return Stream(role, stages.transform, stages.codec, writer, shape, fp32_params)

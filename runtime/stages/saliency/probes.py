@@ -22,9 +22,9 @@ class Probes:
     """Probe rows of a prompt and of a block of decoded tokens.
 
     A prompt's rows: the newest, some drawn without replacement, half of each (random+recent), all of them, or the tokens
-    whose id is in `special_ids`, which `with_ids` gives where they come from a tokenizer. In a block the same shares hold, with a draw for each row (Algorithm 3: index > 95 or
-    5 % of 100); its last row always is a probe, for without it the last token would have no score; `special` does as
-    random+recent there.
+    whose id is in `special_ids` (`with_ids` gives those of a tokenizer). In a block the same shares hold, with a draw for each
+    row (Algorithm 3: index > 95 or 5 % of 100); its last row always is a probe, for without it the last token would have no
+    score; `special` does as random+recent there.
     """
 
     strategy: str = "random+recent"

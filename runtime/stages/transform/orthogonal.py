@@ -43,6 +43,12 @@ class Orthogonal(Transform):
         """The normalised Hadamard matrix, in equal blocks where `channels` is no power of two; one table, whoever asks."""
         return _hadamard(channels)
 
+    @classmethod
+    def random_hadamard(cls, channels: int, seed: int) -> "Orthogonal":
+        """Hadamard's of channels whose signs are drawn: R = H diag(+-1). Without them channels of one sign would add up in the first
+        coordinate. The same for a seed, whoever asks."""
+        return _random_hadamard(channels, seed)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, D]` -> y float32 of the same shape."""
         whole, unit = whole_numbers(x)
@@ -69,6 +75,12 @@ class Orthogonal(Transform):
 @lru_cache(maxsize=16)
 def _hadamard(channels: int) -> Orthogonal:
     return Orthogonal.of(hadamard(channels))
+
+
+@lru_cache(maxsize=16)
+def _random_hadamard(channels: int, seed: int) -> Orthogonal:
+    signs = torch.randint(2, (channels,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return Orthogonal.of(hadamard(channels) * signs)
 
 
 @lru_cache(maxsize=16)
