@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.attachment import Attachment
 from calib.runtime.cache import CompressedCache
+from calib.runtime.completed import completed
 from calib.runtime.graphs.step_graphs import graphs_for
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.messages.printable import printable
@@ -18,7 +19,6 @@ from calib.runtime.methods.tuned import check_one_sequence_state
 from calib.runtime.offload.speculator import Speculator
 from calib.runtime.prefix.prefix import Origin, load
 from calib.runtime.rotation import Rotation
-from calib.runtime.special_tokens import with_special_tokens
 from calib.runtime.stages.codec.unserved import warn_unserved
 from calib.runtime.store import LayerContext
 
@@ -97,7 +97,7 @@ def compress(
     if not wrapped:
         raise ValueError(f"{type(model).__name__} has no attention layer with a plain key-value cache to compress")
     geometry = Geometry.of(config)
-    plans = with_special_tokens({i: built.plan(i, geometry, artifact) for i in wrapped}, tokenizer)
+    plans = completed({i: built.plan(i, geometry, artifact) for i in wrapped}, model, tokenizer)
     for plan in plans.values():
         plan.check(geometry.head_dim, model.dtype)  # before anything runs
     check_one_sequence_state(plans)

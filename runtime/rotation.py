@@ -17,10 +17,12 @@ from calib.runtime.device.graph_inputs import upload
 class Rotation:
     """Half-split RoPE: channels (i, i + r/2) of the first r turn by `frequencies[i]` a position.
 
-    `frequencies` is float64 `[r/2]`.
+    `frequencies` is float64 `[r/2]`; `scaling` is what the model multiplies the turned channels by besides (YaRN), which no turn
+    here does.
     """
 
     frequencies: Tensor
+    scaling: float = 1.0
 
     @staticmethod
     def of(model: nn.Module, remedy: str) -> "Rotation":
@@ -42,7 +44,8 @@ class Rotation:
             raise ValueError(
                 f"{name} has RoPE of type {rope_type!r}, whose frequencies change with the length; {remedy}"
             )
-        rotation = Rotation(getattr(embedding, _named(kind, "inv_freq")).detach().double().cpu())
+        scaling = float(getattr(embedding, _named(kind, "attention_scaling"), 1.0))
+        rotation = Rotation(getattr(embedding, _named(kind, "inv_freq")).detach().double().cpu(), scaling)
         if not rotation._agrees(embedding, kind):
             raise ValueError(f"{name} does not rotate its channels in halves; {remedy}")
         return rotation
@@ -131,8 +134,7 @@ class Rotation:
             x = x.to(getattr(embedding, _named(kind, "inv_freq")).device)
             cos, sin = embedding(x, torch.tensor([[at]], device=x.device), *([kind] if kind else []))
             theirs = apply(x, x, cos, sin)[0]
-            scaling = getattr(embedding, _named(kind, "attention_scaling"), 1.0)
-            ours = self.rotated(x, *self.cos_sin([at], x.device)) * scaling
+            ours = self.rotated(x, *self.cos_sin([at], x.device)) * self.scaling
         return bool(torch.allclose(theirs, ours, atol=1e-4))
 
 

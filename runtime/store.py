@@ -171,6 +171,15 @@ class Plan(Protocol):
         return self
 
     @property
+    def lacks_key_bias(self) -> bool:
+        """Whether it must be told the bias of the layer's key projection before it can be used."""
+        return False
+
+    def with_key_bias(self, bias: Tensor) -> "Plan":
+        """The same, `bias [kv_heads, head_dim]` being that, where it lacks it."""
+        return self
+
+    @property
     def speculative(self) -> bool:
         """Whether a decode step takes a speculative token along."""
         return False

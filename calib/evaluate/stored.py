@@ -104,6 +104,7 @@ def _of_stream(store: OrderedStore, stream: Stream, row: int) -> Stored:
         }
         decoded = stream.plan.codec.decode(block, stream.head_dim)
         tokens = stream.plan.transform.inverse(decoded)[0, :, :packed].to(pool.device)
+        tokens = tokens if stream.bias is None else stream.bias.whole(tokens)
     positions = torch.arange(packed, device=pool.device).expand(tokens.shape[:2])
     return Stored(tokens, positions)
 

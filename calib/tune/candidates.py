@@ -1,17 +1,15 @@
 """Every combination of a method's grid that a model and an artifact allow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from calib.errors import UsageError
 from calib.runtime import Artifact
 from calib.runtime.methods import METHODS, Geometry, build, method_class
 from calib.runtime.methods.grid import Grid, Options
-from calib.runtime.special_tokens import with_special_tokens
 from calib.runtime.store import Plan
 
 
@@ -53,18 +51,16 @@ def candidates(
     geometry: Geometry,
     artifact: Artifact,
     dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    complete: Callable[[dict[int, Plan]], dict[int, Plan]] = lambda plans: plans,
 ) -> list[Candidate]:
-    """Those that the method takes in all of `layers`; raises UsageError with the last reason where it takes none. The `tokenizer`
-    tells which tokens are special, where a method asks."""
+    """Those that the method takes in all of `layers`; raises UsageError with the last reason where it takes none. `complete` adds
+    what plans must know of the model and its tokenizer."""
     grid, found, reason = grid_of(method, given), [], ""
     for number, shared in enumerate(grid.globals()):
         for own in grid.layers():
             try:
                 built = build(method, {**given, **shared, **own})
-                plans = with_special_tokens(
-                    {layer: built.plan(layer, geometry, artifact) for layer in layers}, tokenizer
-                )
+                plans = complete({layer: built.plan(layer, geometry, artifact) for layer in layers})
                 for plan in plans.values():
                     plan.check(geometry.head_dim, dtype)
             except (

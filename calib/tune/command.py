@@ -19,6 +19,7 @@ from calib.documents.corpus import TextSource, text_hash
 from calib.errors import RunError, UsageError
 from calib.evaluate.evaluation import usable_device
 from calib.method_options import as_usage
+from calib.runtime.completed import completed
 from calib.runtime.files.atomic_file import write_atomically
 from calib.runtime.methods.tuned import with_choices
 from calib.tune.candidates import candidates, grid_of
@@ -71,7 +72,7 @@ def tune(request: Request) -> int:
     subject = Subject.of(model, artifact, request.seed)
     with as_usage():
         shape = subject.layers, subject.geometry, artifact, model.dtype
-        found = candidates(request.method, request.options, *shape, tokenizer)
+        found = candidates(request.method, request.options, *shape, lambda plans: completed(plans, model, tokenizer))
     tokens, origin = sequences(request, model, tokenizer)
     print(
         f"{len(found)} candidates in {len(subject.layers)} layers, {len(tokens)} sequences of {tokens.shape[1]} tokens"

@@ -30,7 +30,17 @@ def _methods() -> dict[str, type[Any]]:
 
 METHODS: dict[str, type[Any]] = _methods()
 
-__all__ = ["METHODS", "Geometry", "Method", "build", "method_class", "options_asked", "options_of", "packs_of"]
+__all__ = [
+    "METHODS",
+    "Geometry",
+    "Method",
+    "build",
+    "later_options",
+    "method_class",
+    "options_asked",
+    "options_of",
+    "packs_of",
+]
 
 
 def method_class(name: str) -> type[Any]:
@@ -47,6 +57,13 @@ def options_of(name: str) -> list[str]:
     own = [option.name for option in fields(chosen)]
     corrected = [] if getattr(chosen, "own_corrections", False) else ["corrections"]
     return own + corrected + (["tuned"] if hasattr(chosen, "grid") else [])
+
+
+def later_options(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of method `name` that a file of before them does not say, at the defaults that it was written with."""
+    return (
+        {} if "tuned" in said else {own.name: own.default for own in fields(method_class(name)) if own.name not in said}
+    )
 
 
 def packs_of(chosen: type[Any]) -> tuple[type[Codec], ...]:

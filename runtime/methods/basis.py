@@ -1,5 +1,6 @@
-"""In which coordinates a plain codec rounds (option `basis`): the model's channels, or those of a rotation, folded into the query and
-the output. The codec, its groups and what they cost stay the same."""
+"""In which coordinates a plain codec rounds: the model's channels, or those of a rotation, folded into the query and the
+output (option `basis`); and whether keys are rounded with the bias of their projection (option `key_bias`). The codec, its
+groups and what they cost stay the same."""
 
 from typing import Literal
 
@@ -10,6 +11,8 @@ from calib.runtime.stages.transform import Identity, Orthogonal
 
 Basis = Literal["none", "hadamard", "calibrated"]
 BASES = ("none", "hadamard", "calibrated")
+KeyBias = Literal["kept", "folded"]
+KEY_BIASES = ("kept", "folded")
 SEEDS = {"keys": 0, "values": 1}  # of random rotations
 
 
@@ -18,8 +21,18 @@ def check_basis(basis: str, statistics: str) -> None:
     check_choice("basis", basis, BASES)
     if basis != "none" and statistics != "prompt":
         raise ValueError(
-            f"basis='{basis}' with statistics='{statistics}': the artifact's ranges are those of channels that are not rotated; use "
-            "statistics='prompt', or basis='none'"
+            f"basis='{basis}' with statistics='{statistics}': the artifact's ranges are those of channels that are not rotated; "
+            "use statistics='prompt', or basis='none'"
+        )
+
+
+def check_key_bias(key_bias: str, statistics: str) -> None:
+    """Refuses an unknown word, and folding beside calibrated statistics: those are of keys with their bias."""
+    check_choice("key_bias", key_bias, KEY_BIASES)
+    if key_bias == "folded" and statistics != "prompt":
+        raise ValueError(
+            f"key_bias='folded' with statistics='{statistics}': the artifact's ranges are those of keys with their bias; use "
+            "statistics='prompt', or key_bias='kept'"
         )
 
 

@@ -162,6 +162,11 @@ class _Bound:
     def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: bool) -> Codec:
         """A stream's codec with what corrects it."""
         own = self.options.of(role)
+        if self.artifact is not None and transform.measured is None and transform.key_bias is not None:
+            raise ValueError(
+                "corrections with statistics='calibrated' were measured on keys with their bias, and key_bias='folded' takes it "
+                "off; use statistics='prompt'"
+            )
         if self.artifact is not None and transform.measured is None and transform.prologue() is None:
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on channels, and this method encodes components of a "

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.whole_numbers import check_whole
-from calib.runtime.methods.basis import Basis, basis_of, check_basis
+from calib.runtime.methods.basis import Basis, KeyBias, basis_of, check_basis, check_key_bias
 from calib.runtime.methods.calibration import (
     Statistics,
     channel_range,
@@ -22,6 +22,7 @@ from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.schedule import Blocks, SlidingResidual
+from calib.runtime.stages.transform import WithoutBias
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Kivi(Method):
         clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact or in another basis.
         basis: coordinates that are rounded: the channels ("none"), those of a random Hadamard rotation ("hadamard"), or of the
             artifact's rotations, as `oscar` has them ("calibrated").
+        key_bias: the bias of the model's key projection is stored with every key ("kept"), or taken off keys and given back by
+            attention ("folded").
     """
 
     name: ClassVar[str] = "kivi"
@@ -67,6 +70,7 @@ class Kivi(Method):
     statistics: Statistics = "prompt"
     clip: float | Streams[float | None] | None = None
     basis: Basis = "none"
+    key_bias: KeyBias = "kept"
 
     def __post_init__(self) -> None:
         of_streams("bits", self.bits, check_bits)
@@ -74,6 +78,7 @@ class Kivi(Method):
         self._group()
         clip_of_streams(self.clip)
         check_basis(self.basis, self.statistics)
+        check_key_bias(self.key_bias, self.statistics)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Keys and values of one layer."""
@@ -82,6 +87,8 @@ class Kivi(Method):
             basis_of(self.basis, stream, layer, geometry, artifact, "kivi") for stream in ("keys", "values")
         )
         measured = artifact if self.basis == "none" else None  # what else it holds is of channels that are not rotated
+        if self.key_bias == "folded":
+            return LayerPlan(self._keys(WithoutBias(keys), layer, None), self._values(values, layer, measured))
         return LayerPlan(self._keys(keys, layer, measured), self._values(values, layer, measured))
 
     def _keys(self, transform: Transform, layer: int, artifact: Artifact | None) -> StreamPlan:

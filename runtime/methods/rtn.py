@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.methods.basis import Basis, basis_of, check_basis
+from calib.runtime.methods.basis import Basis, KeyBias, basis_of, check_basis, check_key_bias
 from calib.runtime.methods.calibration import (
     Statistics,
     channel_range,
@@ -19,6 +19,7 @@ from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
 from calib.runtime.stages.schedule import SlidingResidual
+from calib.runtime.stages.transform import WithoutBias
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Rtn(Method):
             artifact or in another basis.
         basis: coordinates that are rounded: the channels ("none"), those of a random Hadamard rotation ("hadamard"), or of the
             artifact's rotations, as `oscar` has them ("calibrated").
+        key_bias: the bias of the model's key projection is stored with every key ("kept"), or taken off keys and given back by
+            attention ("folded").
     """
 
     name: ClassVar[str] = "rtn"
@@ -53,11 +56,13 @@ class Rtn(Method):
     statistics: Statistics = "prompt"
     clip: float | Streams[float | None] | None = None
     basis: Basis = "none"
+    key_bias: KeyBias = "kept"
 
     def __post_init__(self) -> None:
         of_streams("bits", self.bits, check_bits)
         clip_of_streams(self.clip)
         check_basis(self.basis, self.statistics)
+        check_key_bias(self.key_bias, self.statistics)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """Both streams, encoded as soon as they have been attended."""
@@ -73,5 +78,7 @@ class Rtn(Method):
             return StreamPlan(channel_range(artifact, stream, layer, "rtn"), codec, SlidingResidual(0))
         transform = basis_of(self.basis, stream, layer, geometry, artifact, "rtn")
         measured = artifact if self.basis == "none" else None  # clip factors are of what is not rotated
+        if stream == "keys" and self.key_bias == "folded":
+            transform, measured = WithoutBias(transform), None
         clip = clip_factor(given, measured, stream, "1x*", bits, layer)
         return StreamPlan(transform, UniformQuant(bits, (1, None), clip), SlidingResidual(0))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
-from calib.runtime.methods.basis import Basis
+from calib.runtime.methods.basis import Basis, KeyBias
 from calib.runtime.methods.calibration import clip_of_streams
 from calib.runtime.methods.contract import Geometry, Method
 from calib.runtime.methods.kivi import Kivi
@@ -42,6 +42,7 @@ class SpeCache(Method):
         clip: of the low-bit copy; 1 bit takes 0.5 (eq. 3) where neither `clip` nor an artifact says otherwise.
         low: another low-bit copy instead, as `build` makes it of {method: csr, sparsity: 8}: any that keeps every token.
         basis: of the low-bit copy: the coordinates that are rounded, "none", "hadamard" or "calibrated", as in `kivi`.
+        key_bias: of the low-bit copy: "kept" or "folded", as in `kivi`.
     """
 
     name: ClassVar[str] = "specache"
@@ -54,6 +55,7 @@ class SpeCache(Method):
     clip: float | Streams[float | None] | None = None
     low: Method | None = None
     basis: Basis = "none"
+    key_bias: KeyBias = "kept"
 
     def __post_init__(self) -> None:
         TopTokens(self.k, self.speculative)
@@ -63,7 +65,7 @@ class SpeCache(Method):
         if not hasattr(self.low, "plan"):
             raise ValueError(f"low must be a mapping such as {{method: csr, sparsity: 8}}, got {printable(self.low)}")
         own = {field.name: field.default for field in fields(self)}
-        for name in ("bits", "group", "residual", "clip", "basis"):
+        for name in ("bits", "group", "residual", "clip", "basis", "key_bias"):
             if getattr(self, name) != own[name]:
                 raise ValueError(
                     f"{name}={printable(getattr(self, name))} is an option of the usual low-bit copy; say it within `low`"
@@ -73,7 +75,7 @@ class SpeCache(Method):
         calibrated = artifact is not None and self.basis == "none"
         both = zip(clip_of_streams(self.clip), of_streams("bits", self.bits), strict=True)
         clip = PerStream(*(0.5 if own is None and bits == 1 and not calibrated else own for own, bits in both))
-        return Kivi(self.bits, self.group, self.residual, clip=clip, basis=self.basis)
+        return Kivi(self.bits, self.group, self.residual, clip=clip, basis=self.basis, key_bias=self.key_bias)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> OffloadPlan:
         """The low-bit copy's plan, and which tokens are fetched."""

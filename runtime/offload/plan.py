@@ -53,6 +53,15 @@ class OffloadPlan(Plan):
         return replace(self, low=self.low.with_special_ids(special_ids))
 
     @property
+    def lacks_key_bias(self) -> bool:
+        """As the device's part says."""
+        return self.low.lacks_key_bias
+
+    def with_key_bias(self, bias: Tensor) -> "OffloadPlan":
+        """The device's part with it: what lies on the host is exact."""
+        return replace(self, low=self.low.with_key_bias(bias))
+
+    @property
     def speculative(self) -> bool:
         """Whether a decode step takes a speculative token along."""
         return self.policy.speculates

@@ -21,6 +21,7 @@ from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.ordered.window_keys import WindowKeys
 from calib.runtime.paging.pages import Pages
+from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.stages.codec.in_pages import packed_stream
 
 
@@ -35,7 +36,8 @@ class OrderedTokens(LayerTokens):
     def plan(self, queries: range, query_rows: int) -> ReadPlan:
         """With slices for masks where rows hold equally much and nothing is fetched beside them."""
         device, window = self.keys.pool.device, self.values.window.tokens.shape[2]
-        fused = prefers_triton(device) and supported(query_rows, *self._streams())
+        # No kernel adds a folded bias to scores.
+        fused = prefers_triton(device) and self.keys.bias is None and supported(query_rows, *self._streams())
         trims = not fused and self.fetched is None and self.state.keys.window() == self.state.values.window()
         sizes = self.logits.sliding, self.keys.tile_tokens, window
         return ReadPlan.of(
@@ -46,7 +48,7 @@ class OrderedTokens(LayerTokens):
         self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan]:
         """Nothing is watched: a token lies where its number says."""
-        scorer, tiles = _Scorer(self.keys, query), plan.tiers[0]
+        scorer, tiles = _Scorer(self.keys, query, self.forward), plan.tiers[0]
         if plan.asked.fused and tiles:
             yield self._in_one(scorer, plan, slice(tiles[0].start, tiles[-1].stop))
             tiles = []
@@ -75,7 +77,7 @@ class OrderedTokens(LayerTokens):
         hidden, positions = tile.hidden, slice(tile.start, tile.stop)
         if self.fetched is not None:
             hidden = either(hidden, self.fetched.hides(positions))
-        scores = masked(self.logits.capped(scorer.packed(tile.pages)), hidden)
+        scores = masked(self.logits.capped(scorer.packed(tile.pages, positions)), hidden)
         return ScoredSpan(scores, partial(self._mix, tile), positions=positions if self.asks else None)
 
     def _last_of_equal(
@@ -86,7 +88,7 @@ class OrderedTokens(LayerTokens):
         exact = scorer.exact(torch.cat([self.keys.window.tokens[own, :, : found.exact], new_keys], 2))
         scores, read = [exact], tiles[0].stop - tiles[0].start if tiles else 0
         if found.pages is not None:
-            packed = scorer.packed(found.pages)
+            packed = scorer.packed(found.pages, found.positions)
             scores = [packed[..., :read], exact[..., : found.exact], packed[..., found.recent], exact[..., -1:]]
 
         def mix(weights: Tensor) -> list[Tensor]:
@@ -114,7 +116,7 @@ class OrderedTokens(LayerTokens):
             found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
             sources = scorer.exact(self.keys.window.tokens[own])
             if found.pages is not None:
-                sources = torch.cat([sources, scorer.packed(found.pages)], -1)
+                sources = torch.cat([sources, scorer.packed(found.pages, found.positions)], -1)
             assert found.index is not None
             scores.insert(0, sources.gather(-1, found.index.expand(*sources.shape[:3], -1)))
         if self.fetched is not None:  # a key in a page may be replaced while its value is exact here
@@ -147,14 +149,18 @@ class OrderedTokens(LayerTokens):
 class _Scorer:
     """One tile of query rows `[rows, kv_heads, query rows, D]` against a layer's keys."""
 
-    def __init__(self, keys: Stream, query: Tensor) -> None:
-        self.keys, self.query = keys, query
+    def __init__(self, keys: Stream, query: Tensor, forward: Forward) -> None:
+        self.keys, self.query, self.forward = keys, query, forward
         self.folded, self.constant = keys.plan.transform.fold_query(query)
 
-    def packed(self, pages: Pages) -> Tensor:
-        """Scores of the keys in `pages`: `[rows, kv_heads, query rows, tokens]`."""
+    def packed(self, pages: Pages, positions: slice | Tensor | None) -> Tensor:
+        """Scores of the keys in `pages`, whose slots are at `positions`: `[rows, kv_heads, query rows, tokens]`."""
         scores = self.keys.plan.codec.scores(self.folded, self.keys.pool.read(pages))
-        return scores if self.constant is None else scores + self.constant
+        scores = scores if self.constant is None else scores + self.constant
+        if self.keys.bias is None:
+            return scores
+        assert positions is not None
+        return scores + self.keys.bias.scores(self.forward, self.query, positions)
 
     def exact(self, keys: Tensor) -> Tensor:
         """Scores of `keys [rows, kv_heads, tokens, D]`."""

@@ -69,6 +69,22 @@ class LayerPlan(Plan):
         stream = StreamPlan(Identity(), Exact(), SlidingResidual(0))
         return LayerPlan(stream, stream, on_host)
 
+    @property
+    def needs_rope(self) -> str | None:
+        """Where the bias of keys is folded: it turns with the tokens' positions."""
+        return None if self.keys.transform.key_bias is None else "use key_bias='kept'"
+
+    @property
+    def lacks_key_bias(self) -> bool:
+        """Whether a bias is folded that nobody has given."""
+        found = self.keys.transform.key_bias
+        return found is not None and found.bias is None
+
+    def with_key_bias(self, bias: Tensor) -> "LayerPlan":
+        """The same with it."""
+        found = self.keys.transform.key_bias
+        return self if found is None else replace(self, keys=replace(self.keys, transform=found.with_bias(bias)))
+
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for groups that do not divide the head."""
         for stream in (self.keys, self.values):
@@ -89,7 +105,7 @@ class LayerPlan(Plan):
         pairs = PinnedKV(keys.shape[3], values.shape[3]) if self.on_host else None
         memory = {role: device_memory if pairs is None else pairs.of(role) for role in ("keys", "values")}
         streams = (
-            Stream("keys", self.keys, keys, memory["keys"]),
+            Stream("keys", self.keys, keys, memory["keys"], context.rotation),
             Stream("values", self.values, values, memory["values"]),
         )
         return OrderedStore(streams, sequences, pairs)

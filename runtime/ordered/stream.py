@@ -9,11 +9,13 @@ from torch import Tensor
 
 from calib.runtime.device.graph_inputs import Numbers
 from calib.runtime.files.state import State, branch, part_of, tensor_like
+from calib.runtime.ordered.key_bias import BiasAtPositions
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.paging.pool import Memory, PagePool, device_memory
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated
+from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Codec, Transform
@@ -41,10 +43,17 @@ class StreamPlan:
 class Stream:
     """Storage of one stream. Tokens arrive in the window or, where the schedule says so, go straight to pages."""
 
-    def __init__(self, role: str, plan: StreamPlan, like: Tensor, memory: Memory = device_memory) -> None:
+    def __init__(
+        self,
+        role: str,
+        plan: StreamPlan,
+        like: Tensor,
+        memory: Memory = device_memory,
+        rotation: Rotation | None = None,
+    ) -> None:
         """`like [rows, kv_heads, tokens, head_dim]`: the first tokens, which fix shapes, dtype and parameter width; `memory`
-        is where pages lie."""
-        self.role, self.plan = role, plan.to(like.device)
+        is where pages lie; `rotation` is the model's RoPE, where a bias of keys is folded."""
+        self.role, self.plan, self.rotation = role, plan.to(like.device), rotation
         self.head_dim = like.shape[3]
         self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
         self.fp32_params = plan.codec.fp32_params(self.plan.transform.forward(like)) if like.shape[2] else False
@@ -52,6 +61,15 @@ class Stream:
         fields = plan.codec.fields(self.head_dim, like.dtype, self.fp32_params)
         self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.overflowed_outliers = counter(plan.codec, like.device)
+
+    @property
+    def bias(self) -> BiasAtPositions | None:
+        """What is taken off keys before they are encoded; None: nothing is."""
+        stage = self.plan.transform.key_bias
+        if stage is None:
+            return None
+        assert self.rotation is not None, "a folded bias without the model's RoPE"
+        return BiasAtPositions(stage, self.rotation)
 
     def prepare(self, forward: Forward, table: PageTable) -> None:
         """Room for what the forward adds; pages that were shared and will be written are duplicated."""
@@ -87,7 +105,8 @@ class Stream:
         schedule = self.plan.schedule
         if not schedule.window():  # straight into pages
             pages, slots = (forward.tensor(*numbers, new.device) for numbers in _positions(table))
-            self.pool.write_tokens(pages, slots, self._encode(new))
+            own = new if self.bias is None else self.bias.off(forward, new)
+            self.pool.write_tokens(pages, slots, self._encode(own))
             return
         for rows in forward.equal_length_groups:
             self._write_pages(rows, forward, table, new)
@@ -142,7 +161,8 @@ class Stream:
         piece = max(group, TILE_TOKENS // len(rows) // group * group)
         for first in range(start, stop, piece):
             last = min(first + piece, stop)
-            block = self._encode(tokens[:, :, first - start : last - start])
+            taken = tokens[:, :, first - start : last - start]
+            block = self._encode(taken if self.bias is None else self.bias.off(forward, taken, first))
             for i, row in enumerate(rows):
                 self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
 

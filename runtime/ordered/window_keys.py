@@ -30,12 +30,15 @@ class WindowKeys:
         exact: leading slots of the key window in use: they are the value window's first ones, because both rings have the
             same size. The others belong, in order, to `recent`.
         recent: among the tokens of `pages`, where a plan is trimmed.
+        positions: of the tokens of `pages`: a stretch, or int64 `[rows, tokens]`, of slots without a token anything; None where
+            there are none.
     """
 
     pages: Pages | None
     index: Tensor | None = None
     exact: int = 0
     recent: slice | None = None
+    positions: slice | Tensor | None = None
 
     @staticmethod
     def of(state: OrderedSequenceState, forward: Forward, plan: ReadPlan, key_slots: int) -> "WindowKeys":
@@ -59,9 +62,10 @@ def _trimmed(state: OrderedSequenceState, forward: Forward, plan: ReadPlan) -> W
     attended, packed, exact = state.packed(length), state.keys.packed(length), state.keys.slots(length)
     if packed == 0:
         return WindowKeys(None, exact=exact)
-    start = tiles[-1].start if tiles else 0
-    pages = state.table.select(rows, start // page, -(-packed // page), plan.asked.device)
-    return WindowKeys(pages, exact=exact, recent=slice(attended - start, packed - start))
+    start, last = tiles[-1].start if tiles else 0, -(-packed // page)
+    pages = state.table.select(rows, start // page, last, plan.asked.device)
+    recent = slice(attended - start, packed - start)
+    return WindowKeys(pages, exact=exact, recent=recent, positions=slice(start // page * page, last * page))
 
 
 def _indexed(
@@ -77,6 +81,7 @@ def _indexed(
     absent = positions >= start if back is None else (positions >= start) | (positions < start + back)
     index = positions % max(1, state.keys.window())
     recent: Pages | None = None
+    of_recent: Tensor | None = None
     if any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True)):
         first = [count // page for count in attended]
         reach = max(-(-stop // page) - at for stop, at in zip(packed, first, strict=True))
@@ -85,4 +90,5 @@ def _indexed(
         ends = by_row(forward, rows, "packed keys", state.keys.packed, device)
         firsts = by_row(forward, rows, "recent keys", lambda length: state.packed(length) // page * page, device)
         index = torch.where(positions < ends, key_slots + positions - firsts, index)
-    return WindowKeys(recent, torch.where(absent, torch.zeros_like(index), index)[:, None, None])
+        of_recent = firsts + torch.arange(reach * page, device=device)
+    return WindowKeys(recent, torch.where(absent, torch.zeros_like(index), index)[:, None, None], positions=of_recent)

@@ -23,7 +23,7 @@ from calib.runtime.artifact.fingerprint import FIELDS, ROUNDINGS, fingerprint, f
 from calib.runtime.files import canonical_json
 from calib.runtime.files.state import State, StateError, check_values, flat, named, nested, tensor_like
 from calib.runtime.messages.printable import LENGTH, printable, shortened
-from calib.runtime.methods.contract import Geometry
+from calib.runtime.methods import Geometry, later_options
 from calib.runtime.prefix import file as prefix_file
 from calib.runtime.prefix.file import AGAIN
 
@@ -154,6 +154,8 @@ def _check_origin(
         raise StateError("the model's weights are not those that made the prefix; load the model that made it")
     for name, asked in _made(origin, model).items():
         made = document["made"].get(name)
+        if name == "options" and isinstance(made, dict) and document["made"].get("method") == origin.method:
+            made = _plain(later_options(origin.method, made)) | made
         if made != asked:
             there, here = _difference(made, asked)
             raise StateError(

@@ -32,6 +32,7 @@ from calib.runtime.stages.seeded_rng import SeededRng
 if TYPE_CHECKING:
     from calib.runtime.stages.codec.corrected import Corrected
     from calib.runtime.stages.transform.measured import Measured
+    from calib.runtime.stages.transform.without_bias import WithoutBias
 
 
 class Segment(NamedTuple):
@@ -238,6 +239,12 @@ class Transform(Protocol):
     @property
     def measured(self) -> "Measured | None":
         """None: its numbers hold for all rows. See `Measured`."""
+        return None
+
+    @property
+    def key_bias(self) -> "WithoutBias | None":
+        """The transform itself, where a part of keys that follows from their positions is taken off before it, and given back by
+        attention."""
         return None
 
     @property

@@ -13,6 +13,7 @@ from calib.errors import UsageError
 from calib.evaluate.feed import Feed
 from calib.evaluate.stored import stored
 from calib.runtime import compress, special_token_ids
+from calib.runtime.completed import completed
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.tune.allocation import cheapest, hull
 from calib.tune.candidates import candidates
@@ -192,7 +193,8 @@ def test_shared_options_are_the_same_in_every_layer(subject, tokens):
 def test_special_tokens_are_those_of_the_tokenizer(subject):
     asked = (subject.layers, subject.geometry, subject.artifact, subject.model.dtype)
     given = {"probes": "special", "clip": 1.0, "ratio": 0.4}
-    plans = [plan for one in candidates("zipcache", given, *asked, toy_tokenizer()) for plan in one.plans.values()]
+    found = candidates("zipcache", given, *asked, lambda plans: completed(plans, subject.model, toy_tokenizer()))
+    plans = [plan for one in found for plan in one.plans.values()]
     assert plans and all(plan.probes.special_ids == special_token_ids(toy_tokenizer()) for plan in plans)
     with pytest.raises(UsageError, match="give the ids, or the tokenizer that knows them"):
         candidates("zipcache", given, *asked)

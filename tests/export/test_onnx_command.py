@@ -68,7 +68,7 @@ def test_all_layers_without_an_artifact_and_the_same_bytes_again(tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "status", "text"),
     [
-        (["--bit", "3"], 2, "unknown option '--bit' (method 'kivi' has bits"),
+        (["--bit", "3"], 2, "unknown option '--bit' (method 'kivi' has basis, bits"),
         (["--bits", "9", "--clip", "1"], 2, "bits must be a whole number 1 ... 8, got 9"),
         (["--group", "24"], 2, "24"),
         (
@@ -76,6 +76,12 @@ def test_all_layers_without_an_artifact_and_the_same_bytes_again(tmp_path, capsy
             2,
             "online=64 atoms are sampled from each row's prompt and have no graph",
         ),
+        (
+            ["--method", "rtn", "--basis", "hadamard"],
+            2,
+            "in the coordinates of a rotation, which has no graph yet; use",
+        ),
+        (["--method", "rtn", "--key-bias", "folded"], 2, "folds the bias of keys, which has no graph yet; use"),
         (["--method", "zipcache", "--tiers", "[[16, 1.0]]"], 2, "has no graph; those that have: csr, gear"),
         (["--layer", "2"], 2, "--layer must be 0 ... 1, got 2"),
         (["--layer", "-1"], 2, "--layer must be 0 ... 1, got -1"),

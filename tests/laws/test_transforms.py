@@ -1,6 +1,7 @@
 """Laws of the transforms: an exact inverse, and folds that let attention work on transformed tokens; and of those that are
 measured: they hold what they were measured on, and a row's numbers are its own."""
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from law_examples import examples
 from tolerances import FLOAT32_FOLD
 
+from calib.runtime.rotation import Rotation
 from calib.runtime.stages.to_device import tensors_of
 from calib.runtime.stages.transform import (
     Balancer,
@@ -18,6 +20,7 @@ from calib.runtime.stages.transform import (
     MeasuredRange,
     MeasuredScale,
     Orthogonal,
+    WithoutBias,
 )
 
 pytestmark = pytest.mark.arithmetic
@@ -92,6 +95,31 @@ def test_folding_the_output_keeps_every_mixture(problem):
     found = transform.fold_output(mixed.float(), weights.sum(-1, keepdim=True))
     size = max([1.0, *(t.abs().max().item() for t in [*transform.tensors(), x] if t.numel())])
     assert close(found, weights.double() @ x.double(), size * max(1, x.shape[2]))
+
+
+@law
+@given(st.integers(1, 3), st.integers(1, 12), st.integers(0, 5), st.integers(0, 999), st.sampled_from([1.0, 1.3]))
+def test_a_folded_bias_keeps_every_score(heads, pairs, rest, seed, scaling):
+    """q.k_t = (T^-T q).y_t + q.R_t b at any position, also of channels that RoPE leaves alone."""
+    draw, channels = torch.Generator().manual_seed(seed), 2 * pairs + rest
+    rotation = Rotation(torch.rand(pairs, generator=draw, dtype=torch.float64), scaling)
+    bias = 9 * torch.randn(heads, channels, generator=draw)
+    stage = WithoutBias(Orthogonal.random_hadamard(channels, 5)).with_bias(bias)
+    positions = torch.randint(0, 5000, (2, 7), generator=draw)
+    cos, sin = (part[:, None] * scaling for part in rotation.at(positions))
+    keys, query = (torch.randn(2, heads, count, channels, generator=draw) for count in (7, 3))
+    keys = keys + stage.at(cos, sin)
+    own = oracle.rotated(bias[:, None].expand(2, -1, 7, -1), rotation.frequencies, positions[:, None, :, None])
+    own[..., : 2 * pairs] *= scaling
+    assert close(stage.at(cos, sin), own, float(bias.abs().max()))
+    folded, constant = stage.fold_query(query)
+    of_positions, besides = stage.of_query(query, pairs)
+    assert constant is None and (besides is None) == (rest == 0)
+    scores = folded.double() @ stage.forward(keys - stage.at(cos, sin)).double().mT
+    scores += of_positions.double() @ torch.cat([cos, sin], -1).double().mT
+    scores = scores if besides is None else scores + besides
+    size = float(bias.abs().max() * query.abs().max()) * channels
+    assert close(scores, query.double() @ keys.double().mT, size)
 
 
 def test_a_calibrated_range_becomes_minus_one_to_one():

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -156,6 +157,22 @@ def test_the_file_is_as_large_as_the_memory(model, name, tmp_path):
 
 def tables_of(cache) -> list[torch.Tensor]:
     return list({id(table): table for layer in cache.compressed for table in layer.plan.tables()}.values())
+
+
+def test_a_file_of_before_an_option_has_its_default(model, tmp_path):
+    """What it does not say was not there to be asked for."""
+    path, tokens = tmp_path / "prefix.safetensors", ragged(model, [40], seed=1)
+    with compress(model, method="rtn") as cache:
+        feed(cache, tokens)
+        older = {name: value for name, value in cache.origin.options.items() if name not in ("basis", "key_bias")}
+        cache.origin = replace(cache.origin, options=older)
+        cache.save(path)
+        with compress(model, method="rtn", prefix=path) as found:
+            assert same(found, cache)
+    with pytest.raises(PrefixError, match='options basis = "none", and basis = "hadamard" is asked for'):
+        compress(model, method="rtn", prefix=path, basis="hadamard")
+    with pytest.raises(PrefixError, match="options bits = 4, and bits = 3 is asked for"):
+        compress(model, method="rtn", prefix=path, bits=3)
 
 
 def test_drafts_are_confirmed(model, tmp_path):

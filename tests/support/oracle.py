@@ -33,7 +33,15 @@ from calib.runtime.stages.codec import (
     TokenRange,
 )
 from calib.runtime.stages.tiering import RatioTiers
-from calib.runtime.stages.transform import Balancer, Basis, ChannelRange, ChannelScale, Identity, Orthogonal
+from calib.runtime.stages.transform import (
+    Balancer,
+    Basis,
+    ChannelRange,
+    ChannelScale,
+    Identity,
+    Orthogonal,
+    WithoutBias,
+)
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.store import TieredStore
 
@@ -184,7 +192,8 @@ def held_by(store: OrderedStore | TieredStore, row: int) -> Held:
 
 
 def in_order(store: OrderedStore, stream: Stream, row: int) -> Tensor:
-    """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`; GARBAGE where it let go."""
+    """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`; GARBAGE where it let go. Keys that
+    lie in pages without their bias have it again, R_t b at position t."""
     length, schedule = store.sequences.lengths[row], stream.plan.schedule
     packed, ring = schedule.packed(length), stream.window.tokens[row].double()
     exact = ring[:, [token % schedule.window() for token in range(packed, length)]]
@@ -196,7 +205,18 @@ def in_order(store: OrderedStore, stream: Stream, row: int) -> Tensor:
     pages = torch.full((len(numbers), ring.shape[0], slots, ring.shape[2]), GARBAGE, dtype=torch.float64)
     if held:
         pages[held] = decoded_page(stream, [numbers[position] for position in held])
-    return torch.cat([pages.transpose(0, 1).flatten(1, 2)[:, :packed], exact], 1)
+    found = pages.transpose(0, 1).flatten(1, 2)[:, :packed]
+    if isinstance(stream.plan.transform, WithoutBias):
+        found = found + biases(stream, packed)
+    return torch.cat([found, exact], 1)
+
+
+def biases(stream: Stream, count: int) -> Tensor:
+    """R_t b of a row's first tokens, float64 `[kv_heads, count, head_dim]`, as the model scales what RoPE turns."""
+    bias, rotation = stream.plan.transform.bias.double(), stream.rotation
+    turned = 2 * len(rotation.frequencies)
+    scale = torch.tensor([rotation.scaling] * turned + [1.0] * (bias.shape[-1] - turned), dtype=torch.float64)
+    return scale * rotated(bias.expand(-1, count, -1), rotation.frequencies, torch.arange(count).double()[:, None])
 
 
 def in_tiers(store: TieredStore, row: int) -> Held:

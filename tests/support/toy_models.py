@@ -16,7 +16,11 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -78,6 +82,21 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **changes: obj
     model_class, config_class, shape = FAMILIES[family]
     torch.manual_seed(len(family))
     return model_class(config_class(**{**COMMON, **shape, **changes})).to(dtype).eval()
+
+
+def biased_model(dtype: torch.dtype = torch.float32, partial: bool = False, **changes: object) -> PreTrainedModel:
+    """A Qwen2 in eval mode, with large biases of keys, or `partial`, a Phi: RoPE turns half of its channels alone."""
+    torch.manual_seed(11)
+    settings = {**COMMON, **HEADS_4_2_32, **changes}
+    if partial:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        model: PreTrainedModel = PhiForCausalLM(PhiConfig(**settings, rope_parameters=rope))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**settings))
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.k_proj.bias.data = 20 * torch.randn(attention.k_proj.out_features)
+    return model.to(dtype).eval()
 
 
 def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:

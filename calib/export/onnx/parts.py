@@ -95,6 +95,10 @@ def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext,
                 f"method '{method}' as asked encodes {role} in the coordinates of a rotation, which has no graph yet; use "
                 "basis='none'"
             )
+        if stages.transform.measured is None and stages.transform.key_bias is not None:
+            raise ValueError(
+                f"method '{method}' as asked folds the bias of keys, which has no graph yet; use key_bias='kept'"
+            )
         block = pair.page_tokens if getattr(pair, "segments", "none") == "page" else None
         writer = None if stages.codec.exact else writer_of(stages.codec, shape, fp32_params, block)
         return Stream(role, stages.transform, stages.codec, writer, shape, fp32_params)

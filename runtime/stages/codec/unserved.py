@@ -1,21 +1,25 @@
-"""What has no kernel says so: once a codec, when a cache is made."""
+"""What has no kernel says so: once a stage, when a cache is made."""
 
 import warnings
 from collections.abc import Iterable
 
 from calib.runtime.stages.contract import Codec
 
-_told: set[type[Codec]] = set()
+_told: set[type] = set()
 
 
 def warn_unserved(codecs: Iterable[Codec]) -> None:
     """A warning for each class of codec that no kernel reads, the first time that one is used in this process."""
     for codec in codecs:
-        own = type(codec.uncorrected)
-        if not codec.has_kernel and own not in _told:
-            _told.add(own)
-            warnings.warn(
-                f"no kernel reads {own.__name__}: attention decodes its tokens tile by tile in plain torch, which is slow on a "
-                "GPU",
-                stacklevel=3,
+        if not codec.has_kernel:
+            own = type(codec.uncorrected)
+            warn_once(
+                own, f"no kernel reads {own.__name__}: attention decodes its tokens tile by tile in plain torch", 4
             )
+
+
+def warn_once(stage: type, told: str, stacklevel: int) -> None:
+    """What is `told` of a class of stages, the first time in this process; `stacklevel` is the user's line, from here."""
+    if stage not in _told:
+        _told.add(stage)
+        warnings.warn(f"{told}, which is slow on a GPU", stacklevel=stacklevel)

@@ -6,6 +6,7 @@ from calib.runtime.stages.transform.channel import ChannelRange, ChannelScale
 from calib.runtime.stages.transform.identity import Identity
 from calib.runtime.stages.transform.measured import Measured, MeasuredBalancer, MeasuredRange, MeasuredScale
 from calib.runtime.stages.transform.orthogonal import Orthogonal
+from calib.runtime.stages.transform.without_bias import WithoutBias
 
 __all__ = [
     "Balancer",
@@ -18,5 +19,6 @@ __all__ = [
     "MeasuredRange",
     "MeasuredScale",
     "Orthogonal",
+    "WithoutBias",
     "coded_width",
 ]

@@ -45,8 +45,8 @@ class Orthogonal(Transform):
 
     @classmethod
     def random_hadamard(cls, channels: int, seed: int) -> "Orthogonal":
-        """Hadamard's of channels whose signs are drawn: R = H diag(+-1). Without them channels of one sign would add up in the first
-        coordinate. The same for a seed, whoever asks."""
+        """Hadamard's of channels whose signs are drawn: R = H diag(+-1). Without them channels of one sign would add up in the
+        first coordinate. The same for a seed, whoever asks."""
         return _random_hadamard(channels, seed)
 
     def forward(self, x: Tensor) -> Tensor:
