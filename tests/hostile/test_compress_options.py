@@ -83,6 +83,17 @@ WRONG_OPTIONS = [
         for method in ("kivi", "rtn", "zipcache", "mikv")
         for word in ("promt", "", None, 3, ["prompt"])
     ),
+    *(
+        (method, {name: word}, [name, known, repr(word)])
+        for method in ("kivi", "rtn", "specache")
+        for name, known in (("basis", "none, hadamard, calibrated"), ("key_bias", "kept, folded"))
+        for word in ("pca", "", None, True, 3, ["none"])
+    ),
+    *(
+        (method, {"basis": "calibrated"}, ["basis='calibrated'", "needs calibrated rotations", "--model.rotations true"])
+        for method in ("kivi", "rtn", "specache")
+    ),
+    *((method, {"key_bias": "folded"}, ["no bias of keys in layer 0", "key_bias='kept'"]) for method in ("kivi", "rtn")),
     ("kivi", {"statistics": "calibrated"}, ["'kivi'", "needs an artifact", "Artifact.load"]),
     *(
         (method, {"statistics": "calibrated"}, [f"'{method}'", "needs an artifact", "calib fit"])
