@@ -1,4 +1,4 @@
-"""What the samples of a fit give the dictionaries to be trained on: vectors of a group's layers, values in chunks."""
+"""What the samples of a fit give the dictionaries to be trained on: vectors of a group's layers, in chunks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,12 +17,12 @@ def check_dictionaries(options: DictionaryOptions, shape: Shape, tokens: int) ->
     """UsageError where a model of these sizes and a corpus of so many tokens cannot give such dictionaries."""
     if options.groups == "paper-32":
         check_paper(shape.layers)
-    if shape.head_dim % options.value_chunks:
-        raise UsageError(
-            f"model.dictionary.value_chunks={options.value_chunks}: must divide the model's head_dim {shape.head_dim}"
-        )
     for stream in STREAMS:
-        channels = shape.head_dim // chunks(stream, options)
+        parts = chunks(stream, options)
+        if shape.head_dim % parts:
+            name = f"model.dictionary.{stream.removesuffix('s')}_chunks"
+            raise UsageError(f"{name}={parts}: must divide the model's head_dim {shape.head_dim}")
+        channels = shape.head_dim // parts
         if sparsity(stream, options) > channels:
             raise UsageError(
                 f"model.dictionary.{stream}_sparsity={sparsity(stream, options)}: must be at most {channels}, the "
@@ -44,7 +44,7 @@ def sparsity(stream: str, options: DictionaryOptions) -> int:
 
 def chunks(stream: str, options: DictionaryOptions) -> int:
     """Equal parts that a vector of the stream is cut into."""
-    return options.value_chunks if stream == "values" else 1
+    return options.key_chunks if stream == "keys" else options.value_chunks
 
 
 def group_tasks(

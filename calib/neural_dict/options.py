@@ -13,6 +13,7 @@ LEAST = {
     "atoms": 0,
     "keys_sparsity": 1,
     "values_sparsity": 1,
+    "key_chunks": 1,
     "value_chunks": 1,
     "samples": 1,
     "heldout_samples": 1,
@@ -28,8 +29,9 @@ class DictionaryOptions:
 
     Args:
         atoms: atoms of a dictionary for each KV head; 0 trains none.
-        keys_sparsity: pairs of a key while its dictionary is trained.
+        keys_sparsity: pairs of each chunk of a key while its dictionary is trained.
         values_sparsity: pairs of each chunk of a value while its dictionary is trained.
+        key_chunks: chunks that a key is cut into; divides head_dim.
         value_chunks: chunks that a value is cut into; divides head_dim.
         samples: vectors of a layer and stream that dictionaries are trained on and layers compared by; all layers have
             the same number, on which their divergence depends.
@@ -49,6 +51,7 @@ class DictionaryOptions:
     atoms: int = 256
     keys_sparsity: int = 8
     values_sparsity: int = 4
+    key_chunks: int = 1
     value_chunks: int = 2
     samples: int = 32768
     heldout_samples: int = 4096

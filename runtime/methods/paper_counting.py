@@ -94,10 +94,11 @@ def gear_ratio(bits: int, outliers: float, rank: float | int, width: int, length
     return 1 / (bits / 16 + GEAR_OUTLIER_NUMBERS * outliers + low_rank)
 
 
-def csr_bits(tiers: Sequence[tuple[int, float]], head_dim: int) -> float:
+def csr_bits(tiers: Sequence[tuple[float, float]], head_dim: int) -> float:
     """32 s / d a value ("Analysis for CSR"): an index and a coefficient of 16 bits each for s pairs of d channels.
 
-    tiers: (s, share). CSR-4 is 1 bit at head_dim 128. Dictionaries, outliers and the exact window are not counted.
+    tiers: (s, share), s being the mean of keys and values. CSR-4 is 1 bit at head_dim 128. Dictionaries, outliers and the exact
+    window are not counted.
     """
     return sum(32 * pairs * share for pairs, share in tiers) / head_dim
 

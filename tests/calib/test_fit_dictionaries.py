@@ -16,6 +16,7 @@ from calib.cli import main
 from calib.fit.calibration import Calibration
 from calib.kernels.matching_pursuit.reference import desparsify, matching_pursuit
 from calib.neural_dict.module import NeuralDictionaries
+from calib.runtime import compress
 from calib.runtime.artifact.artifact import Artifact
 
 SMALL = [
@@ -76,7 +77,26 @@ def test_the_artifact_holds_groups_divergences_and_dictionaries(fitted):
 
 
 def test_the_recorded_loss_is_that_of_the_artifacts_atoms_on_held_out_keys_before_rope(toy, fitted):
-    """Nothing of the pipeline is used but the corpus: keys and values are the outputs of the model's own projections."""
+    assert len(check_losses(toy, Artifact.load(fitted), {"keys": 3, "values": 2})) >= 2
+
+
+@pytest.mark.full
+def test_keys_in_chunks_have_narrower_atoms(toy):
+    """And whole values wider ones; `csr` takes both numbers from the artifact."""
+    chunks = ["--model.dictionary.key_chunks=4", "--model.dictionary.value_chunks=1"]
+    assert main(words(toy, *chunks, "--model.dictionary.keys_sparsity=1")) == 0
+    artifact = Artifact.load("toy.safetensors")
+    assert [artifact.tensor(f"{stream}.dictionary").shape[1:] for stream in ("keys", "values")] == [(24, 8), (24, 32)]
+    rows = check_losses(toy, artifact, {"keys": 1, "values": 2})
+    assert {row["samples"] // len(row["layers"]) for row in rows if row["stream"] == "keys"} == {4 * 900}
+    with compress(toy_model(), "csr", artifact, sparsity=4) as cache:
+        (tier,) = cache.layers[0].plan.tiers
+        assert (tier.keys.codec.chunks, tier.values.codec.chunks) == (4, 1)
+
+
+def check_losses(toy: Path, artifact: Artifact, pairs: dict[str, int]) -> list[dict]:
+    """The groups' records. Nothing of the pipeline is used but the corpus: keys and values are the outputs of the model's own
+    projections, cut into what atoms have room for; `pairs` of each such part."""
     corpus = CaptureData(
         str(toy / "llama"), text=str(toy / "text.txt"), length=64, sequences=8, heldout_sequences=2, batch_size=2
     ).load()[2]
@@ -85,16 +105,15 @@ def test_the_recorded_loss_is_that_of_the_artifacts_atoms_on_held_out_keys_befor
         for stream, projection in (("keys", layer.self_attn.k_proj), ("values", layer.self_attn.v_proj)):
             projection.register_forward_hook(lambda _, args, output, stream=stream: projected[stream].append(output))
     model(corpus.heldout)
-    artifact = Artifact.load(fitted)
     rows = artifact.provenance["metrics"]["dictionaries"]
     for row in rows:
         atoms = artifact.tensor(f"{row['stream']}.dictionary")[row["group"]].float()
         x = torch.cat([projected[row["stream"]][layer] for layer in row["layers"]]).reshape(-1, atoms.shape[1])
-        error = x - desparsify(*matching_pursuit(x, atoms, {"keys": 3, "values": 2}[row["stream"]]), atoms)
+        error = x - desparsify(*matching_pursuit(x, atoms, pairs[row["stream"]]), atoms)
         relative = (error.square().sum(-1) / x.square().sum(-1)).mean().item()
         # float16 atoms; float32 keys whose order in memory was another one.
         assert relative == pytest.approx(row["loss"], rel=5e-3), row
-    assert len(rows) >= 2
+    return rows
 
 
 @pytest.mark.full
@@ -213,6 +232,12 @@ def test_a_new_run_leaves_no_checkpoint_of_an_earlier_one(toy, tmp_path, monkeyp
         (
             ["--model.dictionary.groups=paper-32"],
             "is for models of 32 layers, this one has 3: use 'measured' or 'layers'",
+        ),
+        (["--model.dictionary.key_chunks=0"], "key_chunks=0: must be at least 1"),
+        (["--model.dictionary.key_chunks=5"], "key_chunks=5: must divide the model's head_dim 32"),
+        (
+            ["--model.dictionary.key_chunks=4", "--model.dictionary.keys_sparsity=9"],
+            "keys_sparsity=9: must be at most 8, the channels of an atom",
         ),
         (["--model.dictionary.value_chunks=5"], "value_chunks=5: must divide the model's head_dim 32"),
         (["--model.dictionary.keys_sparsity=33"], "keys_sparsity=33: must be at most 32, the channels of an atom"),

@@ -158,6 +158,21 @@ def test_own_atoms_by_hand():
     assert sample(items, offline, 1, 1, False, (9, 1, "values")).atoms.tolist()[1:] == [found.atoms[1].tolist()]
 
 
+def test_shares_of_both_samplings_by_hand():
+    """None are the worst: all are drawn. All are: the worst beside (1, 0), and where nothing rebuilds them the longest."""
+    items, where = np.array([[3.0, 4], [0, 2], [5, 1], [7, 3], [1, 0]]), (9, 1, "values")
+    unit_of = (items / np.linalg.norm(items, axis=1, keepdims=True)).astype(np.float16)
+    drawn = np.argsort([counter_hash(9, 1, 2, item) for item in range(5)])
+    offline, none = np.array([[1.0, 0]]), np.zeros((0, 2))
+    assert np.array_equal(sample(items, none, 3, 1, False, where, 0).atoms, unit_of[drawn[:3]])
+    assert np.array_equal(sample(items, offline, 3, 1, False, where, 1).atoms[1:], unit_of[[0, 3, 1]])
+    assert np.array_equal(sample(items, none, 3, 1, False, where, 1).atoms, unit_of[[3, 2, 0]])
+    rest = sorted(set(range(5)) - {drawn[0]}, key=lambda item: -abs(items[item, 1]))
+    found = sample(items, offline, 4, 1, False, where, 0.75)
+    assert np.array_equal(found.atoms[1:], unit_of[[drawn[0], *rest[:3]]])
+    assert np.array_equal(found.atoms, sample(items, offline, 4, 1, False, where, 0.9).atoms)
+
+
 def test_a_dictionary_in_doubt():
     """Two items that are equally bad: either may be taken, unless they are the same."""
     items = vectors(6, 4)

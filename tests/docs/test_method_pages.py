@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from csr.scenarios import dictionaries
 from documented import ROOT, text_of
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from calib.method_catalogue import catalogue
 from calib.runtime import compress
-from calib.runtime.methods import METHODS
+from calib.runtime.methods import METHODS, build
 from calib.runtime.methods.corrections import Corrections
+from calib.runtime.methods.paper_counting import CountedCache
 
 PAGES = {name: f"docs/methods/{name}.md" for name in METHODS}
 INDEX = "docs/methods/README.md"
@@ -90,6 +93,26 @@ def test_marginal_bits_of_the_default_options(name, model):
         bits = f"{cache.memory().marginal_bits + 1e-9:.2f}"
     assert facts(name)["marginal bits, default options"] == bits
     assert re.search(rf"^\| \[`{name}`\].* \| {bits} \|[^|]*\|$", text_of(INDEX), re.M)
+
+
+def test_bits_of_csr_as_published():
+    """Of the embedded model's shapes, whatever its dictionaries hold."""
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "artifacts/tiny-llama", dtype="bfloat16")
+    heads, artifact = model.config.num_key_value_heads, dictionaries(model, 256, value_chunks=2)
+    files = {"default": "csr.yaml", "published": "csr_paper.yaml"}
+    for label, *shown in table(text_of(PAGES["csr"]), "### Its bits"):
+        options = yaml.safe_load((ROOT / "configs/methods" / files.pop(label)).read_text(encoding="utf-8"))
+        with compress(model, options.pop("method"), artifact, **options) as cache, torch.no_grad():
+            model(torch.arange(550)[None] % 256, past_key_values=cache)
+            memory, counted = (
+                cache.memory(),
+                CountedCache(model.config.head_dim, heads * model.config.head_dim, 550, 550),
+            )
+        options.pop("corrections", None)  # the paper does not count outliers
+        found = [memory.marginal_bits, build("csr", options).paper_bits(counted), memory.bits_per_value]
+        found += [16 * memory.by_kind[kind] / memory.dynamic_bytes for kind in ("tables", "dictionary")]
+        assert shown == [f"{figure:.2f}" for figure in found], label
+    assert not files
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,5 +1,7 @@
 """Encode and decode graphs in onnxruntime give what the runtime stores, bit for bit, ties counted apart."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `export` (onnxruntime) is not installed")
@@ -58,6 +60,7 @@ UNIFORM = {
 SPARSE = {
     "csr": {},
     "csr fp8 int16": {"sparsity": 4, "coefficients": "fp8", "index": "int16"},
+    "csr key chunks": {"sparsity": 8, "key_chunks": 2},
     "csr orthogonal": {"sparsity": 8, "coefficients": 4, "pursuit": "orthogonal"},
 }
 CORRECTED = {
@@ -205,6 +208,9 @@ def test_wide_parameters_are_the_runtime_s(artifact):
 
 @pytest.mark.parametrize("case", SPARSE)
 def test_pairs_are_the_runtime_s(case, artifact):
+    if "key_chunks" in SPARSE[case]:  # atoms of half a key, as values have them
+        narrow = {f"keys.{kind}": artifact.tensors[f"values.{kind}"] for kind in ("dictionary", "layer_groups")}
+        artifact = replace(artifact, tensors={**artifact.tensors, **narrow})
     found, odd, vectors = graphs(artifact, "csr", SPARSE[case], GEOMETRY), 0, 0
     for name, stream in found.streams():
         for number, count in enumerate((1, 15, 16, 33)):

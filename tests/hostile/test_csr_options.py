@@ -59,6 +59,13 @@ WRONG_OPTIONS = [
         ({"sparsity": wrong}, ["sparsity must be a whole number from 1", repr(wrong), "8 is usual"])
         for wrong in (0, -1, 2.5, "8", True, [8], NAN)
     ),
+    *(
+        ({"sparsity": wrong}, ["sparsity must be one setting for both streams or {keys: ..., values: ...}", "name both"])
+        for wrong in ({"keys": 8}, {"keys": 8, "values": 4, "other": 2}, {}, {"60 lines": 8, "20 lines": 4})
+    ),
+    ({"sparsity": {"keys": 8, "values": 0}}, ["sparsity of values must be a whole number from 1", "got 0", "8 is usual"]),
+    ({"sparsity": {"keys": 40, "values": 4}}, ["sparsity", "40", "32 channels", "at most 32"]),
+    ({"sparsity": {"keys": 3, "values": 5}}, ["sparsity=5", "2 chunks of a value", "multiple of 2"]),
     *(({"sparsity": wrong}, ["sparsity", str(wrong), "32 channels", "at most 32"]) for wrong in (34, 64, 10**9)),
     *(({"sparsity": wrong}, [f"sparsity={wrong}", "2 chunks", "multiple of 2"]) for wrong in (1, 7)),
     ({"sparsity": 6, "value_chunks": 4}, ["sparsity=6", "4 chunks", "multiple of 4"]),
@@ -66,13 +73,27 @@ WRONG_OPTIONS = [
         ({"value_chunks": wrong}, ["value_chunks must be a whole number from 1", repr(wrong), "2 is usual"])
         for wrong in (0, -1, 1.5, "2", True, [2])
     ),
+    *(({"sparsity": wrong, "key_chunks": 4, "value_chunks": 1}, [f"sparsity={wrong}", "4 chunks of a key", "multiple of 4"])
+      for wrong in (1, 6)),
+    *(
+        ({"key_chunks": wrong}, ["key_chunks must be a whole number from 1", repr(wrong), "1 is usual"])
+        for wrong in (0, -1, 1.5, "2", True, [2])
+    ),
+    *(({"key_chunks": wrong}, [f"key_chunks={wrong}", "divide 32 channels"]) for wrong in (3, 5, 64)),
+    *(
+        ({"reverse_share": wrong}, ["reverse_share must be a number from 0", "to 1", repr(wrong), "0.5 is usual"])
+        for wrong in (-0.1, 1.5, NAN, "0.5", None, True, [0.5])
+    ),
     # Whatever the sparsity: more of it would be no remedy.
     *(({"value_chunks": wrong}, [f"value_chunks={wrong}", "divide 32 channels"]) for wrong in (3, 5, 64)),
     *(
         ({"value_chunks": wrong, "sparsity": 3 * wrong}, [f"value_chunks={wrong}", "divide 32 channels"])
         for wrong in (3, 5)
     ),
-    *(({"online": wrong}, ["online must be a whole number from 0", repr(wrong)]) for wrong in (-1, 1.5, "3", True, [3])),
+    *(
+        ({"online": wrong}, ["online must be a whole number from 0 or 'offline'", repr(wrong)])
+        for wrong in (-1, 1.5, "3", True, [3], "online")
+    ),
     *(({"coefficients": wrong}, [f"{NO_FORMAT} {wrong!r}"]) for wrong in (1, 9, 0, 16, -4, 2.0, True, "4")),
     *(({"coefficients": wrong}, [f"{NO_FORMAT} {wrong!r}"]) for wrong in ("fp32", "int8", "", None, [4], ["fp16"])),
     *(
@@ -94,6 +115,9 @@ WRONG_OPTIONS = [
     ),
     ({"tiers": [[4, 0.2], [16, 0.8]]}, ["tiers", "[4, 16]", "most precise first"]),
     ({"tiers": [[8, 0.5], [8, 0.5]]}, ["tiers", "[8, 8]"]),
+    ({"tiers": [[{"keys": 8, "values": 8}, 0.5], [8, 0.5]]}, ["tiers", "most precise first"]),
+    ({"tiers": [[{"keys": 8, "values": 4}, 0.5], [{"keys": 4, "values": 8}, 0.5]]}, ["tiers", "most precise first"]),
+    ({"tiers": [[{"keys": 8}, 0.5], [4, 0.5]]}, ["tiers: sparsity must be one setting for both streams", "name both"]),
     ({"tiers": [[16, 0.2], [4, 0.7]]}, ["add up to 1", "[0.2, 0.7]", "0.9", "last tier"]),
     ({"tiers": [[16, NAN], [4, 0.7]]}, ["0 to 1", "nan"]),
     ({"tiers": [[16, 0.2], [5, 0.8]]}, ["5", "2 chunks", "multiple of 2"]),
@@ -151,9 +175,11 @@ def test_more_atoms_than_an_index_can_name(model, artifact, index):
 
 
 def test_no_atoms_at_all(model, artifact):
-    for options in ({"online": 0}, {"online": 0, "tiers": TIERS}):
+    for options in ({"online": 0}, {"online": 0, "tiers": TIERS}, {"online": "offline"}):
         text = refused(model, None, options)
-        assert all(part in text for part in ("without an artifact", "online=0", "Artifact.load")), text
+        assert all(
+            part in text for part in ("without an artifact", f"online={options['online']!r}", "Artifact.load")
+        ), text
     compress(model, "csr", artifact, online=0).release()
     compress(model, "csr", online=1).release()
 
@@ -187,11 +213,14 @@ def test_value_chunks_that_a_dictionary_was_not_fitted_for(model, artifact, chun
     assert all(part in text for part in (f"{width} channels", "16", "value_chunks")), text
 
 
-def test_keys_of_another_width(model, artifact):
-    """Keys come in one piece, whatever `value_chunks` says: to name it would be no remedy."""
-    text = refused(model, changed(artifact, keys_dictionary=atoms(2, ATOMS, 16)), {})
-    assert all(part in text for part in ("16 channels", "32", "fit again")), text
-    assert "value_chunks" not in text, text
+def test_key_chunks_that_a_dictionary_was_not_fitted_for(model, artifact):
+    """`value_chunks` has no part in it: to name it would be no remedy."""
+    narrow = changed(artifact, keys_dictionary=atoms(2, ATOMS, 16))
+    compress(model, "csr", narrow).release()  # without the option it is the artifact's
+    for chosen, chunks, widths in ((artifact, 2, ("16 channels", "32 channels")), (narrow, 1, ("32 channels", "16"))):
+        text = refused(model, chosen, {"key_chunks": chunks})
+        assert all(part in text for part in (*widths, "leave key_chunks out", "fit again")), text
+        assert "value_chunks" not in text, text
 
 
 @pytest.mark.parametrize("width", [12, 64])

@@ -39,6 +39,11 @@ SCENARIOS = [
     csr(),
     # s and chunks: 4 / 4 is one pair of eight channels.
     *(csr(sparsity=s, value_chunks=c) for s in (4, 8, 16) for c in (1, 2, 4)),
+    *(csr(walk, sparsity=8, key_chunks=c, **more) for c in (2, 4) for walk, more in (("steps", {}), ("turns", {"atoms": 0}))),
+    csr("turns", sparsity=16, key_chunks=4, value_chunks=1, gqa=4, pursuit="orthogonal", online=40),
+    csr("turns", sparsity=4, key_chunks=4, value_chunks=4, coefficients=4, index="int16", dtype=BF16),
+    csr("pages", sparsity=8, key_chunks=2, gqa=1, changes=HEAD_64, online=40, merged=True),
+    csr("turns", sparsity=8, key_chunks=2, changes=PARTIAL, atoms=0, online=40),
     csr("short", sparsity=1, value_chunks=1, **SHORT),
     csr("short", sparsity=32, value_chunks=1, atoms=128, **SHORT),  # as many steps as channels
     csr("turns", sparsity=6, gqa=4),
@@ -46,6 +51,7 @@ SCENARIOS = [
     csr(online=0),
     csr(online=128),
     csr(online=256, gqa=1),
+    csr(online="offline", gqa=4, window=0, block=1, index="int16", corrections={"outliers": 0.02}),  # csr_paper.yaml
     csr("turns", online=40),
     csr("turns", online=41, gqa=4, merged=True),
     csr("turns", online=1, sparsity=4),
@@ -58,6 +64,16 @@ SCENARIOS = [
     csr("pages", atoms=0, online=300, changes=HEAD_64),
     csr("pages", online=64, seed=2**32 + 5),
     csr("steps", atoms=0, online=30, seed=3),
+    # Keys and values of their own.
+    csr("turns", sparsity={"keys": 8, "values": 4}),
+    csr("turns", sparsity={"keys": 3, "values": 10}, coefficients=4, gqa=4, atoms=0, online=40),
+    csr("short", sparsity={"keys": 1, "values": 8}, value_chunks=4, pursuit="orthogonal", index="int16", **SHORT),
+    # Shares of both samplings: one of them alone, with and without atoms to be represented by; shares that do not divide.
+    *(csr("turns", online=40, reverse_share=share, **more) for share in (0, 1) for more in ({}, {"atoms": 0})),
+    csr("turns", online=41, reverse_share=0.25, gqa=4),
+    csr("turns", online=100, reverse_share=0.29, atoms=0, pursuit="orthogonal"),
+    csr("tiny", atoms=0, online=1, reverse_share=0.9, value_chunks=1, **SHORT),
+    csr("pages", atoms=0, online=300, reverse_share=0.8, key_chunks=2, seed=5),
     # Coefficients.
     *(csr("turns", coefficients=kind) for kind in ("fp16", "fp8", 8, 4, 2)),
     *(csr("short", coefficients=bits, value_chunks=chunks, **SHORT) for bits, chunks in ((3, 1), (5, 4), (6, 2), (7, 4))),
@@ -118,9 +134,11 @@ TIERED = [
     csr("tiers", tiers=TIERS, block=32, pursuit="orthogonal", value_chunks=4),
     csr("tiers", tiers=TIERS, block=32, dtype=BF16, coefficients="fp8"),
     csr("waiting tiers", tiers=TIERS, block=32, online=40),
+    csr("tiers", tiers=[[{"keys": 16, "values": 4}, 0.25], [{"keys": 2, "values": 4}, 0.75]], block=32, online=40),
     csr("waiting tiers", tiers=THREE, block=20, gqa=4),
     csr("from one", tiers=TIERS, block=32),
     csr("tiers", tiers=[[8, 1.0]], block=32, online=40),
+    csr("tiers", tiers=TIERS, block=32, key_chunks=4, online=40, reverse_share=0.75, tokens_seed=1),
     csr("pages", tiers=TIERS, block=32, index="int16", seed=7),
     *(csr("tiers", tiers=TIERS, block=32, probes=kind, probe_share=0.3) for kind in ("all", "random", "recent")),
 ]
@@ -129,6 +147,7 @@ CORRECTED = [
     csr("turns", corrections={"outliers": 0.25}, gqa=4, sparsity=4),
     csr("turns", corrections={"residual_bits": 1}, sparsity=4),
     csr("turns", corrections={"residual_bits": 2}),
+    csr("turns", corrections={"outliers": 0.1, "residual_bits": 2}, key_chunks=2, online=40, reverse_share=0),
     csr("turns", corrections={"residual_bits": 2, "residual_group": 8}, gqa=1),
     csr("turns", corrections={"residual_bits": 4, "residual_group": 16}, sparsity=4, coefficients=4),
     csr("turns", corrections={"outliers": 0.1, "residual_bits": 2}),
@@ -216,7 +235,12 @@ def plane_bytes(pairs: int, bits: int) -> int:
     [
         (csr(), 128),
         (csr(sparsity=16, value_chunks=4), 128),
+        (csr(sparsity=8, key_chunks=4), 128),
+        (csr(sparsity={"keys": 8, "values": 4}), 128),
+        (csr(sparsity={"keys": 3, "values": 10}, coefficients=4), 128),
+        (csr(sparsity={"keys": 2, "values": 16}, index="int16", coefficients="fp8"), 128),
         (csr(online=1), 129),
+        (csr(online="offline"), 256),
         (csr(online=128), 256),
         (csr(online=129), 257),
         (csr(atoms=0, online=1), 1),
@@ -234,10 +258,11 @@ def plane_bytes(pairs: int, bits: int) -> int:
 )
 def test_what_one_more_token_costs(scenario, atoms):
     """s pairs of a coefficient and an index for each head, keys and values alike, and of whole numbers a scale."""
-    form, pairs = scenario.spec.coefficients, scenario.spec.sparsity
+    form, size = scenario.spec.coefficients, 0.0
     index = 16 if scenario.options.get("index") == "int16" else max(1, math.ceil(math.log2(atoms)))
-    size = plane_bytes(pairs, index)
-    size += {"fp16": 2 * pairs, "fp8": pairs}[form] if isinstance(form, str) else plane_bytes(pairs, form) + 2
+    for pairs in map(scenario.spec.pairs, ("keys", "values")):
+        size += plane_bytes(pairs, index) / 2
+        size += ({"fp16": 2 * pairs, "fp8": pairs}[form] if isinstance(form, str) else plane_bytes(pairs, form) + 2) / 2
     cache = scenario.open()
     feed(cache, [scenario.tokens([100])])
     assert cache.memory().marginal_bits == pytest.approx(8 * size / scenario.model.config.head_dim)

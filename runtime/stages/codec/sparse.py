@@ -5,6 +5,7 @@ Which atoms is found by matching pursuit (eq. 2-4); what is stored are the pairs
 and may have an online part: atoms that each row sampled from its own prompt.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -40,6 +41,7 @@ class Sparse(Codec):
         index: "packed" in ceil(log2(N + M)) bits, or "int16" as in the paper.
         orthogonal: refits all coefficients after every step (orthogonal matching pursuit): the same storage, a lower error.
         online: the online parts of the rows at hand, `[rows, M, D / chunks]` float16; bound when rows are.
+        reverse: share of the online atoms that are sampled in reverse, 0 ... 1.
     """
 
     sparsity: int
@@ -50,6 +52,7 @@ class Sparse(Codec):
     index: Index = "packed"
     orthogonal: bool = False
     online: Tensor | None = None
+    reverse: float = 0.5
 
     has_kernel = True
     row_by_row = True
@@ -88,7 +91,7 @@ class Sparse(Codec):
     ) -> dict[str, Field]:
         """`indices` and `coefficients`, with integer coefficients `scale`."""
         if head_dim % self.chunks:
-            raise ValueError(f"value_chunks={self.chunks} does not divide {head_dim} channels; use a divisor")
+            raise ValueError(f"{self.chunks} chunks do not divide {head_dim} channels; use a divisor")
         width = head_dim // self.chunks
         if self.sparsity > width:
             raise ValueError(f"sparsity: {self.sparsity} pairs for a vector of {width} channels; use at most {width}")
@@ -157,17 +160,20 @@ class Sparse(Codec):
     def sampled(self, x: Tensor, rng: SeededRng) -> Tensor:
         """The online part of a row from `x [1, kv_heads, T, D]`: float16 `[M, D / chunks]`, unit vectors, then zeros.
 
-        Half of it drawn from all vectors alike, half those of the rest that the offline atoms (without any: the drawn ones)
-        represent worst.
+        Uniform sampling draws from all vectors alike; reverse sampling takes those of the rest that the offline atoms (without
+        any: the drawn ones; without those too: none) represent worst.
         """
         vectors = self._vectors(x.float().transpose(1, 2))
         size = min(self.columns, len(vectors))
+        reverse = math.floor(self.reverse * size + 1e-9)  # 0.29 of 100 is 28.999999999999996
         drawn = rng.at(torch.arange(len(vectors), device=x.device)).argsort(stable=True)
-        uniform, rest = drawn[: size - size // 2], drawn[size - size // 2 :].sort().values
+        uniform, rest = drawn[: size - reverse], drawn[size - reverse :].sort().values
         known = _unit(vectors[uniform]).half() if self.offline is None else self.offline.tensor
         known = known.float()
-        missing = vectors[rest] - desparsify(*self._pursue(vectors[rest], known), known)
-        worst = missing.square().sum(-1).argsort(descending=True, stable=True)[: size // 2]
+        missing = vectors[rest]
+        if reverse and len(known):
+            missing = missing - desparsify(*self._pursue(missing, known), known)
+        worst = missing.square().sum(-1).argsort(descending=True, stable=True)[:reverse]
         atoms = x.new_zeros(self.columns, vectors.shape[-1], dtype=torch.float16)
         atoms[:size] = _unit(vectors[torch.cat([uniform, rest[worst]])]).half()
         return atoms

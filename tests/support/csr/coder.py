@@ -49,7 +49,8 @@ class Coder:
         """The row's own atoms, from its first chunk `[kv_heads, F, D]`."""
         position = (self.spec.seed, self.layer, self.stream)
         steps = self.spec.steps(self.stream)
-        found = sample(self.items(tokens), self.atoms, self.spec.online, steps, self.orthogonal, position)
+        share = self.spec.reverse_share
+        found = sample(self.items(tokens), self.atoms, self.spec.online, steps, self.orthogonal, position, share)
         self.atoms, self.sure = found.atoms, found.sure
 
     def encode(self, tokens: np.ndarray, positions: np.ndarray, tier: int = 0) -> list["Word"]:

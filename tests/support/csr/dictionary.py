@@ -1,6 +1,7 @@
-"""A row's own atoms: half drawn, half those that the dictionary rebuilds worst (arXiv:2412.11741, "online part")."""
+"""A row's own atoms: some drawn, some those that the dictionary rebuilds worst (arXiv:2412.11741, "online part")."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from csr.pursuit import DOUBT, lead, pursue, readings, rebuilt
@@ -23,11 +24,21 @@ class Sampled:
 
 
 def sample(
-    items: np.ndarray, offline: np.ndarray, online: int, steps: int, orthogonal: bool, position: tuple[int, int, str]
+    items: np.ndarray,
+    offline: np.ndarray,
+    online: int,
+    steps: int,
+    orthogonal: bool,
+    position: tuple[int, int, str],
+    share: float = 0.5,
 ) -> Sampled:
-    """Adds `online` atoms from `items [n, d]`, token-major, to `offline [N, d]`; `position` is (seed, layer, stream)."""
+    """Adds `online` atoms from `items [n, d]`, token-major, to `offline [N, d]`; `position` is (seed, layer, stream).
+
+    `share` of them, rounded down, are the worst; no atoms at all rebuild every item as 0.
+    """
     count = min(online, len(items))
-    uniform, reverse = count - count // 2, count // 2
+    reverse = int(Fraction(str(share)) * count)
+    uniform = count - reverse
     seed, layer, stream = position
     draws = [counter_hash(seed, layer, HEAD[stream], item) for item in range(len(items))]
     order = np.argsort(draws, kind="stable")
@@ -53,6 +64,8 @@ def normalised(items: np.ndarray) -> np.ndarray:
 
 def errors(items: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool) -> np.ndarray:
     """|x - x^|^2 of every item, coefficients as they are."""
+    if not len(base):
+        return (items**2).sum(1)
     return ((items - rebuilt(*pursue(items, base, steps, orthogonal), base)) ** 2).sum(1)
 
 
@@ -70,7 +83,7 @@ def certain(
 
 def bounds(item: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool) -> tuple[float, float]:
     """The least and the largest squared error that float32 may come to."""
-    if lead(item[None], base, steps, orthogonal)[0] > DOUBT:
+    if not len(base) or lead(item[None], base, steps, orthogonal)[0] > DOUBT:
         (only,) = errors(item[None], base, steps, orthogonal)
         return only, only
     found = [

@@ -75,7 +75,7 @@ class CsrLayer(Coded):
     """A window of exact tokens; what leaves it is encoded, a chunk at a time."""
 
     def __init__(self, spec: Spec, coders: tuple[Coder, Coder]) -> None:
-        super().__init__([spec.sparsity])
+        super().__init__([spec.pairs("keys")])
         self.spec, self.coders, self.words, self.encoded = spec, coders, {}, 0
 
     def store(self, before: int) -> None:

@@ -87,13 +87,18 @@ class Scenario:
 
     @cached_property
     def spec(self) -> Spec:
-        online = 0 if self.atoms else 256 * self.model.config.num_key_value_heads
+        heads = self.model.config.num_key_value_heads
+        online = 0 if self.atoms else 256 * heads
         known = {name: value for name, value in self.options.items() if name != "index"}
+        if known.get("online") == "offline":
+            known["online"] = self.atoms * heads
         return Spec(**{"online": online, "wide": self.data == "huge", "block": 100 if "tiers" in known else 16} | known)
 
     @cached_property
     def artifact(self) -> Artifact | None:
-        return dictionaries(self.model, self.atoms, self.spec.value_chunks, self.merged) if self.atoms else None
+        if not self.atoms:
+            return None
+        return dictionaries(self.model, self.atoms, self.spec.value_chunks, self.merged, self.spec.key_chunks)
 
     def open(self) -> CompressedCache:
         """An empty cache, detached from the model."""
@@ -169,11 +174,11 @@ class Scenario:
         return Tokens(*(part.to(self.dtype) for part in vars(drawn).values()))
 
 
-def dictionaries(model: Any, atoms: int, value_chunks: int, merged: bool = False) -> Artifact:
+def dictionaries(model: Any, atoms: int, value_chunks: int, merged: bool = False, key_chunks: int = 1) -> Artifact:
     """Random unit atoms, `atoms` a KV head, of every group: of keys one a layer, of values too unless `merged`."""
     config, draw = model.config, torch.Generator().manual_seed(5)
     tensors = {}
-    for stream, chunks in zip(STREAMS, (1, value_chunks), strict=True):
+    for stream, chunks in zip(STREAMS, (key_chunks, value_chunks), strict=True):
         groups = 1 if merged else config.num_hidden_layers
         shape = groups, atoms * config.num_key_value_heads, config.head_dim // chunks
         rows = torch.randn(shape, generator=draw)

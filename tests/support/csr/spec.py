@@ -12,14 +12,16 @@ class Spec:
     With `tiers` there is no window, and `block` is as ZipCache's `recompress`.
     """
 
-    sparsity: int = 8
+    sparsity: int | Mapping[str, int] = 8
+    key_chunks: int = 1
     value_chunks: int = 2
     online: int = 0
+    reverse_share: float = 0.5
     coefficients: str | int = "fp16"
     pursuit: str = "matching"
     window: int = 64
     block: int = 16
-    tiers: Sequence[tuple[int, float]] | None = None
+    tiers: Sequence[tuple[int | Mapping[str, int], float]] | None = None
     probes: str = "random+recent"
     probe_share: float = 0.1
     corrections: Mapping[str, Any] = field(default_factory=dict)
@@ -28,12 +30,16 @@ class Spec:
 
     def chunks(self, stream: str) -> int:
         """Vectors of one head of one token."""
-        return self.value_chunks if stream == "values" else 1
+        return {"keys": self.key_chunks, "values": self.value_chunks}[stream]
+
+    def pairs(self, stream: str, tier: int = 0) -> int:
+        """Of one head of one token."""
+        sparsity = self.sparsity if self.tiers is None else self.tiers[tier][0]
+        return sparsity if isinstance(sparsity, int) else sparsity[stream]
 
     def steps(self, stream: str, tier: int = 0) -> int:
         """Pairs of one vector."""
-        sparsity = self.sparsity if self.tiers is None else self.tiers[tier][0]
-        return sparsity // self.chunks(stream)
+        return self.pairs(stream, tier) // self.chunks(stream)
 
     def first(self, prompt: int) -> int:
         """Tokens of the first chunk."""
