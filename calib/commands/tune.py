@@ -46,6 +46,24 @@ def run(argv: Sequence[str]) -> int:
         "--dtype", default="auto", help="float32, bfloat16, float16, or auto: what the weights are stored in"
     )
     parser.add_argument("--device", default="cpu", help="such as cpu or cuda")
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="specache: of the link to the host, for pairs that lie scattered",
+    )
+    parser.add_argument(
+        "--step_ms",
+        type=float,
+        metavar="MS",
+        help="specache: what a decode step takes; k is what the link brings meanwhile",
+    )
+    parser.add_argument("--rows", type=int, default=1, help="specache: sequences of a batch, which share the link")
+    parser.add_argument(
+        "--context",
+        type=int,
+        help="specache: tokens of a sequence, over which its k exact pairs are counted (default: the model's longest)",
+    )
     parser.add_argument("--logs", type=Path, default=Path("runs/tune"), help="folder of the W&B run, or of CSV files")
     asked, rest = parser.parse_known_args(argv)
     name, options = read_method(asked.method)
@@ -55,8 +73,8 @@ def run(argv: Sequence[str]) -> int:
     for budget in asked.bits:
         if not 0 < budget <= 16:
             raise UsageError(f"--bits {budget:g} must be above 0 and at most 16 bits per value, such as 2.5")
-    for option, least in (("length", 2), ("sequences", 1), ("batch_size", 1)):
-        if getattr(asked, option) < least:
+    for option, least in (("length", 2), ("sequences", 1), ("batch_size", 1), ("rows", 1), ("context", 1)):
+        if getattr(asked, option) is not None and getattr(asked, option) < least:
             raise UsageError(f"--{option} must be at least {least}, got {getattr(asked, option)}")
     source = artifact_file(asked.artifact)
     if asked.output is None and not os.path.isfile(asked.artifact):
@@ -64,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
     if asked.html is not None and (asked.html.suffix.lower() not in ENDINGS or asked.html.is_dir()):
         raise UsageError(f"--html {asked.html}: must name a file that ends in {ENDINGS[0]}")
 
-    from calib.tune.command import Request, tune
+    from calib.tune.command import Link, Request, tune
 
     request = Request(
         method=name,
@@ -82,6 +100,7 @@ def run(argv: Sequence[str]) -> int:
         sequences=asked.sequences,
         batch_size=asked.batch_size,
         seed=asked.seed,
+        link=Link(asked.bandwidth, asked.step_ms, asked.rows, asked.context),
         logs=asked.logs,
         command=shlex.join(["calib", "tune", *argv]),
     )

@@ -10,6 +10,7 @@ from calib.errors import UsageError
 from calib.runtime import Artifact
 from calib.runtime.methods import METHODS, Geometry, build, method_class
 from calib.runtime.methods.grid import Grid, Options
+from calib.runtime.offload.plan import OffloadPlan
 from calib.runtime.store import Plan
 
 
@@ -21,7 +22,7 @@ class Candidate:
         shared: number of its combination of the options that are the same in every layer.
         options: those that are the same in every layer, given ones included.
         own: those that may differ by layer.
-        plans: the stages of each compressed layer.
+        plans: the stages of each compressed layer; of a method that keeps exact tokens on the host those on the device.
     """
 
     shared: int
@@ -37,7 +38,7 @@ def grid_of(method: str, given: Mapping[str, Any]) -> Grid:
         known = ", ".join(name for name, chosen in METHODS.items() if hasattr(chosen, "grid"))
         raise UsageError(f"method '{method}' has no option that a budget could choose; one of {known}")
     left = found.without(given)
-    if not left.by_layer and not left.shared:
+    if not left.by_layer and not left.shared and left.fetched is None:
         raise UsageError(
             f"every option of '{method}' that a budget could choose is given ({', '.join(given)}); leave one out"
         )
@@ -60,7 +61,8 @@ def candidates(
         for own in grid.layers():
             try:
                 built = build(method, {**given, **shared, **own})
-                plans = complete({layer: built.plan(layer, geometry, artifact) for layer in layers})
+                whole = complete({layer: built.plan(layer, geometry, artifact) for layer in layers})
+                plans = {layer: on_device(plan) for layer, plan in whole.items()}
                 for plan in plans.values():
                     plan.check(geometry.head_dim, dtype)
             except (
@@ -72,3 +74,8 @@ def candidates(
     if not found:
         raise UsageError(f"no combination of the options of '{method}' is possible here: {reason}")
     return found
+
+
+def on_device(plan: Plan) -> Plan:
+    """The part that encodes: what lies on the host is exact."""
+    return plan.low if isinstance(plan, OffloadPlan) else plan

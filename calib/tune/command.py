@@ -21,8 +21,10 @@ from calib.evaluate.evaluation import usable_device
 from calib.method_options import as_usage
 from calib.runtime.completed import completed
 from calib.runtime.files.atomic_file import write_atomically
+from calib.runtime.methods import method_class
 from calib.runtime.methods.tuned import with_choices
 from calib.tune.candidates import candidates, grid_of
+from calib.tune.fetched import FetchedPairs, Link, check_link, fetched_within
 from calib.tune.loss import check_sensitivities
 from calib.tune.measure import Subject, measure
 from calib.tune.page import page
@@ -50,6 +52,7 @@ class Request:
     sequences: int
     batch_size: int
     seed: int
+    link: Link
     logs: Path
     command: str
 
@@ -64,6 +67,7 @@ def tune(request: Request) -> int:
     """
     with as_usage():
         grid_of(request.method, request.options)
+        check_link(request.method, request.options, request.link)
     device = usable_device(request.device)
     artifact = load_artifact(request.artifact)
     check_sensitivities(artifact, request.artifact.name)
@@ -82,7 +86,9 @@ def tune(request: Request) -> int:
         task = bar.add_task("storing every candidate in every layer", total=len(batches) * len(subject.layers))
         measured = measure(subject, batches, [one.plans for one in found], lambda: bar.advance(task))
     search = Search(request.method, found, measured)
-    settings = {budget: search.at(budget) for budget in request.budgets}
+    cheapest = search.reach()[0]
+    pairs = {budget: fetched_pairs(request, subject, budget - cheapest) for budget in request.budgets}
+    settings = {budget: search.at(budget, 0.0 if own is None else own.bits) for budget, own in pairs.items()}
     measured_on = origin | {
         "tokens_sha256": token_hash(tokens),
         "sequences": len(tokens),
@@ -91,7 +97,9 @@ def tune(request: Request) -> int:
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     layers = artifact.fingerprint["layers"]
-    chosen = [search.choice(budget, setting, layers, measured_on) for budget, setting in settings.items()]
+    chosen = [
+        search.choice(budget, setting, layers, measured_on, pairs[budget]) for budget, setting in settings.items()
+    ]
     front = search.front()
     tables = [budget_table(chosen), *(layer_table(choice) for choice in chosen)]
     with_choices(artifact, chosen).save(request.output)
@@ -109,13 +117,33 @@ def tune(request: Request) -> int:
     return 0
 
 
+def fetched_pairs(request: Request, subject: Subject, left: float) -> FetchedPairs | None:
+    """What a step of this method fetches on this model, with `left` bits per value to spend; None where it fetches nothing."""
+    option = method_class(request.method).grid.fetched
+    if option is None:
+        return None
+    geometry, context = subject.geometry, request.link.context or longest(subject.model)
+    if context is None:
+        raise UsageError("this model does not say how many tokens it was made for: give --context")
+    itemsize = subject.model.dtype.itemsize
+    return fetched_within(
+        option, request.options.get(option), request.link, context, len(subject.layers), geometry, itemsize, left
+    )
+
+
+def longest(model: PreTrainedModel) -> int | None:
+    """Tokens that a model was made for."""
+    found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
+
+
 def sequences(
     request: Request, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Tensor, dict[str, Any]]:
     """Token ids `[sequences, length]` and where they come from: of the text, or generated as `calib fit` does."""
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and request.length > longest:
-        raise UsageError(f"--length {request.length}: this model was made for {longest} tokens; give at most that")
+    most = longest(model)
+    if most is not None and request.length > most:
+        raise UsageError(f"--length {request.length}: this model was made for {most} tokens; give at most that")
     if request.text is None:
         found = generated_sequences(model, tokenizer, request.length, request.sequences, request.seed)
         return found, {"text": "generated"}

@@ -1,7 +1,7 @@
 """What a budget gives: a setting for each layer, the front of all budgets, and the best that one setting for all layers can do."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from calib.errors import UsageError
@@ -9,6 +9,7 @@ from calib.runtime.files.canonical_json import plain
 from calib.runtime.methods.tuned import Choice
 from calib.tune.allocation import TINY, cheapest, hull
 from calib.tune.candidates import Candidate
+from calib.tune.fetched import FetchedPairs
 from calib.tune.measure import Measured
 
 FRONT = 24  # budgets that the front is drawn through
@@ -47,11 +48,13 @@ class Search:
     candidates: Sequence[Candidate]
     measured: Measured
 
-    def at(self, budget: float) -> Setting:
-        """The least loss within a budget; UsageError where none is within it, with what there is."""
-        found = [setting for positions in self._groups() if (setting := self._allocated(positions, budget)) is not None]
+    def at(self, budget: float, fetched: float = 0.0) -> Setting:
+        """The least loss within a budget, of which `fetched` bits are taken; UsageError where none is within it, with what
+        there is."""
+        left = budget - fetched
+        found = [setting for positions in self._groups() if (setting := self._allocated(positions, left)) is not None]
         if not found:
-            low, high = self.reach()
+            low, high = (end + fetched for end in self.reach())
             raise UsageError(
                 f"--bits {budget:g}: '{self.method}' takes {low:.3f} ... {high:.3f} bits per value with the options there are to "
                 "choose; give a budget of at least the first, or fix fewer options"
@@ -87,22 +90,38 @@ class Search:
                 found.append(setting)
         return found
 
-    def choice(self, budget: float, setting: Setting, layers: int, measured_on: dict[str, Any]) -> Choice:
-        """The record of a budget's setting, for a model of so many `layers`."""
+    def choice(
+        self,
+        budget: float,
+        setting: Setting,
+        layers: int,
+        measured_on: dict[str, Any],
+        fetched: FetchedPairs | None = None,
+    ) -> Choice:
+        """The record of a budget's setting, for a model of so many `layers`; `fetched` pairs are counted in its bits."""
         own = dict(zip(self.measured.layers, setting.chosen, strict=True))
         figures = dict(zip(self.measured.layers, zip(setting.bits, setting.losses, strict=True), strict=True))
-        one = self.uniform(budget)
+        apart = 0.0 if fetched is None else fetched.bits
+        one = self.uniform(budget - apart)
         predicted = {
-            "bits": setting.mean_bits,
+            "bits": setting.mean_bits + apart,
             "loss": setting.loss,
             "layers": [{"bits": figures[n][0], "loss": figures[n][1]} if n in figures else None for n in range(layers)],
             "uniform": one
-            and {"options": {**one.chosen[0].options, **one.chosen[0].own}, "bits": one.mean_bits, "loss": one.loss},
+            and {
+                "options": {**one.chosen[0].options, **one.chosen[0].own},
+                "bits": one.mean_bits + apart,
+                "loss": one.loss,
+            },
         }
+        options = dict(setting.chosen[0].options)
+        if fetched is not None:
+            options[fetched.option] = fetched.k
+            predicted["fetched"] = asdict(fetched)
         return Choice(
             self.method,
             budget,
-            plain(setting.chosen[0].options, "options"),
+            plain(options, "options"),
             [plain(own[n].own, "options") if n in own else None for n in range(layers)],
             plain(predicted, "predicted"),
             plain(measured_on, "measured_on"),

@@ -18,10 +18,13 @@ class Grid:
         by_layer: options that may differ from layer to layer, with their values: they say how a token is stored.
         shared: options that are the same in every layer: they say how many tokens lie where, and all layers share one
             count of that.
+        fetched: the option that says how many exact pairs of each layer and KV head a step fetches from the host. It has no
+            values to try: it follows from the link and the budget (`calib/tune/fetched.py`).
     """
 
     by_layer: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     shared: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    fetched: str | None = None
 
     def without(self, given: Mapping[str, Any]) -> "Grid":
         """The grid of what is left where some options are `given`."""
@@ -29,7 +32,7 @@ class Grid:
             {name: values for name, values in part.items() if name not in given}
             for part in (self.by_layer, self.shared)
         )
-        return Grid(by_layer, shared)
+        return Grid(by_layer, shared, None if self.fetched in given else self.fetched)
 
     def layers(self) -> Iterator[Options]:
         """Every combination of what may differ by layer; one that is empty where nothing may."""

@@ -9,6 +9,7 @@ from calib.runtime.messages.printable import printable
 from calib.runtime.methods.basis import Basis, KeyBias
 from calib.runtime.methods.calibration import clip_of_streams
 from calib.runtime.methods.contract import Geometry, Method
+from calib.runtime.methods.grid import Grid
 from calib.runtime.methods.kivi import Kivi
 from calib.runtime.methods.paper_counting import CountedCache, specache_size
 from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
@@ -35,10 +36,10 @@ class SpeCache(Method):
     Args:
         k: exact pairs of each layer and KV head; 0: the low-bit copy alone.
         speculative: fetch ahead for a speculative token, or within the step.
-        bits: of the low-bit copy, which is `kivi`'s; this and the next three are one setting for both streams, or {keys: ...,
-            values: ...}.
+        bits: of the low-bit copy, which is `kivi`'s; this and the next three are one setting or {keys: ..., values: ...}.
         group: of the low-bit copy.
-        residual: exact window of the low-bit copy.
+        residual: exact window R of the low-bit copy. R values are exact besides the step's own token, as in KIVI's released code;
+            {keys: R, values: R - 1} counts that token among them, as KIVI's algorithm 1 does.
         clip: of the low-bit copy; 1 bit takes 0.5 (eq. 3) where neither `clip` nor an artifact says otherwise.
         low: another low-bit copy instead, as `build` makes it of {method: csr, sparsity: 8}: any that keeps every token.
         basis: of the low-bit copy: the coordinates that are rounded, "none", "hadamard" or "calibrated", as in `kivi`.
@@ -46,6 +47,8 @@ class SpeCache(Method):
     """
 
     name: ClassVar[str] = "specache"
+
+    grid: ClassVar[Grid] = Grid({name: Kivi.grid.by_layer[name] for name in ("bits", "group", "clip")}, fetched="k")
 
     k: int = 64
     speculative: bool = True

@@ -90,10 +90,17 @@ WRONG_OPTIONS = [
         for word in ("pca", "", None, True, 3, ["none"])
     ),
     *(
-        (method, {"basis": "calibrated"}, ["basis='calibrated'", "needs calibrated rotations", "--model.rotations true"])
+        (
+            method,
+            {"basis": "calibrated"},
+            ["basis='calibrated'", "needs calibrated rotations", "--model.rotations true"],
+        )
         for method in ("kivi", "rtn", "specache")
     ),
-    *((method, {"key_bias": "folded"}, ["no bias of keys in layer 0", "key_bias='kept'"]) for method in ("kivi", "rtn")),
+    *(
+        (method, {"key_bias": "folded"}, ["no bias of keys in layer 0", "key_bias='kept'"])
+        for method in ("kivi", "rtn")
+    ),
     ("kivi", {"statistics": "calibrated"}, ["'kivi'", "needs an artifact", "Artifact.load"]),
     *(
         (method, {"statistics": "calibrated"}, [f"'{method}'", "needs an artifact", "calib fit"])

@@ -75,6 +75,13 @@ SPECACHE = [
         ({"low": {"method": method}}, [f"{name}(", *APART])
         for name, method in (("SpeCache", "specache"), ("InfLLM", "infllm"), ("Offload", "offload"))
     ),
+    *(
+        ({name: {"keys": 1}}, [f"{name} must be one setting for both streams or {{keys: ..., values: ...}}", "name both"])
+        for name in ("bits", "group", "residual", "clip")
+    ),
+    ({"residual": {"keys": 64, "values": 0}}, ["residual of values must be a whole number", "at least 1", "got 0"]),
+    ({"residual": {"keys": 64, "values": 62}}, ["values would be encoded before the keys", "at least as early"]),
+    ({"bits": {"keys": 2, "values": 9}}, ["bits of values", "1 ... 8", "got 9"]),
     # Corrections of the low-bit copy, wherever they stand, are checked as any.
     ({"corrections": 5}, ["corrections must be a mapping", "5"]),
     ({"corrections": {"outliers": 2}}, ["outliers must be a share from 0 to 1, got 2"]),

@@ -40,6 +40,12 @@ SPECACHE = [
     specache("singles", gqa=4, speculative=False),
     specache("singles and turns", speculative=False),
     specache("singles and turns", gqa=1, k=64, residual=64, speculative=False),
+    # The step's own value among the residual ones, as in KIVI's algorithm 1; windows of keys and values apart.
+    *(specache(walk, residual={"keys": 32, "values": 31}) for walk in ("crossing", "turns", "mixed")),
+    specache("rows", residual={"keys": 32, "values": 31}, gqa=4, dtype=BF16),
+    specache("turns", residual={"keys": 32, "values": 31}, sliding=48),
+    specache("singles", residual={"keys": 32, "values": 70}, speculative=False),
+    specache("mixed", bits={"keys": 1, "values": 3}, group={"keys": 16, "values": 8}),
     # Bits.
     specache("turns", bits=1),
     specache("mixed", bits=1, clip=0.8),

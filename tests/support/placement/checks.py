@@ -71,6 +71,17 @@ def on_host(host: Any, row: int, oracle: Row) -> Iterator[str]:
             yield f"the host's {role} are not those that came"
 
 
+def exact_window(low: Any, row: int, oracle: Row, counts: tuple[int, int]) -> Iterator[str]:
+    """Of KIVI's copy as many of the newest keys and values are as they came, and no others; of those that can still be seen."""
+    held, sliding = held_by(low, row), oracle.attending.sliding
+    first = 0 if sliding is None else max(0, oracle.length - sliding + 1)
+    for role, count in zip(("keys", "values"), counts, strict=True):
+        same = (getattr(oracle, role).double() == getattr(held, role)).all(-1).all(0)
+        expected = torch.arange(oracle.length) >= oracle.length - count
+        if not torch.equal(same[first:], expected[first:]):
+            yield f"{int(same[first:].sum())} exact {role}, and not the newest {count} of {oracle.length}"
+
+
 def low_bit(low: Any, twin: Any, row: int) -> Iterator[str]:
     """The low-bit copy is what its method alone would hold; it may know more of its tokens' positions."""
     found, expected = (

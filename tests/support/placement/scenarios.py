@@ -171,7 +171,10 @@ class Scenario:
             return dict(self.options["low"])
         usual = {"bits": 2, "group": 32, "residual": 64}
         low = usual | {name: value for name, value in self.options.items() if name in (*usual, "clip")}
-        return {"method": "kivi"} | ({"clip": 0.5} if low["bits"] == 1 else {}) | low
+        middle = {1: 0.5}  # eq. 3
+        clip = low["bits"]
+        clip = middle.get(clip) if isinstance(clip, int) else {role: middle.get(bits) for role, bits in clip.items()}
+        return {"method": "kivi", "clip": clip} | low
 
     def open(self) -> CompressedCache:
         """An empty cache, detached from the model."""

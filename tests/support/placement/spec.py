@@ -54,7 +54,7 @@ def packed(low: Mapping[str, Any], prompt: int, length: int) -> int:
         case "rtn":
             return length
         case "kivi":
-            return length - length % low.get("residual", 64)
+            return length - length % residual(low, "keys")
         case "csr" if "tiers" not in low:
             spans = CsrSpec(window=low.get("window", 64), block=low.get("block", 16)).spans(prompt, length)
             return spans[-1][1] if spans else 0
@@ -66,6 +66,22 @@ def packed(low: Mapping[str, Any], prompt: int, length: int) -> int:
             first = max(prompt // grain * grain, block)
             return 0 if length < first else first + (length - first) // block * block
     raise AssertionError(low)
+
+
+def residual(low: Mapping[str, Any], stream: str) -> int:
+    """R of KIVI's copy."""
+    given = low.get("residual", 64)
+    return given if isinstance(given, int) else given[stream]
+
+
+def exact(low: Mapping[str, Any], length: int) -> tuple[int, int]:
+    """Newest keys and values that KIVI's copy of a row of `length` tokens holds exactly (arXiv:2402.02750, algorithm 1).
+
+    A key until the block of R keys that it belongs to is full: `length` mod R of them. A value until R newer ones have come: R.
+    The algorithm encodes a step's value before it attends, so that the R values include the step's own, and R - 1 of those that
+    were there before are exact; the released code encodes after it attends, where R are, and the step's own.
+    """
+    return length - packed(low, length, length), min(length, residual(low, "values"))
 
 
 def replaced(low: Tensor, exact: Tensor, fetched: Tensor) -> Tensor:

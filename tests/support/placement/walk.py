@@ -11,7 +11,7 @@ from layer_walk import Tokens, feed
 from placement import checks
 from placement.layer import InfLLMRow, Row, Shown, SpeCacheRow, Tally
 from placement.scenarios import Scenario, Step, cut
-from placement.spec import Attending, Blocks, packed
+from placement.spec import Attending, Blocks, exact, packed
 from torch import Tensor
 
 from calib.runtime.attend.request import AttendRequest
@@ -209,6 +209,9 @@ class Walk:
                     self.note(where, checks.local(store.low, row, oracle))
                 if isinstance(oracle, SpeCacheRow) and oracle.length:
                     self.note(where, checks.on_host(store.host, row, oracle))
+                    if self.scenario.low["method"] == "kivi":
+                        counts = exact(self.scenario.low, oracle.length)
+                        self.note(where, checks.exact_window(store.low, row, oracle, counts))
                     # What decides who goes to which tier is attention, and fetched tokens are part of it.
                     if not store.low.observes or not oracle.wanted or oracle.prompt == oracle.length:
                         self.note(where, checks.low_bit(store.low, self.twin.compressed[layer].store, row))
