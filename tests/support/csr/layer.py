@@ -7,7 +7,6 @@ import numpy as np
 from csr.coder import Coder, Word
 from csr.spec import Spec
 from importance.chunks import ZipCache
-from importance.draws import count
 from importance.layer import LayerOracle
 
 
@@ -95,8 +94,8 @@ class CsrTiers(Coded, ZipCache):
 
     def __init__(self, spec: Spec, coders: tuple[Coder, Coder], layer: int) -> None:
         assert spec.tiers is not None
-        probes = {"probes": spec.probes, "probe_share": spec.probe_share}
-        ZipCache.__init__(self, spec.tiers, recompress=spec.block, layer=layer, seed=spec.seed, **probes)
+        given = {"probes": spec.probes, "probe_share": spec.probe_share, "layer": layer, "seed": spec.seed}
+        ZipCache.__init__(self, spec.tiers, recompress=spec.block, refresh=False, **given)
         self.spec, self.coders, self.words = spec, coders, {}
 
     def store(self, before: int) -> None:
@@ -105,16 +104,10 @@ class CsrTiers(Coded, ZipCache):
             self.measure(self.first())
         super().store(before)
 
-    def encode(self, head: int, start: int, saliency: np.ndarray) -> None:
-        """One chunk of one head."""
-        taken = 0
-        for tier, share in enumerate(self.shares):
-            last = tier == len(self.bits) - 1
-            stop = len(saliency) if last else min(len(saliency), taken + count(share, len(saliency)))
-            tokens = np.sort(self.greatest(saliency, stop)[taken:]) + start
-            taken = stop
-            if len(tokens):
-                self.spell(tier, head, tokens)
+    def encode(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> None:
+        """A tier's tokens of one chunk."""
+        for head, tokens in enumerate(chosen):
+            self.spell(tier, head, tokens)
 
     def matched(self, held: np.ndarray, given: np.ndarray) -> np.ndarray:
         """The nearest, each of them once."""
