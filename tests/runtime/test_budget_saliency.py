@@ -6,6 +6,7 @@ import pytest
 import torch
 from importance.budget import H2O
 from importance.oracles import ORACLES
+from importance.policies import Policy
 from importance.scenarios import WALKS, others, walk_beside
 from layer_walk import Tokens, feed
 
@@ -38,18 +39,15 @@ class Budget:
         return TieredPlan((TierPlan(stages, stages),), tiering, saliency, shared_across_heads=self.shared)
 
 
-class BudgetOracle(H2O):
+def oracle(kind="accumulated", shared=False, **options):
     """The same in float64."""
-
-    def __init__(self, kind="accumulated", shared=False, **options):
-        super().__init__(**options)
-        self.kind, self.shared = kind, shared
+    return H2O(policy=Policy(kind, probes="all"), shared=shared, **options)
 
 
 @pytest.fixture(autouse=True)
 def budget(monkeypatch):
     monkeypatch.setitem(methods.METHODS, "budget", Budget)
-    monkeypatch.setitem(ORACLES, "budget", BudgetOracle)
+    monkeypatch.setitem(ORACLES, "budget", oracle)
 
 
 @pytest.mark.parametrize("walk", ["steps", "turns", "from one"])

@@ -6,24 +6,31 @@ import numpy as np
 from importance.coding import (
     TOUCHED,
     halves,
+    per_channel,
     per_token,
 )
 from importance.draws import count
 from importance.layer import WINDOW, LayerOracle
+from importance.policies import Policy
 
 
 class HeavyHitterBudget(LayerOracle):
     """The newest tokens and the heavy hitters stay in the first tier, the others leave it.
 
-    `kind` is what a token's score is: its attention `accumulated` over all queries since it came, that over their number
-    (`normalised`), or that of the `last` query alone. With `shared` all KV heads have one score, the sum of theirs.
+    What a token's score is, its policy says. With `shared` all KV heads have one score, the sum of theirs.
     """
 
-    kind, shared = "accumulated", False
+    policy: Policy
+    shared = False
 
-    def budgets(self) -> tuple[int, int]:
+    def parts(self) -> tuple[int, int]:
         """Tokens of the first tier: heavy, recent."""
         raise NotImplementedError
+
+    def budgets(self) -> tuple[int, int]:
+        """The same; where only locality counts, all are recent."""
+        heavy, recent = self.parts()
+        return (0, heavy + recent) if self.policy.name == "local" else (heavy, recent)
 
     def keep(self, head: int, tokens: np.ndarray) -> None:
         """New tokens that stay."""
@@ -34,11 +41,9 @@ class HeavyHitterBudget(LayerOracle):
         self.evict(head, tokens)
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """The plain sum of eq. 7 over every row since a token came, eq. 8's mean, or the last row."""
-        self.sum = np.zeros((len(mass), 0)) if not before else self.sum
-        self.sum = np.pad(self.sum, ((0, 0), (0, mass.shape[1]))) + mass.sum(1)
-        rows = np.arange(self.length, 0, -1)  # of which each token was seen by those from its own on
-        found = {"accumulated": self.sum, "normalised": self.sum / rows, "last": mass[:, -1]}[self.kind]
+        """The policy's scores."""
+        found = self.policy.observe(mass, before, *self.budgets())
+        self.margin = min(self.margin, self.policy.margin)
         self.saliency = found.sum(0, keepdims=True).repeat(len(found), 0) if self.shared else found
 
     def store(self, before: int) -> None:
@@ -56,13 +61,15 @@ class HeavyHitterBudget(LayerOracle):
 class H2O(HeavyHitterBudget):
     """arXiv:2306.14048: exact heavy hitters and exact recent tokens; the others are evicted."""
 
-    def __init__(self, heavy: float | int = 0.2, recent: float | int = 0.2) -> None:
+    def __init__(
+        self, heavy: float | int = 0.2, recent: float | int = 0.2, policy: Policy | None = None, shared: bool = False
+    ) -> None:
         super().__init__([16])
-        self.parts = (heavy, recent)
+        self.amounts, self.policy, self.shared = (heavy, recent), policy or Policy(), shared
 
-    def budgets(self) -> tuple[int, int]:
+    def parts(self) -> tuple[int, int]:
         """Whole numbers are tokens, the others shares of the prompt."""
-        heavy, recent = (part if isinstance(part, int) else count(part, self.prompt) for part in self.parts)
+        heavy, recent = (part if isinstance(part, int) else count(part, self.prompt) for part in self.amounts)
         return heavy, recent
 
 
@@ -79,16 +86,20 @@ class MiKV(HeavyHitterBudget):
         budget: int | None = None,
         recent: int | None = None,
         clip: float = 1.0,
+        policy: Policy | None = None,
+        ranges: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        """Options as the method's; a calibrated `balancer` is `[kv_heads, D]`."""
+        """Options as the method's; a calibrated `balancer` is `[kv_heads, D]`, calibrated `ranges` (low, high) too. With these
+        keys are quantised by channel (appendix C)."""
         both = (
             [bits["keys"], bits["values"]] if isinstance(bits, dict) else [bits] * 2 for bits in (important, retained)
         )
         super().__init__(list(both))
+        self.policy, self.ranges = policy or Policy(), ranges
         self.ratio, self.balancer, self.group_size, self.clip = ratio, balancer, group, clip
         self.budget, self.recent = budget, recent
 
-    def budgets(self) -> tuple[int, int]:
+    def parts(self) -> tuple[int, int]:
         """Half of the important tier each, the odd token recent."""
         budget = self.budget or max(1, math.ceil(self.ratio * self.prompt - 1e-9))
         recent = budget - budget // 2 if self.recent is None else min(budget, self.recent)
@@ -121,9 +132,20 @@ class MiKV(HeavyHitterBudget):
         self.quantise(1, head, tokens)
 
     def quantise(self, tier: int, head: int, tokens: np.ndarray) -> None:
-        """Keys as Q(k b) / b, eq. 3 and 4, values plainly; in 16 bits either is what it was."""
-        found, group = [], self.group_size or self.keys.shape[2] // 2
-        for held, b, bits in zip((self.keys, self.values), (self.balance[head], 1), self.bits[tier], strict=True):
-            own = held[head, tokens]
-            found.append(own[None] if bits == 16 else per_token(own * b, bits, group, self.clip) / b)
-        self.put(tier, head, tokens, *found)
+        """Keys as Q(k b) / b, eq. 3 and 4, or by channel; values plainly; in 16 bits either is what it was."""
+        (of_keys, of_values), group = self.bits[tier], self.group_size or self.keys.shape[2] // 2
+        keys, values, b = self.keys[head, tokens], self.values[head, tokens], self.balance[head]
+        if of_keys == 16:
+            coded = keys[None]
+        elif self.ranges is None:
+            coded = per_token(keys * b, of_keys, group, self.clip) / b
+        else:
+            low, high = (np.asarray(end[head], dtype=np.float64) for end in self.ranges)
+            coded = per_channel(keys, of_keys, ([(high + low) / 2], [(high - low) / 2]), self.clip)
+        self.put(
+            tier,
+            head,
+            tokens,
+            coded,
+            values[None] if of_values == 16 else per_token(values, of_values, group, self.clip),
+        )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from importance.coding import channel_scale, channel_table, never_zero, own_channels, per_channel, per_token
-from importance.draws import count, counter_hash
+from importance.draws import count, counter_hash, probe_rows
 from importance.layer import LayerOracle
 
 
@@ -59,20 +59,6 @@ class ZipCache(LayerOracle):
         start = first + (token - first) // block * block
         return start, start + block
 
-    def probe_rows(self) -> set[int]:
-        """Probe rows of a prompt that is a chunk."""
-        total, whole, half = self.prompt, count(self.share, self.prompt), count(self.share / 2, self.prompt)
-        return {
-            "all": set(range(total)),
-            "recent": set(range(total - whole, total)),
-            "random": self.drawn(total, whole),
-            "random+recent": set(range(total - half, total)) | self.drawn(total - half, half),
-        }[self.probes]
-
-    def drawn(self, tokens: int, wanted: int) -> set[int]:
-        """The `wanted` of the first `tokens` rows whose hash is least."""
-        return set(sorted(range(tokens), key=lambda token: (self.hash(token), token))[:wanted])
-
     def is_probe(self, token: int) -> bool:
         """Whether a query row is scored."""
         if token < self.prompt and self.prompt >= self.block:
@@ -88,7 +74,9 @@ class ZipCache(LayerOracle):
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
         """The sums and counts of eq. 7-9 over the probe rows."""
         if not before:
-            self.rows_of_prompt = self.probe_rows() if self.prompt >= self.block else set()
+            self.rows_of_prompt: set[int] = set()
+            if self.prompt >= self.block:
+                self.rows_of_prompt = probe_rows(self.probes, self.share, self.prompt, self.hash)
             self.sums, self.seen = np.zeros((len(mass), 0)), np.zeros(0, dtype=int)
         new = mass.shape[1]
         self.sums, self.seen = np.pad(self.sums, ((0, 0), (0, new))), np.pad(self.seen, (0, new))

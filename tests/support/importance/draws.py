@@ -1,6 +1,7 @@
 """Draws and counts of the importance methods, in plain Python numbers."""
 
 import math
+from collections.abc import Callable
 
 WORD = 2**32 - 1
 
@@ -27,3 +28,18 @@ def counter_hash(seed: int, layer: int, head: int, position: int) -> int:
 def count(share: float, tokens: int) -> int:
     """How many of `tokens` a share is: rounded down, at least one."""
     return max(1, math.floor(share * tokens + 1e-9)) if share > 0 else 0
+
+
+def probe_rows(strategy: str, share: float, total: int, draw: Callable[[int], int]) -> set[int]:
+    """Probe rows of a prompt of `total` tokens (ZipCache, section 4.3); `draw` is a row's hash."""
+    whole, half = count(share, total), count(share / 2, total)
+
+    def drawn(tokens: int, wanted: int) -> set[int]:
+        return set(sorted(range(tokens), key=lambda token: (draw(token), token))[:wanted])
+
+    return {
+        "all": set(range(total)),
+        "recent": set(range(total - whole, total)),
+        "random": drawn(total, whole),
+        "random+recent": set(range(total - half, total)) | drawn(total - half, half),
+    }[strategy]
