@@ -32,6 +32,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "zipcache, scored by all rows": ("zipcache", {"probes": "all"}),
     "h2o, scored by all rows": ("h2o", {}),
     "mikv, scored by all rows": ("mikv", {}),
+    "mikv, normalised": ("mikv", {"policy": "normalised"}),
+    "mikv, local": ("mikv", {"policy": "local"}),
+    "mikv, fastgen": ("mikv", {"policy": "fastgen"}),
     "kivi, not scored": ("kivi", {"residual": 32}),
     "full, not scored": ("full", {}),
 }

@@ -156,5 +156,5 @@ def filled(
 def copy_of(shown: ForwardStats) -> ForwardStats:
     """The same tensors in containers of its own: a store forgets what it was shown."""
     copied = ForwardStats()
-    copied.seen, copied.queries = dict(shown.seen), dict(shown.queries)
+    copied.seen, copied.queries, copied.policies = dict(shown.seen), dict(shown.queries), dict(shown.policies)
     return copied

@@ -65,6 +65,7 @@ class StepGraphs:
         key = self._key(step, named, given)
         if key is None:
             self.forget()
+            self._tell(step, named)
             return forward(**named)
         if self.block is None or self.block.key != key:
             self.block = _Block(key, {name: tensor.clone() for name, tensor in given.items()})
@@ -84,7 +85,13 @@ class StepGraphs:
     def _fed(self, block: _Block, step: Forward, forward: Callable[..., Any], named: dict[str, Any]) -> Any:
         """As always, with shapes and numbers as the block's other steps have them."""
         step.graph_inputs = block.graph_inputs
+        self._tell(step, block.given)
         return forward(**self._arguments(block, named))
+
+    def _tell(self, step: Forward, given: dict[str, Any]) -> None:
+        """Its token ids, where a method goes by them: the step has begun before the model is given any."""
+        if any(layer.plan.needs_token_ids for layer in self.layers):
+            step.ids = given.get("input_ids")
 
     def _recorded(self, block: _Block, step: Forward, forward: Callable[..., Any], named: dict[str, Any]) -> Any:
         """Records the step and replays it once; a model that does more than start work on the device runs as always from now on."""
@@ -92,6 +99,7 @@ class StepGraphs:
         block.graph_inputs.settle()
         block.graph_inputs.feed(step)
         step.graph_inputs = block.graph_inputs
+        self._tell(step, block.given)
         try:
             recorded = self.record(lambda: forward(**self._arguments(block, named)))
         except Exception as error:  # whatever the model does; nothing of the step has run on the device
@@ -102,6 +110,7 @@ class StepGraphs:
             for layer, (steps, seen) in zip(self.layers, held, strict=True):
                 layer.steps, layer.seen = steps, seen
             step.started_over(len(self.layers))
+            self._tell(step, named)
             return forward(**named)
         block.recorded = recorded
         recorded.replay()

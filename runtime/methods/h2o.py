@@ -1,5 +1,6 @@
 """H2O (Zhang et al., 2023, arXiv:2306.14048): keep heavy hitters and recent tokens, evict the rest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,9 +8,11 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
 from calib.runtime.methods.contract import Geometry, Method, check_amount
 from calib.runtime.methods.grid import Grid
+from calib.runtime.methods.importance import importance
 from calib.runtime.methods.paper_counting import CountedCache, kept_bits, share
 from calib.runtime.stages.codec import Exact
-from calib.runtime.stages.saliency import Accumulated
+from calib.runtime.stages.saliency import Probes
+from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.tiering import HeavyHitterBudget
 from calib.runtime.stages.transform import Identity
 from calib.runtime.tiered.plan import TieredPlan
@@ -26,7 +29,15 @@ class H2O(Method):
 
     Args:
         heavy: tokens (a whole number), or a share of the prompt (a number in [0, 1]).
-        recent: the same; at least one token.
+        recent: the same. One of the two may be 0: `heavy=0` is locality alone, `recent=0` frequency alone, where a new token may
+            be evicted in the step that it came with.
+        policy: "accumulated" (H2O), "normalised" (ZipCache, eq. 8: the mean over the rows that see a token), "local" (the newest
+            tokens fill the budget, nothing is scored), or "fastgen" (each KV head the cheapest policy that recovers enough).
+        probes: rows of the prompt that are scored: "all", "random+recent", "random", "recent", "special"; None is all for
+            "accumulated" and "random+recent" for the others. Every later query is scored.
+        probe_share: share of rows that are probes.
+        special_ids: token ids, for `probes="special"`, or for "fastgen" to keep.
+        recovery: for "fastgen", share of the prompt's attention that a head's policy must have got, in (0, 1].
     """
 
     name: ClassVar[str] = "h2o"
@@ -37,23 +48,34 @@ class H2O(Method):
 
     heavy: float | int = 0.2
     recent: float | int = 0.2
+    policy: str = "accumulated"
+    probes: str | None = None
+    probe_share: float = 0.1
+    special_ids: Sequence[int] = ()
+    recovery: float = 0.95
 
     def __post_init__(self) -> None:
         check_amount("heavy", self.heavy)
         check_amount("recent", self.recent)
-        if self.recent == 0:
+        if not (self.heavy or self.recent):
             raise ValueError(
-                f"recent must be at least one token, got {printable(self.recent)}; a token is heavy only later"
+                f"heavy and recent must keep at least one token, got {printable(self.heavy)} and {printable(self.recent)}; "
+                "0.2 of each is usual"
             )
         if type(self.heavy) is type(self.recent) is float and self.heavy + self.recent > 1:
             raise ValueError(
                 f"heavy and recent must not exceed the prompt together, got {self.heavy} + {self.recent}; use less than 1 in all"
             )
+        self._importance()
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
         """One exact tier; what is below it is evicted."""
         stages = TierStages(Identity(), Exact())
-        return TieredPlan((TierPlan(stages, stages),), HeavyHitterBudget(self.heavy, self.recent), Accumulated())
+        tiering = HeavyHitterBudget(self.heavy, self.recent, local=self.policy == "local")
+        return TieredPlan((TierPlan(stages, stages),), tiering, *self._importance())
+
+    def _importance(self) -> tuple[Saliency | None, Probes | None]:
+        return importance(self.policy, self.probes, self.probe_share, self.special_ids, self.recovery)
 
     def paper_bits(self, cache: CountedCache) -> float:
         """The tokens that are kept, in 16 bits."""

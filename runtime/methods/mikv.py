@@ -1,20 +1,23 @@
 """MiKV (Yang et al., 2024, arXiv:2402.18096): tokens that eviction would lose are retained at few bits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
-from calib.runtime.methods.calibration import Statistics, check_statistics
-from calib.runtime.methods.contract import Geometry, Method, check_bits, check_clip, check_share
+from calib.runtime.methods.calibration import Statistics, channel_range, check_statistics
+from calib.runtime.methods.contract import Geometry, Method, check_bits, check_choice, check_clip, check_share
 from calib.runtime.methods.grid import Grid
+from calib.runtime.methods.importance import importance
 from calib.runtime.methods.paper_counting import CountedCache, mikv_size, share
 from calib.runtime.methods.per_stream import Streams, of_streams
 from calib.runtime.stages.codec import Codec, Exact, UniformQuant
 from calib.runtime.stages.contract import Transform
-from calib.runtime.stages.saliency import Accumulated
+from calib.runtime.stages.saliency import Probes
+from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.tiering import HeavyHitterBudget
 from calib.runtime.stages.transform import Balancer, Identity, Measured, MeasuredBalancer
 from calib.runtime.tiered.plan import TieredPlan
@@ -25,23 +28,35 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 class MiKV(Method):
     """H2O's important tokens at `important` bits, all others at `retained` bits.
 
-    1. Attention over a prompt is exact, and every query row adds to the accumulated attention of the tokens.
+    1. Attention over a prompt is exact, and every query row adds to the accumulated attention of the tokens. Which tokens are
+       important is a policy that the paper leaves open (section 2.1, figure 4): `policy`, H2O's by default.
     2. The budget is ceil(ratio x prompt), half of it the heaviest tokens, half the newest, fixed from then on.
     3. A new token is important; the one that falls out of the budget is demoted: decoded, encoded at `retained` bits.
     4. Both streams are quantised for each token in groups of half a head; keys times the balancer
        b = sqrt(max |q| / max |k|) of their channel, the query divided by it (eq. 2-4). It is measured on the prompt and
        frozen, or the artifact's with `statistics="calibrated"`. Exact important keys are attended with the unbalanced query.
+    5. With `keys="channel"` (appendix C) keys are quantised by channel in the artifact's ranges, which hold for every token
+       wherever it lies: a token can be demoted alone. They need no balancer, for its factor would widen the range as well.
 
     Args:
         ratio: important share of the prompt, in (0, 1].
         important: bits of the important tier: 16 (exact), 8, 4, 2; for both streams, or {keys: ..., values: ...}.
         retained: bits of the others: 4, 3, 2 (1 ... 8 work); for both streams, or each.
-        balancer: whether keys are balanced.
+        balancer: whether keys are balanced; keys by channel never are.
         group: channels that share a scale and a zero point; None is half a head.
         budget: important tokens, in place of `ratio`.
-        recent: how many of the budget are the newest ones; None is half, rounded up.
-        statistics: "prompt", or "calibrated" (needs `keys.balancer`).
-        clip: factor on measured ranges, in (0, 1].
+        recent: how many of the budget are the newest ones; None is half, rounded up. With 0 a new token may be demoted in the
+            step that it came with.
+        statistics: "prompt", or "calibrated" (needs `keys.balancer`, or `keys.low/high`).
+        clip: factor on ranges, in (0, 1].
+        policy: "accumulated" (H2O), "normalised" (ZipCache, eq. 8: the mean over the rows that see a token), "local" (the newest
+            tokens fill the budget, nothing is scored), or "fastgen" (each KV head the cheapest policy that recovers enough).
+        probes: rows of the prompt that are scored: "all", "random+recent", "random", "recent", "special"; None is all for
+            "accumulated" and "random+recent" for the others. Every later query is scored.
+        probe_share: share of rows that are probes.
+        special_ids: token ids, for `probes="special"`, or for "fastgen" to keep.
+        recovery: for "fastgen", share of the prompt's attention that a head's policy must have got, in (0, 1].
+        keys: groups of keys: "token", or "channel" (needs `statistics="calibrated"`).
     """
 
     name: ClassVar[str] = "mikv"
@@ -61,6 +76,12 @@ class MiKV(Method):
     recent: int | None = None
     statistics: Statistics = "prompt"
     clip: float = 1.0
+    policy: str = "accumulated"
+    probes: str | None = None
+    probe_share: float = 0.1
+    special_ids: Sequence[int] = ()
+    recovery: float = 0.95
+    keys: Literal["token", "channel"] = "token"
 
     def __post_init__(self) -> None:
         check_share("ratio", self.ratio)
@@ -73,13 +94,24 @@ class MiKV(Method):
             raise ValueError(
                 f"retained={self.retained} bits must not be more than important={self.important}; demotion loses precision"
             )
-        for name in ("group", "budget", "recent"):
+        for name, least in (("group", 1), ("budget", 1), ("recent", 0)):
             size = getattr(self, name)
             if size is not None:
-                check_whole(name, size, 1, "a whole number, at least 1, or None")
+                check_whole(name, size, least, f"a whole number, at least {least}, or None")
         if self.budget is not None and self.recent is not None and self.recent > self.budget:
             raise ValueError(
                 f"a budget of {self.budget} tokens is below its window of {self.recent} recent ones; raise budget or lower recent"
+            )
+        self._importance()
+        if self.policy == "local" and self.recent is not None:
+            raise ValueError(
+                f"recent={self.recent} with policy='local', where all of the budget is recent; leave it out"
+            )
+        check_choice("keys", self.keys, ("token", "channel"))
+        if self.keys == "channel" and self.statistics != "calibrated":
+            raise ValueError(
+                f"keys='channel' needs the ranges of an artifact, got statistics={printable(self.statistics)}; use "
+                "statistics='calibrated': ranges of the prompt would have to be measured anew for demoted tokens"
             )
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
@@ -87,28 +119,43 @@ class MiKV(Method):
         check_statistics(self.statistics, artifact, "mikv")
         group = self.group or max(1, geometry.head_dim // 2)
         transform: Transform | Measured = Identity()
-        if self.balancer and self.statistics == "calibrated" and artifact is not None:
+        if self.keys == "channel" and artifact is not None:
+            transform = channel_range(artifact, "keys", layer, "mikv")
+        elif self.balancer and self.statistics == "calibrated" and artifact is not None:
             transform = Balancer(artifact.tensor("keys.balancer", wanted_by="mikv")[layer][:, None])
         elif self.balancer:
             transform = MeasuredBalancer()
 
-        def stages(bits: int, balanced: Transform | Measured) -> TierStages:
-            if bits == 16:
-                return TierStages(Identity(), Exact())
-            return TierStages(balanced, UniformQuant(bits, (1, group), self.clip))
+        def stages(bits: int, made: Transform | Measured, parts: tuple[int | None, int | None] | None) -> TierStages:
+            return (
+                TierStages(Identity(), Exact())
+                if bits == 16
+                else TierStages(made, UniformQuant(bits, parts, self.clip))
+            )
 
+        of_keys, of_values = None if self.keys == "channel" else (1, group), (1, group)
         widths = (of_streams("important", self.important), of_streams("retained", self.retained))
-        tiers = tuple(TierPlan(stages(bits.keys, transform), stages(bits.values, Identity())) for bits in widths)
-        return TieredPlan(tiers, self._tiering(), Accumulated())
+        tiers = [
+            TierPlan(stages(bits.keys, transform, of_keys), stages(bits.values, Identity(), of_values))
+            for bits in widths
+        ]
+        return TieredPlan(tuple(tiers), self._tiering(), *self._importance())
 
     def _tiering(self) -> HeavyHitterBudget:
+        local = self.policy == "local"
         if self.budget is None:
-            return HeavyHitterBudget(ratio=self.ratio, recent=self.recent)
-        recent = self.recent or self.budget - self.budget // 2
-        return HeavyHitterBudget(heavy=self.budget - recent, recent=recent)
+            return HeavyHitterBudget(ratio=self.ratio, recent=self.recent, local=local)
+        recent = self.budget - self.budget // 2 if self.recent is None else self.recent
+        return HeavyHitterBudget(heavy=self.budget - recent, recent=recent, local=local)
 
-    def paper_bits(self, cache: CountedCache) -> float:
-        """The importance ratio is that of the prompt, or the budget's of all tokens; the mean of both streams."""
+    def _importance(self) -> tuple[Saliency | None, Probes | None]:
+        return importance(self.policy, self.probes, self.probe_share, self.special_ids, self.recovery)
+
+    def paper_bits(self, cache: CountedCache) -> float | None:
+        """The importance ratio is that of the prompt, or the budget's of all tokens; the mean of both streams. Of keys by channel
+        the paper counts groups of 64 tokens, which calibrated ranges do not have."""
+        if self.keys == "channel":
+            return None
         kept = share(self.budget, cache.length) if self.budget else self.ratio * cache.prompt / cache.length
         group = self.group or cache.head_dim // 2
         widths = zip(of_streams("important", self.important), of_streams("retained", self.retained), strict=True)

@@ -55,6 +55,11 @@ class Saliency(Protocol):
         return False
 
     @property
+    def by_budget(self) -> bool:
+        """Whether what is observed of a prompt depends on how many tokens are kept."""
+        return False
+
+    @property
     def by_neighbours(self) -> bool:
         """Whether a token's score depends on the tokens beside it: it must then be asked for tokens in the order of positions."""
         return False

@@ -2,73 +2,29 @@
 
 Slots of the important tier: a ring of the `recent` newest tokens (token t in slot t % recent), shared by all heads, and
 behind it the `heavy` ones, each head its own. When a token arrives, the one that leaves the ring takes the place of the
-lightest heavy token or, being lighter, goes itself. Bits never change inside the tier: they are moved. What a token weighs is said
-by the plan's saliency; where all KV heads share one set, each of them has the mass of all, so that all choose alike.
+lightest heavy token or, being lighter, goes itself. Without a ring (`recent` is 0) that is the new token, which then is never in
+the tier. Bits never change inside the tier: they are moved. What a token weighs is said by the plan's saliency; where all KV heads
+share one set, each of them has the mass of all, so that all choose alike.
 """
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.paging.sequence_state import Forward
-from calib.runtime.stages.selection import Saliency
-from calib.runtime.stages.tiering import HeavyHitterBudget
-from calib.runtime.store import Footprint, LayerContext
+from calib.runtime.store import Footprint
+from calib.runtime.tiered.budget_scores import BudgetScores
 from calib.runtime.tiered.budget_step import BudgetStep
 from calib.runtime.tiered.candidates import Candidates
-from calib.runtime.tiered.sequence_state import TieredSequenceState
-from calib.runtime.tiered.store import TieredStore
 from calib.runtime.tiered.tier import POSITIONS
 
 
-class BudgetStore(TieredStore):
-    """`mass [rows, kv_heads, slots]` float32: what the saliency has kept of each important token's attention since it came."""
-
-    saliency: Saliency
-
-    of_rows = ("mass",)
-
-    def __init__(
-        self, plan: Any, keys: Tensor, values: Tensor, sequences: TieredSequenceState, context: LayerContext
-    ) -> None:
-        super().__init__(plan, keys, values, sequences, context)
-        self.tiering: HeavyHitterBudget = plan.tiering
-        self.mass = torch.zeros(keys.shape[0], self.heads, 0, device=keys.device)
-
-    @property
-    def needs_positions(self) -> bool:
-        """Where scores tie the earlier token stays."""
-        return True
-
-    def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """Every query counts, or the newest ones."""
-        return torch.arange(length)[-(self.saliency.newest or length) :]
-
-    def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """The same queries, on the important tier and the new tokens."""
-        count, newest = forward.counts[rows.start], self.saliency.newest
-        if newest is None or newest >= count:
-            return Observed(tier=True)
-        looked = torch.arange(count, device=device) >= count - newest
-        return Observed(True, looked.float()[None, :, None].expand(len(rows), -1, -1))
-
-    def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Of all KV heads together where they share one set."""
-        parts = super().seen_by(rows, count)
-        if not self.plan.shared_across_heads:
-            return parts
-        held, fresh = (part.sum(1, keepdim=True).expand_as(part) for part in parts)
-        return held, fresh
-
-    def _scores(self, mass: Tensor, positions: Tensor, length: Tensor | int | None) -> Tensor:
-        """What `mass [..., tokens]` is worth at `positions` of rows of `length` tokens: a token was seen from its own query on."""
-        return self.saliency.scores(mass, mass if length is None else length - positions)
+class BudgetStore(BudgetScores):
+    """Which slots tokens take, and which they lose."""
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: steps in which the budgets of all rows are full, or of none."""
@@ -91,37 +47,74 @@ class BudgetStore(TieredStore):
         """One token for each row, all rows at once: what `_take_in` does, without a sort."""
         rows = list(range(len(forward.before)))
         step = self._step_of(forward, keys.device)
-        held, fresh = self.seen_by(rows, 1)
-        self.saliency.observe(self.mass[:, :, : held.shape[2]], held)
-        top, table = self.tiers[0], self.sequences.tables[0].numbers(keys.device).long()
+        positions = forward.tensor("token positions", lambda step: step.before, keys.device)[:, None, None]
+        held, fresh = self.observed(forward, rows, positions)
+        if self.saliency is not None:
+            self.saliency.observe(self.mass[:, :, : held.shape[2]], held)
+        positions = positions.expand(-1, self.heads, 1)
+        block = self.tiers[0].encode(rows, keys, values, positions)
+        if self.tiering.has_ring:
+            self._through_ring(step, block, fresh)
+        else:
+            self._past_ring(step, block, fresh, keys, values, positions)
+
+    def _through_ring(self, step: BudgetStep, block: Block, fresh: Tensor) -> None:
+        """The new token, encoded, takes the slot of the one that leaves the ring."""
+        top, table = self.tiers[0], self.sequences.tables[0].numbers(self.mass.device).long()
         ring = step.ring[:, None].expand(-1, self.heads)
         target = step.free[:, None].expand(-1, self.heads).clone()
         if step.contested:
             leaving = ring[step.rows]
-            lost = self._lightest(step, leaving)
+            lost = leaving
+            if self.saliency is not None:
+                entering = self.mass[step.rows].gather(2, self.of_numbers(leaving)[..., None])
+                lightest, lighter = self._lightest(step, entering)
+                lost = torch.where(lighter, leaving, lightest)
             target[step.rows] = lost
             if len(self.tiers) > 1 and step.below is not None:
-                block = top.pool.read_tokens(*self._locations(table[step.rows], lost))
-                self._demote(step, block)
+                self._demote(step, top.pool.read_tokens(*self._locations(table[step.rows], lost)))
         to_device = top.pool.read_tokens(*self._locations(table, ring))
         top.pool.write_tokens(*self._locations(table, target), to_device)
-        self.mass.scatter_(2, target[..., None], self.mass.gather(2, ring[..., None]))
-        positions = forward.tensor("token positions", lambda step: step.before, keys.device)[:, None, None].expand(
-            -1, self.heads, 1
-        )
-        top.pool.write_tokens(*self._locations(table, ring), top.encode(rows, keys, values, positions))
-        self.mass.scatter_(2, ring[..., None], fresh)
+        ring_mass, target_mass = (self.of_numbers(index)[..., None] for index in (ring, target))
+        self.mass.scatter_(2, target_mass, self.mass.gather(2, ring_mass))
+        top.pool.write_tokens(*self._locations(table, ring), block)
+        self.mass.scatter_(2, ring_mass, fresh)
 
-    def _lightest(self, step: BudgetStep, leaving: Tensor) -> Tensor:
-        """The slot that each contested row and head loses, int64 `[contested, kv_heads]`: of equals the newest token's."""
-        mass = self.mass[step.rows]
-        positions = self._positions(step.contested)[..., : mass.shape[2]]
-        scores = self._scores(mass, positions, step.length)
+    def _past_ring(
+        self, step: BudgetStep, block: Block, fresh: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> None:
+        """The new token is heavy at once, or goes, not having been in the tier: from its exact keys and values."""
+        top, table = self.tiers[0], self.sequences.tables[0].numbers(self.mass.device).long()
+        target = step.free[:, None].expand(-1, self.heads).clone()
+        if step.contested:
+            entering = fresh[step.rows]
+            lightest, lighter = self._lightest(step, entering)
+            target[step.rows] = lightest
+            held = top.pool.read_tokens(*self._locations(table[step.rows], lightest))
+            stays = lighter[..., None, None]
+            if len(self.tiers) > 1 and step.below is not None:
+                new = keys[step.rows], values[step.rows], positions[step.rows]
+                self._demote(step, held, (stays, *new))
+            own = self.of_numbers(lightest)[..., None]
+            kept = torch.where(self.of_numbers(lighter)[..., None], self.mass[step.rows].gather(2, own), entering)
+            fresh = fresh.index_copy(0, step.rows, kept)
+            # In the pages' types: what stays is not to be rounded again.
+            block = {name: part.to(held[name].dtype) for name, part in block.items()}
+            block = {
+                name: part.index_copy(0, step.rows, torch.where(stays, held[name], part[step.rows]))
+                for name, part in block.items()
+            }
+        top.pool.write_tokens(*self._locations(table, target), block)
+        self.mass.scatter_(2, self.of_numbers(target)[..., None], fresh)
+
+    def _lightest(self, step: BudgetStep, entering: Tensor) -> tuple[Tensor, Tensor]:
+        """The slot of the lightest heavy token of each contested row and head, int64 `[contested, kv_heads]`, of equals the
+        newest; and whether a token with the mass `entering [contested, numbers x kv_heads, 1]` is no heavier."""
+        scores = self.scores(self.mass[step.rows])
         heavy = scores.masked_fill(~step.heavy, torch.inf)
         least = heavy.amin(-1, keepdim=True)
-        own = scores.gather(2, leaving[..., None])
-        positions = positions.masked_fill(heavy > least, -1)
-        return torch.where(own <= least, leaving[..., None], positions.argmax(-1, keepdim=True))[..., 0]
+        positions = self._positions(step.contested)[..., : scores.shape[2]].masked_fill(heavy > least, -1)
+        return positions.argmax(-1), (self.scores(entering) <= least)[..., 0]
 
     def _positions(self, rows: list[int]) -> Tensor:
         """Positions of the important tokens of `rows`: int64 `[len(rows), kv_heads, slots]`."""
@@ -130,19 +123,25 @@ class BudgetStore(TieredStore):
             numbers if len(rows) == len(numbers) else numbers[upload(rows, torch.int64, numbers.device)]
         )
 
-    def _demote(self, step: BudgetStep, block: Block) -> None:
-        """Decodes a token of every contested row and head and encodes it in the tier below."""
+    def _demote(self, step: BudgetStep, block: Block, new: tuple[Tensor, ...] | None = None) -> None:
+        """Decodes a token of every contested row and head and encodes it in the tier below; a `new` one in its place where it says
+        so: bool `[contested, kv_heads, 1, 1]`, with keys, values and positions."""
         assert step.below is not None
         lower = self.tiers[1]
         keys, values = self.tiers[0].decode(step.contested, block)
-        again = lower.encode(step.contested, keys, values, block[POSITIONS][..., 0].long())
+        positions = block[POSITIONS][..., 0].long()
+        if new is not None:
+            instead, *exact, at = new
+            keys, values = (torch.where(instead, a.float(), b) for a, b in zip(exact, (keys, values), strict=True))
+            positions = torch.where(instead[..., 0], at, positions)
+        again = lower.encode(step.contested, keys, values, positions)
         lower.pool.write_tokens(*step.below, again)
 
     def _step_of(self, forward: Forward, device: torch.device) -> BudgetStep:
         """The same for every layer; made by the first."""
         key = (BudgetStep, device)
         if key not in forward.readings:
-            asked = (self.sequences, self.tiering, len(self.tiers) > 1, self.mass.shape[2], self.saliency.counts_rows)
+            asked = (self.sequences, self.tiering, len(self.tiers) > 1, self.mass.shape[2])
             forward.readings[key] = BudgetStep.of(forward, *asked, device)
         step: BudgetStep = forward.readings[key]
         return step
@@ -160,11 +159,14 @@ class BudgetStore(TieredStore):
             for role, tokens in (("keys", keys), ("values", values)):
                 for tier in (None, *range(len(self.tiers))):
                     self.measure(rows, role, tokens, tier)
-        arrival = self._arrival(rows, min(before, heavy + recent), before, after, keys, values)
+        arrival = self._arrival(rows, min(before, heavy + recent), forward, keys, values)
         # By position, so that a stable sort leaves ties to the earlier token; recent tokens are the last in that order.
         order = arrival.positions.argsort(-1)[..., : arrival.positions.shape[-1] - min(after, recent)]
-        scores = self._scores(arrival.mass, arrival.positions, after if self.saliency.counts_rows else None)
-        ranked = order.gather(2, scores.gather(2, order).argsort(dim=-1, descending=True, stable=True))
+        ranked = order
+        if self.saliency is not None:
+            ranked = order.gather(
+                2, self.scores(arrival.mass).gather(2, order).argsort(dim=-1, descending=True, stable=True)
+            )
         chosen, lost = (part.sort(-1).values for part in (ranked[..., :heavy], ranked[..., heavy:]))
         if lost.shape[-1] and len(self.tiers) > 1:
             self._demote_many(arrival, lost, self.sequences.held(rows[0], before)[1])
@@ -172,17 +174,19 @@ class BudgetStore(TieredStore):
         mass = self.mass[at]
         if chosen.shape[-1]:
             self.tiers[0].write_block(rows, self.sequences.tables[0], recent, self._kept(arrival, chosen))
-            mass[:, :, recent : recent + chosen.shape[-1]] = arrival.mass.gather(2, chosen)
-        self._fill_ring(arrival, range(max(0, after - recent), after), recent, mass)
+            mass[:, :, recent : recent + chosen.shape[-1]] = arrival.mass.gather(2, self.of_numbers(chosen))
+        if recent:
+            self._fill_ring(arrival, range(max(0, after - recent), after), recent, mass)
         self.mass[at] = mass
 
-    def _arrival(
-        self, rows: list[int], slots: int, before: int, after: int, keys: Tensor, values: Tensor
-    ) -> Candidates:
-        held, fresh = self.seen_by(rows, after - before)
+    def _arrival(self, rows: list[int], slots: int, forward: Forward, keys: Tensor, values: Tensor) -> Candidates:
+        before, after = forward.before[rows[0]], forward.after[rows[0]]
+        positions = torch.arange(before, after, device=keys.device).expand(len(rows), 1, -1)
+        held, fresh = self.observed(forward, rows, positions)
         earlier = self.mass[rows][:, :, :slots]
-        self.saliency.observe(earlier[:, :, : held.shape[2]], held[:, :, :slots])
-        positions = torch.arange(before, after, device=keys.device).expand(len(rows), self.heads, -1)
+        if self.saliency is not None:
+            self.saliency.observe(earlier[:, :, : held.shape[2]], held[:, :, :slots])
+        positions = positions.expand(-1, self.heads, -1)
         if slots:
             positions = torch.cat([self._positions(rows)[..., :slots], positions], -1)
         return Candidates(
@@ -252,7 +256,10 @@ class BudgetStore(TieredStore):
     def footprint(self) -> Footprint:
         """Also the mass."""
         weight = super().footprint()
-        weight.kinds["saliency"] += len(self.sequences.lengths) * self.heads * self._slots() * 4
+        rows = len(self.sequences.lengths)
+        weight.kinds["saliency"] += rows * self.numbers * self.heads * self._slots() * 4
+        if "policies" in self.of_rows:
+            weight.kinds["saliency"] += rows * self.heads
         return weight
 
     def growth(self) -> list[float]:

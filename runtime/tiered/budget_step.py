@@ -16,8 +16,7 @@ class BudgetStep(NamedTuple):
 
     `ring` is its slot, `free` where the token that leaves the ring goes while slots are free, int64 `[rows]`. The budget
     of the `contested` rows is full (`rows` on the device): they contest for the slots `heavy`, bool `[contested, 1,
-    slots]`, and who loses goes to page and slot `below`. `length [contested, 1, 1]` are their tokens, the new one among them;
-    None where the saliency does not ask.
+    slots]`, and who loses goes to page and slot `below`.
     """
 
     ring: Tensor
@@ -26,7 +25,6 @@ class BudgetStep(NamedTuple):
     rows: Tensor
     heavy: Tensor
     below: tuple[Tensor, Tensor] | None
-    length: Tensor | None
 
     @staticmethod
     def of(
@@ -35,14 +33,13 @@ class BudgetStep(NamedTuple):
         tiering: HeavyHitterBudget,
         demotes: bool,
         slots_held: int,
-        counts_rows: bool,
         device: torch.device,
     ) -> "BudgetStep":
         """The step of a forward whose rows hold `slots_held` slots at most; who loses goes to a tier below where it `demotes`."""
         sizes = [tiering.sizes(sequences.prompt(row)) for row in range(len(forward.before))]
 
         def ring(step: Forward) -> list[int]:
-            return [length % recent for length, (_, recent) in zip(step.before, sizes, strict=True)]
+            return [length % recent if recent else 0 for length, (_, recent) in zip(step.before, sizes, strict=True)]
 
         def free(step: Forward) -> list[int]:
             # A ring that is not full takes the token where it stands; then the heavy slots fill up, in order.
@@ -69,12 +66,6 @@ class BudgetStep(NamedTuple):
             )
             below = pages, positions
         index = forward.tensor("contested", lambda _: contested, device)
-        length = None
-        if counts_rows:
-            length = forward.tensor(
-                "contested lengths", lambda step: [step.before[row] + 1 for row in contested], device
-            )
-            length = length[:, None, None]
         return BudgetStep(
             forward.tensor("ring", ring, device),
             forward.tensor("free", free, device),
@@ -82,5 +73,4 @@ class BudgetStep(NamedTuple):
             index,
             (slots >= first) & (slots < last),
             below,
-            length,
         )

@@ -12,7 +12,7 @@ class Candidates:
     """New tokens of rows of equal length, and the important ones that they meet.
 
     Candidate i < `slots` lies in slot i of the important tier and is in `held`; the others are the new tokens, of which
-    the first is token `before` of its row. `mass` and `positions` are `[rows, kv_heads, slots + n]`.
+    the first is token `before` of its row. `positions` are `[rows, kv_heads, slots + n]`, and `mass` as a `BudgetScores` has it.
     """
 
     rows: list[int]

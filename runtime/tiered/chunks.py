@@ -262,9 +262,6 @@ class ChunkStore(TieredStore):
     def _block(self, chunk: range) -> tuple[bool, ...]:
         return probes_of_block(self.plan.probes, chunk.start, len(chunk), self.rng)
 
-    def _ids(self, forward: Forward, row: int) -> Tensor | None:
-        return None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
-
     def _resize(self, slots: int) -> None:
         for window in self.windows or ():
             window.resize(slots)

@@ -12,11 +12,13 @@ class ForwardStats:
     def __init__(self) -> None:
         self.seen: dict[range, AttentionStats] = {}
         self.queries: dict[range, Tensor] = {}
+        self.policies: dict[int, Tensor] = {}  # which policy each KV head of a row that begins has chosen
 
     def clear(self) -> None:
         """The forward is stored."""
         self.seen.clear()
         self.queries.clear()
+        self.policies.clear()
 
     def of(self, rows: list[int], count: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mass on held slots `[len(rows), heads, slots]` and on the `count` new tokens, of `rows` of equal length; 0 if unseen."""

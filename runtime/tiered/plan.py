@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.stages.contract import Codec
-from calib.runtime.stages.saliency import Probes
+from calib.runtime.stages.saliency import FastGen, Probes
 from calib.runtime.stages.selection import Saliency, Tiering
 from calib.runtime.stages.tiering import HeavyHitterBudget, InitialAndWindow, PromptBudget, RatioTiers, Sinks
 from calib.runtime.stages.to_device import tensors_of, to_device
@@ -39,7 +39,7 @@ class TieredPlan(Plan):
         tiers: the stored ones; where `tiering` names one more, its tokens are evicted.
         tiering: counts of every tier at any length.
         saliency: what decides between tiers; None where the tiering needs no scores.
-        probes: which query rows are observed (`RatioTiers` alone).
+        probes: which query rows are observed (`RatioTiers`); of a prompt (`HeavyHitterBudget`).
         shared_across_heads: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
         oracle_share: oracle eviction: the share of tokens that a query of a later forward attends to, the heaviest ones.
         before_rope: keys are encoded as they were before RoPE, and rotated to their positions when attended (`RatioTiers` alone).
@@ -73,8 +73,9 @@ class TieredPlan(Plan):
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether probes are chosen by token id."""
-        return self.probes is not None and self.probes.strategy == "special"
+        """Whether probes are chosen by token id, or policies go by them."""
+        special = isinstance(self.saliency, FastGen) and bool(self.saliency.special_ids)
+        return special or (self.probes is not None and self.probes.strategy == "special")
 
     @property
     def lacks_special_ids(self) -> bool:
@@ -103,7 +104,8 @@ class TieredPlan(Plan):
     @property
     def looked_at(self) -> Hashable:
         """What of the attention decides: plans of the same are shown the same of the same tokens."""
-        return self.saliency, self.probes, self.tiering.shortest_chunk
+        budget = self.tiering if self.saliency is not None and self.saliency.by_budget else None
+        return self.saliency, self.probes, self.tiering.shortest_chunk, budget
 
     @property
     def by_forwards(self) -> bool:

@@ -152,18 +152,25 @@ class TieredStore(ABC):
 
     @torch.no_grad()
     def _seen_of_prompt(self, request: AttendRequest) -> AttentionStats:
-        forward, logits, (query, keys, _) = request.forward, request.logits, request.given
+        keys = request.given.keys
         mass = torch.zeros(keys.shape[:3], device=keys.device)
         for i, row in enumerate(request.rows):
-            ids = None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
-            probes = self.prompt_probes(row, keys.shape[2], ids)
-            if len(probes) == 0:
-                continue
-            asked = query[i : i + 1] if len(probes) == keys.shape[2] else query[i : i + 1, :, probes.to(query.device)]
-            mass[i : i + 1] = attention_mass(
-                asked, keys[i : i + 1], probes, logits.scale, logits.softcap, logits.sliding
-            )
+            probes = self.prompt_probes(row, keys.shape[2], self._ids(request.forward, row))
+            if len(probes):
+                mass[i] = self._mass_of_prompt(request, i, probes)
         return AttentionStats(mass[:, :, :0], mass)
+
+    def _mass_of_prompt(self, request: AttendRequest, i: int, probes: Tensor, within: int | None = None) -> Tensor:
+        """What the rows at `probes` of the i-th prompt of a request gave its tokens, or those `within` so many back from each:
+        float32 `[kv_heads, T]`."""
+        logits, (query, keys, _) = request.logits, request.given.of_rows(range(i, i + 1))
+        asked = query if len(probes) == keys.shape[2] else query[:, :, probes.to(query.device)]
+        behind = None if within is None else (0, within - 1)
+        return attention_mass(asked, keys, probes, logits.scale, logits.softcap, logits.sliding, behind)[0]
+
+    def _ids(self, forward: Forward, row: int) -> Tensor | None:
+        """The token ids `[n]` that a row brings; None where no method asked for them."""
+        return None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
 
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
         """See `ForwardStats.of`."""

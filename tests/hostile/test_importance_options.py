@@ -105,8 +105,36 @@ WRONG_OPTIONS = [
     ("mikv", {"budget": 9, "recent": 10}, ["budget of 9", "window of 10", "raise budget or lower recent"]),
     *(
         ("mikv", {name: size}, [name, "at least 1", repr(size)])
-        for name in ("budget", "recent", "group")
+        for name in ("budget", "group")
         for size in (0, -3, 1.5, "9", True)
+    ),
+    *(("mikv", {"recent": size}, ["recent", "at least 0", repr(size)]) for size in (-1, 1.5, "9", True)),
+    ("mikv", {"policy": "local", "recent": 3}, ["recent=3", "policy='local'", "leave it out"]),
+    *(("mikv", {"keys": word}, ["keys", "token, channel", repr(word)]) for word in ("head", "", None, 4)),
+    ("mikv", {"keys": "channel"}, ["keys='channel'", "statistics='prompt'", "use statistics='calibrated'"]),
+    *(
+        (method, options, parts)
+        for method in ("mikv", "h2o")
+        for options, parts in (
+            *(
+                ({"policy": word}, ["policy", "accumulated, normalised, local, fastgen", repr(word)])
+                for word in ("frequency", "", None, 3, ["local"])
+            ),
+            *(({"probes": word}, ["probes", "random+recent", repr(word)]) for word in ("promt", "", 3, ["all"])),
+            *(({"probe_share": share}, ["probe_share", "(0, 1]", repr(share)]) for share in (0, 1.5, NAN, "0.1", True)),
+            *(({"recovery": share}, ["recovery", "(0, 1]", repr(share)]) for share in (0, 1.5, NAN, "0.9", None, True)),
+            ({"policy": "local", "probe_share": 2}, ["probe_share", "(0, 1]", "2"]),
+            ({"policy": "local", "probes": "all"}, ["probes='all'", "policy='local'", "leave it out"]),
+            *(
+                ({"policy": policy, "special_ids": [3]}, ["special_ids", "[3]", "only there"])
+                for policy in ("accumulated", "normalised", "local")
+            ),
+            ({"probes": "special"}, ["special_ids", "[]", "give the ids"]),
+            *(
+                ({"policy": "fastgen", "special_ids": ids}, ["special_ids", "whole numbers from 0", part])
+                for ids, part in (([-1], "-1"), ([1.5], "1.5"), (5, "5"), (None, "None"), ("7", "'7'"), (0, "0"))
+            ),
+        )
     ),
     ("mikv", {"group": 24}, ["24", "divide 32", "divisor"]),
     *(
@@ -114,7 +142,10 @@ WRONG_OPTIONS = [
         for name in ("heavy", "recent")
         for amount in (-1, -0.1, 1.5, NAN, "x", None, True, [1])
     ),
-    *(("h2o", {"recent": amount}, ["recent", "at least one", repr(amount)]) for amount in (0, 0.0)),
+    *(
+        ("h2o", {"heavy": amount, "recent": amount}, ["heavy and recent", "at least one token", repr(amount)])
+        for amount in (0, 0.0)
+    ),
     ("h2o", {"heavy": 0.6, "recent": 0.5}, ["heavy and recent", "0.6 + 0.5", "in all"]),
     *(("streaming_llm", {"sinks": size}, ["sinks", "at least 0", repr(size)]) for size in (-1, 1.5, "4", None, True)),
     *(

@@ -1,6 +1,7 @@
 """Laws of the tierings: every token has one position, counts go by a row's lengths alone, and only what may shrink shrinks."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,8 +28,8 @@ def shares(draw):
 
 tierings = st.one_of(
     shares(),
-    st.builds(HeavyHitterBudget, amounts, amounts),
-    st.builds(HeavyHitterBudget, ratio=st.floats(0.01, 1), recent=st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(HeavyHitterBudget, amounts, amounts).filter(lambda tiering: tiering.heavy or tiering.recent),
+    st.builds(HeavyHitterBudget, ratio=st.floats(0.01, 1), recent=st.one_of(st.none(), st.integers(0, 40))),
     st.builds(Sinks, st.integers(0, 9), st.integers(1, 90)),
     st.builds(PromptBudget, amounts, st.integers(1, 90)),
 )
@@ -95,9 +96,11 @@ def test_the_only_tier_gains_the_multiple_that_it_says(block, multiple_of, sinks
 
 @law
 @given(tierings.filter(lambda tiering: isinstance(tiering, HeavyHitterBudget)), st.integers(1, 500))
-def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_recent_token(tiering, prompt):
+def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_token(tiering, prompt):
     heavy, recent = tiering.sizes(prompt)
-    assert heavy >= 0 and recent >= 1
+    assert heavy >= 0 and recent >= 0 and heavy + recent >= 1
+    assert tiering.has_ring == (recent > 0)
+    assert replace(tiering, local=True).sizes(prompt) == (0, heavy + recent)
     if tiering.ratio is not None:
         assert heavy + recent == max(1, math.ceil(tiering.ratio * prompt - 1e-9))
     for length in (1, prompt, prompt + 1, 2000):

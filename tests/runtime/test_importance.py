@@ -65,6 +65,9 @@ BATCH = [
     others("mikv", important=4),
     others("mikv", budget=50),
     others("h2o"),
+    others("mikv", policy="normalised", recent=0),
+    others("mikv", policy="local", important=4),
+    others("h2o", policy="fastgen", recovery=0.5, heavy=0.4),
     others("streaming_llm", window=30),
     others("oracle"),
 ]

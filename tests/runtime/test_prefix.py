@@ -94,7 +94,19 @@ def test_parameters_beyond_16_bits_come_back_as_wide_as_they_were(model, name, t
 
 
 @pytest.mark.parametrize(
-    "case", ["kivi-2-short", "zipcache-short", "mikv-16-2", "csr-short", "gear", "specache", "infllm"]
+    "case",
+    [
+        "kivi-2-short",
+        "zipcache-short",
+        "mikv-16-2",
+        "mikv-fastgen",
+        "mikv-normalised",
+        "mikv-channel",
+        "csr-short",
+        "gear",
+        "specache",
+        "infllm",
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "mistral-sliding"])
 def test_generation_goes_on(family, case, tmp_path):

@@ -191,6 +191,22 @@ CASES = [
     ),
     # Larger than the shorter prompts.
     Case("mikv-budget", "mikv", 5.25, {"budget": 200, "recent": 30, "retained": 4}),
+    # Other tokens are important: a scored sample of rows and no recent token, the newest alone, each head by a choice of its own.
+    Case("mikv-normalised", "mikv", 3.25, {"ratio": 0.1, "important": 4, "policy": "normalised", "recent": 0}),
+    # Keys by channel: 2 bits; values 2 + 32/32; and positions.
+    Case(
+        "mikv-channel",
+        "mikv",
+        2.75,
+        {"important": 4, "policy": "local", "statistics": "calibrated", "keys": "channel"},
+        artifact=True,
+    ),
+    Case(
+        "mikv-fastgen",
+        "mikv",
+        3.25,
+        {"ratio": 0.1, "policy": "fastgen", "recovery": 0.5, "special_ids": [5, 17, 60]},
+    ),
     # A norm of 16 bits a token and head of 64 channels. 3 bits: 13 words of 5 codes.
     Case("turboquant", "turboquant", 4.25, contract=True),
     Case("turboquant-3", "turboquant", 3.5, {"bits": 3, "residual": 40}),

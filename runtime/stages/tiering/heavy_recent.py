@@ -14,6 +14,7 @@ class HeavyHitterBudget(Tiering):
     Args:
         heavy, recent: tokens, or a share (float) of the prompt's length; the budget is their sum.
         ratio: instead of both, a budget of ceil(ratio x prompt), half of it heavy.
+        local: the newest tokens fill the whole budget, whatever part of it would be heavy.
 
     The budget is fixed by the prompt: `sizes(prompt)`.
     """
@@ -21,17 +22,28 @@ class HeavyHitterBudget(Tiering):
     heavy: float | int | None = None
     recent: float | int | None = None
     ratio: float | None = None
+    local: bool = False
 
     fixed_by_prompt = True
+    by_forwards = True
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether any tokens are kept for their age."""
+        return self.local or self.recent is None or self.recent > 0
 
     def sizes(self, prompt: int) -> tuple[int, int]:
-        """(heavy, recent) tokens of a row with that prompt; at least one recent."""
+        """(heavy, recent) tokens of a row with that prompt; together at least one."""
+        heavy, recent = self._parts(prompt)
+        return (0, heavy + recent) if self.local else (heavy, recent)
+
+    def _parts(self, prompt: int) -> tuple[int, int]:
         if self.ratio is not None:
             budget = max(1, math.ceil(self.ratio * prompt - 1e-9))
             recent = budget - budget // 2 if self.recent is None else _tokens(self.recent, prompt)
             return max(0, budget - recent), min(budget, recent)
         assert self.heavy is not None and self.recent is not None
-        return _tokens(self.heavy, prompt), max(1, _tokens(self.recent, prompt))
+        return _tokens(self.heavy, prompt), _tokens(self.recent, prompt)
 
     def held(self, length: int, prompt: int) -> list[int]:
         """Tokens in the important tier and below once a row holds `length`."""

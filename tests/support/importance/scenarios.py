@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from importance.budget import HeavyHitterBudget
 from importance.layer import LayerOracle
 from importance.oracles import ORACLES
+from importance.policies import Policy
 from layer_walk import Tokens, feed
 from tolerances import FLOAT32_ATTENTION, STORED
 from toy_artifact import toy_artifact
@@ -32,6 +34,9 @@ WALKS = {
     "from one": [1] * 45,
     "pages": [300] + [1] * 15 + [150] + [1] * 5,
 }
+
+
+IDS = 20  # different token ids, where a method goes by them
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,34 @@ SCENARIOS = [
     others("h2o", "turns"),
     others("h2o", "from one", heavy=3),
     others("h2o", "pages", heavy=0.5, recent=140),
+    # Other policies: locality alone, frequency alone, ZipCache's saliency, each head its own.
+    *(others(method, walk, policy="local", tokens=2) for method in ("mikv", "h2o") for walk in ("steps", "turns")),
+    others("mikv", important=4, recent=0),
+    others("mikv", "turns", important=8, recent=0, balancer=False, gqa=1),
+    others("mikv", "from one", important=4, recent=0, budget=10, policy="normalised"),
+    others("mikv", "short prompt", recent=0, budget=30, policy="normalised", probes="all"),
+    others("mikv", "pages", important=4, recent=0, policy="normalised", tokens=2),
+    others("mikv", "from one", policy="local", budget=9),
+    others("h2o", recent=0),
+    others("h2o", "turns", heavy=0, recent=30, gqa=4),
+    others("h2o", "short prompt", heavy=24, recent=0),
+    others("h2o", "from one", heavy=7, recent=0, policy="normalised"),
+    others("mikv", policy="normalised"),
+    others("mikv", "turns", policy="normalised", important=4, gqa=1, seed=5),
+    others("mikv", policy="normalised", probes="recent", recent=4, important=8),
+    others("mikv", policy="accumulated", probes="random", probe_share=0.3, important=8),
+    others("h2o", policy="normalised", probes="special", special_ids=(3, 7)),
+    others("h2o", "pages", policy="normalised", probe_share=0.5),
+    others("h2o", "short prompt", policy="normalised", probes="all", heavy=0.5),
+    others("mikv", policy="fastgen", recovery=0.42),
+    others("mikv", "turns", policy="fastgen", recovery=0.505, important=4, special_ids=(3, 7), tokens=2),
+    others("mikv", policy="fastgen", recovery=0.81, ratio=0.4, special_ids=(3, 7, 11, 12), probes="all", gqa=1),
+    others("h2o", policy="fastgen", recovery=0.6, special_ids=(3,), gqa=1),
+    others("h2o", "short prompt", policy="fastgen", recovery=0.65, special_ids=(3, 7), probe_share=0.4),
+    others("h2o", "from one", policy="fastgen", heavy=4, recent=3, special_ids=(3, 7)),
+    others("h2o", policy="fastgen", heavy=0.3, recent=0, recovery=0.685, probes="all"),
+    others("mikv", "steps", calibrated=True, important=4, statistics="calibrated", keys="channel"),
+    others("mikv", "turns", calibrated=True, statistics="calibrated", keys="channel", clip=0.9, gqa=4),
     others("streaming_llm", window=40),
     others("streaming_llm", window=40, positions="original", gqa=1),
     others("streaming_llm", "short prompt", sinks=2, window=30, gqa=4),
@@ -142,15 +175,26 @@ def artifact_of(model):
     return toy_artifact(model, tensors=tensors, clip_bits=())
 
 
+# Of `h2o` and `mikv`, and what the oracle's policy calls them.
+POLICY = {"policy": "name", "probe_share": "share"} | {
+    name: name for name in ("probes", "special_ids", "recovery", "seed")
+}
+
+
 def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
     """The method in float64 for one row of one layer."""
     options = {name: value for name, value in scenario.options.items() if name != "statistics"}
+    if scenario.method in ("mikv", "h2o"):
+        own = {POLICY[name]: options.pop(name) for name in list(options) if name in POLICY}
+        options["policy"] = Policy(**own)
     if scenario.method == "zipcache":
         options |= {"layer": layer}
         if artifact is not None:
             options["ranges"] = tuple(artifact.tensors[f"keys.{end}"][layer].numpy() for end in ("low", "high"))
             options["scale"] = artifact.tensors["values.scale"][layer].numpy()
-    if scenario.method == "mikv" and artifact is not None:
+    if options.pop("keys", "token") == "channel":
+        options["ranges"] = tuple(artifact.tensors[f"keys.{end}"][layer].numpy() for end in ("low", "high"))
+    elif scenario.method == "mikv" and artifact is not None:
         options["balancer"] = artifact.tensors["keys.balancer"][layer].numpy()
     if scenario.method == "streaming_llm":
         options["frequencies"] = model.model.rotary_emb.inv_freq.numpy()
@@ -180,8 +224,14 @@ def walk_beside(scenario: Scenario, model, tokens: Tokens) -> None:
     cache = compress(model, scenario.method, artifact, **scenario.options)
     cache.release()
     layers = [oracle_of(scenario, model, artifact, number) for number in range(scenario.layers)]
+    ids = torch.randint(0, IDS, (1, len(tokens)), generator=torch.Generator().manual_seed(scenario.tokens))
     for size in WALKS[scenario.walk]:
         new = tokens[at : at + size]
+        for layer in layers:
+            if isinstance(layer, HeavyHitterBudget):
+                layer.policy.ids = ids[0, : at + size].numpy()
+        if "special_ids" in scenario.options:
+            cache.sequences.ids = ids[:, at : at + size]
         outputs = feed(cache, [new])
         for number, layer in enumerate(layers):
             expected = layer.forward(new.queries[number], new.keys[number], new.values[number])
