@@ -1,9 +1,10 @@
 """ZipCache (He et al., 2024, arXiv:2405.14256): salient tokens at more bits, saliency from normalised attention of probe rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from statistics import fmean
+from typing import Any, ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
@@ -11,17 +12,18 @@ from calib.runtime.methods.calibration import Statistics, channel_range, channel
 from calib.runtime.methods.contract import Geometry, Method, check_bits, check_choice, check_clip, check_flag
 from calib.runtime.methods.grid import Grid
 from calib.runtime.methods.paper_counting import CountedCache, zipcache_ratio
+from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.stages.codec import Codec, Exact, ScaledChannels, UniformQuant
+from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.saliency import Accumulated, Normalised, Probes
 from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.tiering import RatioTiers
-from calib.runtime.stages.transform import Identity, MeasuredRange, MeasuredScale
+from calib.runtime.stages.transform import Identity, Measured, MeasuredRange, MeasuredScale
 from calib.runtime.stages.transform.measured import Over
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 SALIENCY: dict[str, Saliency] = {"normalised": Normalised(), "accumulated": Accumulated()}
-EXACT = TierPlan(TierStages(Identity(), Exact()), TierStages(Identity(), Exact()))
 # Widths of the salient tokens and of the others; `ratio` says how many are salient.
 WIDTHS = ((16, 4), (8, 4), (8, 3), (6, 4), (6, 3), (5, 3), (5, 2), (4, 3), (4, 2), (4, 1), (3, 2), (3, 1), (2, 1))
 
@@ -41,7 +43,8 @@ class ZipCache(Method):
        block waits for the first block.
 
     Args:
-        tiers: (bits, share) of each tier, best first; 16 bits are exact, 0 bits (last only) are evicted. Shares sum to 1.
+        tiers: (bits, share) of each tier, best first; bits are one number, or {keys: ..., values: ...}; 16 bits are exact, 0 bits
+            (last only) are evicted. Shares sum to 1.
         ratio: share of the first of two tiers, in place of the shares in `tiers`.
         recompress: tokens of a block.
         probes: "random+recent", "random", "recent", "all" or "special" (special and punctuation tokens).
@@ -68,7 +71,7 @@ class ZipCache(Method):
         {"ratio": (0.1, 0.2, 0.4, 0.6, 0.8)},
     )
 
-    tiers: Sequence[tuple[int, float]] = ((4, 0.6), (2, 0.4))
+    tiers: Sequence[tuple[int | Streams[int], float]] = ((4, 0.6), (2, 0.4))
     ratio: float | None = None
     recompress: int = 100
     probes: str = "random+recent"
@@ -101,34 +104,37 @@ class ZipCache(Method):
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
         """Tiers of one layer."""
         check_statistics(self.statistics, artifact, "zipcache")
-        bits, shares = self._bits_and_shares()
-        stored = [width for width in bits if width]
+        widths, shares = self._bits_and_shares()
+        stored = [width for width in widths if any(width)]
         plan = TieredPlan(tuple(self._first(width, layer, artifact) for width in stored), self._tiering())
-        if len(shares) > 1:
-            chosen = {"saliency": SALIENCY[self.saliency], "probes": self._probes()}
-            plan = replace(plan, **chosen, shared_across_heads=self.salient_set == "layer")
-        if self.statistics == "calibrated" or not self.refresh or set(stored) == {16}:
-            return plan
-        return plan.with_blocks([self._block(width) for width in stored])
+        if len(shares) > 1:  # else there is nothing to choose
+            shared = self.salient_set == "layer"
+            plan = replace(plan, saliency=SALIENCY[self.saliency], probes=self._probes(), shared_across_heads=shared)
+        measures = self.statistics != "calibrated" and any(bits < 16 for width in stored for bits in width)
+        return plan.with_blocks([self._block(width) for width in stored]) if measures and self.refresh else plan
 
-    def _bits_and_shares(self) -> tuple[list[int], list[float]]:
+    def _bits_and_shares(self) -> tuple[list[PerStream[int]], list[float]]:
         pairs = list(self.tiers) if isinstance(self.tiers, Sequence) else []
         if not pairs or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in pairs):
             raise ValueError(f"tiers must be pairs (bits, share), best first, got {printable(self.tiers)}")
-        bits, shares = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        if 0 in bits[:-1]:
-            raise ValueError(f"tiers: only the last may be evicted (0 bits), got {bits}; put it last")
-        for width in bits:
-            check_bits("tiers", width, exact=True, evicted=width is bits[-1] and len(bits) > 1)
-        if any(one <= other for one, other in pairwise(bits)):
-            raise ValueError(f"tiers must lose bits from one to the next, got {bits}; put the most precise first")
+
+        def check(name: str, bits: Any) -> None:
+            check_bits(name, bits, exact=True, evicted=len(pairs) > 1)
+
+        widths, shares = [of_streams("tiers", pair[0], check) for pair in pairs], [pair[1] for pair in pairs]
+        said = [pair[0] for pair in pairs]
+        if any(0 in width for width in widths[:-1]) or (0 in widths[-1] and any(widths[-1])):
+            raise ValueError(f"tiers: only the last may be evicted (0 bits, keys and values), got {said}; put it last")
+        for one, other in pairwise(widths):
+            if one == other or any(before < after for before, after in zip(one, other, strict=True)):
+                raise ValueError(f"tiers must lose bits from one to the next, got {said}; put the most precise first")
         if self.ratio is not None:
             if type(self.ratio) not in (float, int) or not 0 <= self.ratio <= 1:
                 raise ValueError(f"ratio must be a number from 0 to 1, got {printable(self.ratio)}")
             if len(pairs) != 2:
                 raise ValueError(f"ratio={self.ratio} divides two tiers, got {len(pairs)}; write the shares into tiers")
             shares = [self.ratio, 1 - self.ratio]
-        return bits, shares
+        return widths, shares
 
     def _probes(self) -> Probes:
         ids = self.special_ids  # a list becomes one that can be hashed; anything else is refused as it is
@@ -137,23 +143,23 @@ class ZipCache(Method):
     def _tiering(self) -> RatioTiers:
         return RatioTiers(tuple(self._bits_and_shares()[1]), self.recompress)
 
-    def _first(self, bits: int, layer: int, artifact: Artifact | None) -> TierPlan:
+    def _first(self, bits: PerStream[int], layer: int, artifact: Artifact | None) -> TierPlan:
         """A tier whose numbers hold for all its tokens: the first chunk's, measured on it, or every chunk's."""
-        if bits == 16:
-            return EXACT
-        keys, values = UniformQuant(bits, None, self.clip), self._values(bits)
+        ranges: Transform | Measured = MeasuredRange()
+        scale: Transform | Measured = MeasuredScale(self._over, frozen=not self.refresh)
         if self.statistics == "calibrated" and artifact is not None:
-            ranges = channel_range(artifact, "keys", layer, "zipcache")
-            return TierPlan(TierStages(ranges, keys), TierStages(channel_scale(artifact, layer, "zipcache"), values))
-        scale = MeasuredScale(self._over, frozen=not self.refresh)
-        return TierPlan(TierStages(MeasuredRange(), keys), TierStages(scale, values))
+            ranges, scale = (
+                channel_range(artifact, "keys", layer, "zipcache"),
+                channel_scale(artifact, layer, "zipcache"),
+            )
+        keys = stages(bits.keys, ranges, lambda width: UniformQuant(width, None, self.clip))
+        return TierPlan(keys, stages(bits.values, scale, self._values))
 
-    def _block(self, bits: int) -> TierPlan:
+    def _block(self, bits: PerStream[int]) -> TierPlan:
         """A tier of blocks, each with numbers of its own beside its codes."""
-        if bits == 16:
-            return EXACT
-        keys, values = UniformQuant(bits, (None, 1), self.clip), ScaledChannels(self._values(bits), self._over)
-        return TierPlan(TierStages(Identity(), keys), TierStages(Identity(), values))
+        keys = stages(bits.keys, Identity(), lambda width: UniformQuant(width, (None, 1), self.clip))
+        values = stages(bits.values, Identity(), lambda width: ScaledChannels(self._values(width), self._over))
+        return TierPlan(keys, values)
 
     def _values(self, bits: int) -> UniformQuant:
         return UniformQuant(bits, (1, None), self.clip, across_heads=self.scope == "layer")
@@ -163,10 +169,14 @@ class ZipCache(Method):
         return "chunk" if self.value_scale == "shared" else "tier"
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of tiers that are quantised, each in 1 to 8 bits."""
-        tiers = [(bits, share) for bits, share in self.tiers]
-        if self.ratio is not None:
-            tiers = [(tiers[0][0], self.ratio), (tiers[1][0], 1 - self.ratio)]
-        if not all(1 <= bits <= 8 for bits, _ in tiers):
+        """Of tiers that are quantised, each in 1 to 8 bits; the mean of both streams."""
+        widths, shares = self._bits_and_shares()
+        if not all(1 <= bits <= 8 for width in widths for bits in width):
             return None
+        tiers = [(fmean(width), share) for width, share in zip(widths, shares, strict=True)]
         return 16 / zipcache_ratio(tiers, cache.width, round(cache.length))
+
+
+def stages(bits: int, transform: Transform | Measured, codec: Callable[[int], Codec]) -> TierStages:
+    """A stream of so many bits by `codec`; in 16 bits the tokens as they are."""
+    return TierStages(Identity(), Exact()) if bits == 16 else TierStages(transform, codec(bits))

@@ -136,15 +136,16 @@ class TieredPlan(Plan):
 
     def in_segments(self, first: Recoding, rest: Recoding) -> "TieredPlan | None":
         """Tiers for the first chunk, a segment for each row, and others for the blocks, a page each."""
+        if self.tiering.shortest_chunk is None:
+            return None
         of_first, of_blocks = self.tiers[: self.kinds], self.tiers[-self.kinds :]
         of_row = tuple(replace(tier.recoded(first), segments="row") for tier in of_first)
         return replace(self, tiers=of_row).with_blocks([tier.recoded(rest) for tier in of_blocks])
 
-    def with_blocks(self, tiers: Sequence[TierPlan]) -> "TieredPlan | None":
-        """These tiers for the blocks behind the first chunk, a page for each block; None where tokens come in no blocks."""
+    def with_blocks(self, tiers: Sequence[TierPlan]) -> "TieredPlan":
+        """Also these tiers, for the blocks behind the first chunk, a page for each block."""
         found = self.tiering.in_segments(len(tiers))
-        if found is None:
-            return None
+        assert found is not None, "there are no blocks"
         tiering, counts = found
         of_blocks = [
             # A tier that gets no tokens of a block still needs a page size.
