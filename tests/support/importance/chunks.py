@@ -30,10 +30,10 @@ class ZipCache(LayerOracle):
         scale: np.ndarray | None = None,
     ) -> None:
         """Options as the method's; `ranges` (low, high) and `scale`, `[kv_heads, D]`, are calibrated statistics."""
-        bits = [bits for bits, _ in tiers]
+        bits = [[own["keys"], own["values"]] if isinstance(own, dict) else [own, own] for own, _ in tiers]
         self.refresh, self.tiers = refresh and ranges is None, len(bits)
         # Blocks with numbers of their own lie in tiers of their own.
-        super().__init__(bits * 2 if self.refresh else bits)
+        super().__init__([own if any(own) else 0 for own in (bits * 2 if self.refresh else bits)])
         self.shared, self.across = salient_set == "layer", scope == "layer"
         self.shares = [share for _, share in tiers] if ratio is None else [ratio, 1 - ratio]
         self.block, self.probes, self.share = recompress, probes, probe_share
@@ -111,20 +111,23 @@ class ZipCache(LayerOracle):
 
     def encode(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> None:
         """A tier's tokens of one chunk, whose values were `exact [kv_heads, n, D]`."""
-        bits, own = self.bits[tier], tier >= self.tiers
-        if bits in (0, 16):
+        if not self.bits[tier]:
             for head, tokens in enumerate(chosen):
-                keys, values = self.keys[head, tokens], self.values[head, tokens]
-                self.put(tier, head, tokens, keys[None], values[None]) if bits else self.evict(head, tokens)
+                self.evict(head, tokens)
             return
+        (of_keys, of_values), own = self.bits[tier], tier >= self.tiers
         found = [[] for _ in chosen]
         for scales in zip(*self.scales_of(tier, exact, chosen), strict=True):
-            for head, coded in enumerate(self.coded_values(bits, chosen, scales)):
+            for head, coded in enumerate(self.coded_values(of_values, chosen, scales)):
                 found[head].append(coded)
         for head, (tokens, values) in enumerate(zip(chosen, found, strict=True)):
             keys = self.keys[head, tokens]
-            table = None if own else self.tables[tier, head]
-            coded = own_channels(keys, bits, self.clip) if own else per_channel(keys, bits, table, self.clip)
+            if of_keys == 16:
+                coded = keys[None]
+            elif own:
+                coded = own_channels(keys, of_keys, self.clip)
+            else:
+                coded = per_channel(keys, of_keys, self.tables[tier, head], self.clip)
             self.put(tier, head, tokens, coded, np.concatenate(values))
 
     def scales_of(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> list[list[np.ndarray]]:
@@ -143,6 +146,8 @@ class ZipCache(LayerOracle):
     def coded_values(self, bits: int, chosen: list[np.ndarray], scales: list[np.ndarray]) -> list[np.ndarray]:
         """Of each head what its values may be decoded to (eq. 6), with one scale and zero point a token of a head or, in a layer's
         scope, of all heads, whose tokens are the same then."""
+        if bits == 16:
+            return [self.values[head, tokens][None] for head, tokens in enumerate(chosen)]
         width = self.values.shape[2]
         scaled = [
             self.values[head, tokens] / np.where(scale > 0, scale, 1)

@@ -94,6 +94,8 @@ SCENARIOS = [
     zipcache("turns", calibrated=True, statistics="calibrated"),
     zipcache("pages"),
     zipcache(refresh=False),
+    zipcache(tiers=[[{"keys": 8, "values": 3}, 0.5], [{"keys": 2, "values": 3}, 0.5]]),
+    zipcache("turns", tiers=[[{"keys": 4, "values": 16}, 0.5], [2, 0.3], [0, 0.2]], tokens=2),
     zipcache("turns", refresh=False, tiers=THREE),
     zipcache("short prompt", refresh=False, value_scale="tier", tokens=2),
     zipcache(salient_set="layer", probes="all"),
