@@ -36,7 +36,9 @@ class BudgetScores(TieredStore):
         self.tiering: HeavyHitterBudget = plan.tiering
         self.numbers = 0 if self.saliency is None else 1 + self.saliency.counts_rows
         self.mass = torch.zeros(keys.shape[0], self.numbers * self.heads, 0, device=keys.device)
-        self.of_rows = ("mass",)
+        self.of_rows: tuple[str, ...] = ("mass",)
+        measured = (transform.measured for transform in self.transforms.values())
+        self.measures_queries = any(recipe is not None and recipe.needs_queries for recipe in measured)
         if isinstance(self.saliency, FastGen):
             self.policies = torch.zeros(*keys.shape[:2], dtype=torch.uint8, device=keys.device)
             self.of_rows = ("mass", "policies")
@@ -44,8 +46,7 @@ class BudgetScores(TieredStore):
     @property
     def observes(self) -> bool:
         """Also to measure a transform by the queries."""
-        measured = (transform.measured for transform in self.transforms.values())
-        return self.saliency is not None or any(recipe is not None and recipe.needs_queries for recipe in measured)
+        return self.saliency is not None or self.measures_queries
 
     @property
     def needs_positions(self) -> bool:
