@@ -10,7 +10,7 @@ from calib.capture.data import CaptureData
 from calib.capture.model_files import model_name
 from calib.errors import UsageError
 from calib.fit.calibration import Calibration
-from calib.fit.processes import merging_strategy
+from calib.fit.processes import check_strategy, merging_strategy
 from calib.fit.progress import StageProgressBar
 from calib.lightning_cli import CalibCLI
 from calib.runtime.messages.printable import printable
@@ -77,6 +77,7 @@ class FitCLI(CalibCLI):
         output = Path(self.config.output)
         if not output.name.endswith(".safetensors") or output.is_dir():
             raise UsageError(f"output '{output}' must name a file that ends in {SUFFIX}")
+        check_strategy(self.config.trainer.strategy)
         for option in ("plan_batch", "plan_context"):
             if self.config[option] < 1:
                 raise UsageError(f"{option}={self.config[option]}: must be at least 1")

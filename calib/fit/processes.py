@@ -9,12 +9,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pydoc import locate
 from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    StrategyRegistry,
+)
 from torch import distributed
 
 from calib.errors import RunError, UsageError
@@ -22,6 +29,7 @@ from calib.interrupts import GRACE, Interrupted, pending
 
 INTERVAL = 0.5  # seconds between looks at the other processes
 TOGETHER = 2.0  # seconds that processes have to end by themselves before the first one hands its signal on
+SPLITTING = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)  # a model's weights over processes
 LOST = "another process of this fit has ended before its work; go on with --ckpt_path last once it can run"
 
 
@@ -98,10 +106,30 @@ def together() -> Iterator[None]:
         raise
 
 
+def check_strategy(asked: Any) -> None:
+    """Raises UsageError for a strategy that splits a model over processes, before anything is loaded.
+
+    A fit trains no weight of the language model, which is therefore no part of what such a strategy would split.
+
+    asked: `trainer.strategy` as configured: a name of Lightning's, or a class with its arguments.
+    """
+    path = getattr(asked, "class_path", None)
+    if path is not None:
+        name, kind = path.rpartition(".")[2], locate(path)
+    else:
+        name = str(asked).lower()  # as Lightning reads it; the registry's own `get` would build the strategy
+        kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None
+    if isinstance(kind, type) and issubclass(kind, SPLITTING):
+        raise UsageError(
+            f"trainer.strategy={name} splits the weights that are trained, and a fit trains none of the language model's: for a "
+            "model that fits on no device give model.device_map=auto, for several devices that each hold it trainer.devices=N"
+        )
+
+
 def merging_strategy(trainer: Trainer) -> MergingStrategy | None:
     """What the stages' Trainers use in place of DDP; None in a single process.
 
-    Raises UsageError for strategies that split a model: the language model is no part of what they would split.
+    Raises UsageError for another one that Lightning runs in several processes.
     """
     if trainer.world_size == 1:
         return None

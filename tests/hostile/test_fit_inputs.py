@@ -67,6 +67,21 @@ def refused(capsys, status: int, arguments: list[str]) -> str:
         (["--output=artifact.bin"], "output 'artifact.bin' must name a file that ends in .calib.safetensors"),
         (["--ckpt_path=some.ckpt"], "a fit continues with --ckpt_path last"),
         (["--seed_everything=true"], "seed_everything must be a whole number"),
+        (["--trainer.strategy=FSDP"], "trainer.strategy=fsdp splits the weights that are trained"),
+        (["--trainer.strategy=fsdp_cpu_offload", "--plan"], "trainer.strategy=fsdp_cpu_offload splits the weights"),
+        (
+            ["--trainer.strategy=deepspeed_stage_3", "--trainer.devices=2"],
+            "fits on no device give model.device_map=auto",
+        ),
+        (
+            ["--trainer.strategy={class_path: lightning.pytorch.strategies.FSDPStrategy}"],
+            "devices that each hold it trainer.devices=N",
+        ),
+        (
+            ["--trainer.strategy={class_path: ModelParallelStrategy}", "--trainer.devices=2"],
+            "trainer.strategy=ModelParallelStrategy splits the weights",
+        ),
+        (["--trainer.strategy=fsdpp"], "trainer: You selected an invalid strategy name: `strategy='fsdpp'`"),
         (["--trainer.devices=0"], "trainer: `Trainer(devices='0')` value is not a valid input"),
     ],
 )
