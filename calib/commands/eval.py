@@ -14,6 +14,7 @@ Every key of the configuration can be given as a flag:
   --model --dtype --device --artifact --seed --batch_size --limit --threads --products
   --tasks.retrieval.cases 50  --tasks.perplexity.text FILE      in every task of that name
 Several --config are merged from left to right. Finished cells are kept below the output folder and not run again.
+--reuse RUN.json takes over those cells of an earlier run that depend on the same things, to go on from a committed file.
 --compare OLD.json adds what has changed since that run; --compare OLD.json NEW.json compares two files and runs nothing.
 """
 
@@ -31,6 +32,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder of the results (default: runs/eval/NAME of the config)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
     parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
+    parser.add_argument(
+        "--reuse", metavar="FILE", help="results.json of an earlier run, whose equal cells are taken over"
+    )
     parser.add_argument("--compare", nargs="+", default=[], metavar="FILE", help="results.json of an earlier run")
     parser.add_argument(
         "--write-cases", type=Path, metavar="FILE", help="write the cases for another library; run nothing"
@@ -46,6 +50,9 @@ def run(argv: Sequence[str]) -> int:
         from calib.evaluate.command import compare_files
 
         return compare_files(*asked.compare)
+    if asked.reuse is not None and (asked.fresh or asked.write_cases is not None):
+        other = "--fresh" if asked.fresh else "--write-cases"
+        raise UsageError(f"'--reuse' takes cells over and '{other}' takes none; give one of them")
     if not asked.config:
         raise UsageError("'--config' must be given, such as eval/importance.yaml or eval/quick.yaml")
 
@@ -61,7 +68,12 @@ def run(argv: Sequence[str]) -> int:
 
     command = shlex.join(["calib", "eval", *argv])
     if "" not in requests:
-        given = {"--compare": asked.compare, "--write-cases": asked.write_cases, "--bench": asked.bench}
+        given = {
+            "--compare": asked.compare,
+            "--reuse": asked.reuse,
+            "--write-cases": asked.write_cases,
+            "--bench": asked.bench,
+        }
         if alone := next((name for name, value in given.items() if value), None):
             raise UsageError(f"'{alone}' is of one model, and the configuration names {len(requests)}; give --model")
         goes_on_with()
@@ -77,4 +89,4 @@ def run(argv: Sequence[str]) -> int:
 
         drawn = curves_for(read_bench_run(asked.bench))
     goes_on_with()
-    return evaluate(request, output, asked.only, asked.fresh, command, old, drawn)
+    return evaluate(request, output, asked.only, asked.fresh, command, old, drawn, asked.reuse)

@@ -1,7 +1,7 @@
 """One cell of the table: one row on one column, its figures and the size of its cache."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,18 @@ from calib.evaluate.tasks import Column
 from calib.runtime.files.canonical_json import plain, sha256
 
 Result = dict[str, Any]
+
+
+def cell_key(
+    base: Mapping[str, Any],
+    method: str,
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    artifact_hash: str | None,
+) -> str:
+    """A cell's key, of a run or of what a file says of one: `base` as in `Cell.key`, `settings` of its column."""
+    own = {"method": method, "options": options, "column": settings, "artifact": artifact_hash}
+    return sha256(plain({**base, **own}, "cell"))
 
 
 @dataclass(frozen=True)
@@ -38,8 +50,7 @@ class Cell:
 
     def key(self, base: dict[str, Any]) -> str:
         """SHA-256 of everything the figures depend on; `base` is what all cells of a run share."""
-        own = {"method": self.entry.method, "options": self.options(), "column": self.column.settings}
-        return sha256(plain({**base, **own, "artifact": self.artifact_hash}, "cell"))
+        return cell_key(base, self.entry.method, self.options(), self.column.settings, self.artifact_hash)
 
     def measure(self, given: Given, advance: Callable[[float], None]) -> Result:
         """Has the batches answered one after another; calls `advance(tokens)` after each."""

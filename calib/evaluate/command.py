@@ -6,13 +6,15 @@ from pathlib import Path
 from calib.artifact_view.terminal import show
 from calib.evaluate import report
 from calib.evaluate.cases import cases as written_cases
+from calib.evaluate.cell import Result
 from calib.evaluate.cell_files import CellFiles
 from calib.evaluate.compare import compared
-from calib.evaluate.evaluation import chosen, measure, prepare
+from calib.evaluate.evaluation import Evaluation, chosen, measure, prepare
 from calib.evaluate.models import beside
 from calib.evaluate.models import page as models_page
 from calib.evaluate.page.page import Drawn, page
 from calib.evaluate.request import Request
+from calib.evaluate.reuse import EarlierRun, taken_over
 from calib.evaluate.run_file import read_run
 from calib.evaluate.table import CellProgress, print_table
 from calib.runtime.files import canonical_json
@@ -27,6 +29,7 @@ def evaluate(
     command: str,
     old: str | None = None,
     drawn: Drawn | None = None,
+    reuse: str | None = None,
 ) -> int:
     """Runs the request; returns 1 where a cell failed, else 0.
 
@@ -38,19 +41,25 @@ def evaluate(
         command: the words that were typed, for the report.
         old: the `results.json` of an earlier run to compare with.
         drawn: a part for the page that was drawn elsewhere.
+        reuse: the `results.json` of an earlier run whose cells are taken over where they are the same.
 
     Raises:
-        RunError: `old` is no run.
-        UsageError: what the model, the tokenizer, the text or the artifact does not allow.
+        UsageError: what the model, the tokenizer, the text or the artifact does not allow; `old` or `reuse` is no run, or
+            nothing of `reuse` is the same.
         OSError: the output folder cannot be written.
     """
     then = None if old is None else read_run(old)  # before anything is loaded: a wrong file costs no run
+    earlier = None if reuse is None else EarlierRun.read(reuse)
     evaluation = prepare(request)
     cells = CellFiles(output / "cells")
     wanted = chosen(evaluation, only)
     kept = {evaluation.key(cell): cells.read(evaluation.key(cell)) for cell in evaluation.cells}
     results = {key: result for key, result in kept.items() if result is not None}
-    for note in cells.notes:
+    notes = list(cells.notes)
+    if earlier is not None:
+        results, told = with_earlier(evaluation, earlier, results, cells)
+        notes += told
+    for note in notes:
         print(f"calib: {note}")
     todo = [cell for cell in wanted if fresh or evaluation.key(cell) not in results]
     print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them finished before")
@@ -77,6 +86,17 @@ def evaluate(
         print(f"calib: {cell.entry.label}, {cell.column.title} failed: {results[evaluation.key(cell)]['error']}")
     print(f"wrote {output / 'report.html'}, {output / 'report.md'} and {output / 'results.json'}")
     return 1 if failures else 0
+
+
+def with_earlier(
+    evaluation: Evaluation, earlier: EarlierRun, results: dict[str, Result], cells: CellFiles
+) -> tuple[dict[str, Result], list[str]]:
+    """The finished `results` with those of an earlier run, kept as finished cells from now on; and what is to be said of them."""
+    found = taken_over(evaluation, earlier, results)
+    new = {key: result for key, result in found.results.items() if key not in results}
+    for key, result in new.items():
+        cells.write(key, result)
+    return results | new, [f"{len(new)} cells are taken over from {earlier.name}", *found.notes]
 
 
 def evaluate_models(requests: Mapping[str, Request], output: Path, only: list[str], fresh: bool, command: str) -> int:

@@ -22,6 +22,7 @@ from calib.evaluate.entries import Entry, Given
 from calib.evaluate.products import multiply_in_float32
 from calib.evaluate.request import Request
 from calib.evaluate.tasks import Column, Subject
+from calib.evaluate.tokenizer_identity import tokenizer_identity
 from calib.runtime import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
 from calib.runtime.messages.printable import printable
@@ -40,6 +41,7 @@ class Evaluation:
         cells: row by row.
         given: the model with what rows need besides.
         base: what all cells depend on: model, dtype, device, seed, batch size, versions.
+        tokenizer: the tokenizer's `identity`.
     """
 
     request: Request
@@ -48,6 +50,7 @@ class Evaluation:
     cells: list[Cell]
     given: Given
     base: dict[str, Any]
+    tokenizer: str
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -91,7 +94,7 @@ def prepare(request: Request) -> Evaluation:
         **({} if request.products == "model" else {"products": request.products}),
         "versions": {"calib": __version__, **{name: version(name) for name in VERSIONS}},
     }
-    return Evaluation(request, subject, columns, cells, given, base)
+    return Evaluation(request, subject, columns, cells, given, base, tokenizer_identity(tokenizer))
 
 
 def usable_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from calib.capture.model_files import model_name
 from calib.evaluate.cache_size import is_encoded
 from calib.evaluate.cell import Cell, Result
 from calib.evaluate.evaluation import Evaluation
-from calib.evaluate.run_file import FORMAT
+from calib.evaluate.run_file import FORMAT, reused
 from calib.evaluate.tasks import Column
 from calib.evaluate.unsolved import marked, note, unsolved
 from calib.html_page.table import Table
@@ -45,7 +45,7 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
             **{key: evaluation.base[key] for key in ("dtype", "device", "seed", "batch_size")},
             "products": request.products,
         },
-        "model": evaluation.given.identity,
+        "model": {**evaluation.given.identity, "tokenizer": evaluation.tokenizer},
         "versions": {**evaluation.base["versions"], "python": platform.python_version()},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "columns": [
@@ -60,6 +60,7 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
                 "options": cell.options(),
                 "artifact": cell.artifact_hash is not None,
                 "column": cell.column.title,
+                **({"packages": cell.entry.packages} if cell.entry.packages else {}),
                 **results[evaluation.key(cell)],
             }
             for cell in evaluation.cells
@@ -82,7 +83,7 @@ def as_json(content: Mapping[str, Any]) -> str:
 def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str, further: Sequence[Table] = ()) -> str:
     """The page: what was run, the table of methods and columns, one table a column with its sizes, further tables."""
     columns, nothing = evaluation.columns, unsolved(document(evaluation, results))
-    lines = [f"# calib eval: {plain(evaluation.request.name)}", "", code(command), "", *about(evaluation), ""]
+    lines = [f"# calib eval: {plain(evaluation.request.name)}", "", code(command), "", *about(evaluation, results), ""]
     lines += ["## Methods", "", *overview(evaluation, results, nothing), ""]
     lines += [line for title, why in nothing.items() for line in (plain(note(title, why)), "")]
     lines += [] if all(is_encoded(result["sizes"]) for result in measured(results)) else [NOT_ENCODED, ""]
@@ -98,7 +99,7 @@ def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str
     return "\n".join(lines)
 
 
-def about(evaluation: Evaluation) -> Iterator[str]:
+def about(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str]:
     """What was run on what, in words."""
     base, versions = evaluation.base, evaluation.base["versions"]
     products = (
@@ -118,6 +119,7 @@ def about(evaluation: Evaluation) -> Iterator[str]:
         yield f"- **{plain(': '.join(names(column)))}**; {plain(details)}; {column.length:.0f} tokens a row in the cache"
     yield ""
     yield f"{INTERVAL} {COUNTING}"
+    yield from (f"\n{plain(sentence)}" for sentence in reused(results.values()))
 
 
 def measured(results: Mapping[str, Result]) -> list[Result]:

@@ -1,11 +1,12 @@
 """A `results.json` of an earlier run, checked when read, so that whoever shows it finds what it looks for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from calib.errors import UsageError
+from calib.evaluate.figures import spoken
 from calib.runtime.files import canonical_json
 from calib.runtime.messages.printable import printable
 
@@ -74,6 +75,9 @@ def check_cell(cell: object, titles: set[str], where: str) -> None:
     require(optional(cell["sizes"].get("paper_counting"), is_number), f"{where}.sizes.paper_counting is no number")
     kinds = cell["sizes"].get("by_kind")  # runs of earlier releases have none
     require(optional(kinds, is_sizes), f"{where}.sizes.by_kind has something else than numbers")
+    if "reused" in cell:
+        entry(cell["reused"], "results_sha256", str, f"{where}.reused.results_sha256")
+        entry(cell["reused"], "machine", dict, f"{where}.reused.machine")
 
 
 def entry(content: object, key: str, kind: type, where: str) -> None:
@@ -118,6 +122,19 @@ def rows(run: Run) -> list[Row]:
         row = found.setdefault(cell["name"], Row(cell["group"], cell["name"], {}))
         found[row.name] = replace(row, cells={**row.cells, cell["column"]: cell})
     return list(found.values())
+
+
+def reused(cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each earlier run that some of `cells` were taken over from: how many, which run, on what machine."""
+    found: dict[tuple[str, str], int] = {}
+    for source in (cell["reused"] for cell in cells if "reused" in cell):
+        machine = ", ".join(f"{spoken(name)} {value}" for name, value in source["machine"].items())
+        found[source["results_sha256"], machine] = found.get((source["results_sha256"], machine), 0) + 1
+    return [
+        f"{count} cells were taken over from an earlier run and not measured here: its results.json has the SHA-256 {digest}, its "
+        f"machine was {machine or 'not told'}."
+        for (digest, machine), count in found.items()
+    ]
 
 
 def titles(run: Run) -> list[str]:

@@ -72,6 +72,11 @@ class Entry(ABC):
             found[name] = value[title] if by_column else value
         return found
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """Versions of packages that answer besides those which every cell depends on, by name."""
+        return {}
+
     @abstractmethod
     def all_options(self, title: str) -> dict[str, Any]:
         """The options for the column `title`, those left at their default included, as plain JSON.

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,13 @@ from calib.runtime.methods import Geometry
 
 
 class Peer(ABC):
-    """A kind of cache; fields are its options. Building it raises ValueError or ImportError for what it refuses."""
+    """A kind of cache; fields are its options. Building it raises ValueError or ImportError for what it refuses.
+
+    Attributes:
+        package: that computes it, installed besides transformers; None for none.
+    """
+
+    package: ClassVar[str | None] = None
 
     @abstractmethod
     def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
@@ -71,7 +78,7 @@ class Quantized(Peer):
 class Quanto(Quantized):
     """With optimum-quanto."""
 
-    backend, advised = "quanto", 0
+    backend, advised, package = "quanto", 0, "optimum-quanto"
 
     def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
         wait_for_builds(build_folders())
@@ -81,7 +88,7 @@ class Quanto(Quantized):
 class HQQ(Quantized):
     """With hqq."""
 
-    backend, advised = "hqq", 1
+    backend, advised, package = "hqq", 1, "hqq"
 
 
 PEERS: dict[str, type[Peer]] = {"dynamic": Dynamic, "offloaded": Offloaded, "quanto": Quanto, "hqq": HQQ}
@@ -108,6 +115,11 @@ class PeerEntry(CacheEntry):
     @property
     def method(self) -> str:
         return f"peer {self.peer}"
+
+    @property
+    def packages(self) -> dict[str, str]:
+        package = PEERS[self.peer].package
+        return {} if package is None else {package: version(package)}
 
     def all_options(self, title: str) -> dict[str, Any]:
         with self.refusing():

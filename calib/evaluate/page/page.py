@@ -12,7 +12,7 @@ from calib.evaluate.page.overview import SORTING, figures, figures_of, overview
 from calib.evaluate.page.part_map import part_maps
 from calib.evaluate.page.scatter import Point, scatter
 from calib.evaluate.page.style import STYLE
-from calib.evaluate.run_file import Row, Run, rows
+from calib.evaluate.run_file import Row, Run, reused, rows
 from calib.html_page.document import document
 from calib.html_page.table import Table, section, words
 
@@ -125,6 +125,7 @@ def provenance(run: Run, command: str) -> Table:
         *((str(key), inline(value)) for key, value in run["config"].items() if key not in ("name", "model")),
         ("versions", inline(run["versions"])),
         ("machine", inline(run.get("machine"))),
+        *(("taken over", sentence) for sentence in reused(run["cells"])),
         *((f"column {column['title']}", f"{column.get('task')}, {settings(column)}") for column in run["columns"]),
     ]
     return Table("Provenance", ["", ""], [list(line) for line in lines])

@@ -1,0 +1,186 @@
+"""Cells of an earlier run that need not be measured again, by what its `results.json` says of them.
+
+From the file every cell's key is made anew as `Evaluation.key` makes it: model, dtype, device, seed, batch size, versions;
+method, options, the column's settings, the artifact. A cell of this run whose key is among them is taken over, with where it
+comes from. Two more things that figures depend on are in no key, and compared here: the tokenizer, and packages that answer
+(`Entry.packages`). A package whose version a file does not say counts as another one. Of a tokenizer runs of earlier
+releases say nothing; there the same weights and configuration have to do, and a note says so.
+
+Not in the file, and so not compared: the code itself. A release number stands for it.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from calib.errors import UsageError
+from calib.evaluate.cache_size import CacheSize
+from calib.evaluate.cache_size import sizes as sizes_of
+from calib.evaluate.cell import Cell, Result, cell_key
+from calib.evaluate.compare import TOLD, differing
+from calib.evaluate.evaluation import VERSIONS, Evaluation
+from calib.evaluate.figures import spoken
+from calib.evaluate.run_file import Run, is_number, is_sizes, read_run
+from calib.runtime.files.canonical_json import plain
+
+PARTS = ("figures", "sizes", "seconds")  # of a result
+SHOWN = 3  # rows that are named of those that differ alike
+OF_MODEL = ("config_hash", "weights")  # whose values say nothing to a person
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A checked `results.json`.
+
+    Attributes:
+        name: the file's.
+        content: of the file.
+        digest: SHA-256 of the file.
+    """
+
+    name: str
+    content: Run
+    digest: str
+
+    @staticmethod
+    def read(name: str) -> "EarlierRun":
+        """Raises UsageError where there is no file, or it is no run of `calib eval`."""
+        content = read_run(name)
+        return EarlierRun(name, content, hashlib.sha256(Path(name).read_bytes()).hexdigest())
+
+    def base(self) -> dict[str, Any]:
+        """What all its cells depend on, as `Evaluation.base` has it; None for what it does not say."""
+        config, model, versions = (self.content[part] for part in ("config", "model", "versions"))
+        products = config.get("products", "model")  # earlier releases had no other
+        return {
+            **{key: model.get(key) for key in OF_MODEL},
+            **{key: config.get(key) for key in ("dtype", "device", "seed", "batch_size")},
+            **({} if products == "model" else {"products": products}),
+            "versions": {name: versions.get(name) for name in ("calib", *VERSIONS)},
+        }
+
+    def artifact(self, cell: Mapping[str, Any]) -> str | None:
+        """SHA-256 of the artifact that a cell of the file has read; None for none."""
+        return self.content["config"].get("artifact") if cell.get("artifact") else None
+
+    def settings(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the column of a cell of the file."""
+        column = next(column for column in self.content["columns"] if column["title"] == cell["column"])
+        return {key: value for key, value in column.items() if key not in TOLD}
+
+    def key(self, cell: Mapping[str, Any]) -> str:
+        """The key of a cell of the file."""
+        return cell_key(self.base(), cell["method"], cell["options"], self.settings(cell), self.artifact(cell))
+
+
+@dataclass
+class TakenOver:
+    """What a run need not measure.
+
+    Attributes:
+        results: by key.
+        notes: a line for each reason for which cells of the same name and column are not among them.
+    """
+
+    results: dict[str, Result] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection[str] = ()) -> TakenOver:
+    """The results of `earlier` for cells of `evaluation`; of those `finished`, by key, no note is made.
+
+    Raises UsageError, naming what differs, where no cell could be: another model, dtype, device, seed, batch size, products,
+    versions or tokenizer; or none of the cells is in the file.
+    """
+    if other := "; ".join(differences(evaluation, earlier)):
+        raise UsageError(f"--reuse {earlier.name} was measured otherwise: {other}; run without --reuse")
+    known = {earlier.key(cell): cell for cell in earlier.content["cells"] if "figures" in cell}
+    named = {(cell["name"], cell["column"]): cell for cell in earlier.content["cells"]}
+    found, reasons = TakenOver(), dict[str, list[str]]()
+    for cell in evaluation.cells:
+        key = evaluation.key(cell)
+        theirs = known.get(key) or named.get((cell.entry.label, cell.column.title))
+        if theirs is None:
+            continue
+        reason = why_not(cell, theirs, earlier) or (None if key in known else "it differs in what cannot be told")
+        if reason is None:
+            found.results[key] = result_of(theirs, earlier)
+        elif key not in finished:
+            reasons.setdefault(reason, []).append(f"{cell.entry.label} ({cell.column.title})")
+    if "tokenizer" not in earlier.content["model"]:
+        found.notes = [
+            f"{earlier.name} does not say what its tokenizer was; its model's weights and configuration are this one's"
+        ]
+    found.notes += [f"not taken over from {earlier.name}: {shortened(who)}: {why}" for why, who in reasons.items()]
+    if not found.results:
+        why = (
+            "; ".join(found.notes[-len(reasons) :] if reasons else ()) or f"{earlier.name} has none of this run's cells"
+        )
+        raise UsageError(f"--reuse has nothing to give: {why}; run without --reuse")
+    return found
+
+
+def differences(evaluation: Evaluation, earlier: EarlierRun) -> list[str]:
+    """What all cells depend on and is not the same, "seed 21 (now 20)"."""
+    mine, theirs = ({**base, **base["versions"], "versions": None} for base in (evaluation.base, earlier.base()))
+    model = [spoken(key) for key in OF_MODEL if mine[key] != theirs[key]]
+    found = [f"another model ({', '.join(model)})"] * bool(model)
+    found += differing({"products": "model", **mine}, {"products": "model", **theirs}, *OF_MODEL)
+    tokenizer = earlier.content["model"].get("tokenizer")
+    if tokenizer is not None and tokenizer != evaluation.tokenizer:
+        found.append("another tokenizer")
+    return found
+
+
+def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str | None:
+    """Why a cell of the file is not that of this run; None where it is, as far as can be seen beside `differences`."""
+    if "error" in theirs:
+        return f"it failed ({theirs['error']})"
+    mine = plain({"method": cell.entry.method, **cell.options()}, cell.entry.label)
+    if asked := "; ".join(differing(mine, {"method": theirs["method"], **theirs["options"]})):
+        return f"asked otherwise: {asked}"
+    if data := "; ".join(differing(plain(cell.column.settings, cell.column.title), earlier.settings(theirs))):
+        return f"other data: {data}"
+    if cell.artifact_hash != earlier.artifact(theirs):
+        return "another artifact"
+    packages, said = cell.entry.packages, theirs.get("packages", {})
+    if packages != said:
+        missing = [name for name in packages if name not in said]
+        told = (
+            f"the version of {', '.join(missing)} is not recorded" if missing else "; ".join(differing(packages, said))
+        )
+        return told
+    return incomplete(cell, theirs)
+
+
+def incomplete(cell: Cell, theirs: Mapping[str, Any]) -> str | None:
+    """What a result lacks that reports of this release show; None for nothing."""
+    sizes, wanted = theirs["sizes"], (*sizes_of([CacheSize(0, 0.0)]), "paper_counting")
+    if missing := [name for name in wanted if name not in sizes]:
+        return f"its sizes have no {', '.join(missing)}"
+    if not all(
+        value is None or isinstance(value, bool) or is_number(value) or is_sizes(value) for value in sizes.values()
+    ):
+        return "its sizes are no numbers"
+    if not is_number(theirs.get("seconds")):
+        return "its seconds are no number"
+    try:
+        cell.column.words(theirs["figures"])
+        cell.column.brief(theirs["figures"])
+    except (KeyError, ValueError, TypeError) as error:
+        return f"its figures are incomplete ({error})"
+    return None
+
+
+def result_of(theirs: Mapping[str, Any], earlier: EarlierRun) -> Result:
+    """The result of a cell of the file, with where it was measured first."""
+    source = {"results_sha256": earlier.digest, "machine": earlier.content.get("machine", {})}
+    return {**{part: theirs[part] for part in PARTS}, "reused": theirs.get("reused", source)}
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
