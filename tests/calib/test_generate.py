@@ -79,7 +79,8 @@ def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
     [
         (
             ["--bit", "3"],
-            "unknown option '--bit' (method 'kivi' has bits, clip, corrections, group, residual, statistics, tuned)",
+            "unknown option '--bit' (method 'kivi' has basis, bits, clip, corrections, group, key_bias, residual, statistics, "
+            "tuned)",
         ),
         (["--bits"], "option '--bits' needs a value"),
         (["--bits", "9"], "bits must be a whole number 1 ... 8, got 9"),
