@@ -50,9 +50,9 @@ class Behind:
         return replace(plan, tiering=tiering, before_rope=plan.before_rope or self.before_rope)
 
 
-CODES = {"low": {"method": "zipcache", "tiers": [[2, 1.0]], "recompress": 8}, "window": 16}
-EXACT = {"low": {"method": "zipcache", "tiers": [[16, 1.0]], "recompress": 8}, "window": 16}
-TIERS = {"low": {"method": "zipcache", "recompress": 20}}
+CODES = {"low": {"method": "zipcache", "tiers": [[2, 1.0]], "recompress": 8, "refresh": False}, "window": 16}
+EXACT = {"low": {"method": "zipcache", "tiers": [[16, 1.0]], "recompress": 8, "refresh": False}, "window": 16}
+TIERS = {"low": {"method": "zipcache", "recompress": 20, "refresh": False}}
 CSR = {"low": {"method": "csr", "sparsity": 4, "online": 40, "window": 16, "block": 8}}
 CSR_TIERS = {"low": {"method": "csr", "online": 40, "tiers": [[16, 0.2], [4, 0.8]], "block": 20}}
 BEFORE = {"before_rope": True}
@@ -167,7 +167,7 @@ class SalientBehind(ZipCache):
 def test_saliency_ranks_all_but_the_sinks(walk, monkeypatch):
     """Queries look at the sinks most of all; who is salient among the others is what ZipCache's equations say."""
     monkeypatch.setitem(ORACLES, "behind", SalientBehind)
-    low = {"method": "zipcache", "recompress": 12, "tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "probes": "all"}
+    low = {"method": "zipcache", "recompress": 12, "tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "probes": "all", "refresh": False}
     scenario = Scenario("behind", {"low": low}, walk)
     tokens = Tokens.random(scenario.model(), sum(WALKS[walk]), seed=1)
     tokens.keys[:, :, :SINKS] = tokens.queries[:, ::2, :1] * 0.5
