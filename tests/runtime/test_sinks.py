@@ -167,7 +167,13 @@ class SalientBehind(ZipCache):
 def test_saliency_ranks_all_but_the_sinks(walk, monkeypatch):
     """Queries look at the sinks most of all; who is salient among the others is what ZipCache's equations say."""
     monkeypatch.setitem(ORACLES, "behind", SalientBehind)
-    low = {"method": "zipcache", "recompress": 12, "tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "probes": "all", "refresh": False}
+    low = {
+        "method": "zipcache",
+        "recompress": 12,
+        "tiers": [[16, 0.1], [4, 0.5], [2, 0.4]],
+        "probes": "all",
+        "refresh": False,
+    }
     scenario = Scenario("behind", {"low": low}, walk)
     tokens = Tokens.random(scenario.model(), sum(WALKS[walk]), seed=1)
     tokens.keys[:, :, :SINKS] = tokens.queries[:, ::2, :1] * 0.5
