@@ -19,3 +19,20 @@ def listing(usage: str, heading: str, entries: Mapping[str, str], hint: str) -> 
     width = max(map(len, entries))
     lines = [f"  {name:<{width}}  {text}" for name, text in entries.items()]
     return "\n".join([f"usage: {usage}", "", f"{heading}:", *lines, "", hint])
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Adds `--plan` and where it is written to."""
+    parser.add_argument(
+        "--plan", action="store_true", help="tell what the run takes, without loading a weight; run nothing"
+    )
+    parser.add_argument("--plan_json", metavar="FILE", help="with --plan: a file for the plan as JSON as well")
+
+
+def check_plan(asked: argparse.Namespace, *others: str) -> None:
+    """Raises UsageError for `--plan_json` alone, and for `others`, flags that have nothing to do with a plan."""
+    if asked.plan_json is not None and not asked.plan:
+        raise UsageError(f"'--plan_json' got {asked.plan_json} and there is no '--plan' to write down")
+    for flag in others:
+        if asked.plan and getattr(asked, flag.removeprefix("--").replace("-", "_")):
+            raise UsageError(f"'--plan' runs nothing that '{flag}' could do something to; leave one of them out")

@@ -15,7 +15,6 @@ from calib import __version__
 from calib.bench.peak import Peak
 from calib.bench.request import BenchRequest, title_of
 from calib.capture.language_model import load
-from calib.errors import UsageError
 from calib.evaluate.entries import Given
 from calib.evaluate.evaluation import VERSIONS, read_artifact, usable_device
 from calib.runtime.artifact.fingerprint import fingerprint
@@ -95,13 +94,7 @@ def prepare(request: BenchRequest) -> BenchModel:
     artifact, digest = read_artifact(request.artifact)
     model, tokenizer = load(request.model, request.dtype)
     model.to(device)
-    # One more token than is timed: the first step behind a prompt warms up.
-    longest, most = max(request.contexts) + request.new_tokens + 1, positions(model)
-    if most is not None and longest > most:
-        raise UsageError(
-            f"context {max(request.contexts)} and {request.new_tokens} new tokens need {longest} positions, and the model has "
-            f"{most}; contexts up to {most - request.new_tokens - 1} fit"
-        )
+    request.check_positions(positions(model))
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     attention = [(config, config._attn_implementation_internal) for config in parts.values()]
     given = Given(model, request.seed, artifact, fingerprint(model), tokenizer)

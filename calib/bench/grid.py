@@ -9,7 +9,7 @@ from calib.bench.bench_model import BenchModel
 from calib.bench.cache_bytes import CacheBytes, measure_alone
 from calib.bench.cell import Cell
 from calib.bench.largest_batch import largest
-from calib.bench.request import AGAIN
+from calib.bench.request import AGAIN, BenchRequest
 from calib.bench.tables import failure
 from calib.evaluate.entries import CacheEntry
 from calib.evaluate.figures import number
@@ -28,7 +28,7 @@ class Found:
 
 def measure(bench_model: BenchModel, advance: Advance) -> Found:
     """All of it; `advance(what, tokens)` is called as tokens of prompts go through."""
-    request, rows = bench_model.request, by_name(bench_model)
+    request, rows = bench_model.request, by_name(bench_model.request)
     warm_up(bench_model)
     cells, known = list[dict[str, Any]](), dict[tuple[str, int, int], CacheBytes]()
     measured, count = 0, len(request.contexts) * len(request.batches)
@@ -73,10 +73,10 @@ def warm_up(bench_model: BenchModel) -> None:
             measure_alone(bench_model, entry, prompt)
 
 
-def by_name(bench_model: BenchModel) -> dict[str, CacheEntry]:
+def by_name(request: BenchRequest) -> dict[str, CacheEntry]:
     """The rows of every table: the baseline, the others, and the baseline again."""
-    own = {entry.label: entry for entry in bench_model.request.methods}
-    first = bench_model.request.baseline or next(iter(own))
+    own = {entry.label: entry for entry in request.methods}
+    first = request.baseline or next(iter(own))
     return {first: own[first], **own, first + AGAIN: own[first]}
 
 

@@ -99,6 +99,16 @@ class BenchRequest:
             for context in self.contexts:
                 entry.all_options(title_of(context))
 
+    def check_positions(self, most: int | None) -> None:
+        """Raises UsageError for longer rows than the model knows positions for; None where its configuration does not say."""
+        # One more token than is timed: the first step behind a prompt warms up.
+        longest = max(self.contexts) + self.new_tokens + 1
+        if most is not None and longest > most:
+            raise UsageError(
+                f"context {max(self.contexts)} and {self.new_tokens} new tokens need {longest} positions, and the model has "
+                f"{most}; contexts up to {most - self.new_tokens - 1} fit"
+            )
+
     @staticmethod
     def known() -> list[str]:
         """What a configuration may hold."""

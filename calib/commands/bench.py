@@ -5,7 +5,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from calib.arguments import Parser
+from calib.arguments import Parser, add_plan, check_plan
 from calib.errors import UsageError
 
 HELP = """\
@@ -27,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="such as bench/quick.yaml")
     parser.add_argument("--output", type=Path, help="folder of the results (default: runs/bench/NAME of the config)")
+    add_plan(parser)
     asked, rest = parser.parse_known_args(argv)
     if not asked.config and not any(word.partition("=")[0] == "--methods" for word in rest):
         raise UsageError(
@@ -35,7 +36,13 @@ def run(argv: Sequence[str]) -> int:
 
     from calib.bench.request_files import read_bench
 
+    check_plan(asked)
     request = read_bench(asked.config, rest)
+    if asked.plan:
+        from calib.plan.bench_plan import make_bench_plan
+        from calib.plan.run_command import tell_runs
+
+        return tell_runs({"": make_bench_plan(request)}, asked.plan_json)
     output = asked.output or Path("runs") / "bench" / request.name
     if output.exists() and not output.is_dir():
         raise UsageError(f"output '{output}' is a file, expected a folder")

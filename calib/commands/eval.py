@@ -5,7 +5,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from calib.arguments import Parser
+from calib.arguments import Parser, add_plan, check_plan
 from calib.errors import UsageError
 from calib.interrupts import goes_on_with
 
@@ -42,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--bench", metavar="FILE", help="results.json of `calib bench`, whose curves go on the page as well"
     )
+    add_plan(parser)
     asked, rest = parser.parse_known_args(argv)
     if len(asked.compare) > 2 - bool(asked.config):
         wanted = "one file with --config, two without"
@@ -58,7 +59,13 @@ def run(argv: Sequence[str]) -> int:
 
     from calib.evaluate.request_files import read_requests
 
+    check_plan(asked, "--fresh", "--reuse", "--compare", "--write-cases", "--bench")
     requests = read_requests(asked.config, rest)
+    if asked.plan:
+        from calib.plan.eval_plan import make_eval_plan
+        from calib.plan.run_command import tell_runs
+
+        return tell_runs({name: make_eval_plan(one, asked.only) for name, one in requests.items()}, asked.plan_json)
     request = next(iter(requests.values()))
     output = asked.output or Path("runs") / "eval" / request.name
     if output.exists() and not output.is_dir():

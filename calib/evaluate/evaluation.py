@@ -119,12 +119,17 @@ def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
     """The cells of the rows whose label fits one of `patterns` (`h2o*`); all without a pattern."""
-    labels = [entry.label for entry in evaluation.entries]
+    fits = {entry.label for entry in fitting(evaluation.entries, patterns)}
+    return [cell for cell in evaluation.cells if cell.entry.label in fits]
+
+
+def fitting(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
+    """The rows whose label fits one of `patterns`; all without a pattern. Raises UsageError for one that fits none."""
+    labels = [entry.label for entry in entries]
     for pattern in patterns:
         if not any(fnmatchcase(label, pattern) for label in labels):
             raise UsageError(f"--only '{pattern}' fits no method's name (there are {', '.join(labels)})")
-    fits = {label for label in labels if not patterns or any(fnmatchcase(label, pattern) for pattern in patterns)}
-    return [cell for cell in evaluation.cells if cell.entry.label in fits]
+    return [entry for entry in entries if not patterns or any(fnmatchcase(entry.label, one) for one in patterns)]
 
 
 def measure(

@@ -1,6 +1,7 @@
 """The size of every method's cache at a batch and a context: the runtime's own prediction, of stores that hold no numbers."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from calib.plan.meta_model import MetaModel
 from calib.plan.meta_tensors import META, MetaTensors
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.methods import METHODS, Geometry, build
+from calib.runtime.offload.store import OffloadStore
 from calib.runtime.rotation import Rotation
 from calib.runtime.store import Footprint, LayerContext
 
@@ -45,11 +47,17 @@ def cache_sizes(meta_model: MetaModel, artifact: Artifact, batch: int, context: 
 
 
 def cache_size(
-    meta_model: MetaModel, method: str, options: dict[str, Any], artifact: Artifact | None, batch: int, context: int
+    meta_model: MetaModel,
+    method: str,
+    options: dict[str, Any],
+    artifact: Artifact | None,
+    batch: int,
+    context: int,
+    after: int = 0,
 ) -> CacheSize:
-    """Of `batch` rows that each hold a prompt of `context` tokens."""
+    """Of `batch` rows that each hold a prompt of `context` tokens, and so many `after` it."""
     try:
-        one, two = (predicted(meta_model, method, options, artifact, rows, context) for rows in MEASURED)
+        one, two = (predicted(meta_model, method, options, artifact, rows, context, after) for rows in MEASURED)
     except ValueError as error:
         return CacheSize(refused=" ".join(str(error).split()))
     # Rows stand alone, so two batches give all.
@@ -58,9 +66,16 @@ def cache_size(
 
 
 def predicted(
-    meta_model: MetaModel, method: str, options: dict[str, Any], artifact: Artifact | None, batch: int, context: int
+    meta_model: MetaModel,
+    method: str,
+    options: dict[str, Any],
+    artifact: Artifact | None,
+    batch: int,
+    context: int,
+    after: int = 0,
 ) -> CacheSize:
-    """What `memory()` of a cache with such a prompt in it would predict: all layers take what the first does."""
+    """What `memory()` of a cache with such a prompt in it, and tokens after it, would predict: all layers take what the first
+    does."""
     config, dtype, numbers = meta_model.text, meta_model.model.dtype, meta_model.compressed
     built, geometry = build(method, options), Geometry.of(config)
     plans = [built.plan(number, geometry, artifact) for number in numbers]
@@ -71,19 +86,28 @@ def predicted(
     shared = {id(table): table for one in plans for table in one.tables()}
     with torch.no_grad(), MetaTensors():
         sequences = plan.sequences(1, max((window for window in windows if window is not None), default=None))
-        keys = torch.empty(batch, geometry.kv_heads, context, geometry.head_dim, dtype=dtype, device=META)
+        keys = torch.empty(batch, geometry.kv_heads, context + after, geometry.head_dim, dtype=dtype, device=META)
         store = plan.open(keys, keys, sequences, LayerContext(rotation=rotation))
-        forward = sequences.begin(1, batch, context, None)
-        store.prepare(forward)
-        store.store(forward, keys, keys)
-        forward.stored()
+        for step, new in enumerate(keys.split([context, *[after] * bool(after)], dim=2), 1):
+            forward = sequences.begin(step, batch, new.shape[2], None)
+            store.prepare(forward)
+            store.store(forward, new, new)
+            forward.stored()
+        if after and isinstance(store, OffloadStore) and (most := store.fetchable(context + after - 1)):
+            store.pool.fit(most, store.policy.entries)  # as a step does
         weight: Footprint = store.footprint()
     kinds = Counter({kind: len(numbers) * size for kind, size in weight.kinds.items()})
     kinds["tables"] += sum(table.nbytes for table in shared.values())
     kinds["tables"] += sum(table.predicted_bytes() for table in sequences.all_tables)
     kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
-    row = 2 * batch * geometry.kv_heads * geometry.head_dim * dtype.itemsize
-    for number, window in enumerate(meta_model.windows):
-        if number not in numbers:
-            kinds["uncompressed"] += row * (context if window is None else min(context, window - 1))
+    others = [number for number in range(len(meta_model.windows)) if number not in numbers]
+    kinds["uncompressed"] += exact_bytes(meta_model, others, batch, context + after)
     return CacheSize(kinds.total(), len(numbers) * weight.host)
+
+
+def exact_bytes(meta_model: MetaModel, layers: Iterable[int], batch: int, context: int) -> int:
+    """Of a `DynamicCache` for some layers: all tokens, of a layer that slides those that it still sees."""
+    geometry = Geometry.of(meta_model.text)
+    token = 2 * batch * geometry.kv_heads * geometry.head_dim * meta_model.model.dtype.itemsize
+    windows = (meta_model.windows[number] for number in layers)
+    return token * sum(context if window is None else min(context, window - 1) for window in windows)

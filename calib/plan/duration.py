@@ -4,7 +4,12 @@ A layer's forward grows with its floating-point operations, 2 for each weight an
 query head and a key that it sees, twice over; a statistic with the tokens; a dictionary with its steps, all epochs counted.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
 
 from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import chunks
@@ -12,8 +17,11 @@ from calib.fit.loss_curve import BITS, SEQUENCES
 from calib.neural_dict.dictionary import RESEED_VECTORS
 from calib.plan.capture_cost import Pass, Sizes
 from calib.plan.meta_model import MetaModel
+from calib.plan.neighbours import watched
 from calib.plan.probe import Pace
 from calib.runtime.artifact.tensor_registry import STREAMS
+
+Timed = TypeVar("Timed")
 
 
 @dataclass(frozen=True)
@@ -91,3 +99,35 @@ def layer_parameters(meta_model: MetaModel) -> int:
     outside = {id(part): part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
     weights = {id(one): one.numel() for part in outside.values() for one in part.parameters()}
     return (meta_model.parameters - sum(weights.values())) // meta_model.shape.layers
+
+
+def extrapolated(
+    measured: Callable[[], tuple[Timed, dict[str, float]]],
+    device: torch.device,
+    off: tuple[float, float],
+    pace: Callable[[Timed], dict[str, Any]],
+) -> dict[str, Any]:
+    """Stages and their sum with the range that it may be off by, and the pieces that they were extrapolated from.
+
+    Args:
+        measured: times pieces on `device`; gives what was timed, and the seconds of every stage.
+        device: where.
+        off: what was taken for what had been told, least and most.
+        pace: of what was timed, as plain JSON.
+    """
+    began = time.perf_counter()
+    with watched() as neighbours:
+        timed, stages = measured()
+    taken = time.perf_counter() - began
+    total = sum(stages.values())
+    return {
+        "total": total,
+        "range": [total * off[0] * (1 - (neighbours.share or 0.0)), total * off[1]],
+        "neighbours": neighbours.share,
+        "busy": neighbours.busy,
+        "stages": stages,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "timed_for": taken,
+        "pace": pace(timed),
+    }

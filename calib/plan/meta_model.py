@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,19 @@ class MetaModel:
     def longest(self) -> int | None:
         """Tokens of the longest sequence that the model was made for."""
         return getattr(self.text, "max_position_embeddings", None)
+
+    def content(self, path: str) -> dict[str, Any]:
+        """What a plan says of the model at `path`."""
+        return {
+            "path": path,
+            "architecture": self.text.model_type,
+            "parameters": self.parameters,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "weights_bytes": self.weights,
+            **asdict(self.shape),
+            "windows": self.windows,
+            "compressed": self.compressed,
+        }
 
     def one_layer(self) -> PreTrainedModel:
         """A layer by itself on `meta`, with embedding and head of a small vocabulary."""

@@ -1,6 +1,5 @@
 """`calib fit --plan`: everything that is told of a fit before it runs, as plain JSON."""
 
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -14,11 +13,10 @@ from calib.plan.artifact_size import file_bytes, stand_in
 from calib.plan.cache_sizes import cache_sizes
 from calib.plan.capture_cost import Sizes, passes, statistics
 from calib.plan.dry_run import dry_run
-from calib.plan.duration import Work
+from calib.plan.duration import Work, extrapolated
 from calib.plan.meta_model import MetaModel, read_meta_model
-from calib.plan.neighbours import watched
 from calib.plan.peaks import peaks
-from calib.plan.probe import measured_pace
+from calib.plan.probe import Pace, measured_pace
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.tensor_registry import STREAMS
 
@@ -65,7 +63,7 @@ def make_plan(
     artifact = stand_in(calibration, tried, meta_model, corpus, seed, sizes.batch)
     size, on_gpu = file_bytes(artifact), device.type != "cpu"
     return {
-        "model": model_content(calibration, meta_model),
+        "model": {**meta_model.content(calibration.path), "device_map": calibration.device_map},
         "corpus": {
             "name": corpus.origin["name"],
             **asdict(sizes),
@@ -86,21 +84,6 @@ def make_plan(
         "disk": disk_content(calibration, artifact, len(stages), held, size),
         "seconds": seconds_content(Work(calibration, meta_model, sizes, stages, held), device, budget),
         "cache": cache_sizes(meta_model, artifact, batch, context),
-    }
-
-
-def model_content(calibration: Calibration, meta_model: MetaModel) -> dict[str, Any]:
-    """What is known of the model."""
-    return {
-        "path": calibration.path,
-        "architecture": meta_model.text.model_type,
-        "parameters": meta_model.parameters,
-        "dtype": str(meta_model.model.dtype).removeprefix("torch."),
-        "weights_bytes": meta_model.weights,
-        "device_map": calibration.device_map,
-        **asdict(meta_model.shape),
-        "windows": meta_model.windows,
-        "compressed": meta_model.compressed,
     }
 
 
@@ -138,21 +121,10 @@ def disk_content(calibration: Calibration, artifact: Artifact, stages: int, held
 
 
 def seconds_content(work: Work, device: torch.device, budget: float) -> dict[str, Any]:
-    """Stages and their sum with the range that it may be off by, and the pieces that they were extrapolated from."""
-    began = time.perf_counter()
-    with watched() as neighbours:
+    """Stages and their sum, from pieces timed on `device`."""
+
+    def measured() -> tuple[Pace, dict[str, float]]:
         pace = measured_pace(work.calibration, work.meta_model, work.sizes, device, budget)
-    taken = time.perf_counter() - began
-    stages = work.seconds(pace)
-    total = sum(stages.values())
-    return {
-        "total": total,
-        "range": [total * LEAST * (1 - (neighbours.share or 0.0)), total * MOST],
-        "neighbours": neighbours.share,
-        "busy": neighbours.busy,
-        "stages": stages,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "timed_for": taken,
-        "pace": asdict(pace),
-    }
+        return pace, work.seconds(pace)
+
+    return extrapolated(measured, device, (LEAST, MOST), asdict)

@@ -24,23 +24,30 @@ def plan_text(plan: dict[str, Any]) -> str:
 
 def about(plan: dict[str, Any]) -> str:
     """The model and the corpus."""
-    model, corpus = plan["model"], plan["corpus"]
-    sliding = [number for number, window in enumerate(model["windows"]) if window is not None]
-    slide = f"layers {in_words(sliding)} slide" if sliding else "every layer attends to all tokens"
-    left = [number for number in range(model["layers"]) if number not in model["compressed"]]
-    kept = f"caches leave layers {in_words(left)} as they are" if left else "caches compress every layer"
+    corpus = plan["corpus"]
     shared = f", in {corpus['processes']} processes" if corpus["processes"] > 1 else ""
-    spread = f", spread by device_map {model['device_map']}" if model["device_map"] else ""
     return "\n".join(
         wrapped(sentence)
         for sentence in (
             "Plan of a fit; no weight was loaded and no text read.",
-            f"Model {model['path']} ({model['architecture']}): {model['parameters'] / 1e6:,.1f} million parameters in "
-            f"{model['dtype']}, {spoken_size(model['weights_bytes'])}{spread}; {model['layers']} layers, {model['heads']} query "
-            f"heads, {model['kv_heads']} KV heads of {model['head_dim']} channels; {slide}; {kept}.",
+            model_sentence(plan["model"]),
             f"Corpus {corpus['name']}: {corpus['train']} sequences to measure and {corpus['heldout']} held out, at most, of "
             f"{corpus['length']} tokens ({corpus['tokens']:,} in all), {corpus['batch']} at once{shared}.",
         )
+    )
+
+
+def model_sentence(model: dict[str, Any]) -> str:
+    """The model's sizes, and what caches do with its layers."""
+    sliding = [number for number, window in enumerate(model["windows"]) if window is not None]
+    slide = f"layers {in_words(sliding)} slide" if sliding else "every layer attends to all tokens"
+    left = [number for number in range(model["layers"]) if number not in model["compressed"]]
+    kept = f"caches leave layers {in_words(left)} as they are" if left else "caches compress every layer"
+    spread = f", spread by device_map {model['device_map']}" if model.get("device_map") else ""
+    return (
+        f"Model {model['path']} ({model['architecture']}): {model['parameters'] / 1e6:,.1f} million parameters in "
+        f"{model['dtype']}, {spoken_size(model['weights_bytes'])}{spread}; {model['layers']} layers, {model['heads']} query "
+        f"heads, {model['kv_heads']} KV heads of {model['head_dim']} channels; {slide}; {kept}."
     )
 
 
@@ -108,22 +115,30 @@ def disk(plan: dict[str, Any]) -> str:
 
 def times(plan: dict[str, Any]) -> str:
     """Stages by extrapolation, and from what."""
-    found = plan["seconds"]
-    pace = found["pace"]
+    tokens = plan["seconds"]["pace"]["tokens"]
+    return stage_times(
+        plan["seconds"],
+        f"one layer over {tokens} random tokens, steps of one dictionary of each stream. Loading the model, downloads, reading "
+        "or sampling the corpus are not in it.",
+        "the fit takes less",
+    )
+
+
+def stage_times(found: dict[str, Any], pieces: str, without: str, heading: str = "stage") -> str:
+    """The seconds of every stage: extrapolated from `pieces`; what others' work did to them."""
     rows = [[name, spoken_time(seconds)] for name, seconds in found["stages"].items()]
     rows.append(["all", spoken_time(found["total"])])
     least, most = map(spoken_time, found["range"])
     title = (
         f"{TIME}: {least} to {most}, {spoken_time(found['total'])} extrapolated from {found['timed_for']:.1f} s of work on "
-        f"{found['device']} with {found['threads']} threads: one layer over {pace['tokens']} random tokens, steps of one "
-        "dictionary of each stream. Loading the model, downloads, reading or sampling the corpus are not in it."
+        f"{found['device']} with {found['threads']} threads: {pieces}"
     )
     if found["busy"]:
         title += (
             f" The machine was busy: other processes used {found['neighbours']:.0%} of its processors meanwhile, and without them "
-            "the fit takes less."
+            f"{without}."
         )
-    return drawn(title, "stage,time", rows)
+    return drawn(title, f"{heading},time", rows)
 
 
 def caches(plan: dict[str, Any]) -> str:

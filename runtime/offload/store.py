@@ -59,6 +59,10 @@ class OffloadStore(ABC):
     def attend(self, request: AttendRequest) -> Tensor:
         """Attention over what the device holds and what is fetched for it; changes which tokens the device holds exactly."""
 
+    @abstractmethod
+    def fetchable(self, length: int) -> int:
+        """Tokens that a step may fetch for a row that holds `length`."""
+
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into both stores, the host first: a token may be fetched as soon as the device has no exact one."""
         on_host = self.keys_on_host(forward, keys)

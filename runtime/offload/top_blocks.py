@@ -38,6 +38,9 @@ class TopBlocksStore(OffloadStore):
         self.pool.fetch(rows, chosen, self.host, reach)
         return self.on_device(request._replace(fetched=FetchedTokens(*self.pool.of(rows), reach, cos_sin)))
 
+    def fetchable(self, length: int) -> int:
+        return min(self.policy.fetched, self.low.tiering.blocks(length)) * self.policy.block
+
     def _chosen(self, request: AttendRequest, blocks: list[int], cos_sin: tuple[Tensor, Tensor] | None) -> Tensor:
         """The tokens of the best blocks, int64 `[rows, kv_heads, n]`: the sum over the queries and a block's representatives of
         their products, in the mean over the query heads."""

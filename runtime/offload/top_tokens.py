@@ -44,6 +44,9 @@ class TopTokensStore(OffloadStore):
         self._fetch(rows, self._heaviest(nothing, forward.before, request), nothing.reach)
         return self.on_device(request._replace(fetched=self._fetched_tokens(request, asks=False)))
 
+    def fetchable(self, length: int) -> int:
+        return min(self.policy.k, self.sequences.encoded(0, length))
+
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into both stores; then what was chosen is fetched."""
         super().store(forward, keys, values)

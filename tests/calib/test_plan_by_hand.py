@@ -1,11 +1,11 @@
 """What a plan says of Llama-2-7B against numbers written down by hand; the arithmetic of its extrapolation; counting bytes."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from plan_page import LLAMA2, example, machines_own, untimed
 from toy_language_model import CONFIGS
 from transformers import Phi3Config
 
@@ -22,11 +22,6 @@ from calib.plan.probe import Pace
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/plan.md"
-LLAMA2 = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
-    "vocab_size": 32000, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5, "dtype": "float16",
-}  # fmt: skip
 
 # Seconds that make a sum easy: a forward's are its floating-point operations in 1e12, a statistic's 1 for 2048 tokens.
 STATISTICS = (
@@ -218,17 +213,3 @@ def test_the_table_on_the_page_is_the_run():
                 assert [float(x) for x in ratio.split(" and ")] == pytest.approx(one["ratio"], abs=0.006)
     # Three rows of bytes and one of caches, and every stage.
     assert len(cells) == sum(4 + len(found["seconds"]) for found in run.values())
-
-
-def example(page):
-    """The command's output as the page shows it."""
-    return page.partition("<!-- example -->\n")[2].partition("\n<!-- end of example -->")[0].strip("`\n")
-
-
-def machines_own(text):
-    return [part for part in text.split("\n\n") if part.startswith("Time")]
-
-
-def untimed(text):
-    parts = [part for part in text.split("\n\n") if not part.startswith("Time")]
-    return [re.sub(r"[\d,]+ bytes", "so many bytes", part) for part in parts]

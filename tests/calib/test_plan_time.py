@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from calib.plan import neighbours, plan, text
+from calib.plan import duration, neighbours, plan, text
 from calib.plan.neighbours import Neighbours, watched
 from calib.plan.probe import Pace
 
@@ -49,7 +49,7 @@ class Told:
 def test_the_text_has_the_range_and_the_neighbours(monkeypatch, share, words):
     monkeypatch.setattr(plan, "measured_pace", lambda *_: Pace(tokens=5))
     found = watched_as(share)
-    monkeypatch.setattr(plan, "watched", found)
+    monkeypatch.setattr(duration, "watched", found)
     told = " ".join(text.times({"seconds": plan.seconds_content(Told(), "cpu", 1.0)}).split())
     assert f"Time: {words}, 1 min 40 s extrapolated from" in told
     assert ("The machine was busy: other processes used 50% of its processors" in told) == (share is not None)

@@ -28,6 +28,7 @@ from calib.evaluate.tasks.chunked_text import ChunkedText, ChunkedTextColumn
 from calib.evaluate.tasks.contract import Column, Subject
 from calib.runtime import compress
 
+LOGIT = 4  # bytes
 KEPT_BYTES = 2**30  # host memory for the full cache's answers of a column; those beyond are computed for each method
 
 
@@ -80,6 +81,7 @@ class AgreementColumn(ChunkedTextColumn):
     """
 
     measure_name = "token agreement, KL, attention error"
+    logit_bytes = 48  # of both caches' answers: two of float32, and up to five of float64 while they are compared
 
     def __init__(self, task: Agreement, subject: Subject) -> None:
         super().__init__(task, subject)
@@ -87,6 +89,9 @@ class AgreementColumn(ChunkedTextColumn):
         if not self.modules:
             raise UsageError(f"tasks.agreement: {type(subject.model).__name__} has no attention layer to look at")
         self.length = float(task.length)
+        config = subject.model.config.get_text_config(decoder=True)
+        outputs = len(self.modules) * config.hidden_size * subject.model.dtype.itemsize
+        self.kept_bytes = min(KEPT_BYTES, self.rows * task.counted * (config.vocab_size * LOGIT + outputs))
         self._kept: dict[int, list[Answer]] = {}
         self._room = KEPT_BYTES
 

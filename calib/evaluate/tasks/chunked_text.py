@@ -75,4 +75,4 @@ class ChunkedTextColumn:
         self.rows = self.text.count
         numbers = {"prefill": task.prefill, "chunk": task.chunk, "length": task.length, "sequences": self.rows}
         self.settings: dict[str, Any] = {"task": task.name, **self.text.origin, **numbers}
-        self.prompt = float(task.prefill)
+        self.prompt, self.chunk = float(task.prefill), task.chunk

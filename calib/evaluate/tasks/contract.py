@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from calib.capture.generated import sampled_text
 from calib.errors import RunError, UsageError
 from calib.runtime.messages.printable import printable
 
@@ -42,6 +43,10 @@ class Subject:
         if longest is not None and tokens > longest:
             raise UsageError(f"{what} takes {tokens} tokens and this model was made for {longest}; {remedy}")
 
+    def sampled(self, first: int, length: int, count: int) -> Tensor:
+        """[count, length] int64: what the model says behind the token `first`, at temperature 1."""
+        return sampled_text(self.model, first, length, count, self.seed)
+
 
 class Column(Protocol):
     """One column of the table.
@@ -55,8 +60,11 @@ class Column(Protocol):
         length: tokens of a row in the cache at the end, mean over the rows.
         reads_pages: whether it looks into our own caches' pages, which no other cache has.
 
-    A column of exact answers may say what share of them guessing has, as `chance`; without it that is 0
-    (`calib/evaluate/unsolved.py`).
+    A column may say more. What share of exact answers guessing has, as `chance`; without it that is 0
+    (`calib/evaluate/unsolved.py`). For a plan (`calib/plan/eval_work.py`): tokens of its longest row in the cache, as `longest_row`
+    (without it `length`); tokens of each forward behind the prompt, as `chunk` (1); forwards of a row's tokens for one answer,
+    as `passes` (1); bytes of a logit while answers are compared, as `logit_bytes`; bytes of answers that are kept in host memory
+    from one method to the next, as `kept_bytes` (0).
     """
 
     title: str

@@ -72,6 +72,7 @@ class DistortionColumn:
 
     measure_name = "dB above the bound"
     reads_pages = True
+    passes = 2  # through the cache, and for what the layers were given
 
     def __init__(self, task: Distortion, subject: Subject) -> None:
         self.title, self.subject = task.title, subject

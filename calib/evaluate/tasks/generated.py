@@ -104,6 +104,7 @@ class GeneratedColumn:
         self.rows = len(rows)
         self.prompt = sum(map(len, rows)) / self.rows
         self.length = self.prompt + new - 1  # the last token is not fed; a row that ends by itself has fewer
+        self.longest_row = max(map(len, rows)) + new - 1
         self.chance = sum(question.chance for question in questions) / self.rows
         end = subject.tokenizer.eos_token
         until = [*stop, *([str(end)] if end else [])]

@@ -130,6 +130,8 @@ class LmEvalColumn:
         self.rows = len(self.asked)
         self.prompt = sum(sum(batch.prefill(task.chunk)) for batch in self._batches) / self.rows
         self.length = sum(sum(batch.lengths()) for batch in self._batches) / self.rows
+        self.longest_row = max(max(batch.lengths()) for batch in self._batches)
+        self.chunk = 1 if any(isinstance(row, Prompt) for row in self.asked) else task.chunk
         self.measure_name = ", ".join(map(spoken, named.metrics))
         settings: dict[str, Any] = {"task": "lm_eval", **named.settings, "chunk": task.chunk}
         if any(isinstance(row, Prompt) for row in self.asked):

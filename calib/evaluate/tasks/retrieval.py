@@ -155,14 +155,13 @@ class AnswersColumn:
         self.prompt = sum(len(row.prompt) for row in rows) / len(rows)
         longest = max(len(row.prompt) + len(row.answers) for row in rows)
         subject.check_length(longest, what, remedy)
+        self.longest_row = longest - 1  # a row's last token is not fed
         pad, size = subject.tokenizer.pad_token_id or 0, subject.batch_size
         self._batches = [
             batch([row[:2] for row in some], pad, self.model.device, [row.asked for row in some])
             for some in (rows[at : at + size] for at in range(0, len(rows), size))
         ]
-        fed = sum(
-            len(part.answers) * (part.answers.shape[1] - 1) for part in self._batches
-        )  # a row's last token is not
+        fed = sum(len(part.answers) * (part.answers.shape[1] - 1) for part in self._batches)
         self.length = self.prompt + fed / self.rows
 
     def batches(self) -> list[RetrievalBatch]:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from calib.capture.corpus import text_sequences
-from calib.capture.generated import sampled_text
 from calib.capture.language_model import without_waiting_for_the_hub
 from calib.config_messages import unknown
 from calib.documents.corpus import TextSource, text_hash
@@ -58,7 +57,7 @@ def sampled(task: str, subject: Subject, length: int, count: int) -> Tensor:
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise UsageError(f"tasks.{task}: this tokenizer has no first token to sample after; give text=FILE")
-    return sampled_text(subject.model, first, length, count, subject.seed)
+    return subject.sampled(first, length, count)
 
 
 class TextSequences:

@@ -1,0 +1,96 @@
+"""What `calib eval --plan` and `calib bench --plan` tell of the embedded model, beside the runs themselves.
+
+    python benchmarks/run_plan_cpu.py [--write]
+
+`eval/quick.yaml` and `bench/quick.yaml` on the CPU, each planned before and after it ran. Caches: planned over measured bytes of
+every row. Memory: of `bench`, cache, activations and logits over the most that a row alone took above the weights, as the
+operating system tells. Seconds: those of an evaluation's cells, and a bench's without loading. Times are of this machine as it is.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from protocol import keep
+
+from calib.bench import bench_model, grid
+from calib.bench.request_files import read_bench
+from calib.evaluate import evaluation
+from calib.evaluate.cell_files import CellFiles
+from calib.evaluate.request_files import read_request
+from calib.plan.bench_plan import make_bench_plan
+from calib.plan.eval_plan import make_eval_plan
+
+RESULT = "run_plan_cpu.json"
+Numbers = dict[str, Any]
+
+
+def evaluated() -> Numbers:
+    """Of the evaluation: cache bytes of every row's largest, seconds of every column."""
+    request = read_request(["eval/quick.yaml"], [])
+    before = make_eval_plan(request)
+    prepared = evaluation.prepare(request)
+    with tempfile.TemporaryDirectory() as folder:
+        results = evaluation.measure(prepared, prepared.cells, CellFiles(Path(folder)), lambda cell, tokens: None)
+    after = make_eval_plan(request)
+    taken: dict[str, float] = {}
+    bytes_: dict[tuple[str, str], float] = {}
+    for cell in prepared.cells:
+        found, batches = results[prepared.key(cell)], len(cell.column.batches())
+        taken[cell.column.title] = taken.get(cell.column.title, 0) + found["seconds"]
+        bytes_[cell.entry.label, cell.column.title] = found["sizes"]["measured_bytes"] / batches
+    caches = [one["device_bytes"] / bytes_[one["name"], one["column"]] for one in before["caches"]]
+    return {"caches": caches, "seconds": seconds([before, after], taken)}
+
+
+def benched() -> Numbers:
+    """Of the bench: cache bytes and the most memory of every row at every context, seconds of all."""
+    request = read_bench(["bench/quick.yaml"], [])
+    before = make_bench_plan(request)
+    model = bench_model.prepare(request)
+    start = time.perf_counter()
+    found = grid.measure(model, lambda what, tokens: None)
+    taken = time.perf_counter() - start
+    after = make_bench_plan(request)
+    planned = {(cell["context"], name): (cell, one) for cell in before["cells"] for name, one in cell["rows"].items()}
+    caches, memory = [], []
+    for row in (row for row in found.cells if "sizes" in row):
+        cell, one = planned[row["context"], row["name"]]
+        caches.append(one["device_bytes"] / row["sizes"]["measured_bytes"])
+        memory.append((one["device_bytes"] + cell["beside"]) / max(row["peak_bytes"].values()))
+    return {"caches": caches, "memory": memory, "seconds": seconds([before, after], {"all": taken})}
+
+
+def seconds(plans: list[Numbers], taken: dict[str, float]) -> Numbers:
+    """By part: planned before and after, measured, and measured over planned."""
+    found = {}
+    for name, measured in {**taken, "all": sum(taken.values())}.items():
+        told = [plan["seconds"]["total"] if name == "all" else plan["seconds"]["stages"][name] for plan in plans]
+        ratios = [round(measured / one, 2) for one in told]
+        found[name] = {"planned": [round(one, 1) for one in told], "measured": round(measured, 1), "ratio": ratios}
+    return found
+
+
+def span(values: list[float]) -> list[float]:
+    """The least and the most."""
+    return [round(min(values), 3), round(max(values), 3)]
+
+
+def run() -> Numbers:
+    """Both; spans in place of single caches."""
+    both = {"eval": evaluated(), "bench": benched()}
+    return {
+        name: {key: span(value) if isinstance(value, list) else value for key, value in found.items()}
+        for name, found in both.items()
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"keep the run in results/{RESULT}")
+    content = run()
+    print(content)
+    if parser.parse_args().write:
+        keep(RESULT, content)

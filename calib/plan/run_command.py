@@ -1,0 +1,26 @@
+"""What `calib eval --plan` and `calib bench --plan` do: tell the plan, and write it down where that was asked for."""
+
+import json
+from typing import Any
+
+from calib.errors import RunError
+from calib.plan.run_text import run_text
+from calib.runtime.files.atomic_file import write_atomically
+
+
+def tell_runs(plans: dict[str, dict[str, Any]], file: str | None) -> int:
+    """Prints the plans, by name; one alone has none. Writes nothing but the JSON that was asked for; raises RunError."""
+    for name, plan in plans.items():
+        print(*([f"model {name}:"] if name else []), run_text(plan), *([""] if len(plans) > 1 else []), sep="\n")
+    write_plan(plans.get("", plans), file)
+    return 0
+
+
+def write_plan(content: dict[str, Any], file: str | None) -> None:
+    """Into `--plan_json`, where that was given; raises RunError for one that cannot be written."""
+    if file is None:
+        return
+    try:
+        write_atomically(file, json.dumps(content, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise RunError(f"plan_json={file}: cannot be written ({error.strerror})") from error
