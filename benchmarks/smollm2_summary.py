@@ -2,7 +2,7 @@
 
     python benchmarks/smollm2_summary.py
 
-Reads the runs of `make smollm2-table`, `smollm2-long` and `smollm2-decode` in `benchmarks/results` alone, and writes between the
+Reads the runs of `make smollm2-table`, `smollm2-long`, `short-prompt` and `smollm2-decode` in `benchmarks/results` alone, and writes between the
 page's markers.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs/results/smollm2/README.md"
 TEXTS = ("Wikipedia", "code", "stories")
+SHORT = "896 tokens behind 128"
 LENGTHS = ("2,048 tokens", "4,096 tokens", "8,192 tokens")
 
 Cells = Mapping[str, Mapping[str, Any]]  # of a method, by column
@@ -42,6 +43,17 @@ def long_cells(cells: Cells) -> dict[str, str]:
         **{f"KL, {length}": f"{figures['kl']:.4f}" for length, figures in found.items()},
         **{f"same token, {length}": f"{figures['agreement']:.3f}" for length, figures in found.items()},
         **_bits(cells[LENGTHS[-1]]["sizes"]),
+    }
+
+
+def short_prompt_cells(cells: Cells) -> dict[str, str]:
+    """A row of a long answer to a short prompt."""
+    found = cells[SHORT]["figures"]
+    return {
+        "KL": f"{found['kl']:.4f}",
+        "same token": f"{found['agreement']:.3f}",
+        "attention error": f"{found['error']:.3f}",
+        **_bits(cells[SHORT]["sizes"]),
     }
 
 
@@ -92,6 +104,7 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
         partial(of_cells, short_cells, {"20 lines", "perplexity", *(f"agreement on {text}" for text in TEXTS)}),
     ),
     "long table": ("smollm2_long.json", partial(of_cells, long_cells, {*LENGTHS})),
+    "short prompt table": ("short_prompt.json", partial(of_cells, short_prompt_cells, {SHORT})),
     "decode table": ("decode_smollm2.json", of_steps),
 }
 
