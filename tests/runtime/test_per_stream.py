@@ -239,7 +239,7 @@ def test_it_is_recorded_as_it_is_written(bits):
     assert plain(asked, "options")["bits"] == MIXED and type(asked["bits"]) is dict
     assert options_asked(build("kivi", asked)) == asked
     nested = options_asked(build("specache", {"low": {"method": "rtn", "bits": bits}}))
-    assert nested["low"] == {"method": "rtn", "bits": MIXED, "statistics": "prompt", "clip": None}
+    assert nested["low"]["method"] == "rtn" and nested["low"]["bits"] == MIXED and type(nested["low"]["bits"]) is dict
 
 
 def test_a_row_of_an_evaluation_tells_streams_from_columns():
