@@ -50,6 +50,7 @@ def short_prompt_cells(cells: Cells) -> dict[str, str]:
     """A row of a long answer to a short prompt."""
     found = cells[SHORT]["figures"]
     return {
+        "perplexity": f"{cells['perplexity']['figures']['perplexity']:.2f}",
         "KL": f"{found['kl']:.4f}",
         "same token": f"{found['agreement']:.3f}",
         "attention error": f"{found['error']:.3f}",
@@ -104,7 +105,7 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
         partial(of_cells, short_cells, {"20 lines", "perplexity", *(f"agreement on {text}" for text in TEXTS)}),
     ),
     "long table": ("smollm2_long.json", partial(of_cells, long_cells, {*LENGTHS})),
-    "short prompt table": ("short_prompt.json", partial(of_cells, short_prompt_cells, {SHORT})),
+    "short prompt table": ("short_prompt.json", partial(of_cells, short_prompt_cells, {SHORT, "perplexity"})),
     "decode table": ("decode_smollm2.json", of_steps),
 }
 
