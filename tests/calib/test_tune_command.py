@@ -214,7 +214,7 @@ def test_tuned_without_an_artifact_and_of_a_method_without_a_grid():
         ([*KIVI, "--bits", "-1"], "--bits -1 must be above 0 and at most 16"),
         (
             [*KIVI, "--bits", "2", "--rank", "3"],
-            "unknown option '--rank' (method 'kivi' has clip, group, residual, statistics)",
+            "unknown option '--rank' (method 'kivi' has basis, clip, group, key_bias, residual, statistics)",
         ),
         ([*KIVI, "--bits", "2", "--length", "400"], "--length 400: this model was made for 256 tokens"),
         ([*KIVI, "--bits", "2", "--html", "page.txt"], "--html page.txt: must name a file that ends in .html"),

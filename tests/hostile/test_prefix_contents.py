@@ -160,7 +160,7 @@ CHANGES = {
     "a page in two rows' different positions": ("rtn-4", a_page_of_another_position, "is in two places"),
     "a scale that is NaN": ("kivi-2-short", one_entry("parameters", NAN), "from nan"),
     "infinite values": ("full", one_entry("exact", float("inf")), "to inf"),
-    "scales of 0 that tokens are divided by": ("zipcache-short", tensors("/scale", 0.0), "are divided by it"),
+    "scales below 0 that tokens are divided by": ("zipcache-short", tensors("/scale", -1.0), "are divided by it"),
     "a dictionary's index beyond its atoms": ("csr-both", tensors("indices", 255), "holds the index 255"),
     "an index of 16 bits beyond its atoms": ("csr-paper", one_entry("indices", -1), "holds the index 65535"),
     "atoms that are no unit vectors": ("csr-short", tensors("atoms", 100.0), "vectors of length"),

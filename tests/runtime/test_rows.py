@@ -225,7 +225,7 @@ def test_an_interrupted_forward_is_noticed_until_reset(cache, stage, reached, mo
         def interrupted(layer, *arguments):
             if layer is broken:
                 raise KeyboardInterrupt
-            return original(layer, *arguments)
+            return original(*arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(CompressedLayer, "_store", interrupted)

@@ -158,8 +158,8 @@ class SalientBehind(ZipCache):
     def first(self) -> int:
         return self.sinks + max(self.prompt - self.sinks, self.block)
 
-    def encode(self, head: int, start: int, saliency) -> None:
-        super().encode(head, max(start, self.sinks), saliency[0 if start else self.sinks :])
+    def coded_from(self, start: int) -> int:
+        return max(start, self.sinks)
 
 
 @pytest.mark.arithmetic

@@ -205,7 +205,7 @@ CASES = [
         "mikv-fastgen",
         "mikv",
         3.25,
-        {"ratio": 0.1, "policy": "fastgen", "recovery": 0.5, "special_ids": [5, 17, 60]},
+        {"ratio": 0.1, "policy": "fastgen", "recovery": 0.5},
     ),
     # A norm of 16 bits a token and head of 64 channels. 3 bits: 13 words of 5 codes.
     Case("turboquant", "turboquant", 4.25, contract=True),

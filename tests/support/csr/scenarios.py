@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from csr.coder import Coder
 from csr.dictionary import unclear
 from csr.layer import CsrLayer, CsrTiers, layer_of
 from csr.spec import Spec
+from gear.oracle import Spec as CorrectedSpec
 from gear.samples import untie
 from gear.scenarios import DATA, run
 from importance.scenarios import CLEAR, HEADS
@@ -136,7 +136,7 @@ class Scenario:
             if share := self.spec.corrections.get("outliers"):
                 untie(
                     getattr(tokens, stream)[0],
-                    SimpleNamespace(variant="released", per_head=True, outliers=share),
+                    CorrectedSpec.of("gear", outliers=share, per_head=True),
                     "values",
                 )
         return tokens

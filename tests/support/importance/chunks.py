@@ -93,10 +93,15 @@ class ZipCache(LayerOracle):
             self.saliency = sums / np.maximum(seen, 1) if self.kind == "normalised" else sums  # eq. 8 or eq. 7
             if self.shared:
                 self.saliency = self.saliency.sum(0, keepdims=True).repeat(len(self.saliency), 0)
-            exact = self.values[:, start:stop].copy()
-            for tier, chosen in self.chosen_tokens(start):
+            first = self.coded_from(start)
+            exact, self.saliency = self.values[:, first:stop].copy(), self.saliency[:, first - start :]
+            for tier, chosen in self.chosen_tokens(first):
                 self.encode(tier, exact, chosen)
             self.encoded = stop
+
+    def coded_from(self, start: int) -> int:
+        """The first token of a chunk that goes to a tier."""
+        return start
 
     def chosen_tokens(self, start: int) -> list[tuple[int, list[np.ndarray]]]:
         """For each tier that a chunk has tokens for its number, and each head's tokens, rising."""
@@ -105,7 +110,7 @@ class ZipCache(LayerOracle):
             last = number == self.tiers - 1
             stop = size if last else min(size, taken + count(share, size))
             chosen = [np.sort(self.greatest(saliency, stop)[taken:]) + start for saliency in self.saliency]
-            tier = number + self.tiers * (self.refresh and start > 0)
+            tier = number + self.tiers * (self.refresh and start >= self.first())
             found, taken = [*found, (tier, chosen)] if stop > taken else found, stop
         return found
 
