@@ -2,8 +2,8 @@
 
     python benchmarks/smollm2_summary.py
 
-Reads the runs of `make smollm2-table`, `smollm2-long`, `short-prompt` and `smollm2-decode` in `benchmarks/results` alone, and writes between the
-page's markers.
+Reads the runs of `make smollm2-table`, `smollm2-long`, `short-prompt` and `smollm2-decode` in `benchmarks/results` alone, and
+writes between the page's markers.
 """
 
 import json

@@ -349,6 +349,8 @@ CASES = [
             "representatives": 1,
             "fetched": 1,
             "positions": "original",
+            # Prompts by blocks are no prompt's attention: tests/runtime/test_block_prefill.py.
+            "prefill": "exact",
         },
         contract=True,
     ),

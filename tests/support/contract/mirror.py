@@ -181,8 +181,11 @@ def distances(
 ) -> tuple[Tensor, float]:
     """How far the tokens `found [kv_heads, n, D]` in a tier are from what it makes of those at `owner [kv_heads, n]`, encoded
     together, `[kv_heads, n]`; and how far they may be."""
-    own = [x.gather(2, owner[None, ..., None].expand(-1, -1, -1, x.shape[3])) for x in (keys, values)]
-    expected = given_to(store, row, (number,), *own)
+    # Some of what tokens share is measured over the chunk that they were chosen from.
+    chunk, tier = store.plan.tiering.chunk_of(int(owner.min()), store.sequences.prompt(row)), store.tiers[number]
+    of_chunk = (x[:, :, chunk.start : chunk.stop] for x in (keys, values))
+    block = tier.encode([row], *of_chunk, owner[None], owner[None] - chunk.start)
+    expected = torch.cat(tier.decode([row], block), 3)[0].double()
     return (found - expected).abs().amax(2), STORED * float(expected.abs().max())
 
 
