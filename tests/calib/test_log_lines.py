@@ -106,6 +106,7 @@ SPEAKING = (
     "calib/cli.py",
     "calib/commands/*.py",
     "calib/**/command.py",
+    "calib/plan/run_command.py",
     "calib/artifact_view/terminal.py",
     "calib/log_lines.py",
 )
