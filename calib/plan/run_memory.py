@@ -43,7 +43,7 @@ class RunMemory:
         layers = self.meta_model.shape.layers
         exact = exact_bytes(self.meta_model, range(layers), batch, prompt + after)
         if isinstance(entry, PeerEntry) and entry.peer == "offloaded":
-            return CacheSize(2 * exact // layers, exact)  # a layer, and the next one on its way
+            return CacheSize(2 * exact // layers, exact)  # a layer, and the next one while it is fetched
         return CacheSize(exact)
 
     def values(self, batch: int, context: int) -> int:

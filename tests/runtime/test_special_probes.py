@@ -146,7 +146,7 @@ WORDS = {
 
 
 def tokenizer_of(words: list[str], **special: str) -> PreTrainedTokenizerFast:
-    """One token a word, at random places of a vocabulary as long as the model's, and the `special` ones among them."""
+    """One token a word, at random positions of a vocabulary as long as the model's, and the `special` ones among them."""
     places = torch.randperm(100, generator=torch.Generator().manual_seed(3)).tolist()
     spelled = [*words, *special.values(), *(f"word{n}" for n in range(100))][:100]
     vocabulary = dict(zip(spelled, places, strict=True)) | {"[rest]": 100}
