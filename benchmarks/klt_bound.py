@@ -21,7 +21,7 @@ from calib.evaluate.rate_distortion import decibels, least_bits, least_error
 from calib.fit.loss_curve import loss_curve
 from calib.runtime import Artifact
 from calib.runtime.artifact.component_bits import ROLES
-from calib.runtime.artifact.components import ROPE, allocator, loss_at, stem_of
+from calib.runtime.artifact.components import ROPE, Coding, allocator, loss_at
 
 BITS = (4.0, 3.0, 2.25, 2.0, 1.5, 1.25, 1.0, 0.75)
 GAUSSIAN = torch.tensor([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876]).double()
@@ -43,8 +43,8 @@ def by_component(errors: Tensor, bits: float) -> float:
 
 def distances(artifact: Artifact, bits: float, rope: str) -> dict[str, object]:
     """In dB, and bits per value that a code at the bound would not need."""
-    found, layers = allocator(artifact, rope).at_bits(bits), {}
-    errors = {role: artifact.tensor(f"{stem_of(role, rope)}.errors").double() for role in ROLES}
+    found, layers = allocator(artifact, Coding(rope)).at_bits(bits), {}
+    errors = {role: artifact.tensor(Coding(rope).name(role, "errors")).double() for role in ROLES}
     for role in ROLES:
         count, heads, channels, _ = errors[role].shape
         for layer in range(count):

@@ -16,7 +16,7 @@ from calib.capture.device_map import entry_device
 from calib.capture.gradients import ANSWER
 from calib.capture.sample import LayerSample
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.artifact.components import allocator, rope_of
+from calib.runtime.artifact.components import allocator, coding_of
 from calib.runtime.artifact.transform_tensors import LOSSES
 from calib.runtime.cache import CompressedCache
 from calib.runtime.compress import compress
@@ -51,8 +51,9 @@ def loss_curve(
     Raises ValueError where this model cannot be compressed.
     """
     tokens = tokens[:sequences].to(entry_device(model))
-    prefix, rope = tokens.shape[1] - tokens.shape[1] // ANSWER, rope_of(artifact, rope)
-    budgets = allocator(artifact, rope)
+    coding = coding_of(artifact, rope)
+    prefix, rope = tokens.shape[1] - tokens.shape[1] // ANSWER, coding.rope
+    budgets = allocator(artifact, coding)
     told = [budget for budget in bits if budget >= budgets.least_bits]  # heads of few channels have no narrower words
     losses = dict.fromkeys(told, 0.0)
     with ExitStack() as opened:

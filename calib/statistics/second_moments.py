@@ -14,17 +14,19 @@ from calib.statistics.transformed_streams import coded, streams, unrotated, vect
 
 
 class SecondMoments(Statistic):
-    """For every stream, layer and KV head n, sum x and sum x x^T; sum q q^T over the group's query heads.
+    """For every stream, layer and KV head n, sum x and sum x x^T; sum q q^T over the group's query heads; sum v k^T with
+    keys before RoPE.
 
     A sequence's first tokens are left out. The moments are float64 `[kv_heads, head_dim, head_dim]` for each layer, three of
-    vectors and two of queries (after RoPE and before): 134 MB each for Llama 2 7B (32 layers, 32 KV heads of 128).
+    vectors, two of queries (after RoPE and before), one of values by keys: 134 MB each for Llama 2 7B (32 layers, 32 KV heads of
+    128).
 
     Args:
         shape: the model's sizes.
         rotation: the model's RoPE; None where it cannot be unrotated.
     """
 
-    reductions = {"tokens": "sum", "total": "sum", "square": "sum", "queries": "sum"}
+    reductions = {"tokens": "sum", "total": "sum", "square": "sum", "queries": "sum", "cross": "sum"}
 
     def __init__(self, shape: Shape, rotation: Rotation | None) -> None:
         super().__init__()
@@ -33,16 +35,20 @@ class SecondMoments(Statistic):
         self.register_buffer("tokens", torch.zeros(shape.layers, dtype=torch.int64))
         self.register_buffer("total", torch.zeros(count, *per_head, dtype=torch.float64))
         self.register_buffer("square", torch.zeros(count, *per_head, shape.head_dim, dtype=torch.float64))
+        self.register_buffer("cross", torch.zeros(*per_head, shape.head_dim, dtype=torch.float64))
         self.register_buffer("queries", torch.zeros(count - 1, *per_head, shape.head_dim, dtype=torch.float64))
 
     def observe(self, sample: LayerSample) -> None:
         """Adds the layer's tokens."""
         real, layer = coded(sample), sample.layer
         self.tokens[layer] += real.sum().to(self.tokens.device)
-        for number, x in enumerate(vectors(sample, self.rotation)):
-            rows = tokens_of(x, real).double()
+        every = [tokens_of(x, real).double() for x in vectors(sample, self.rotation)]
+        for number, rows in enumerate(every):
             self.total[number, layer] += rows.sum(1).to(self.total.device)
             self.square[number, layer] += (rows.mT @ rows).to(self.square.device)
+        if self.rotation is not None:
+            _, values, before = every
+            self.cross[layer] += (values.mT @ before).to(self.cross.device)
         asked = [sample.queries]
         if self.rotation is not None:
             asked.append(unrotated(sample.queries, sample.positions, self.rotation))
@@ -62,6 +68,11 @@ class SecondMoments(Statistic):
         """float64 `[S, L, H, D, D]`, on the CPU."""
         mean = self.mean()
         return self.square.cpu() / self._count()[:, None, None, None] - mean[..., None] * mean[..., None, :]
+
+    def values_by_keys(self) -> Tensor:
+        """E[(v - mean) (k - mean)^T] with keys before RoPE: float64 `[L, H, D, D]`, on the CPU."""
+        _, values, before = self.mean()
+        return self.cross.cpu() / self._count()[:, None, None, None] - values[..., None] * before[..., None, :]
 
     def asked(self) -> Tensor:
         """E[q q^T] of the streams of keys, after RoPE and before: float64 `[S - 1, L, H, D, D]`, on the CPU."""

@@ -8,6 +8,12 @@ Of a layer, KV head and stream, with C the covariance of x:
     T  = U^T R                    U the eigenvectors of R C R, largest eigenvalue first
     y  = T (x - mean)             sum_j (y_j - y^_j)^2 = (x - x^)^T W (x - x^), because T^T T = W
 
+Values have a second basis, of what keys do not predict of them (`calib/runtime/stages/prediction.py`). With K and V the
+covariances of keys before RoPE and values, X = E[v k^T] and N what coding errs by in keys, at most `theta` in each component:
+
+    M   = X (K + N)^-1
+    C_r = V - M X^T - X M^T + M (K + N) M^T
+
 F says what matters on the text that was seen, P what any query may ask: half of each holds on other text (a basis of F
 alone drops what its text did not need).
 """
@@ -26,6 +32,7 @@ SHRINKAGE = 0.01
 # Of the mean head's tr(F C), the least that a head counts: one whose errors no answer saw (a short sliding window) has a
 # basis still, and costs next to nothing.
 LEAST = 1e-6
+CODED = 1.5  # bits of a key's channel, that values are predicted from: more or fewer change M and its rest little
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,28 @@ class Bases:
         mean: `[S, L, H, D]`.
         transform: T, `[S, L, H, D, D]`, rows are components.
         deviation: of each component, `[S, L, H, D]`, above 0.
+        rest: of values that are predicted; None where there are no keys before RoPE.
     """
 
     mean: Tensor
+    transform: Tensor
+    deviation: Tensor
+    rest: "Rest | None" = None
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left of values that keys before RoPE predict, float64 on the CPU.
+
+    Attributes:
+        matrix: M, `[L, H, D, D]`.
+        bits: of each component of the keys that M was made for, int64 `[L, H, D]`, 0 ... 8.
+        transform: `[L, H, D, D]`.
+        deviation: `[L, H, D]`, above 0.
+    """
+
+    matrix: Tensor
+    bits: Tensor
     transform: Tensor
     deviation: Tensor
 
@@ -61,15 +87,45 @@ def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tenso
         share = traced(measured, covariance)
         share = share.clamp(min=LEAST * float(share.mean()))
         weight = MEASURED * measured + (1 - MEASURED) * scaled(papers, covariance, share)
-    weight, spread = shrunk(weight), shrunk(covariance)
-    root = square_root(weight)
+    weight = shrunk(weight)
+    transform, deviation = principal(weight, covariance)
+    rest = None if len(covariance) == 2 else rest_of_values(moments, weight[1], covariance, transform[2], deviation[2])
+    return Bases(moments.mean(), transform, deviation, rest)
+
+
+def principal(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """T `[..., D, D]` of errors' `weight` and the vectors' `covariance`, and the deviations of its components `[..., D]`."""
+    root, spread = square_root(weight), shrunk(covariance)
     transform = leading(root @ spread @ root, root.shape[-1]).double() @ root
     variance = (transform @ covariance * transform).sum(-1)
     # A component that the corpus does not move gets steps all the same, of what shrinkage lends it.
     lent = (transform @ spread @ transform.mT).diagonal(dim1=-2, dim2=-1)
-    return Bases(
-        moments.mean(), transform, variance.maximum(lent * LEAST).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
-    )
+    least = torch.finfo(torch.float32).tiny
+    return transform, variance.maximum(lent * LEAST).clamp(min=least).sqrt()
+
+
+def rest_of_values(moments: SecondMoments, weight: Tensor, covariance: Tensor, keys: Tensor, deviation: Tensor) -> Rest:
+    """From the `keys`' transform and its components' `deviation`, and the `weight` of values' errors."""
+    variance = deviation.square()
+    theta = water_level(variance, CODED)[..., None]
+    columns = torch.linalg.inv(keys)
+    noise = columns * variance.minimum(theta)[..., None, :] @ columns.mT
+    coded, crossed = shrunk(covariance[2]) + noise, moments.values_by_keys()
+    matrix = torch.linalg.solve(coded, crossed, left=False)
+    shared = matrix @ crossed.mT
+    left = covariance[1] - shared - shared.mT + matrix @ (covariance[2] + noise) @ matrix.mT
+    bits = ((variance / theta).log2() / 2).round().clamp(0, 8).long()
+    return Rest(matrix, bits, *principal(weight, left))
+
+
+def water_level(variance: Tensor, bits: float) -> Tensor:
+    """The error theta of each component at which reverse water-filling spends so many bits a component: `[...]` of `[..., D]`."""
+    low, high = variance.log2().amin(-1) - 2 * bits, variance.log2().amax(-1)
+    for _ in range(50):
+        middle = (low + high) / 2
+        spent = ((variance.log2() - middle[..., None]) / 2).clamp(min=0).mean(-1)
+        low, high = torch.where(spent > bits, middle, low), torch.where(spent > bits, high, middle)
+    return torch.exp2((low + high) / 2)
 
 
 def scaled(weight: Tensor, covariance: Tensor, share: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from calib.kernels.pack.reference import WORD_BITS
 from calib.runtime.messages.printable import printable
+from calib.runtime.stages.codec.sized import size_words
 
 MOST_BITS = 8
 ROLES = ("keys", "values")
@@ -67,14 +68,16 @@ class Allocator:
     Args:
         errors: of "keys" and "values", float `[layers, kv_heads, D, 9]`, components from the best, errors falling with bits, each
             at most 1e12.
+        sized: whether every token has a size in each stream: part of the budget, of which codes get the rest.
 
     Raises ValueError where heads are too small for words.
     """
 
-    def __init__(self, errors: Mapping[str, Tensor]) -> None:
+    def __init__(self, errors: Mapping[str, Tensor], sized: bool = False) -> None:
         self.layers, self.heads, self.channels = errors["keys"].shape[:3]
+        self.size_bits = size_words(self.heads) * WORD_BITS / (self.heads * self.channels) if sized else 0.0
         self.patterns, self.unit = patterns(), 2 if self.channels >= PAIRED else 1
-        if self.least_bits > MOST_BITS or self.channels * MOST_BITS < self.unit * WORD_BITS:
+        if self.least_bits - self.size_bits > MOST_BITS or self.channels * MOST_BITS < self.unit * WORD_BITS:
             raise ValueError(
                 f"{self.heads} KV heads of {self.channels} channels are less than a word of {WORD_BITS} bits; use another method"
             )
@@ -86,8 +89,8 @@ class Allocator:
 
     @property
     def least_bits(self) -> float:
-        """Of a budget: a word a token, or a pair, for the keys and the values of every layer."""
-        return self.unit * WORD_BITS / (self.heads * self.channels)
+        """Of a budget: a word a token, or a pair, for the keys and the values of every layer, and sizes."""
+        return self.unit * WORD_BITS / (self.heads * self.channels) + self.size_bits
 
     def at_bits(self, bits: float) -> Allocation:
         """The least error at so many bits per value. Raises ValueError for a budget out of reach."""
@@ -97,7 +100,9 @@ class Allocator:
                 f"got {printable(bits)}; 2 is usual"
             )
         if ("bits", bits) not in self._known:
-            budget = math.floor(bits * 2 * self.layers * self.heads * self.channels / (WORD_BITS * self.unit) + 1e-9)
+            budget = math.floor(
+                (bits - self.size_bits) * 2 * self.layers * self.heads * self.channels / (WORD_BITS * self.unit) + 1e-9
+            )
             _, price = self._prices(lambda curves, chosen, counts: int(counts.sum()) > budget)
             chosen, counts = self._bought(self.curves, price)
             self._known["bits", bits] = self._allocation(chosen, self._spent(chosen, counts, budget))
@@ -180,7 +185,9 @@ class Allocator:
         streams = dict(zip(ROLES, (tuple(found[: self.layers]), tuple(found[self.layers :])), strict=True))
         values = 2 * self.layers * self.heads * self.channels
         return Allocation(
-            streams, int(counts.sum()) * self.unit * WORD_BITS / values, self._error(self.curves, chosen, counts)
+            streams,
+            int(counts.sum()) * self.unit * WORD_BITS / values + self.size_bits,
+            self._error(self.curves, chosen, counts),
         )
 
 

@@ -6,16 +6,18 @@ asked of an artifact is asked of those where nothing else is said, if it has the
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.artifact.component_bits import ROLES, Allocator, Words
-from calib.runtime.artifact.transform_tensors import LOSSES
+from calib.runtime.artifact.component_bits import MOST_BITS, ROLES, Allocator, Words
+from calib.runtime.artifact.transform_tensors import LOSSES, PREDICTED
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
-from calib.runtime.stages.codec import MixedQuant
+from calib.runtime.stages.codec import Codec, MixedQuant, Sized
+from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Basis
 
 ROPE = ("before", "after")
@@ -24,29 +26,61 @@ READER = "klt"  # the method that misses what is missing
 MOST_CONDITION = 1e6  # of a basis: float32 rows say nothing of its inverse beyond
 MOST_REACH = 2.0**20  # of a component's range, in a key's or value's own unit: 16 times the largest number of float16
 MOST_RANGES = 1e12  # of a component, in a standard deviation of a channel
+LEAST_DEVIATION = 1e-12  # of a component that tells a token's size
 LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # of an error or loss of 0
 MOST_LOG = 700.0  # what float64 has an exponential of
 
+
+@dataclass(frozen=True)
+class Coding:
+    """How `klt` codes a model, as tensors of an artifact tell it.
+
+    Attributes:
+        rope: "before" or "after": where keys have their components.
+        size: whether every token has a size, by which its components are divided.
+        predict: whether values are predicted from keys.
+    """
+
+    rope: str
+    size: bool = False
+    predict: bool = False
+
+    def name(self, role: str, kind: str) -> str:
+        """Of a stream's tensor."""
+        if self.predict and role == "values" and kind != "mean":
+            return f"{PREDICTED}.{kind}"
+        if self.size and kind in ("steps", "errors"):
+            return f"{role}.klt.sized.{kind}"
+        return f"{stem_of(role, self.rope)}.{kind}"
+
+    @property
+    def plain(self) -> bool:
+        """Neither sizes nor predictions."""
+        return not (self.size or self.predict)
+
+
 # Curves of a model's components, for all budgets that are asked of an artifact.
-_allocators: "WeakKeyDictionary[Artifact, dict[str, Allocator]]" = WeakKeyDictionary()
+_allocators: "WeakKeyDictionary[Artifact, dict[Coding, Allocator]]" = WeakKeyDictionary()
 
 
-def rope_of(artifact: Artifact, asked: str | None = None) -> str:
-    """Where keys have their components: as asked; before RoPE where the artifact has such; else after it."""
-    return asked or ("before" if artifact.has("keys.klt.before.errors") else "after")
+def coding_of(artifact: Artifact, rope: str | None = None, size: bool = False, predict: bool = False) -> Coding:
+    """Keys have their components as asked; before RoPE where the artifact has such; else after it."""
+    rope = rope or ("before" if artifact.has("keys.klt.before.errors") else "after")
+    return Coding(rope, size, predict)
 
 
 def stem_of(role: str, rope: str) -> str:
-    """What the names of a stream's tensors begin with."""
+    """What the names of a stream's tensors begin with, without sizes or predictions."""
     return "keys.klt.before" if role == "keys" and rope == "before" else f"{role}.klt"
 
 
-def allocator(artifact: Artifact, rope: str | None = None) -> Allocator:
+def allocator(artifact: Artifact, coding: Coding | None = None) -> Allocator:
     """Any budget's allocation, from the artifact's `errors`."""
-    own, rope = _allocators.setdefault(artifact, {}), rope_of(artifact, rope)
-    if rope not in own:
-        own[rope] = Allocator({role: artifact.tensor(f"{stem_of(role, rope)}.errors", READER) for role in ROLES})
-    return own[rope]
+    own, coding = _allocators.setdefault(artifact, {}), coding or coding_of(artifact)
+    if coding not in own:
+        errors = {role: artifact.tensor(coding.name(role, "errors"), READER) for role in ROLES}
+        own[coding] = Allocator(errors, coding.size)
+    return own[coding]
 
 
 def positions_measured(artifact: Artifact) -> int | None:
@@ -56,9 +90,9 @@ def positions_measured(artifact: Artifact) -> int | None:
     return max((number for number in found if type(number) is int), default=None)
 
 
-def error_at(artifact: Artifact, loss: float, rope: str | None = None) -> float:
+def error_at(artifact: Artifact, loss: float, coding: Coding | None = None) -> float:
     """The predicted error at which the fit measured this loss, between its points on a line through their logarithms."""
-    errors, losses = _curve(artifact, rope)
+    errors, losses = _curve(artifact, coding)
     if not losses[0] <= math.log(loss) <= losses[-1]:
         low, high = losses.exp()[[0, -1]].tolist()
         raise ValueError(
@@ -67,25 +101,29 @@ def error_at(artifact: Artifact, loss: float, rope: str | None = None) -> float:
     return math.exp(min(MOST_LOG, interpolated(losses, errors, math.log(loss))))
 
 
-def loss_at(artifact: Artifact, error: float, rope: str | None = None) -> float:
+def loss_at(artifact: Artifact, error: float, coding: Coding | None = None) -> float:
     """What the fit makes expect of a predicted error, in nats a token; beyond its points on the line of the nearest two."""
-    errors, losses = _curve(artifact, rope)
+    errors, losses = _curve(artifact, coding)
     at = math.log(error) if error > 0 else LEAST_LOG
     return math.exp(min(MOST_LOG, interpolated(errors, losses, at)))
 
 
-def has_losses(artifact: Artifact, rope: str | None = None) -> bool:
+def has_losses(artifact: Artifact) -> bool:
     """Whether a predicted error says what loss to expect: the fit measured two budgets at least."""
-    name = LOSSES[rope_of(artifact, rope)]
+    name = LOSSES[coding_of(artifact).rope]
     return artifact.has(name) and len(artifact.tensor(name)) > 1
 
 
-def _curve(artifact: Artifact, rope: str | None) -> tuple[Tensor, Tensor]:
+def _curve(artifact: Artifact, coding: Coding | None) -> tuple[Tensor, Tensor]:
     """Logarithms of predicted errors and of measured losses."""
-    rope = rope_of(artifact, rope)
-    if rope != rope_of(artifact) and not artifact.has(LOSSES[rope]):
+    usual = coding_of(artifact)
+    coding = coding or usual
+    if not coding.plain:
+        raise ValueError("loss with size or predict: the fit measured losses without them; give a budget in bits")
+    rope = coding.rope
+    if rope != usual.rope and not artifact.has(LOSSES[rope]):
         raise ValueError(
-            f"rope={rope!r}: the fit measured losses of keys {rope_of(artifact)} RoPE; leave rope out, or give a budget in bits"
+            f"rope={rope!r}: the fit measured losses of keys {usual.rope} RoPE; leave rope out, or give a budget in bits"
         )
     curve = artifact.tensor(LOSSES[rope], READER)
     if len(curve) < 2:
@@ -103,32 +141,69 @@ def interpolated(x: Tensor, y: Tensor, at: float) -> float:
     return y1 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
-def basis(artifact: Artifact, role: str, layer: int, words: Words, rope: str) -> Basis:
+@dataclass(frozen=True)
+class LayerCodes:
+    """How a layer's keys or values are coded.
+
+    Attributes:
+        basis: tokens to components and back.
+        codec: of components.
+        half_steps: float64 `[kv_heads, components, D]`: what half a step of each component moves in channels, of a token of size 1.
+    """
+
+    basis: Basis
+    codec: Codec
+    half_steps: Tensor
+
+
+def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding: Coding) -> LayerCodes:
     """The components of a layer's keys or values that `words` have fields for, in their plane form.
 
     Raises `ArtifactError` for rows that cannot be inverted, and where what follows from them is beyond float32.
     """
-    stem = stem_of(role, rope)
     mean, rows, steps, errors = (
-        artifact.tensor(f"{stem}.{name}", READER)[layer] for name in ("mean", "basis", "steps", "errors")
+        artifact.tensor(coding.name(role, kind), READER)[layer] for kind in ("mean", "basis", "steps", "errors")
     )
+    stem = coding.name(role, "steps").removesuffix(".steps")
     rows, ranges = rows.double(), steps.double() * 2.0 ** torch.arange(steps.shape[-1])
-    columns = _inverse(f"{stem}.basis", layer, rows)  # [kv_heads, D, components]
+    columns = _inverse(coding.name(role, "basis"), layer, rows)  # [kv_heads, D, components]
+    deviation = errors[..., 0].double().sqrt()
     spread = (columns.square() @ errors[..., :1].double())[..., 0].sqrt()
     _check_ranges(stem, layer, rows, columns, ranges, spread)
     heads, channels = mean.shape
     most = max(words.counts)
     into = torch.zeros(heads, channels, len(words.widths) * most, dtype=torch.float64)
     back = torch.zeros(heads, len(words.widths) * most, channels, dtype=torch.float64)
+    weights = torch.zeros(heads, 1, len(words.widths) * most, dtype=torch.float64)
     for head, count in enumerate(words.counts):
+        coded = min(len(words.widths) * count, channels)
         for plane, width in enumerate(words.widths):
             own = slice(plane * count, min((plane + 1) * count, channels))
             at = slice(plane * most, plane * most + max(0, own.stop - own.start))
             reach = ranges[head, own, width - 1]  # a step of 2^(1 - width) is this one
             into[head, :, at] = (rows[head, own] / reach[:, None]).T
             back[head, at] = (columns[head][:, own] * reach).T
+            # A component that the corpus did not move says nothing of a token's size.
+            told = reach / deviation[head, own].clamp(min=LEAST_DEVIATION) / math.sqrt(coded)
+            weights[head, 0, at] = told.where(deviation[head, own] > 0, 0)
     codes = MixedQuant(words.widths, words.counts)
-    return Basis.of(mean, into, back, spread, codes.step(mean.device), codes.least(mean.device))
+    step, least = codes.step(mean.device), codes.least(mean.device)
+    found = Basis.of(mean, into, back, spread, step, least, coding.size)
+    codec: Codec = Sized(codes, weights.float()) if coding.size else codes
+    return LayerCodes(found, codec, back * step.double()[:, None] / 2)
+
+
+def prediction(artifact: Artifact, layer: int, keys: LayerCodes) -> Prediction:
+    """Of a layer's values, from the codes of its keys. Raises `ArtifactError` where it is beyond float32."""
+    matrix = artifact.tensor(f"{PREDICTED}.matrix", READER)[layer].double()
+    half_steps = keys.half_steps @ matrix.mT
+    reach = half_steps.abs().sum(1).amax() * 2.0**MOST_BITS
+    if not bool(reach <= MOST_REACH * 2.0**MOST_BITS):
+        raise ArtifactError(
+            f"the tensor '{PREDICTED}.matrix' does not go with its keys at layer {layer}: it predicts values up to {reach:.3g}, "
+            f"expected at most {MOST_REACH * 2.0**MOST_BITS:g}; {FIT_AGAIN}"
+        )
+    return Prediction.of(half_steps)
 
 
 def _inverse(name: str, layer: int, rows: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from calib.runtime.artifact.tensor_relations import (
     check_orthonormal,
     check_shares,
 )
-from calib.runtime.artifact.transform_tensors import KINDS, LOSSES, TRANSFORMS, check_complete
+from calib.runtime.artifact.transform_tensors import LOSSES, STREAM_KINDS, check_complete
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.messages.printable import printable
 
@@ -124,16 +124,17 @@ def _of_stream(stream: str) -> dict[str, Registered]:
     }
 
 
-def _of_transform(stream: str) -> dict[str, Registered]:
-    """The four tensors of components; KINDS names them all."""
+def _of_transform(stream: str, names: Sequence[str]) -> dict[str, Registered]:
+    """The tensors of components."""
     square, big = (*PER_CHANNEL, "head_dim"), GREATEST_BASIS
     kinds = {
         "mean": Registered("components", PER_CHANNEL, -LARGEST, LARGEST),
         "basis": Registered("components", square, -big, big, check=check_directions),
         "steps": Registered("components", (*PER_CHANNEL, "8"), LEAST_STEP, GREATEST_STEP),
         "errors": Registered("components", (*PER_CHANNEL, "9"), 0, GREATEST_ERROR, check=check_falling),
+        "matrix": Registered("components", square, -big, big),
     }
-    return {f"{stream}.{kind}": kinds[kind] for kind in KINDS}
+    return {f"{stream}.{kind}": kinds[kind] for kind in names}
 
 
 TABLE: dict[str, Registered] = {
@@ -149,8 +150,8 @@ TABLE: dict[str, Registered] = {
 }
 for _stream in STREAMS:
     TABLE |= _of_stream(_stream)
-for _stream in TRANSFORMS:
-    TABLE |= _of_transform(_stream)
+for _stream, _kinds in STREAM_KINDS.items():
+    TABLE |= _of_transform(_stream, _kinds)
 for _name in LOSSES.values():
     TABLE[_name] = Registered("loss_curve", ("budgets", "2"), 0, GREATEST_ERROR, check=check_curve)
 # `keys.clip.FORM` and `keys.residual.FORM.BITS`, whatever the form.

@@ -7,6 +7,12 @@ Of a stream, L layers, H KV heads, D head_dim, float32, all four or none:
     {stream}.steps   [L, H, D, 8]  of 1 ... 8 bits
     {stream}.errors  [L, H, D, 9]  E (y - y^)^2 at 0 ... 8 bits, most at 0 bits first
 
+Of keys before RoPE and of values, each token over its own size (`runtime/stages/codec/sized.py`), with means and bases as above;
+and of what keys do not predict of values (`runtime/stages/prediction.py`), with the means of values:
+
+    keys.klt.sized, values.klt.sized   .steps, .errors
+    values.klt.predicted               .basis, .steps, .errors, .matrix [L, H, D, D] M: of values, from keys before RoPE
+
     klt.before.loss  [n, 2]        errors predicted for all layers, keys before RoPE and values together; measured KL, nats a token
     klt.loss         [n, 2]        the same of keys after RoPE
 """
@@ -18,15 +24,22 @@ from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
 # Keys as a cache stores them, values, and keys unrotated to position 0.
 TRANSFORMS = ("keys.klt", "values.klt", "keys.klt.before")
 KINDS = ("mean", "basis", "steps", "errors")
+SIZED = {"keys.klt.sized": "keys.klt.before", "values.klt.sized": "values.klt"}  # and whose means and bases they have
+PREDICTED = "values.klt.predicted"
+STREAM_KINDS = {
+    **dict.fromkeys(TRANSFORMS, KINDS),
+    **dict.fromkeys(SIZED, ("steps", "errors")),
+    PREDICTED: ("basis", "steps", "errors", "matrix"),
+}
 LOSSES = {"before": "klt.before.loss", "after": "klt.loss"}
 
 
 def check_complete(names: Iterable[str]) -> None:
-    """Raises `ArtifactError` where a transform has some of its four tensors and not the others."""
+    """Raises `ArtifactError` where a stream has some of its tensors and not the others."""
     there = set(names)
-    for stream in TRANSFORMS:
-        found = [kind for kind in KINDS if f"{stream}.{kind}" in there]
-        missing = [kind for kind in KINDS if kind not in found]
+    for stream, kinds in STREAM_KINDS.items():
+        found = [kind for kind in kinds if f"{stream}.{kind}" in there]
+        missing = [kind for kind in kinds if kind not in found]
         if found and missing:
             raise ArtifactError(
                 f"tensor '{stream}.{found[0]}' is present and '{stream}.{missing[0]}' is not, expected both; {FIT_AGAIN}"

@@ -8,12 +8,23 @@ from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.component_bits import ROLES, Allocation, Allocator
-from calib.runtime.artifact.components import ROPE, allocator, basis, error_at, positions_measured, rope_of
+from calib.runtime.artifact.components import (
+    ROPE,
+    Coding,
+    LayerCodes,
+    allocator,
+    coding_of,
+    error_at,
+    layer_codes,
+    positions_measured,
+    prediction,
+)
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.stages.codec import Codec, MixedQuant
+from calib.runtime.stages.codec.sized import size_words
 from calib.runtime.stages.saliency import Normalised, Probes
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.tiering.shares import MOST_BLOCK
@@ -39,6 +50,8 @@ class Klt(Method):
     4. Cost of an encoded value: the budget, exactly. There is no scale, no zero point, no index.
     5. Attention reads codes, and folds the basis of values into the output once a step. Keys have components before RoPE, which
        know nothing of positions: tiles are put together and rotated. Components after RoPE fold into the query, once a step.
+    6. With `size` each token's components are divided by its own size first (`stages/codec/sized.py`); with `predict` values are
+       coded less what the codes of their keys predict, and attention mixes these codes as well (`stages/prediction.py`).
 
     Needs an artifact: `calib fit` measures the bases, steps and errors.
 
@@ -54,6 +67,9 @@ class Klt(Method):
         rope: components of keys "before" RoPE, or "after" it: steps are faster, and what was not measured, texts and
             positions, costs more. None is "before", where the artifact has such: "after" where the model's RoPE cannot
             be unrotated.
+        size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
+            are coded: steps fit the token. With keys before RoPE alone.
+        predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`.
         tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
             RoPE every token's position is stored as well, 32 bits a head.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".
@@ -73,6 +89,8 @@ class Klt(Method):
     window: int | None = None
     block: int | None = None
     rope: str | None = None
+    size: bool = False
+    predict: bool = False
     tiers: Sequence[tuple[float, float]] | None = None
     probes: str = "random+recent"
     probe_share: float = 0.1
@@ -100,6 +118,13 @@ class Klt(Method):
             )
         if self.rope is not None:
             check_choice("rope", self.rope, ROPE)
+        for name in ("size", "predict"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} must be True or False, got {printable(getattr(self, name))}")
+        if self.predict and not self.size:
+            raise ValueError("predict=True needs size=True: what keys leave of values was measured with sizes")
+        if self.size and self.rope == "after":
+            raise ValueError("size=True with rope='after': sizes were measured of keys before RoPE; leave rope out")
         check_choice("probes", self.probes, ("random+recent", "random", "recent", "all"))
         self._bits_and_shares()
         self._tiering()
@@ -109,13 +134,9 @@ class Klt(Method):
         """The tiers of one layer."""
         if artifact is None:
             raise ValueError("method 'klt' needs calibrated bases: pass artifact=Artifact.load(...) from `calib fit`")
-        tiers = tuple(
-            TierPlan(
-                self._stages("keys", layer, allocation, artifact), self._stages("values", layer, allocation, artifact)
-            )
-            for allocation in self.allocations(artifact)
-        )
-        before = rope_of(artifact, self.rope) == "before"
+        coding = self._coding(artifact)
+        tiers = tuple(self._tier(layer, allocation, artifact, coding) for allocation in self.allocations(artifact))
+        before = coding.rope == "before"
         plan = TieredPlan(
             tiers, self._tiering(), before_rope=before, measured=None if before else positions_measured(artifact)
         )
@@ -123,9 +144,10 @@ class Klt(Method):
 
     def allocations(self, artifact: Artifact) -> list[Allocation]:
         """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
-        found = allocator(artifact, self.rope)
+        coding = self._coding(artifact)
+        found = allocator(artifact, coding)
         if self.loss is not None:
-            return [found.at_error(error_at(artifact, self.loss, self.rope))]
+            return [found.at_error(error_at(artifact, self.loss, coding))]
         if self.bytes is not None:
             return [self._within_bytes(found)]
         return [found.at_bits(bits) for bits, _ in self._bits_and_shares()]
@@ -136,12 +158,16 @@ class Klt(Method):
         tiering = self._tiering()
         exact = min(self.context, self.sinks + tiering.window + tiering.block)
         pages = -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
-        words = sum(sum(own.counts) for role in ROLES for own in allocation.streams[role])
-        tables = sum(
-            4 + 8 * channels + (4 * channels + 8) * len(own.widths) * max(own.counts)
-            for role in ROLES
-            for own in allocation.streams[role]
-        )
+        words, tables = 0, 0
+        for both in zip(*(allocation.streams[role] for role in ROLES), strict=True):
+            keys, values = (len(own.widths) * max(own.counts) for own in both)
+            words += sum(sum(own.counts) for own in both)
+            tables += 2 * (4 + 8 * channels) + (4 * channels + 8) * (keys + values)
+            if self.size:
+                words += 2 * size_words(heads)
+                tables += 4 * (keys + values)  # weights that tell a token's size
+            if self.predict:
+                tables += 2 * keys * channels + 4 * channels
         row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * words * 2
         return self.batch * row + heads * tables
 
@@ -163,11 +189,21 @@ class Klt(Method):
             low, high = (middle, high) if fits else (low, middle)
         return found.at_bits(low)
 
-    def _stages(self, role: str, layer: int, allocation: Allocation, artifact: Artifact) -> TierStages:
-        words = allocation.streams[role][layer]
-        return TierStages(
-            basis(artifact, role, layer, words, rope_of(artifact, self.rope)), MixedQuant(words.widths, words.counts)
-        )
+    def _coding(self, artifact: Artifact) -> Coding:
+        coding = coding_of(artifact, self.rope, self.size, self.predict)
+        if self.size and coding.rope == "after":
+            raise ValueError(
+                "size=True: the artifact has no keys before RoPE, of which sizes are measured; leave size out"
+            )
+        return coding
+
+    def _tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
+        def stages(codes: LayerCodes) -> TierStages:
+            return TierStages(codes.basis, codes.codec)
+
+        keys, values = (layer_codes(artifact, role, layer, allocation.streams[role][layer], coding) for role in ROLES)
+        predicted = prediction(artifact, layer, keys) if self.predict else None
+        return TierPlan(stages(keys), stages(values), prediction=predicted)
 
     def _bits_and_shares(self) -> list[tuple[float, float]]:
         if self.tiers is None:

@@ -61,14 +61,17 @@ class SamplesAtoms(Protocol):
 
 
 class ComponentCodes(Protocol):
-    """A codec whose codes stand for fixed numbers, so that a transform can go from codes to channels in one product."""
+    """A codec whose codes stand for fixed numbers, so that a transform can go from codes to channels in one product.
+
+    Of a token there are n numbers: its codes, or its codes times its size and the size (`codec/sized.py`).
+    """
 
     def made(self, tile: Block, matrix: Tensor) -> Tensor:
-        """`matrix [kv_heads, D, components + 1]` times the codes of a tile and a 1 behind them: `[..., kv_heads, D, tokens]`."""
+        """`matrix [kv_heads, D, n + 1]` times the numbers of a tile and a 1 behind them: `[..., kv_heads, D, tokens]`."""
         ...
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the codes of a tile: `[..., kv_heads, rows, components]`."""
+        """`weights [..., kv_heads, rows, tokens]` float32 times the numbers of a tile: `[..., kv_heads, rows, n]`."""
         ...
 
 
@@ -253,7 +256,8 @@ class Transform(Protocol):
         return None
 
     def of_codes(self) -> Tensor | None:
-        """What makes x^ of a component's codes and a 1 behind them: float32 `[kv_heads, D, N + 1]`; None: nothing does."""
+        """What makes x^ of a token's numbers (`ComponentCodes`) and a 1 behind them: float32 `[kv_heads, D, n + 1]`; None: nothing
+        does."""
         return None
 
     def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor | None:

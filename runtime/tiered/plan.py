@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.stages.contract import Codec
+from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.saliency import FastGen, Probes
 from calib.runtime.stages.selection import Saliency, Tiering
 from calib.runtime.stages.tiering import HeavyHitterBudget, InitialAndWindow, PromptBudget, RatioTiers, Sinks
@@ -213,8 +214,11 @@ class TieredPlan(Plan):
 
     def tables(self) -> list[Tensor]:
         """Tensors of every stage."""
-        stages = [stage for tier in self.tiers for _, stage in tier.streams()]
-        return [table for stage in stages for part in (stage.transform, stage.codec) for table in tensors_of(part)]
+        parts = [part for tier in self.tiers for _, own in tier.streams() for part in (own.transform, own.codec)]
+        return [table for part in (*parts, *self._predictions()) for table in tensors_of(part)]
+
+    def _predictions(self) -> list[Prediction]:
+        return [tier.prediction for tier in self.tiers if tier.prediction is not None]
 
     def to(self, device: torch.device) -> "TieredPlan":
         """The same with tables of its own on `device`."""
@@ -222,7 +226,12 @@ class TieredPlan(Plan):
         def there(stages: TierStages) -> TierStages:
             return TierStages(to_device(stages.transform, device), to_device(stages.codec, device))
 
-        return self._mapped(there)
+        moved = self._mapped(there)
+        tiers = (
+            tier if tier.prediction is None else replace(tier, prediction=to_device(tier.prediction, device))
+            for tier in moved.tiers
+        )
+        return replace(moved, tiers=tuple(tiers))
 
     def _mapped(self, change: Callable[[TierStages], TierStages]) -> "TieredPlan":
         tiers = (replace(tier, keys=change(tier.keys), values=change(tier.values)) for tier in self.tiers)

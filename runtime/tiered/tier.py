@@ -5,12 +5,14 @@ import math
 import torch
 from torch import Tensor
 
+from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.files.state import State, branch, part_of, tensor_like, whole
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
+from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.contract import Codec
 from calib.runtime.stages.transform import coded_width
 from calib.runtime.tiered.row_dictionary import RowDictionary
@@ -161,8 +163,11 @@ class Tier:
         """The fields of tokens of `rows`, or of those at `order`."""
         block: dict[str, Tensor] = {}
         for role, tokens in (("keys", keys), ("values", values)):
-            transform, codec = self.transforms[role].of(rows), self.codec(role, rows)
-            own = counted(encoded(transform, codec, tokens, self.fp32_params[role], order), self.overflowed_outliers)
+            transform, codec, chosen = self.transforms[role].of(rows), self.codec(role, rows), order
+            if role == "values" and self.plan.prediction is not None:
+                predicted = self.plan.prediction.values(self.key_codes(rows), part_named(block, "keys"))
+                tokens, chosen = Prologue(order=order).gathered(tokens).float() - predicted, None
+            own = counted(encoded(transform, codec, tokens, self.fp32_params[role], chosen), self.overflowed_outliers)
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.stores_positions:
             block[POSITIONS] = positions.to(torch.int32)[..., None]
@@ -172,10 +177,17 @@ class Tier:
         """Keys and values of a block, float32 `[len(rows), kv_heads, n, head_dim]`."""
         found = []
         for role in ("keys", "values"):
-            own = {name.removeprefix(f"{role}."): part for name, part in block.items() if name.startswith(role)}
-            decoded = self.codec(role, rows).decode(own, self.coded[role])
+            decoded = self.codec(role, rows).decode(part_named(block, role), self.coded[role])
             found.append(self.transforms[role].of(rows).inverse(decoded))
+        if self.plan.prediction is not None:
+            found[1] = found[1] + self.plan.prediction.values(self.key_codes(rows), part_named(block, "keys"))
         return found[0], found[1]
+
+    def key_codes(self, rows: range | list[int]) -> Sized:
+        """The codec of the keys' codes, which values are predicted from."""
+        codec = self.codec("keys", rows).uncorrected
+        assert isinstance(codec, Sized)
+        return codec
 
     def decoded(self, row: int, pages: list[int], count: int, row_params: list[int]) -> tuple[Tensor, Tensor]:
         """Keys and values `[kv_heads, count, head_dim]` of a row that has these pages of the pool, and these of `row_params`."""
@@ -208,3 +220,8 @@ class Tier:
     def kept_positions(self, pages: Pages) -> Tensor:
         """The positions that lie in `pages` with their tokens: int64 `[rows, kv_heads, tokens]`."""
         return self.pool.read(pages, POSITIONS)[""].squeeze(2).long()
+
+
+def part_named(block: Block, role: str) -> dict[str, Tensor]:
+    """The fields of a stream, without its name before them."""
+    return {name.removeprefix(f"{role}."): part for name, part in block.items() if name.startswith(f"{role}.")}

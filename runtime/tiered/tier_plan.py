@@ -5,6 +5,7 @@ from typing import Literal
 
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.stages.contract import Codec, Segment, Transform
+from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Measured
 from calib.runtime.store import Recoding
 
@@ -26,7 +27,8 @@ class TierPlan:
     """A tier that is stored.
 
     `relocated` ones are met with a query at its position inside the cache (StreamingLLM). Where all of a row's tokens are one
-    segment, what they share lies in the row's record; where a page's are, in the page, of `page_tokens`.
+    segment, what they share lies in the row's record; where a page's are, in the page, of `page_tokens`. With a `prediction`,
+    what is encoded of values is their distance from what the codes of their keys predict.
     """
 
     keys: TierStages
@@ -34,6 +36,7 @@ class TierPlan:
     relocated: bool = False
     segments: Segments = "none"
     page_tokens: int = TIER_PAGE_TOKENS
+    prediction: Prediction | None = None
 
     def streams(self) -> tuple[tuple[str, TierStages], tuple[str, TierStages]]:
         """Both streams by name."""

@@ -21,6 +21,7 @@ from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import Pages
 from calib.runtime.stages.codec.corrected import COEFFICIENTS, lists, segment_mix, segment_scores
 from calib.runtime.stages.codec.in_pages import packed_stream, sparse_pages
+from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.sparse import tokens_first
 from calib.runtime.stages.contract import Codec
 from calib.runtime.tiered.rope_on_read import RopeOnRead
@@ -54,8 +55,10 @@ class TierView:
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
     def streams(self) -> tuple[PackedStream | None, PackedStream | None]:
-        """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
-        if self.rotated is not None and not self._rotates_codes:
+        """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns, or values that are
+        predicted from keys."""
+        predicted = self.tier.plan.prediction is not None
+        if predicted or (self.rotated is not None and not self._rotates_codes):
             return None, None
         return self._stream("keys"), self._stream("values")
 
@@ -183,6 +186,14 @@ class TierView:
 
     def mix(self, weights: Tensor, tile: Tile) -> Tensor:
         """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
+        mixed = self._mixed(weights, tile)
+        if self.tier.plan.prediction is None:
+            return mixed
+        keys = self.codecs["keys"].uncorrected
+        assert isinstance(keys, Sized)
+        return mixed + self.tier.plan.prediction.mix(keys, weights, self._block("keys", tile))
+
+    def _mixed(self, weights: Tensor, tile: Tile) -> Tensor:
         codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.coded["values"]
         transform, mass = self.transforms["values"], weights.sum(-1, keepdim=True)
         if codec.component_codes is not None:

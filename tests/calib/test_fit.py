@@ -20,6 +20,7 @@ from calib.fit.calibration import Calibration
 from calib.fit.stage import STAGES
 from calib.runtime import compress
 from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.artifact.transform_tensors import STREAM_KINDS
 from calib.statistics.channel_range import ChannelRanges
 
 SMALL = [
@@ -76,7 +77,7 @@ def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy
         "klt.before.loss",
         *(
             f"{stream}.{kind}"
-            for stream in ("keys.klt", "values.klt", "keys.klt.before") for kind in ("mean", "basis", "steps", "errors")
+            for stream, kinds in STREAM_KINDS.items() for kind in kinds
         ),
     }  # fmt: skip
     assert artifact.clip_bits == (2, 4)

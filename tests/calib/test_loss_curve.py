@@ -7,7 +7,7 @@ from toy_artifact import toy_artifact, toy_model, toy_tensors
 
 from calib.fit.loss_curve import BITS, loss_curve
 from calib.runtime import ArtifactError
-from calib.runtime.artifact.components import allocator
+from calib.runtime.artifact.components import Coding, allocator
 from calib.runtime.artifact.tensor_registry import calibrator_of
 
 
@@ -22,7 +22,7 @@ def test_losses_are_divergences_behind_a_coded_prefix():
         ((own, found),) = loss_curve(model, artifact, tokens, rope=rope).items()
         assert own == name and found.shape == (len(budgets), 2) and found.dtype == torch.float32
         assert bool((found.diff(dim=0) >= 0).all()) and bool((found > 0).all())
-        errors = sorted(allocator(artifact, rope).at_bits(bits).error for bits in budgets)
+        errors = sorted(allocator(artifact, Coding(rope)).at_bits(bits).error for bits in budgets)
         assert found[:, 0].tolist() == pytest.approx(errors)
         curves[rope] = found
     assert not torch.equal(*curves.values())

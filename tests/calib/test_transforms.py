@@ -12,10 +12,10 @@ from calib.capture.output_projection import output_weights
 from calib.capture.sample import SINKS
 from calib.fit.calibration import model_shape
 from calib.runtime.rotation import Rotation
-from calib.statistics.components import FACTORS, GAUSSIAN, SHIFT, Components
+from calib.statistics.components import FACTORS, GAUSSIAN, SHIFT, SIZED_FACTORS, Components
 from calib.statistics.second_moments import SecondMoments
 from calib.statistics.sensitivity import Sensitivity
-from calib.statistics.transform_basis import bases, scaled, shrunk, traced
+from calib.statistics.transform_basis import bases, scaled, shrunk, traced, water_level
 from calib.statistics.transformed_streams import rotation_of
 
 TURN = Rotation(torch.tensor([0.3, 0.05, 0.007, 0.001], dtype=torch.float64))  # of 8 of the 32 channels
@@ -88,6 +88,19 @@ def test_parts_merge_into_the_whole(make):
         torch.testing.assert_close(getattr(first, name), getattr(whole, name), rtol=1e-12, atol=1e-9)
     first.clear()
     assert not any(getattr(first, name).any() for name in first.reductions)
+
+
+def test_values_go_with_keys_before_rope():
+    one = sample(batch=3, tokens=30, padding=(0, 4, 9))
+    found = seen(SecondMoments(SHAPE, TURN), one).values_by_keys()
+    for head in range(2):
+        pairs = [
+            (one.values[row, head, t].double(), turn(position).T @ one.keys[row, head, t].double())
+            for row, t, position in real(one)
+        ]
+        values, keys = (torch.stack(part) for part in zip(*pairs, strict=True))
+        wanted = (values - values.mean(0)).T @ (keys - keys.mean(0)) / len(keys)
+        torch.testing.assert_close(found[0, head], wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_a_model_whose_rope_cannot_be_turned_back_has_no_keys_before_it():
@@ -221,6 +234,96 @@ def test_steps_and_errors_are_those_of_brute_force():
                 # As if one in fifty were four times as far out.
                 feared = [error(own, step) + 0.02 * error(4 * own, step) for step in grid]
                 assert error(own, stored) + 0.02 * error(4 * own, stored) == pytest.approx(min(feared), rel=2e-3)
+
+
+def test_what_keys_leave_of_values_has_a_basis_of_its_own():
+    """M is the regression on keys with the noise of coding; what it leaves is smaller, and has components by the same weight."""
+    one, moments, sensitivity, output = measured()
+    related = replace(
+        one, values=(one.keys + 0.3 * one.values)
+    )  # keys after RoPE: those before it say less, and something
+    moments = seen(SecondMoments(SHAPE, TURN), related)
+    found = bases(moments, sensitivity, output)
+    covariance, crossed = moments.covariance(), moments.values_by_keys()
+    for head in range(2):
+        keys, values, cross = (part[..., 0, head, :, :] for part in (covariance[2], covariance[1], crossed))
+        t, deviation = found.transform[2, 0, head], found.deviation[2, 0, head]
+        theta = water_level(deviation.square(), 1.5)
+        assert float((deviation.square() / theta).log2().div(2).clamp(min=0).mean()) == pytest.approx(1.5, abs=1e-6)
+        back = torch.linalg.inv(t)
+        noise = back @ deviation.square().minimum(theta).diag() @ back.T
+        matrix = cross @ torch.linalg.inv(shrunk(keys) + noise)
+        torch.testing.assert_close(found.rest.matrix[0, head], matrix, rtol=1e-6, atol=1e-9)
+        left = values - matrix @ cross.T - cross @ matrix.T + matrix @ (keys + noise) @ matrix.T
+        assert float(left.trace()) < 0.97 * float(values.trace())
+        rest = found.rest.transform[0, head]
+        weight = found.transform[1, 0, head].T @ found.transform[1, 0, head]
+        torch.testing.assert_close(rest.T @ rest, weight, rtol=1e-5, atol=1e-6 * float(weight.abs().max()))
+        torch.testing.assert_close(
+            found.rest.deviation[0, head].square(), (rest @ left @ rest.T).diagonal(), rtol=1e-5, atol=0
+        )
+        assert found.rest.bits[0, head].tolist() == [
+            min(8, max(0, round(math.log2(float(one**2 / theta)) / 2))) for one in deviation
+        ]
+
+
+def test_sized_steps_and_errors_are_those_of_brute_force():
+    """Tokens over the nearest half octave to their root mean square; of values, what coded keys leave."""
+    one, moments, sensitivity, output = measured()
+    one = replace(one, values=one.keys + 0.3 * one.values)
+    one.keys[:, :, ::7] *= 6
+    moments = seen(SecondMoments(SHAPE, TURN), one)
+    found = bases(moments, sensitivity, output)
+    tensors = seen(Components(SHAPE, TURN, lambda: found), one).tensors()
+    head, rows = 1, {"keys": [], "values": []}
+    for row, t, position in real(one):
+        if int(one.index[row, t]) % 3 == 0:
+            rows["keys"].append(turn(position).T @ one.keys[row, head, t].double())
+            rows["values"].append(one.values[row, head, t].double())
+    keys, values = (torch.stack(rows[role]) for role in ("keys", "values"))
+
+    def over_size(y, deviation):
+        octave = (2 * (y / deviation).square().mean(-1, keepdim=True).sqrt().log2()).round().clamp(-5, 10)
+        return torch.exp2(octave / 2)
+
+    def quantised(y, step, bits):
+        last = 2**bits - 1
+        return ((y / step + last / 2).round().clamp(0, last) - last / 2) * step
+
+    key_deviation, rest = found.deviation[2, 0, head], found.rest
+    y = (keys - found.mean[2, 0, head]) @ found.transform[2, 0, head].T
+    size = over_size(y, key_deviation)
+    nominal = torch.zeros_like(y)
+    for component, bits in enumerate(rest.bits[0, head].tolist()):
+        if bits:
+            step = GAUSSIAN[bits - 1] * key_deviation[component]
+            nominal[:, component] = quantised(y[:, component] / size[:, 0], step, bits) * size[:, 0]
+    decoded = nominal @ torch.linalg.inv(found.transform[2, 0, head]).T
+    left = values - found.mean[1, 0, head] - decoded @ rest.matrix[0, head].T
+    cases = {
+        "keys.klt.sized": (y, key_deviation),
+        "values.klt.sized": (
+            (values - found.mean[1, 0, head]) @ found.transform[1, 0, head].T,
+            found.deviation[1, 0, head],
+        ),
+        "values.klt.predicted": (left @ rest.transform[0, head].T, rest.deviation[0, head]),
+    }
+    for stream, (y, deviation) in cases.items():
+        errors, steps = (tensors[f"{stream}.{kind}"][0, head] for kind in ("errors", "steps"))
+        order = y.square().mean(0).argsort(descending=True)
+        size = over_size(y, deviation)
+        torch.testing.assert_close(errors[:, 0].double(), y.square().mean(0)[order], rtol=1e-3, atol=0)
+        for component in (0, 9, 31):
+            own = y[:, order[component]]
+            for bits in (1, 3, 6):
+                stored = float(steps[component, bits - 1])
+                grid = [float(deviation[order[component]]) * GAUSSIAN[bits - 1] * factor for factor in SIZED_FACTORS]
+                missed = [
+                    float(((quantised(own / size[:, 0], step, bits) * size[:, 0]) - own).square().mean())
+                    for step in grid
+                ]
+                assert any(math.isclose(step, stored, rel_tol=1e-5) for step in grid)
+                assert float(errors[component, bits]) == pytest.approx(min(missed), rel=5e-3)
 
 
 def test_heavy_tails_have_wider_steps_and_a_bit_that_harms_counts_as_useless():

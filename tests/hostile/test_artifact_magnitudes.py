@@ -10,7 +10,7 @@ from calib.cli import main
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact.artifact import ArtifactError
 from calib.runtime.artifact.component_bits import Allocator, Words
-from calib.runtime.artifact.components import basis, loss_at
+from calib.runtime.artifact.components import Coding, layer_codes, loss_at
 from calib.runtime.artifact.tensor_registry import TABLE, registered
 
 SECONDS = 20
@@ -52,6 +52,17 @@ def test_what_large_models_have_is_no_fault():
     artifact = toy_artifact(model, tensors=tensors)
     with compress(model, "klt", artifact=artifact, bits=2, window=0, sinks=0, block=4) as cache:
         assert model(torch.arange(3, 40)[None], past_key_values=cache).logits.isfinite().all()
+
+
+def test_predictions_that_go_with_no_keys_are_refused():
+    model, tensors = toy_model(), toy_tensors()
+    tensors["values.klt.predicted.matrix"] = 1e12 * tensors["values.klt.predicted.matrix"]
+    artifact = toy_artifact(model, tensors=tensors)
+    with pytest.raises(ArtifactError) as caught:
+        compress(model, "klt", artifact=artifact, bits=2, size=True, predict=True)
+    assert "'values.klt.predicted.matrix' does not go with its keys at layer 0: it predicts values up to" in message(
+        caught
+    )
 
 
 # ---- the budget of klt
@@ -149,7 +160,7 @@ def test_channels_that_never_move_stay_finite():
     tensors = toy_tensors()
     tensors["values.klt.errors"] = torch.zeros_like(tensors["values.klt.errors"])
     artifact = toy_artifact(tensors=tensors)
-    transform = basis(artifact, "values", 0, Words((8, 8), (1, 1)), "after")
+    transform = layer_codes(artifact, "values", 0, Words((8, 8), (1, 1)), Coding("after")).basis
     assert transform.forward(transform.mean).isfinite().all()
 
 

@@ -9,10 +9,11 @@ from cases import calibrated_artifact
 from layer_walk import Tokens, feed
 from oracle import rotated
 from toy_models import random_model
+from transformers import DynamicCache
 
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact.component_bits import ROLES
-from calib.runtime.artifact.components import allocator, error_at, interpolated, loss_at, stem_of
+from calib.runtime.artifact.components import Coding, allocator, error_at, interpolated, loss_at, stem_of
 from calib.runtime.methods.klt import Klt
 
 pytestmark = pytest.mark.arithmetic
@@ -63,17 +64,99 @@ def test_it_holds_what_the_formulas_say(model, artifact, rope):
             assert float(error.median()) < 2e-3 and float((error > 0.02).double().mean()) < 0.02
 
 
+def sized_codes(rows, steps, deviation, words, head, x):
+    """Of `x [T, D]` float64 less its mean: sizes `[T]`, and what codes of every coded component say, `[T, components]`."""
+    y = x @ rows[head].T
+    bits = words.bits_of(head)[: y.shape[1]]
+    y, scale = y[:, : len(bits)], deviation[head, : len(bits)]
+    octave = (2 * (y / scale).square().mean(-1).sqrt().log2()).round().clamp(-5, 10)
+    size = torch.exp2(octave / 2)
+    found = torch.empty_like(y)
+    for component, width in enumerate(bits):
+        step, last = steps[head, component, width - 1], 2**width - 1
+        code = (y[:, component] / size / step + last / 2).round().clamp(0, last)
+        found[:, component] = (code - last / 2) * step * size
+    return found
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_sizes_and_predictions_hold_what_the_formulas_say(model, artifact, predict):
+    """y / s in codes, s the nearest half octave; of values what M times the decoded key before RoPE leaves."""
+    cache = compress(model, "klt", artifact=artifact, bits=2.5, size=True, predict=predict, window=0, block=10, sinks=3)
+    cache.release()
+    tokens = Tokens.random(model, 203, seed=1)
+    for token in range(0, 203, 17):
+        tokens.keys[..., token, :] *= 5  # some tokens are much longer than others
+        tokens.values[..., token, :] *= 4
+    feed(cache, [tokens])
+    allocation = Klt(bits=2.5, size=True, predict=predict).allocations(artifact)[0]
+    positions = torch.arange(3, 203, dtype=torch.float64)[:, None]
+    for number, layer in enumerate(cache.compressed):
+        frequencies = layer.store.context.rotation.frequencies
+        held = dict(zip(ROLES, layer.store.decoded(0)[0], strict=True))
+        coding, keys = Coding("before", True, predict), {}
+        for role, given in zip(ROLES, (tokens.keys, tokens.values), strict=True):
+            mean, rows, steps, errors = (
+                artifact.tensor(coding.name(role, kind))[number].double()
+                for kind in ("mean", "basis", "steps", "errors")
+            )
+            x = given[number][:, 3:].double()
+            x = rotated(x, frequencies, -positions) if role == "keys" else x
+            for head in range(len(x)):
+                known = mean[head].expand_as(x[head])
+                if role == "values" and predict:
+                    matrix = artifact.tensor("values.klt.predicted.matrix")[number, head].double()
+                    known = known + keys[head] @ matrix.T
+                words = allocation.streams[role][number]
+                codes = sized_codes(rows, steps, errors[..., 0].sqrt(), words, head, x[head] - known)
+                moved = codes @ torch.linalg.inv(rows[head])[:, : codes.shape[1]].T
+                if role == "keys":
+                    keys[head] = moved
+                wanted = known + moved
+                wanted = rotated(wanted, frequencies, positions) if role == "keys" else wanted
+                error = (held[role][head].double() - wanted).abs()
+                # A component or a size between two codes may fall on the other side of 16-bit tables.
+                assert float(error.median()) < 3e-3 and float((error > 0.05).double().mean()) < 0.03
+
+
+@pytest.mark.parametrize("corrections", [None, {"outliers": 0.1}, {"residual_bits": 2}], ids=str)
+def test_attention_meets_predicted_values_as_they_decode(corrections):
+    """A step behind the cache, and behind a DynamicCache of what the cache decodes to; corrections are of what is left."""
+    model, ids = random_model("llama"), torch.randint(3, 60, (1, 140), generator=torch.Generator().manual_seed(4))
+    options = {
+        "bits": 3,
+        "size": True,
+        "predict": True,
+        "window": 0,
+        "sinks": 0,
+        "block": 20,
+        "corrections": corrections,
+    }
+    with torch.no_grad(), compress(model, "klt", artifact=calibrated_artifact(model), **options) as cache:
+        model(ids, past_key_values=cache)
+        decoded = DynamicCache(config=model.config)
+        for number, layer in enumerate(cache.compressed):
+            keys, values = layer.store.decoded(0)[0]
+            decoded.update(keys[None], values[None], number)
+        found = model(ids[:, -1:], past_key_values=cache).logits
+    with torch.no_grad():
+        wanted = model(ids[:, -1:], past_key_values=decoded).logits
+    assert float((found - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
+
+
 @pytest.mark.parametrize("bits", [0.75, 2, 4])
 def test_a_budget_is_what_a_token_takes(model, artifact, bits):
-    cache = compress(model, "klt", artifact=artifact, bits=bits)
-    cache.release()
-    feed(cache, [Tokens.random(model, 150, seed=2)])
-    assert cache.memory().marginal_bits == bits
+    for coding in ({}, {"size": True}, {"size": True, "predict": True}):
+        cache = compress(model, "klt", artifact=artifact, bits=bits, **coding)
+        cache.release()
+        feed(cache, [Tokens.random(model, 150, seed=2)])
+        assert cache.memory().marginal_bits == bits
 
 
-def test_a_budget_in_bytes_holds_and_is_used(model, artifact):
+@pytest.mark.parametrize("coding", [{}, {"size": True}, {"size": True, "predict": True}], ids=str)
+def test_a_budget_in_bytes_holds_and_is_used(model, artifact, coding):
     context, batch, budget = 700, 2, 200_000
-    cache = compress(model, "klt", artifact=artifact, bytes=budget, context=context, batch=batch, window=16)
+    cache = compress(model, "klt", artifact=artifact, bytes=budget, context=context, batch=batch, window=16, **coding)
     cache.release()
     feed(cache, [Tokens.random(model, context, seed=row) for row in range(batch)])
     memory = cache.memory()
@@ -86,8 +169,8 @@ def test_a_budget_in_loss_is_read_off_the_curve(artifact):
     between = error_at(artifact, 0.04)
     slope = math.log(0.5 / 0.01) / math.log(0.3 / 0.004)
     assert between == pytest.approx(0.01 * (0.04 / 0.004) ** slope)
-    assert error_at(artifact, 0.012, "after") == pytest.approx(0.01) and loss_at(
-        artifact, 0.01, "after"
+    assert error_at(artifact, 0.012, Coding("after")) == pytest.approx(0.01) and loss_at(
+        artifact, 0.01, Coding("after")
     ) == pytest.approx(0.012)
     found = Klt(loss=0.3).allocations(artifact)[0]
     assert found.error <= 0.5
@@ -180,6 +263,15 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
         ({"bytes": 10**6}, "bytes=1000000 and context=None: a budget in bytes is one of so many tokens"),
         ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.25 bits"),
         ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
+        ({"size": "yes"}, "size must be True or False, got 'yes'"),
+        ({"size": True, "predict": 1}, "predict must be True or False, got 1"),
+        ({"predict": True}, "predict=True needs size=True"),
+        ({"size": True, "rope": "after"}, "size=True with rope='after': sizes were measured of keys before RoPE"),
+        (
+            {"size": True, "loss": 0.01},
+            "loss with size or predict: the fit measured losses without them; give a budget in bits",
+        ),
+        ({"size": True, "bits": 0.3}, r"bits must be a number from 0.5 \(a word a layer\) to 8, got 0.3"),
         ({"rope": "during"}, "rope must be one of before, after, got 'during'"),
         ({"tiers": [[1, 0.5], [2, 0.5]]}, "tiers must lose bits from one to the next"),
         ({"tiers": [[2, 0.5], [1, 0.4]]}, "shares of tiers must add up to 1"),
@@ -211,6 +303,16 @@ def test_components_are_before_rope_where_the_artifact_has_such(model, artifact)
         tensors = {name: tensor for name, tensor in artifact.tensors.items() if part not in name}
         return Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
 
+    with pytest.raises(
+        ValueError, match="size=True: the artifact has no keys before RoPE, of which sizes are measured"
+    ):
+        Klt(size=True).plan(0, None, without("klt.before"))
+    for part, options in (("klt.sized", {}), ("predicted", {"predict": True})):
+        with pytest.raises(
+            ValueError, match=rf"needs tensor '\w+\.(klt\.)?{part}\.errors', which is not in this artifact"
+        ):
+            Klt(size=True, **options).plan(0, None, without(part))
+        assert Klt().allocations(without(part)) == Klt().allocations(artifact)
     rest = without("klt.before")
     assert not Klt().plan(0, None, rest).before_rope
     assert Klt(loss=0.3).allocations(rest) == Klt(loss=0.3, rope="after").allocations(artifact)

@@ -15,6 +15,7 @@ from toy_artifact import (
     toy_components,
     toy_dictionaries,
     toy_levels,
+    toy_predictions,
     toy_rotations,
     toy_thresholds,
 )
@@ -310,6 +311,22 @@ CASES = [
         contract=True,
     ),
     # A fifth at 3 bits, the rest at 1, and every token's position: 32/(2 * 64).
+    Case("klt-sized", "klt", 2, {"bits": 2, "window": 20, "block": 8, "size": True}, artifact=True),
+    Case(
+        "klt-predicted",
+        "klt",
+        2,
+        {"bits": 2, "window": 20, "block": 8, "size": True, "predict": True},
+        artifact=True,
+        contract=True,
+    ),
+    Case(
+        "klt-predicted-tiers",
+        "klt",
+        1.65,
+        {"tiers": [[3, 0.2], [1, 0.8]], "block": 20, "size": True, "predict": True},
+        artifact=True,
+    ),
     Case("klt-tiers", "klt", 1.65, {"tiers": [[3, 0.2], [1, 0.8]], "block": 20}, artifact=True, contract=True),
     # A fifth at 4 bits, the rest at 1; after RoPE nobody asks for positions.
     Case(
@@ -387,4 +404,5 @@ def calibrated_artifact(model: PreTrainedModel) -> Artifact:
     tensors |= toy_components(shape, draw)
     tensors |= toy_rotations(shape, draw)
     tensors |= toy_levels(shape, (0.0, 0.01), draw)
+    tensors |= toy_predictions(tensors, draw)
     return toy_artifact(model, tensors=tensors, clip_bits=CLIP_BITS)

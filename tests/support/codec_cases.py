@@ -18,6 +18,7 @@ from calib.runtime.stages.codec import (
     Exact,
     MixedQuant,
     ScaledChannels,
+    Sized,
     Sparse,
     TokenRange,
     UniformQuant,
@@ -64,6 +65,13 @@ def levels(draw: torch.Generator, count: int) -> torch.Tensor:
     return 2 * torch.rand(1, count, generator=draw).sort(-1).values - 1
 
 
+def size_weights(draw: torch.Generator) -> torch.Tensor:
+    """One over deviation and root of the number of components; one tells nothing of a token's size."""
+    weights = (1 + torch.rand(HEADS, 1, 15, generator=draw)) / 15**0.5
+    weights[0, 0, 4] = 0
+    return weights
+
+
 CODECS = [
     CodecCase("exact", lambda draw: Exact(), 16.0),
     # A scale and a zero point of 16 bits a token: 32/16.
@@ -91,6 +99,14 @@ CODECS = [
     CodecCase("token-range-3", lambda draw: TokenRange(Codebook(levels(draw, 8))), 5.0),
     # 3 words of 16 bits for 15 components.
     CodecCase("mixed", lambda draw: MixedQuant((4, 4, 4, 2, 2), (3, 3)), 3.2, 15, reach=1.0),
+    # The same, and a word of sizes for both heads.
+    CodecCase(
+        "sized",
+        lambda draw: Sized(MixedQuant((4, 4, 4, 2, 2), (3, 3)), size_weights(draw)),
+        3.2 + 16 / 30,
+        15,
+        reach=1.0,
+    ),
     # 4 indices of 5 bits in bytes (4 + 1: 2 and 1), and 4 numbers of 16 bits.
     CodecCase("sparse", lambda draw: Sparse(4, offline=dictionary(draw)), 5.5),
     CodecCase(

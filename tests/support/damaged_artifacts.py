@@ -21,7 +21,19 @@ from calib.runtime.methods import METHODS
 
 TEXTS = ("", "x", "\x1b]0;title\x07", "a\nb", "\ud800", "\u202e", "\x00", "NaN", "../..", "<script>", "7" * 5000)
 # A transform's tensors, or a range's, changed alike.
-TOGETHER = ("keys.klt.", "values.klt.", "keys.klt.before.", "keys.klt", "outliers", "keys.", "values.", "klt.")
+TOGETHER = (
+    *(
+        "keys.klt.",
+        "values.klt.",
+        "keys.klt.before.",
+        "values.klt.predicted.",
+        "keys.klt",
+        "outliers",
+        "keys.",
+        "values.",
+    ),
+    "klt.",
+)
 
 
 @dataclass

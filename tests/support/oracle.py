@@ -29,9 +29,11 @@ from calib.runtime.stages.codec import (
     Exact,
     MixedQuant,
     ScaledChannels,
+    Sized,
     Sparse,
     TokenRange,
 )
+from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.transform import (
     Balancer,
@@ -129,6 +131,10 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
     if isinstance(codec, DualScale | ScaledChannels):
         even = decoded(codec.uniform, block, channels)
         return even * torch.from_numpy(spread(block["scales"].double().numpy(), *even.shape[-2:]))
+    if isinstance(codec, Sized):
+        number = unpacked(block["sizes"].numpy(), 4, len(codec.codec.counts))[..., 0, :, :]
+        size = torch.from_numpy(2.0 ** ((number - 5) / 2)).mT[..., None]
+        return size * decoded(codec.codec, block, channels)
     if isinstance(codec, MixedQuant):
         return torch.from_numpy(mixed(block["words"].numpy(), codec.widths, codec.counts))
     codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)
@@ -147,7 +153,8 @@ def decoded_page(stream: Stream, page: int | list[int]) -> Tensor:
 
 def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
     """The tokens of one row `[kv_heads, T, head_dim]` as they were before a tier's transform."""
-    own = {name: getattr(value, "tensor", value).double() for name, value in vars(transform.stage).items()}
+    own = {name: getattr(value, "tensor", value) for name, value in vars(transform.stage).items()}
+    own = {name: value.double() for name, value in own.items() if isinstance(value, Tensor)}
     if transform.measured is not None:
         own = {name: value[row] for name, value in own.items()}
     match transform.stage:
@@ -237,7 +244,12 @@ def in_tiers(store: TieredStore, row: int) -> Held:
         for part, (role, stages) in zip(parts, tier.plan.streams(), strict=False):
             own = {name.removeprefix(f"{role}."): field for name, field in block.items() if name.startswith(role)}
             online = store.dictionaries[role].atoms[row] if role in store.dictionaries else None
-            part.append(undone(tier.transforms[role], row, decoded(stages.codec, own, tier.widths[role], online)))
+            y = decoded(stages.codec, own, tier.widths[role], online)
+            part.append(undone(tier.transforms[role], row, y))
+            if role == "keys" and tier.plan.prediction is not None:
+                predicted = predictions(tier.plan.prediction, stages.codec.uncorrected.codec.widths, y)
+        if tier.plan.prediction is not None:
+            parts[1][-1] = parts[1][-1] + predicted
         if tier.knows_positions:  # where nothing says otherwise slot t holds token t of those behind the sinks
             in_order = kept_first(store) + torch.arange(count).expand(store.heads, count)
             parts[2].append(block["positions"][..., 0].long() if tier.stores_positions else in_order)
@@ -252,6 +264,13 @@ def in_tiers(store: TieredStore, row: int) -> Held:
     if not all(tier.knows_positions for tier in store.tiers):
         return Held(keys, values, None)
     return Held(keys, values, torch.cat([*parts[2], in_window(store, row, length).expand(store.heads, exact)], 1))
+
+
+def predictions(prediction: Prediction, widths: tuple[int, ...], y: Tensor) -> Tensor:
+    """What components `y [kv_heads, T, N]` of decoded keys say of their values: a half step of b bits is 2^-b."""
+    fields = y.shape[-1] // len(widths)
+    half_steps = y.nan_to_num() * torch.tensor([2.0**width for width in widths for _ in range(fields)], dtype=torch.float64)
+    return half_steps @ prediction.table.double() * prediction.unit.double()
 
 
 def kept_first(store: TieredStore) -> int:

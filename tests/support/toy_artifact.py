@@ -66,6 +66,7 @@ def toy_tensors() -> dict[str, torch.Tensor]:
     tensors["later.dictionary"] = torch.randn(3, 5, generator=generator).to(torch.bfloat16)
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
     tensors |= toy_levels(per_channel, (0.0, 0.01), generator)
+    tensors |= toy_predictions(tensors, generator)
     return tensors
 
 
@@ -87,6 +88,23 @@ def toy_components(shape: tuple[int, int, int], generator: torch.Generator) -> d
         tensors[f"{stem}.steps"] = worth[..., None] * torch.tensor(STEPS)
         tensors[f"{stem}.errors"] = worth[..., None].square() * torch.tensor(ERRORS)
     return tensors
+
+
+def toy_predictions(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What `klt` reads with sizes and predictions: steps somewhat narrower than without, turned axes of what is left of values."""
+    found = {}
+    for name, plain in (("keys.klt.sized", "keys.klt.before"), ("values.klt.sized", "values.klt")):
+        found |= {
+            f"{name}.steps": 0.9 * tensors[f"{plain}.steps"],
+            f"{name}.errors": tensors[f"{plain}.errors"].clone(),
+        }
+    values = tensors["values.klt.basis"]
+    turned = torch.linalg.qr(torch.randn(values.shape, generator=generator)).Q
+    found["values.klt.predicted.basis"] = values @ turned
+    found["values.klt.predicted.matrix"] = 0.2 * torch.randn(values.shape, generator=generator)
+    for kind in ("steps", "errors"):
+        found[f"values.klt.predicted.{kind}"] = 0.8 * tensors[f"values.klt.{kind}"]
+    return found
 
 
 def toy_thresholds(

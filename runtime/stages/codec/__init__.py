@@ -8,6 +8,7 @@ from calib.runtime.stages.codec.dual_scale import DualScale
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.codec.scaled_channels import ScaledChannels
+from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.token_range import TokenRange
 from calib.runtime.stages.codec.uniform import UniformQuant
@@ -23,6 +24,7 @@ __all__ = [
     "Exact",
     "MixedQuant",
     "ScaledChannels",
+    "Sized",
     "Sparse",
     "TokenRange",
     "UniformQuant",

@@ -75,11 +75,15 @@ class MixedQuant(Codec):
     def made(self, tile: Block, matrix: Tensor) -> Tensor:
         """`matrix [kv_heads, D, components + 1]` times the codes of a tile and a 1 behind them: float32 `[..., kv_heads, D,
         tokens]`."""
-        codes = unpack_columns(spread_heads(tile["words"], self.counts), self.widths, self.components)
+        codes = self.codes(tile)
         wider = codes.new_empty(*codes.shape[:-2], self.components + 1, codes.shape[-1], dtype=torch.float32)
         wider[..., :-1, :].copy_(codes)
         wider[..., -1, :].fill_(1)
         return matrix @ wider
+
+    def codes(self, tile: Block) -> Tensor:
+        """The codes of a tile: int16 `[..., kv_heads, components, tokens]`."""
+        return unpack_columns(spread_heads(tile["words"], self.counts), self.widths, self.components)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """Half a step, and what lies beyond [-1, 1]; of a component that its head has no word for, nothing is known."""

@@ -43,7 +43,8 @@ class Basis(Transform):
         back: float16 `[kv_heads, N, D]`: M, transposed, for a step of each component's codes, in units of `size`.
         size: float32 `[kv_heads, 1, 1]`, powers of two.
         gain: float32 `[kv_heads, 1, N]`, powers of two: `size` over the codes' steps, so that M is the product of `back` and it.
-        origin: float32 `[kv_heads, 1, D]`: x^ where all codes are 0.
+        origin: float32 `[kv_heads, 1, D]`: x^ where all codes are 0, of a token of size 1.
+        sized: whether codes are of tokens over their own size (`codec/sized.py`).
     """
 
     mean: Tensor
@@ -54,9 +55,19 @@ class Basis(Transform):
     size: Tensor
     gain: Tensor
     origin: Tensor
+    sized: bool = False
 
     @classmethod
-    def of(cls, mean: Tensor, into: Tensor, back: Tensor, spread: Tensor, step: Tensor, least: Tensor) -> "Basis":
+    def of(
+        cls,
+        mean: Tensor,
+        into: Tensor,
+        back: Tensor,
+        spread: Tensor,
+        step: Tensor,
+        least: Tensor,
+        sized: bool = False,
+    ) -> "Basis":
         """From E `into [kv_heads, D, N]` and M `back [kv_heads, N, D]` float64, the channels' standard deviations `spread
         [kv_heads, D]`, the `step [N]` of codes, powers of two, and the `least [N]` that a code of 0 stands for."""
         unit = (_power(spread.double() * REACH)[:, None] / 2**TOKEN_BITS).clamp(min=LEAST_UNIT)
@@ -75,6 +86,7 @@ class Basis(Transform):
             size.float(),
             (size / step.double()).float(),
             origin.float(),
+            sized,
         )
 
     @property
@@ -92,12 +104,17 @@ class Basis(Transform):
         return (y * self.gain) @ self.back.float() + self.mean
 
     def of_codes(self) -> Tensor:
-        """x^ = size back^T c + origin as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`."""
-        return torch.cat([self.back.float() * self.size, self.origin], -2).mT
+        """x^ = size back^T c + origin as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`. Of a token of
+        size s, x^ = size back^T s c + s (origin - mean) + mean: `[kv_heads, D, N + 2]`."""
+        offsets = [self.origin - self.mean, self.mean] if self.sized else [self.origin]
+        return torch.cat([self.back.float() * self.size, *offsets], -2).mT
 
     def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor:
-        """sum p x^ = size back^T sum p c + origin sum p."""
-        return torch.addcmul(self.origin * mass, mixed @ self.back.float(), self.size)
+        """sum p x^ = size back^T sum p c + origin sum p; the last of sized numbers is sum p s."""
+        if not self.sized:
+            return torch.addcmul(self.origin * mass, mixed @ self.back.float(), self.size)
+        offset = torch.addcmul(self.mean * mass, self.origin - self.mean, mixed[..., -1:])
+        return offset.addcmul_(mixed[..., :-1] @ self.back.float(), self.size)
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables:
         """For keys of codes."""

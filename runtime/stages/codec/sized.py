@@ -1,0 +1,139 @@
+"""A size for every token: components over the token's own size, and then the codec of components.
+
+Tokens of one head differ in length far more than their components do in shape, so one step for all is too wide for most and too
+narrow for some. The size s is the root mean square of a token's components in units of their calibrated deviations, rounded to
+half an octave:
+
+    s = 2^((i - 5) / 2), i = 0 ... 15        y^ = s D(E(y / s))
+
+Four bits for each token, KV head and stream, four heads to a word of 16 bits. In attention it is a factor on scores and on weights.
+(TurboQuant and others keep a norm of 16 bits.)
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from calib.kernels.pack.reference import pack_away, unpack, unpack_columns, words_per_token
+from calib.runtime.device.graph_inputs import upload
+from calib.runtime.paging.field import Block, Field
+from calib.runtime.stages.codec.direction import norm
+from calib.runtime.stages.codec.mixed import MixedQuant
+from calib.runtime.stages.contract import Codec, Segment
+
+SIZE_BITS = 4  # of a token, KV head and stream
+FIRST = 5  # the number of size 1
+PER_OCTAVE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Sized(Codec):
+    """`codec` of y / s.
+
+    Args:
+        codec: of components in units of their ranges, which are those of sized tokens.
+        weights: float32 `[kv_heads, 1, components]`: what makes the root mean square of a token's components their norm, one over
+            deviation and root of how many there are; 0 for a component that its head has no word for.
+    """
+
+    codec: MixedQuant
+    weights: Tensor
+
+    @property
+    def component_codes(self) -> "Sized":
+        """Itself: codes times sizes, and behind them the size, which an offset of all codes is multiplied by."""
+        return self
+
+    @property
+    def piece(self) -> int:
+        """The codec's."""
+        return self.codec.piece
+
+    def token_group(self) -> int:
+        """Every token stands alone."""
+        return 1
+
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """The codec's words, and the sizes of all heads."""
+        sizes = Field(1, size_words(len(self.codec.counts)), torch.int16, "parameters", shared=True)
+        return self.codec.fields(head_dim, dtype, fp32_params, segment) | {"sizes": sizes}
+
+    def fp32_params(self, x: Tensor) -> bool:
+        """No: a size is a number of four bits."""
+        return False
+
+    def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
+        """y `[batch, kv_heads, tokens, components]` -> words, and sizes int16 `[batch, 1, tokens, W]`."""
+        number = size_number(norm(x * self.weights))
+        words = self.codec.encode(x / _sizes(x.device)[number])
+        packed = pack_away(number.squeeze(-1).mT.to(torch.int16, copy=True), SIZE_BITS)
+        return {**words, "sizes": packed.unsqueeze(1)}
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """y^ float32 `[..., kv_heads, tokens, components]`."""
+        number = unpack(block["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
+        return self.codec.decode(block, channels) * _sizes(number.device)[number.mT.int()].unsqueeze(-1)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """The codec's of y / s, times s."""
+        size = _sizes(x.device)[size_number(norm(x * self.weights))]
+        return self.codec.error_bound(x / size) * size
+
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
+        """`query [..., kv_heads, rows, components]` float32 -> logits: the codec's times the tokens' sizes."""
+        return self.codec.scores(query, tile) * self.sizes(tile)
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 and sizes, times the components."""
+        return self.codec.mix(weights * self.sizes(tile), tile, channels)
+
+    def made(self, tile: Block, matrix: Tensor) -> Tensor:
+        """`matrix [kv_heads, D, components + 2]` times s c, s and 1: float32 `[..., kv_heads, D, tokens]`."""
+        codes, size = self.codec.codes(tile), self.sizes(tile)
+        wider = torch.empty(*codes.shape[:-2], codes.shape[-2] + 2, codes.shape[-1], device=codes.device)
+        torch.mul(codes, size, out=wider[..., :-2, :])
+        wider[..., -2:-1, :].copy_(size)
+        wider[..., -1, :].fill_(1)
+        return matrix @ wider
+
+    def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 times s c and s: `[..., kv_heads, rows, components + 1]`."""
+        sized = weights * self.sizes(tile)
+        return torch.cat([self.codec.mixed_codes(sized, tile), sized.sum(-1, keepdim=True)], -1)
+
+    def sizes(self, tile: Block) -> Tensor:
+        """s of a tile's tokens: float32 `[..., kv_heads, 1, tokens]`."""
+        number = unpack_columns(tile["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
+        return _sizes(number.device)[number.int()].unsqueeze(-2)
+
+
+def size_words(heads: int) -> int:
+    """Words of 16 bits that hold a token's sizes of so many KV heads."""
+    return words_per_token(heads, SIZE_BITS)
+
+
+def size_number(root_mean_square: Tensor) -> Tensor:
+    """i of the nearest size: int64 of the shape given. By comparison, which every device does alike."""
+    return torch.bucketize(root_mean_square, _between(root_mean_square.device))
+
+
+def sized(root_mean_square: Tensor) -> Tensor:
+    """The nearest size, float32."""
+    return _sizes(root_mean_square.device)[size_number(root_mean_square.float())]
+
+
+@lru_cache
+def _sizes(device: torch.device) -> Tensor:
+    numbers = range(1 << SIZE_BITS)
+    return upload([2.0 ** ((number - FIRST) / PER_OCTAVE) for number in numbers], torch.float32, device)
+
+
+@lru_cache
+def _between(device: torch.device) -> Tensor:
+    """Where the nearest of two neighbours changes, by their ratio."""
+    numbers = range((1 << SIZE_BITS) - 1)
+    return upload([2.0 ** ((number + 0.5 - FIRST) / PER_OCTAVE) for number in numbers], torch.float32, device)
