@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-decode short-prompt tables importance gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
-fit eval tables importance gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
-fit eval tables importance gear-table csr-table specache-table klt-table rivals-table: export ONEDNN_MAX_CPU_ISA = AVX2
+fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
+fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ONEDNN_MAX_CPU_ISA = AVX2
 
 fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifact
 	$(BIN)/calib fit --config configs/tiny.yaml
@@ -111,6 +111,11 @@ importance: .venv/dev.stamp  ## what importance is worth: the table of docs/resu
 	cp runs/eval/importance/report.md docs/results/importance/table.md
 	cp runs/eval/importance/results.json benchmarks/results/importance.json
 	$(BIN)/python benchmarks/salient_answers.py --write
+
+policies: .venv/dev.stamp fit  ## which tokens MiKV and H2O keep, ZipCache block by block: docs/results/importance/policies.md, a quarter of an hour
+	$(BIN)/calib eval --config eval/policies.yaml --output runs/eval/policies
+	cp runs/eval/policies/report.md docs/results/importance/policies.md
+	cp runs/eval/policies/results.json benchmarks/results/policies.json
 
 # The tasks are the last entry of the file, so that TEXT is one more; rows with a value a column take that of text for it.
 gear-table: BEHIND := gear_errors

@@ -74,6 +74,7 @@ PICTURES = (
         "agreement on Wikipedia",
         {
             "klt (calibrated)": ["klt-1", "klt-1.5", "klt-2", "klt-3"],
+            "klt, sizes and predictions": ["klt-1-predicted", "klt-1.5-predicted", "klt-2-predicted", "klt-3-predicted"],
             "KIVI": ["kivi-2", "kivi-3", "kivi-4"],
             "TurboQuant": ["turboquant-2", "turboquant-3", "turboquant-4"],
             "KVQuant": ["kvquant-2", "kvquant-3", "kvquant-4"],
@@ -87,10 +88,10 @@ PICTURES = (
             "oscar-2": "OSCAR, 2 bits",
             "csr-6-int4": "CSR-6, 4-bit coefficients",
         },
-        (5e-3, 1.0),
+        (3e-3, 1.0),
     ),
 )
-COLOURS = ("#0b6e4f", "#b23a48", "#6a4c93", "#b06000")
+COLOURS = ("#0b6e4f", "#b23a48", "#6a4c93", "#b06000", "#1f5fa8")
 GREY = "#555"
 
 WIDTH, HEIGHT = 760, 400
