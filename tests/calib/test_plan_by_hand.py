@@ -87,7 +87,9 @@ def test_statistics_and_the_artifact(plan):
     assert sizes["channel_range"] == 4 * 4 * channels
     assert sizes["residual_basis"] - 2 * 8 == 2 * 2 * 8 * channels * 128  # two forms, two widths, float64
     assert sizes["vectors"] == 32 * 32768 * (2 * 128 * 2 + 8)
-    moment = 8 * channels * 128  # float64, of every head of every layer; of the three streams of klt, of queries, of values by keys
+    moment = (
+        8 * channels * 128
+    )  # float64, of every head of every layer; of the three streams of klt, of queries, of values by keys
     assert sizes["second_moments"] == 6 * moment + 3 * 8 * channels + 8 * 32
     assert sizes["sensitivity"] == 3 * moment + 8 * 32
     assert sizes["components"] == 3 * 8 * channels * (2 + 8 * 16 + 8 * 6) + 8 * 32
@@ -95,7 +97,9 @@ def test_statistics_and_the_artifact(plan):
     ranges, thresholds = 7 * 4 * channels, 4 * 4 * 3 * (channels + 32 * 32 + 32) + 3 * 4
     clip, bases = 7 * 32 * 32 * bits * 4, 4 * channels * 8 * 4
     dictionaries = 32 * 8192 * (128 + 64) * 2 + 2 * (32 * 8 + 32 * 32 * 4)
-    transforms = 4 * channels * (3 * (1 + 128 + 8 + 9) + 2 * (8 + 9) + 128 + 8 + 9 + 128)  # three streams, two sized, one predicted
+    transforms = (
+        4 * channels * (3 * (1 + 128 + 8 + 9) + 2 * (8 + 9) + 128 + 8 + 9 + 128)
+    )  # three streams, two sized, one predicted
     written = ranges + thresholds + clip + bases + dictionaries + transforms
     assert written < plan["artifact"]["bytes"] < 1.002 * written  # the header and its figures
 

@@ -311,7 +311,6 @@ CASES = [
         contract=True,
     ),
     # A fifth at 3 bits, the rest at 1, and every token's position: 32/(2 * 64).
-    Case("klt-sized", "klt", 2, {"bits": 2, "window": 20, "block": 8, "size": True}, artifact=True),
     Case(
         "klt-predicted",
         "klt",
@@ -335,7 +334,6 @@ CASES = [
         1.6,
         {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20, "rope": "after"},
         artifact=True,
-        contract=True,
     ),
     # Two outliers of 16 bits and an index of 8 for the 128 channels of a token, and of values 32 bits for its range.
     Case("kvquant", "kvquant", 4.5, artifact=True, contract=True),

@@ -269,7 +269,9 @@ def in_tiers(store: TieredStore, row: int) -> Held:
 def predictions(prediction: Prediction, widths: tuple[int, ...], y: Tensor) -> Tensor:
     """What components `y [kv_heads, T, N]` of decoded keys say of their values: a half step of b bits is 2^-b."""
     fields = y.shape[-1] // len(widths)
-    half_steps = y.nan_to_num() * torch.tensor([2.0**width for width in widths for _ in range(fields)], dtype=torch.float64)
+    half_steps = y.nan_to_num() * torch.tensor(
+        [2.0**width for width in widths for _ in range(fields)], dtype=torch.float64
+    )
     return half_steps @ prediction.table.double() * prediction.unit.double()
 
 
