@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-needle smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -90,6 +90,13 @@ smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_long/report.md > docs/results/smollm2/long.md
 	cp runs/eval/smollm2_long/results.json benchmarks/results/smollm2_long.json
 	$(BIN)/python benchmarks/smollm2_summary.py
+
+smollm2-needle: $(SMOLLM2)/config.json  ## a number hidden in 512 and 2,048 tokens; half an hour, behind `make smollm2`; TEST and ONLY as above
+	mkdir -p runs/eval
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*split: test}|"$(TEST)"|') -e '' configs/eval/smollm2_needle.yaml > runs/eval/smollm2_needle.yaml
+	$(BIN)/calib eval --config runs/eval/smollm2_needle.yaml --model $(SMOLLM2) --output runs/eval/smollm2_needle $(if $(ONLY),--only $(ONLY))
+	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_needle/report.md > docs/results/smollm2/needle.md
+	cp runs/eval/smollm2_needle/results.json benchmarks/results/smollm2_needle.json
 
 short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every block, of the artifact: 896 tokens behind 128; TEST and ONLY as above
 	mkdir -p runs/eval
