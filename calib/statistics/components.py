@@ -16,6 +16,7 @@ from calib.capture.shape import Shape
 from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.sized import sized
+from calib.runtime.stages.transform import inverse
 from calib.statistics.contract import Statistic, tokens_of
 from calib.statistics.transform_basis import Bases, Rest
 from calib.statistics.transformed_streams import coded, streams, vectors
@@ -109,7 +110,7 @@ class Components(Statistic):
         size = size_of(keys, deviation)
         code = (keys / size / steps).add_(last / 2).round_().clamp_(min=0)
         decoded = (torch.minimum(code, last) - last / 2) * steps * size
-        of_keys = rest.transform[layer] @ rest.matrix[layer] @ torch.linalg.inv(bases.transform[2, layer])
+        of_keys = rest.transform[layer] @ rest.matrix[layer] @ inverse(bases.transform[2, layer])
         left = values @ rest.transform[layer].float().to(device).mT - decoded @ of_keys.float().to(device).mT
         return left, rest.deviation[layer].to(device, torch.float32)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calib.runtime.stages.transform import inverse
 from calib.statistics.residual_basis import leading
 from calib.statistics.second_moments import SecondMoments
 from calib.statistics.sensitivity import Sensitivity
@@ -108,10 +109,10 @@ def rest_of_values(moments: SecondMoments, weight: Tensor, covariance: Tensor, k
     """From the `keys`' transform and its components' `deviation`, and the `weight` of values' errors."""
     variance = deviation.square()
     theta = water_level(variance, CODED)[..., None]
-    columns = torch.linalg.inv(keys)
+    columns = inverse(keys)
     noise = columns * variance.minimum(theta)[..., None, :] @ columns.mT
     coded, crossed = shrunk(covariance[2]) + noise, moments.values_by_keys()
-    matrix = torch.linalg.solve(coded, crossed, left=False)
+    matrix = torch.cholesky_solve(crossed.mT, torch.linalg.cholesky(coded)).mT
     shared = matrix @ crossed.mT
     left = covariance[1] - shared - shared.mT + matrix @ (covariance[2] + noise) @ matrix.mT
     bits = ((variance / theta).log2() / 2).round().clamp(0, 8).long()

@@ -18,7 +18,7 @@ from calib.runtime.artifact.transform_tensors import LOSSES, PREDICTED
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.stages.codec import Codec, MixedQuant, Sized
 from calib.runtime.stages.prediction import Prediction
-from calib.runtime.stages.transform import Basis
+from calib.runtime.stages.transform import Basis, inverse
 
 ROPE = ("before", "after")
 READER = "klt"  # the method that misses what is missing
@@ -210,9 +210,7 @@ def _inverse(name: str, layer: int, rows: Tensor) -> Tensor:
     """Of each head's basis, float64 `[kv_heads, D, D]`."""
     # Rows of one length: a component may count as little as it likes, but must point somewhere else than the others.
     lengths = rows.norm(dim=-1, keepdim=True)
-    # Q R and not L U: that of MKL is wrong for matrices of 256 once `torch.set_num_threads` was called with 2 or more.
-    orthonormal, upper = torch.linalg.qr(rows / lengths)
-    columns = torch.linalg.solve_triangular(upper, orthonormal.mT, upper=True)
+    columns = inverse(rows / lengths)
     condition = (columns.norm(dim=(-2, -1)) * math.sqrt(rows.shape[-1])).nan_to_num(nan=torch.inf, posinf=torch.inf)
     if not bool((condition <= MOST_CONDITION).all()):
         head = int((~(condition <= MOST_CONDITION)).nonzero()[0])
