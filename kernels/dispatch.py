@@ -1,4 +1,4 @@
-"""Which form of an operation runs: plain torch (`reference.py`) or Triton (`triton.py`). Callers do not ask.
+"""Which form of an operation runs: plain torch (`reference.py`), Triton (`triton.py`), or C on a CPU (`cpu.py`). Callers do not ask.
 
 Each operation has a function in its `operation.py` that takes the one or the other, by the device first and then by what
 its kernel serves (dtypes, widths; its README says what). Both give the same result: equal bits where bits are stored,
@@ -34,6 +34,11 @@ def prefers_triton(device: torch.device) -> bool:
         _check_forced(device)
         return True
     return device.type == "cuda" and _serves(device.index)
+
+
+def prefers_compiled(device: torch.device) -> bool:
+    """Whether tensors on `device` go to C that is compiled for it, where there is a compiler and nothing is forced or traced."""
+    return device.type == "cpu" and not os.environ.get(VARIABLE) and not torch.compiler.is_compiling()
 
 
 def _check_forced(device: torch.device) -> None:

@@ -110,19 +110,6 @@ class Rotation:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
-    @staticmethod
-    def scores_across(query: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`query [rows, heads, n, D]` times `x [rows, heads, D, tokens]`, tokens last, moved forward by the positions of `cos` and
-        `sin [..., r/2, tokens]`: `[rows, heads, n, tokens]`. Of `x` the second half is overwritten: with each half in a tensor of
-        its own, a tile is passed over four times where putting both back takes five."""
-        half = cos.shape[-2]
-        first, second, rest = x[..., :half, :], x[..., half : 2 * half, :], x[..., 2 * half :, :]
-        moved = (first * cos).addcmul_(second, sin, value=-1)
-        second.mul_(cos).addcmul_(first, sin)
-        found = query[..., :half] @ moved
-        found += query[..., half : 2 * half] @ second
-        return found + query[..., 2 * half :] @ rest if rest.shape[-2] else found
-
     def _agrees(self, embedding: Any, kind: str) -> bool:
         """Whether the model's function turns a vector as ours does."""
         apply = getattr(sys.modules[type(embedding).__module__], "apply_rotary_pos_emb", None)

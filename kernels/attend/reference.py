@@ -10,7 +10,8 @@ tokens). A tile has its **tokens last**: words `[..., W, T]`, parameters `[..., 
 import torch
 from torch import Tensor
 
-from calib.kernels.pack.reference import Widths, unpack_columns
+from calib.kernels.pack.heads import spread_heads
+from calib.kernels.pack.reference import Widths, planes, unpack_columns
 
 
 def code_scores(query: Tensor, words: Tensor, bits: int | Widths) -> Tensor:
@@ -26,47 +27,39 @@ def code_mix(weights: Tensor, words: Tensor, bits: int | Widths, channels: int) 
     return weights @ unpack_columns(words, bits, channels).float().mT
 
 
-def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:
-    """q.x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z.
+def keys_of_codes(
+    words: Tensor, bits: int | Widths, counts: tuple[int, ...], matrix: Tensor, sizes: Tensor | None = None
+) -> Tensor:
+    """`matrix [kv_heads, D, n + 1]` times the codes of a tile and a 1 behind them, of sizes s times s c, s and 1: float32
+    `[..., kv_heads, D, tokens]`. Words and `counts` as in `kernels/pack/heads.py`; `sizes [..., kv_heads, 1, tokens]`."""
+    codes = unpack_columns(spread_heads(words, counts), bits, planes(bits) * max(counts))
+    *lead, components, tokens = codes.shape
+    numbers = torch.empty(*lead, matrix.shape[-1], tokens, device=codes.device)
+    if sizes is None:
+        numbers[..., :components, :].copy_(codes)
+    else:
+        torch.mul(codes, sizes, out=numbers[..., :components, :])
+        numbers[..., components:-1, :].copy_(sizes)
+    numbers[..., -1, :].fill_(1)
+    return matrix @ numbers
 
-    Parameters of a whole channel go into the query, those of a whole token into its scores, which are fewer than its codes;
-    where both axes are divided into groups, the codes of the tile are scaled.
-    """
-    channels = query.shape[-1]
+
+def rotated_scores(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`query [..., rows, D]` times `keys [..., D, tokens]` moved forward by the positions of `cos` and `sin [..., r/2, tokens]`:
+    `[..., rows, tokens]`. Of the keys the second half is overwritten: with each half in a tensor of its own, a tile is passed over
+    four times where putting both back takes five."""
+    half = cos.shape[-2]
+    first, second, rest = keys[..., :half, :], keys[..., half : 2 * half, :], keys[..., 2 * half :, :]
+    moved = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    found = query[..., :half] @ moved
+    found += query[..., half : 2 * half] @ second
+    return found + query[..., 2 * half :] @ rest if rest.shape[-2] else found
+
+
+def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
+    """x^ = c s + z of a tile, float32 `[..., D, T]`; `parameters` float32, one s and z for each group of channels x tokens."""
     codes = unpack_columns(words, bits, channels).float()
-    parameters = parameters.float()
-    columns, blocks, tokens = parameters.shape[-2] // 2, parameters.shape[-1], codes.shape[-1]
-    scale, zero = parameters.chunk(2, -2)
-    if (columns, blocks) == (channels, 1):
-        return (query * scale.mT) @ codes + query @ zero
-    if (columns, blocks) == (1, tokens):
-        return torch.addcmul(query.sum(-1, keepdim=True) * zero, query @ codes, scale)
-    if columns < channels:
-        return query @ _scaled(codes, parameters)
-    codes.unflatten(-1, (blocks, -1)).mul_(scale.unsqueeze(-1))
-    scores = query @ codes
-    scores.unflatten(-1, (blocks, -1)).add_((query @ zero).unsqueeze(-1))
-    return scores
-
-
-def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
-    """sum_t p_t x^_t: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32; as `uniform_scores` scales."""
-    codes = unpack_columns(words, bits, channels).float()
-    parameters = parameters.float()
-    columns, blocks, tokens = parameters.shape[-2] // 2, parameters.shape[-1], codes.shape[-1]
-    scale, zero = parameters.chunk(2, -2)
-    if (columns, blocks) == (channels, 1):
-        return (weights @ codes.mT) * scale.mT + weights.sum(-1, keepdim=True) * zero.mT
-    if (columns, blocks) == (1, tokens):
-        return (weights * scale) @ codes.mT + weights @ zero.mT
-    if columns < channels:
-        return weights @ _scaled(codes, parameters).mT
-    codes.unflatten(-1, (blocks, -1)).mul_(scale.unsqueeze(-1))
-    return weights @ codes.mT + weights.unflatten(-1, (blocks, -1)).sum(-1) @ zero.mT
-
-
-def _scaled(codes: Tensor, parameters: Tensor) -> Tensor:
-    """x^ = c s + z, which overwrites `codes [..., D, T]`; one s and z for each group of channels x tokens."""
     columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
     grouped = codes.unflatten(-1, (blocks, -1)).unflatten(-3, (columns, -1))
     scale, zero = parameters.unflatten(-2, (2, columns, 1)).unsqueeze(-1).unbind(-5)

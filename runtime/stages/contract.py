@@ -66,8 +66,9 @@ class ComponentCodes(Protocol):
     Of a token there are n numbers: its codes, or its codes times its size and the size (`codec/sized.py`).
     """
 
-    def made(self, tile: Block, matrix: Tensor) -> Tensor:
-        """`matrix [kv_heads, D, n + 1]` times the numbers of a tile and a 1 behind them: `[..., kv_heads, D, tokens]`."""
+    def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`query [..., kv_heads, rows, D]` float32 times keys before RoPE, turned by `cos` and `sin [..., r/2, tokens]`: the keys are
+        `matrix [kv_heads, D, n + 1]` times the numbers of a tile and a 1 behind them."""
         ...
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:

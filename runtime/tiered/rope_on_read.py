@@ -41,14 +41,14 @@ class RopeOnRead:
             )
         return Rotation.rotated(keys, *self.rotation.at(positions))
 
-    def scores_across(self, query: Tensor, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
-        """`query [rows, kv_heads, query rows, D]` against `keys [rows, kv_heads, D, tokens]`, which are overwritten."""
+    def across(self, tier: Tier, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of a tile's tokens, tokens last: float32 `[r/2, tokens]`, or where rows or heads differ `[rows, kv_heads or 1,
+        r/2, tokens]`."""
         positions = tier.positions(*tile[:3])
         if isinstance(positions, slice):
-            cos_sin = _between(self.forward, self.rotation.across, positions.start, positions.stop, keys)
-            return Rotation.scores_across(query, keys, *cos_sin)
+            return _between(self.forward, self.rotation.across, positions.start, positions.stop, like)
         cos, sin = self.rotation.at(positions)
-        return Rotation.scores_across(query, keys, cos.mT, sin.mT)
+        return cos.mT, sin.mT
 
 
 def tables_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import oracle
 import pytest
 import torch
 
+from calib.kernels.attend.reference import keys_of_codes
 from calib.runtime.artifact.components import _inverse
 from calib.runtime.stages.codec import MixedQuant
 from calib.runtime.stages.codec.encoded import encoded
@@ -70,7 +71,7 @@ def test_codes_and_a_one_make_what_decoding_and_the_way_back_make():
     block = quant.encode(transform.forward(tokens()))
     wanted = transform.inverse(quant.decode(block, transform.components))
     matrix = transform.of_codes()
-    found = quant.made({"words": block["words"].mT}, matrix)
+    found = keys_of_codes(block["words"].mT, WIDTHS, COUNTS, matrix)
     assert matrix.shape == (HEADS, CHANNELS, transform.components + 1)
     assert found.dtype == torch.float32 and (found.mT - wanted).abs().max() < 2e-6 * wanted.abs().max()
 

@@ -5,6 +5,7 @@ import torch
 from toy_models import random_model
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from calib.kernels.attend.reference import rotated_scores
 from calib.runtime.rotation import Rotation
 
 
@@ -49,7 +50,7 @@ def test_scores_of_tokens_last_are_those_of_rotated_keys(rotation, rest):
     channels = 2 * len(rotation.frequencies) + rest
     keys, query = (torch.randn(2, 3, n, channels, generator=draw) for n in (50, 6))
     wanted = query.double() @ rotation.rotated(keys, cos.mT, sin.mT).double().mT
-    found = rotation.scores_across(query, keys.mT.contiguous(), cos, sin)
+    found = rotated_scores(query, keys.mT.contiguous(), cos, sin)
     assert found.dtype == torch.float32 and torch.allclose(found.double(), wanted, atol=2e-5)
 
 

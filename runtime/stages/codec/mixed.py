@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.attend.reference import code_mix, code_scores
+from calib.kernels.attend.products import code_mix, code_scores, turned_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns
 from calib.runtime.device.graph_inputs import upload
@@ -72,14 +72,12 @@ class MixedQuant(Codec):
         words = spread_heads(block["words"].mT, self.counts).mT
         return unpack(words, self.widths, self.components) * self.step(words.device) + self.least(words.device)
 
-    def made(self, tile: Block, matrix: Tensor) -> Tensor:
-        """`matrix [kv_heads, D, components + 1]` times the codes of a tile and a 1 behind them: float32 `[..., kv_heads, D,
-        tokens]`."""
-        codes = self.codes(tile)
-        wider = codes.new_empty(*codes.shape[:-2], self.components + 1, codes.shape[-1], dtype=torch.float32)
-        wider[..., :-1, :].copy_(codes)
-        wider[..., -1, :].fill_(1)
-        return matrix @ wider
+    def turned_scores(
+        self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
+    ) -> Tensor:
+        """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s, `components + 2` columns for s c, s
+        and 1."""
+        return turned_scores(query, tile["words"], self.widths, self.counts, matrix, cos, sin, sizes)
 
     def codes(self, tile: Block) -> Tensor:
         """The codes of a tile: int16 `[..., kv_heads, components, tokens]`."""
@@ -96,7 +94,7 @@ class MixedQuant(Codec):
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
         folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
-        return code_scores(folded, spread_heads(tile["words"], self.counts), self.widths) + zero
+        return code_scores(folded, tile["words"], self.widths, self.counts) + zero
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
@@ -105,7 +103,7 @@ class MixedQuant(Codec):
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
-        return code_mix(weights, spread_heads(tile["words"], self.counts), self.widths, self.components)
+        return code_mix(weights, tile["words"], self.widths, self.components, self.counts)
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
         """Words of all heads side by side, and fixed steps."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.pack.reference import unpack_columns
+from calib.kernels.attend.products import scaled_mix, scaled_scores
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.uniform import UniformQuant
@@ -93,22 +93,15 @@ class ScaledChannels(Codec):
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, D]` float32 against the codes of some segments."""
-        scales, step, zero, codes = self._numbers(tile, query.shape[-1])
-        shift = (query @ scales).repeat_interleave(codes.shape[-1] // scales.shape[-1], -1)
-        return (query @ codes) * step + shift * zero
+        scales, (step, zero) = tile["scales"].float(), tile["parameters"].float().chunk(2, -2)
+        shift = (query @ scales).repeat_interleave(tile["words"].shape[-1] // scales.shape[-1], -1)
+        return scaled_scores(query, tile["words"], scales, self.uniform.bits) * step + shift * zero
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the codes of some segments."""
-        scales, step, zero, codes = self._numbers(tile, channels)
-        shift = (weights * zero).unflatten(-1, (scales.shape[-1], -1)).sum(-1)
-        return (weights * step) @ codes.mT + shift @ scales.mT
-
-    def _numbers(self, tile: Block, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """c `[..., D, segments]`, s and z `[..., 1, tokens]`, and codes times c `[..., D, tokens]`, float32."""
         scales, (step, zero) = tile["scales"].float(), tile["parameters"].float().chunk(2, -2)
-        codes = unpack_columns(tile["words"], self.uniform.bits, channels).float()
-        codes.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
-        return scales, step, zero, codes
+        shift = (weights * zero).unflatten(-1, (scales.shape[-1], -1)).sum(-1)
+        return scaled_mix(weights * step, tile["words"], scales, self.uniform.bits) + shift @ scales.mT
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
         """As the quantiser's, with each page's channel scales."""

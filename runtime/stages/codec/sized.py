@@ -91,14 +91,9 @@ class Sized(Codec):
         """`weights [..., kv_heads, rows, tokens]` float32 and sizes, times the components."""
         return self.codec.mix(weights * self.sizes(tile), tile, channels)
 
-    def made(self, tile: Block, matrix: Tensor) -> Tensor:
-        """`matrix [kv_heads, D, components + 2]` times s c, s and 1: float32 `[..., kv_heads, D, tokens]`."""
-        codes, size = self.codec.codes(tile), self.sizes(tile)
-        wider = torch.empty(*codes.shape[:-2], codes.shape[-2] + 2, codes.shape[-1], device=codes.device)
-        torch.mul(codes, size, out=wider[..., :-2, :])
-        wider[..., -2:-1, :].copy_(size)
-        wider[..., -1, :].fill_(1)
-        return matrix @ wider
+    def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys are `matrix [kv_heads, D, components + 2]` times s c, s and 1."""
+        return self.codec.turned_scores(query, tile, matrix, cos, sin, self.sizes(tile))
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times s c and s: `[..., kv_heads, rows, components + 1]`."""

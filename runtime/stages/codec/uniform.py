@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.attend.reference import uniform_mix, uniform_scores
-from calib.kernels.pack.reference import unpack, unpack_columns, words_per_token
+from calib.kernels.attend.products import code_mix, code_scores, uniform_mix, uniform_scores
+from calib.kernels.pack.reference import unpack, words_per_token
 from calib.kernels.quantise.operation import encode_fixed, encode_uniform
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.kernels.quantise.reference import dequantise, measure
@@ -152,16 +152,15 @@ class UniformQuant(Codec):
         if self.group is not None:
             return uniform_scores(query, tile["words"], tile["parameters"], self.bits)
         scale, zero = self.fixed(query)
-        codes = unpack_columns(tile["words"], self.bits, query.shape[-1]).float()
-        return (query * scale) @ codes + query.sum(-1, keepdim=True) * zero
+        return code_scores(query * scale, tile["words"], self.bits) + query.sum(-1, keepdim=True) * zero
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, channels]` from the codes."""
         if self.group is not None:
             return uniform_mix(weights, tile["words"], tile["parameters"], self.bits, channels)
         scale, zero = self.fixed(weights)
-        codes = unpack_columns(tile["words"], self.bits, channels).float()
-        return (weights @ codes.mT) * scale + weights.sum(-1, keepdim=True) * zero
+        mixed = code_mix(weights, tile["words"], self.bits, channels)
+        return mixed * scale + weights.sum(-1, keepdim=True) * zero
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
         """Words, and their parameters where these lie: in the pages, in the rows' own parameters (`shared`), or nowhere."""

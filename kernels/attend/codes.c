@@ -1,0 +1,292 @@
+/* Attention's products with packed codes on a CPU, in one pass over the words: what `reference.py` says in plain torch.
+
+   Tokens lie last, so a vector is 16 tokens of one channel. A field is masked where it lies in its word, and the factor that it meets
+   is divided by 2^(its first bit), which is exact: one operation fewer for every code. Query rows are few, and a constant of the
+   compiler. `cpu.py` says what shapes are. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define MOST_ROWS 8
+#define MOST_CHANNELS 512
+#define VECTORS 4   /* of a tile at most: tokens whose sums lie in registers */
+#define CHUNK 256   /* tokens of one unit of work */
+#define AXES 8      /* channels of keys that are put together at once */
+#define PAIR 2      /* vectors of tokens then */
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
+
+/* A batch of heads, items in all. Channel c is field c / wide of word c % wide; a head with fewer words has no such channel. */
+typedef struct {
+    const int16_t *words;
+    const int32_t *begins; /* the first word of each head in a row that all share, and the last one's end; or NULL */
+    int64_t row_stride, head_stride, word_stride;
+    int32_t items, heads, wide, channels, tokens;
+    int32_t masks[16]; /* of a field where it lies */
+    float units[16];   /* 2^-(its first bit) */
+} Codes;
+
+#define INLINE __attribute__((always_inline)) static inline
+
+static const int16_t *words_of(const Codes *codes, int item, int *count) {
+    int row = item / codes->heads, head = item % codes->heads;
+    const int16_t *words = codes->words + row * codes->row_stride;
+    *count = codes->begins ? codes->begins[head + 1] - codes->begins[head] : codes->wide;
+    return words + (codes->begins ? codes->begins[head] * codes->word_stride : head * codes->head_stride);
+}
+
+/* The first `left` numbers of 16, and zeros; 16 or more are all there. */
+INLINE floats load(const float *from, int left) {
+    floats found = {0};
+    if (left >= LANES)
+        memcpy(&found, from, sizeof found);
+    else
+        memcpy(&found, from, 4 * (size_t)left);
+    return found;
+}
+
+INLINE void store(float *to, floats what, int left) {
+    if (left >= LANES)
+        memcpy(to, &what, sizeof what);
+    else
+        memcpy(to, &what, 4 * (size_t)left);
+}
+
+/* Codes of 16 tokens, times 2^(first bit). */
+INLINE floats codes_at(const int16_t *words, int32_t mask, int left) {
+    shorts found = {0};
+    if (left >= LANES)
+        memcpy(&found, words, sizeof found);
+    else
+        memcpy(&found, words, 2 * (size_t)left);
+    return __builtin_convertvector(__builtin_convertvector(found, ints) & mask, floats);
+}
+
+INLINE float sum_of(floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+/* Scores of `V` vectors of tokens, of which `left` are asked for and `room` are there, with the channels [from, until) of
+   `query [R][channels]`. */
+INLINE void scores_tile(const int R, const int V, const Codes *codes, const int16_t *words, int count, const float *query,
+                        const float *start, int from, int until, float *out, int left, int room) {
+    floats sums[MOST_ROWS][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = (floats){0} + start[r];
+    for (int first = from / codes->wide * codes->wide; first < until; first += codes->wide) {
+        int low = from > first ? from - first : 0, high = until - first < count ? until - first : count;
+        int32_t mask = codes->masks[first / codes->wide];
+        for (int w = low; w < high; w++) {
+            floats tile[VECTORS];
+            for (int v = 0; v < V; v++) tile[v] = codes_at(words + w * codes->word_stride + v * LANES, mask, room - v * LANES);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < V; v++) sums[r][v] += query[r * codes->channels + first + w] * tile[v];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r][v], left - v * LANES);
+}
+
+/* The tokens [at, stop) of an item, one group of channels after the other. */
+INLINE void scores_unit(const int R, const Codes *codes, int item, int groups, int block, const float *query, const float *scales,
+                        const float *start, float *out, int at, int stop) {
+    float asked[MOST_ROWS * MOST_CHANNELS], folded[MOST_ROWS * MOST_CHANNELS], begin[MOST_ROWS] = {0};
+    int channels = codes->channels, tokens = codes->tokens, blocks = tokens / block, done = -1, count;
+    const int16_t *words = words_of(codes, item, &count);
+    const int V = R > 4 ? VECTORS / 2 : VECTORS;
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < channels; c++)
+            asked[r * channels + c] = query[((int64_t)item * R + r) * channels + c] * codes->units[c / codes->wide];
+    while (at < stop) {
+        int own = at / block, end = (own + 1) * block < stop ? (own + 1) * block : stop;
+        if (own != done) {
+            const float *scale = scales + ((int64_t)item * blocks + own) * channels;
+            for (int r = 0; r < R; r++) {
+                begin[r] = start ? start[((int64_t)item * R + r) * blocks + own] : 0;
+                for (int c = 0; c < channels && scales; c++) folded[r * channels + c] = asked[r * channels + c] * scale[c];
+            }
+            done = own;
+        }
+        const float *taken = scales ? folded : asked;
+        int vectors = end - at >= V * LANES ? V : end - at >= 2 * LANES ? 2 : 1, room = tokens - at;
+        for (int g = 0; g < groups; g++) {
+            float *to = out + ((int64_t)item * groups + g) * R * tokens + at;
+            int from = g * (channels / groups), until = from + channels / groups;
+            if (vectors == V)
+                scores_tile(R, V, codes, words + at, count, taken, begin, from, until, to, V * LANES, V * LANES);
+            else if (vectors == 2)
+                scores_tile(R, 2, codes, words + at, count, taken, begin, from, until, to, 2 * LANES, 2 * LANES);
+            else if (room >= LANES)
+                scores_tile(R, 1, codes, words + at, count, taken, begin, from, until, to, end - at, LANES);
+            else
+                scores_tile(R, 1, codes, words + at, count, taken, begin, from, until, to, end - at, room);
+        }
+        at += vectors * LANES < end - at ? vectors * LANES : end - at;
+    }
+}
+
+/* Ones, and behind them zeros: from MASK + LANES - n on there are n ones. */
+static const float MASK[2 * LANES] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+/* Sums over tokens of `weights [R]`, rows `tokens` apart, times the codes of a channel, and times `scales` of each block. */
+INLINE void mixture(const int R, const int V, const Codes *codes, const int16_t *words, int32_t mask, const float *weights,
+                    const float *scales, int block, floats sums[MOST_ROWS][VECTORS]) {
+    int tokens = codes->tokens;
+    for (int begin = 0; begin < tokens; begin += block) {
+        int end = begin + block < tokens ? begin + block : tokens;
+        float scale = scales ? scales[(int64_t)(begin / block) * codes->channels] : 1;
+        int at = begin;
+        for (; at + V * LANES <= end; at += V * LANES)
+            for (int v = 0; v < V; v++) {
+                floats tile = codes_at(words + at + v * LANES, mask, LANES) * scale;
+                for (int r = 0; r < R; r++) sums[r][v] += load(weights + (int64_t)r * tokens + at + v * LANES, LANES) * tile;
+            }
+        for (; at + LANES <= end || (at < end && at + LANES <= tokens); at += LANES) {
+            floats tile = codes_at(words + at, mask, LANES) * scale;
+            if (end - at < LANES) tile *= load(MASK + LANES - (end - at), LANES);
+            for (int r = 0; r < R; r++) sums[r][0] += load(weights + (int64_t)r * tokens + at, LANES) * tile;
+        }
+        if (at < end) {
+            floats tile = codes_at(words + at, mask, end - at) * scale;
+            for (int r = 0; r < R; r++) sums[r][0] += load(weights + (int64_t)r * tokens + at, end - at) * tile;
+        }
+    }
+}
+
+/* The channels of word `w` of an item. */
+INLINE void mix_unit(const int R, const Codes *codes, int item, int w, int groups, int block, const float *weights,
+                     const float *scales, float *out) {
+    int channels = codes->channels, blocks = codes->tokens / block, count;
+    const int16_t *words = words_of(codes, item, &count);
+    const int V = R > 4 ? VECTORS / 2 : VECTORS;
+    for (int field = 0, c = w; c < channels; field++, c += codes->wide) {
+        floats sums[MOST_ROWS][VECTORS] = {0};
+        const float *own = weights + ((int64_t)item * groups + c / (channels / groups)) * R * codes->tokens;
+        const float *scale = scales ? scales + (int64_t)item * blocks * channels + c : 0;
+        if (w < count) mixture(R, V, codes, words + w * codes->word_stride, codes->masks[field], own, scale, block, sums);
+        for (int r = 0; r < R; r++) {
+            floats sum = sums[r][0];
+            for (int v = 1; v < V; v++) sum += sums[r][v];
+            out[((int64_t)item * R + r) * channels + c] = sum_of(sum) * codes->units[field];
+        }
+    }
+}
+
+/* Keys before RoPE: the codes of a tile and their sizes times `matrix [components + more][head_dim]`, turned by `cos` and `sin
+   [pairs][tokens]` and multiplied with `query [R][head_dim]`. Behind the components come the size, where there are sizes, and 1. */
+INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
+                        const float *sizes, const float *query, int head_dim, int pairs, const float *cos, const float *sin,
+                        float *out, int left) {
+    static const int wide = PAIR * LANES;
+    float tile[(MOST_CHANNELS + 2) * PAIR * LANES] __attribute__((aligned(64)));
+    float keys[MOST_CHANNELS * PAIR * LANES] __attribute__((aligned(64)));
+    const float *axes[MOST_CHANNELS + 2]; /* what a step of each number moves the channels */
+    int own = 0;
+    for (int field = 0; field * codes->wide < codes->channels; field++)
+        for (int w = 0; w < count; w++) axes[own++] = matrix + ((int64_t)field * codes->wide + w) * head_dim;
+    for (int more = codes->channels; more < columns; more++) axes[own++] = matrix + (int64_t)more * head_dim;
+    for (int v = 0; v < PAIR; v++) {
+        floats size = sizes ? load(sizes + v * LANES, left - v * LANES) : (floats){0} + 1;
+        float *to = tile + v * LANES;
+        for (int field = 0; field * codes->wide < codes->channels; field++)
+            for (int w = 0; w < count; w++, to += wide) {
+                const int16_t *word = words + w * codes->word_stride + v * LANES;
+                floats code = left >= (v + 1) * LANES ? codes_at(word, codes->masks[field], LANES)
+                              : left > v * LANES      ? codes_at(word, codes->masks[field], left - v * LANES)
+                                                      : (floats){0};
+                store(to, code * codes->units[field] * size, LANES);
+            }
+        if (sizes) store(to, size, LANES), to += wide;
+        store(to, (floats){0} + 1, LANES);
+    }
+    for (int d = 0; d < head_dim; d += AXES) {
+        floats sums[AXES][PAIR] = {0};
+        for (int k = 0; k < own; k++) {
+            const float *axis = axes[k] + d;
+            floats number[PAIR];
+            for (int v = 0; v < PAIR; v++) number[v] = load(tile + k * wide + v * LANES, LANES);
+            for (int a = 0; a < AXES; a++)
+                for (int v = 0; v < PAIR; v++) sums[a][v] += axis[a] * number[v];
+        }
+        for (int a = 0; a < AXES; a++)
+            for (int v = 0; v < PAIR; v++) store(keys + (d + a) * wide + v * LANES, sums[a][v], LANES);
+    }
+    for (int v = 0; v < PAIR && left > v * LANES; v++) {
+        floats sums[MOST_ROWS];
+        for (int r = 0; r < R; r++) sums[r] = (floats){0};
+        for (int p = 0; p < pairs; p++) {
+            floats near = load(keys + p * wide + v * LANES, LANES), far = load(keys + (pairs + p) * wide + v * LANES, LANES);
+            floats c = load(cos + (int64_t)p * codes->tokens + v * LANES, left - v * LANES);
+            floats s = load(sin + (int64_t)p * codes->tokens + v * LANES, left - v * LANES);
+            floats first = near * c - far * s, second = far * c + near * s;
+            for (int r = 0; r < R; r++) sums[r] += query[r * head_dim + p] * first + query[r * head_dim + pairs + p] * second;
+        }
+        for (int d = 2 * pairs; d < head_dim; d++)
+            for (int r = 0; r < R; r++) sums[r] += query[r * head_dim + d] * load(keys + d * wide + v * LANES, LANES);
+        for (int r = 0; r < R; r++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r], left - v * LANES);
+    }
+}
+
+/* Calls `function` with the number of rows as a constant. */
+#define BY_ROWS(rows, function, ...)                    \
+    switch (rows) {                                     \
+        case 1: function(1, __VA_ARGS__); break;        \
+        case 2: function(2, __VA_ARGS__); break;        \
+        case 3: function(3, __VA_ARGS__); break;        \
+        case 4: function(4, __VA_ARGS__); break;        \
+        case 5: function(5, __VA_ARGS__); break;        \
+        case 6: function(6, __VA_ARGS__); break;        \
+        case 7: function(7, __VA_ARGS__); break;        \
+        case 8: function(8, __VA_ARGS__); break;        \
+    }
+
+/* out [items][groups][rows][tokens] = start + sum over a group's channels of query [items][rows][channels] scales [items][blocks]
+   [channels] code; `scales` and `start [items][rows][blocks]` may be NULL. A block has `block` tokens. */
+void code_scores(const Codes *codes, int rows, int groups, int block, const float *query, const float *scales, const float *start,
+                 float *out, int threads) {
+    int chunk = scales || start ? (block >= CHUNK ? block : CHUNK / block * block) : CHUNK;
+    int chunks = (codes->tokens + chunk - 1) / chunk;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int unit = 0; unit < codes->items * chunks; unit++) {
+        int item = unit / chunks, at = unit % chunks * chunk, stop = at + chunk < codes->tokens ? at + chunk : codes->tokens;
+        BY_ROWS(rows, scores_unit, codes, item, groups, block, query, scales, start, out, at, stop)
+    }
+}
+
+/* out [items][rows][channels] = sum over tokens of weights [items][groups][rows][tokens] of the channel's group, scales and code. */
+void code_mix(const Codes *codes, int rows, int groups, int block, const float *weights, const float *scales, float *out,
+              int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int unit = 0; unit < codes->items * codes->wide; unit++)
+        BY_ROWS(rows, mix_unit, codes, unit / codes->wide, unit % codes->wide, groups, block, weights, scales, out)
+}
+
+/* out [items][rows][tokens] = query [items][rows][head_dim] R_t (codes, size, 1) matrix [heads][columns][head_dim]. Angles
+   [rows or 1][heads or 1][pairs][tokens] by their strides; sizes [items][tokens] or NULL. */
+void turned_scores(const Codes *codes, int rows, const float *query, int head_dim, const float *matrix, int columns,
+                   const float *sizes, const float *cos, const float *sin, int64_t angle_batch, int64_t angle_head, int pairs,
+                   float *out, int threads) {
+    int tiles = (codes->tokens + PAIR * LANES - 1) / (PAIR * LANES), heads = codes->heads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int unit = 0; unit < codes->items / heads * tiles; unit++) {
+        int row = unit / tiles, at = unit % tiles * PAIR * LANES, count;
+        /* Heads one after the other: what a tile turns by is mostly the same for all, and lies far apart. */
+        for (int head = 0; head < heads; head++) {
+            int64_t angle = row * angle_batch + head * angle_head + at, item = row * heads + head;
+            for (int p = 0; p < pairs && (head == 0 || angle_head); p++)
+                for (int v = 0; v < PAIR; v++) {
+                    __builtin_prefetch(cos + angle + (int64_t)p * codes->tokens + v * LANES);
+                    __builtin_prefetch(sin + angle + (int64_t)p * codes->tokens + v * LANES);
+                }
+            const int16_t *words = words_of(codes, item, &count) + at;
+            BY_ROWS(rows, turned_tile, codes, words, count, matrix + (int64_t)head * head_dim * columns, columns,
+                    sizes ? sizes + item * codes->tokens + at : 0, query + item * rows * head_dim, head_dim, pairs, cos + angle,
+                    sin + angle, out + item * rows * codes->tokens + at, codes->tokens - at)
+        }
+    }
+}

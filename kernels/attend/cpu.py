@@ -1,0 +1,169 @@
+"""Calls `codes.c`: a few query rows against codes as they lie in pages, on a CPU.
+
+Shapes as in `reference.py`, any leading dimensions but the heads flattened: words `[batch, kv_heads or 1, W, T]` int16 with tokens side by
+side, queries and weights float32 `[batch, kv_heads, rows, ...]`.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from calib.kernels.compiled import library
+from calib.kernels.dispatch import prefers_compiled
+from calib.kernels.pack.heads import first_words
+from calib.kernels.pack.reference import Widths, first_bits, pattern, words_per_token
+
+MOST_ROWS, MOST_CHANNELS, AXES = 8, 512, 8  # as in codes.c
+SOURCE = Path(__file__).with_name("codes.c")
+
+
+class _Codes(ctypes.Structure):
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("begins", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row_stride", "head_stride", "word_stride")),
+        *((name, ctypes.c_int32) for name in ("items", "heads", "wide", "channels", "tokens")),
+        ("masks", ctypes.c_int32 * 16),
+        ("units", ctypes.c_float * 16),
+    )
+
+
+def serves(rows: Tensor, words: Tensor, channels: int | None = None) -> bool:
+    """Whether these `rows [batch, kv_heads, R, ...]` of queries, or of weights for so many `channels`, meet `words` here."""
+    return (
+        rows.ndim == words.ndim == 4
+        and 0 < rows.shape[2] <= MOST_ROWS
+        and 0 < (rows.shape[3] if channels is None else channels) <= MOST_CHANNELS
+        and words.shape[3] > 0
+        and words.stride(3) == 1
+        and words.shape[0] in (1, rows.shape[0])
+        and prefers_compiled(rows.device)
+        and _is_plain(rows)
+        and _is_plain(words)
+        and library(SOURCE) is not None
+    )
+
+
+def _is_plain(part: Tensor) -> bool:
+    """No tensor of a tracer's, and no derivative asked for."""
+    return type(part) is Tensor and not part.requires_grad
+
+
+def code_scores(
+    query: Tensor,
+    words: Tensor,
+    bits: int | Widths,
+    counts: tuple[int, ...] | None = None,
+    groups: int = 1,
+    block: int | None = None,
+    scales: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Tensor:
+    """sum over the channels of each group of q s c: `query [batch, heads, R, D]` -> `[batch, heads, groups, R, T]`.
+
+    `scales [batch, heads, blocks, D]` of blocks of `block` tokens, and `start [batch, heads, R, blocks]` that is added.
+    """
+    batch, heads, rows, channels = query.shape
+    out = query.new_empty(batch, heads, groups, rows, words.shape[-1])
+    codes = _codes(words, bits, counts, batch, heads, channels)
+    if scales is not None:
+        scales = scales.expand(batch, heads, -1, -1)
+    held = [None if part is None else part.contiguous() for part in (query, scales, start)]
+    _function("code_scores")(
+        codes, rows, groups, block or words.shape[-1], *map(_at, (*held, out)), torch.get_num_threads()
+    )
+    return out
+
+
+def code_mix(
+    weights: Tensor,
+    words: Tensor,
+    bits: int | Widths,
+    channels: int,
+    counts: tuple[int, ...] | None = None,
+    block: int | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """sum_t p_t s c_t: `weights [batch, heads, groups, R, T]`, those of a channel's group -> `[batch, heads, R, D]`.
+
+    `scales [batch, heads, blocks, D]` of blocks of `block` tokens.
+    """
+    batch, heads, groups, rows, tokens = weights.shape
+    out = weights.new_empty(batch, heads, rows, channels)
+    codes = _codes(words, bits, counts, batch, heads, channels)
+    if scales is not None:
+        scales = scales.expand(batch, heads, -1, -1)
+    held = [None if part is None else part.contiguous() for part in (weights, scales)]
+    _function("code_mix")(codes, rows, groups, block or tokens, *map(_at, (*held, out)), torch.get_num_threads())
+    return out
+
+
+def turned_scores(
+    query: Tensor,
+    words: Tensor,
+    bits: int | Widths,
+    counts: tuple[int, ...],
+    matrix: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sizes: Tensor | None = None,
+) -> Tensor:
+    """q R_t M (s c, s, 1): `query [batch, heads, R, D]`, `matrix [heads, D, components + 1 or 2]` -> `[batch, heads, R, T]`.
+
+    R_t by `cos` and `sin [batch or 1, heads or 1, pairs, T]`; `sizes` s `[batch, heads, 1, T]`.
+    """
+    batch, heads, rows, head_dim = query.shape
+    out = query.new_empty(batch, heads, rows, words.shape[-1])
+    codes = _codes(words, bits, counts, batch, heads, len(pattern(bits)) * max(counts))
+    query, matrix, cos, sin = (part.contiguous() for part in (query, matrix.mT, cos, sin))
+    sizes = None if sizes is None else sizes.contiguous()
+    strides = [0 if cos.ndim <= axis or cos.shape[-axis] == 1 else cos.stride(-axis) for axis in (4, 3)]
+    _function("turned_scores")(
+        codes, rows, _at(query), head_dim, _at(matrix), matrix.shape[-2], _at(sizes), _at(cos), _at(sin), *strides, cos.shape[-2],
+        _at(out), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _at(part: Tensor | None) -> int | None:
+    return None if part is None else part.data_ptr()
+
+
+@cache
+def _function(name: str) -> "ctypes._NamedFuncPointer":
+    found = library(SOURCE)
+    assert found is not None
+    function = getattr(found, name)
+    pointer, whole, stride = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    codes = ctypes.POINTER(_Codes)
+    function.argtypes = {
+        "code_scores": [codes, whole, whole, whole, pointer, pointer, pointer, pointer, whole],
+        "code_mix": [codes, whole, whole, whole, pointer, pointer, pointer, whole],
+        "turned_scores": [
+            codes, whole, pointer, whole, pointer, whole, pointer, pointer, pointer, stride, stride, whole, pointer, whole,
+        ],
+    }[name]  # fmt: skip
+    function.restype = None
+    return function
+
+
+@cache
+def _fields(bits: int | Widths) -> tuple[ctypes.Array, ctypes.Array]:
+    """Masks and units of a word's fields."""
+    masks, units = (ctypes.c_int32 * 16)(), (ctypes.c_float * 16)()
+    for number, (width, first) in enumerate(zip(pattern(bits), first_bits(bits), strict=True)):
+        masks[number], units[number] = ((1 << width) - 1) << first, 2.0**-first
+    return masks, units
+
+
+def _codes(
+    words: Tensor, bits: int | Widths, counts: tuple[int, ...] | None, batch: int, heads: int, channels: int
+) -> _Codes:
+    begins = None if counts is None else first_words(counts, words.device)
+    wide = words_per_token(channels, bits)
+    row, head = (0 if size == 1 else stride for size, stride in zip(words.shape[:2], words.stride()[:2], strict=True))
+    sizes = (row, head, words.stride(2), batch * heads, heads, wide, channels, words.shape[-1])
+    return _Codes(words.data_ptr(), _at(begins), *sizes, *_fields(bits))

@@ -1,0 +1,120 @@
+"""Products of queries and weights with a tile's codes: compiled for this machine's CPU (`cpu.py`), or in plain torch (`reference.py`).
+
+Scales and zero points go where numbers are fewest: those of a whole channel into the query, those of a whole token into its scores
+or weights, and those of groups into the codes of one tile. Shapes as in `reference.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend import cpu, reference
+from calib.kernels.pack.heads import spread_heads
+from calib.kernels.pack.reference import Widths
+
+
+def code_scores(query: Tensor, words: Tensor, bits: int | Widths, counts: tuple[int, ...] | None = None) -> Tensor:
+    """q.c, a code being its number: `query [..., rows, D]` float32 against a tile's words -> `[..., rows, T]` float32.
+
+    With `counts` the words of all heads lie in one row (`kernels/pack/heads.py`), and D is P * max(counts). Scale and zero point
+    are the caller's.
+    """
+    if cpu.serves(query, words):
+        return cpu.code_scores(query, words, bits, counts).squeeze(2)
+    return reference.code_scores(query, words if counts is None else spread_heads(words, counts), bits)
+
+
+def code_mix(
+    weights: Tensor, words: Tensor, bits: int | Widths, channels: int, counts: tuple[int, ...] | None = None
+) -> Tensor:
+    """sum_t p_t c_t: `weights [..., rows, T]` float32 and a tile's words -> `[..., rows, D]` float32; as `code_scores` reads
+    them."""
+    if cpu.serves(weights, words, channels):
+        return cpu.code_mix(weights.unsqueeze(2), words, bits, channels, counts)
+    return reference.code_mix(weights, words if counts is None else spread_heads(words, counts), bits, channels)
+
+
+def turned_scores(
+    query: Tensor,
+    words: Tensor,
+    bits: Widths,
+    counts: tuple[int, ...],
+    matrix: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sizes: Tensor | None = None,
+) -> Tensor:
+    """q.R_t k_t of keys before RoPE, which `reference.keys_of_codes` says how to make of codes: `query [..., rows, D]` float32 ->
+    `[..., rows, T]`. R_t turns by `cos` and `sin [..., r/2, T]`."""
+    if cpu.serves(query, words) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
+        return cpu.turned_scores(query, words, bits, counts, matrix, cos, sin, sizes)
+    keys = reference.keys_of_codes(words, bits, counts, matrix, sizes)
+    return reference.rotated_scores(query, keys, cos, sin)
+
+
+def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:
+    """q.x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z."""
+    channels, tokens = query.shape[-1], words.shape[-1]
+    parameters = parameters.float()
+    columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
+    scale, zero = parameters.chunk(2, -2)
+    if (columns, blocks) == (channels, 1):
+        return code_scores(query * scale.mT, words, bits) + query @ zero
+    if (columns, blocks) == (1, tokens):
+        return torch.addcmul(query.sum(-1, keepdim=True) * zero, code_scores(query, words, bits), scale)
+    if not cpu.serves(query, words):
+        return query @ reference.scaled_codes(words, parameters, bits, channels)
+    sums = query.unflatten(-1, (columns, -1)).sum(-1) if columns < channels else query
+    if blocks == tokens:
+        parts = cpu.code_scores(query, words, bits, groups=columns)
+        return (parts * scale.unsqueeze(-2)).sum(2) + sums @ zero
+    return cpu.code_scores(
+        query, words, bits, block=tokens // blocks, scales=_by_block(scale, channels), start=sums @ zero
+    ).squeeze(2)
+
+
+def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
+    """sum_t p_t x^_t: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32."""
+    tokens, parameters = words.shape[-1], parameters.float()
+    columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
+    scale, zero = parameters.chunk(2, -2)
+    if (columns, blocks) == (channels, 1):
+        mixed = code_mix(weights, words, bits, channels)
+        return mixed * scale.mT + weights.sum(-1, keepdim=True) * zero.mT
+    if (columns, blocks) == (1, tokens):
+        return code_mix(weights * scale, words, bits, channels) + weights @ zero.mT
+    if not cpu.serves(weights, words, channels):
+        return weights @ reference.scaled_codes(words, parameters, bits, channels).mT
+    if blocks == tokens:
+        mixed = cpu.code_mix(weights.unsqueeze(2) * scale.unsqueeze(-2), words, bits, channels)
+        added = weights @ zero.mT
+    else:
+        scales = _by_block(scale, channels)
+        mixed = cpu.code_mix(weights.unsqueeze(2), words, bits, channels, block=tokens // blocks, scales=scales)
+        added = weights.unflatten(-1, (blocks, -1)).sum(-1) @ zero.mT
+    return mixed + (added if columns == channels else added.repeat_interleave(channels // columns, -1))
+
+
+def scaled_scores(query: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """q.(c code): `query [..., rows, D]` float32 against a tile whose channels have `scales [..., D, segments]` of their own in each
+    segment, which are equally long -> `[..., rows, T]`."""
+    tokens, segments = words.shape[-1], scales.shape[-1]
+    if cpu.serves(query, words):
+        return cpu.code_scores(query, words, bits, block=tokens // segments, scales=scales.mT).squeeze(2)
+    parameters = torch.cat([scales, torch.zeros_like(scales)], -2)
+    return query @ reference.scaled_codes(words, parameters, bits, query.shape[-1])
+
+
+def scaled_mix(weights: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """sum_t p_t c code_t: `weights [..., rows, T]` float32 -> `[..., rows, D]`, as `scaled_scores` reads them."""
+    tokens, (channels, segments) = words.shape[-1], scales.shape[-2:]
+    if cpu.serves(weights, words, channels):
+        block = tokens // segments
+        return cpu.code_mix(weights.unsqueeze(2), words, bits, channels, block=block, scales=scales.mT)
+    parameters = torch.cat([scales, torch.zeros_like(scales)], -2)
+    return weights @ reference.scaled_codes(words, parameters, bits, channels).mT
+
+
+def _by_block(scale: Tensor, channels: int) -> Tensor:
+    """`[..., groups of channels, blocks]` -> `[..., blocks, channels]`."""
+    groups = scale.shape[-2]
+    return scale.mT if groups == channels else scale.mT.repeat_interleave(channels // groups, -1)
