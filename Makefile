@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-long smollm2-needle smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-long smollm2-needle smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -82,6 +82,19 @@ smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `
 	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 	$(BIN)/python benchmarks/quality_picture.py
+
+# FIT is a file of stories to fit on, in place of the hub's.
+smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on the table's three texts; a quarter of an hour, TEST, CODE and STORIES as above
+	mkdir -p runs/eval
+	$(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) --model.dictionary.atoms 0 --model.nuq '[]' \
+		$(if $(FIT),--data.text $(FIT),--data.name roneneldan/TinyStories --data.config null) \
+		--output artifacts/smollm2-135m.stories.calib.safetensors
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
+		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories[^}]*}|"$(STORIES)"|') -e '' configs/eval/smollm2_other_text.yaml > runs/eval/smollm2_other_text.yaml
+	$(BIN)/calib eval --config runs/eval/smollm2_other_text.yaml --model $(SMOLLM2) --output runs/eval/smollm2_other_text
+	sed "3s|.*|    make $@|" runs/eval/smollm2_other_text/report.md > docs/results/smollm2/other_text.md
+	cp runs/eval/smollm2_other_text/results.json benchmarks/results/smollm2_other_text.json
+	$(BIN)/python benchmarks/smollm2_summary.py
 
 smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens; an hour, behind `make smollm2`; TEST and ONLY as above
 	mkdir -p runs/eval

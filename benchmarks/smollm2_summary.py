@@ -2,8 +2,8 @@
 
     python benchmarks/smollm2_summary.py
 
-Reads the runs of `make smollm2-table`, `smollm2-long`, `short-prompt` and `smollm2-decode` in `benchmarks/results` alone, and
-writes between the page's markers.
+Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-long`, `short-prompt` and `smollm2-decode` in
+`benchmarks/results` alone, and writes between the page's markers.
 """
 
 import json
@@ -33,6 +33,17 @@ def short_cells(cells: Cells) -> dict[str, str]:
         **{f"KL, {name}": f"{found['kl']:.4f}" for name, found in agreement.items()},
         "same token": f"{agreement[TEXTS[0]]['agreement']:.3f}",
         **_bits(sizes),
+    }
+
+
+def other_text_cells(cells: Cells) -> dict[str, str]:
+    """A row whose artifact is of stories, and in brackets that of the table."""
+    table = json.loads((RESULTS / "smollm2.json").read_text())["cells"]
+    usual = {(cell["name"], cell["column"]): cell["figures"] for cell in table}
+    return {
+        f"KL, {text}": f"{cells[column]['figures']['kl']:.4f} ({usual[cells[column]['name'], column]['kl']:.4f})"
+        for text in TEXTS
+        for column in [f"agreement on {text}"]
     }
 
 
@@ -83,6 +94,7 @@ def of_cells(
         if shown is None:
             yield ["method", *made]
             yield ["---"] * (len(made) + 1)
+            shown = ""
         if groups[name] != shown:
             shown = groups[name]
             yield [f"**{shown}**", *[""] * len(made)]
@@ -103,6 +115,10 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
     "table": (
         "smollm2.json",
         partial(of_cells, short_cells, {"20 lines", "perplexity", *(f"agreement on {text}" for text in TEXTS)}),
+    ),
+    "other text table": (
+        "smollm2_other_text.json",
+        partial(of_cells, other_text_cells, {f"agreement on {text}" for text in TEXTS}),
     ),
     "long table": ("smollm2_long.json", partial(of_cells, long_cells, {*LENGTHS})),
     "short prompt table": ("short_prompt.json", partial(of_cells, short_prompt_cells, {SHORT, "perplexity"})),

@@ -1,8 +1,8 @@
 """C of ours, compiled for this machine at its first use and kept: what plain torch says in many passes over memory.
 
-The library lies in `$XDG_CACHE_HOME/calib` (`~/.cache/calib`), under a name that its source, the compiler and the processor make, so
-that another machine that shares the folder makes its own. `$CC`, `cc`, `gcc` or `clang`; where there is none, or it fails,
-there is no library and plain torch serves. It shares torch's threads: OpenMP's functions are those that torch has loaded.
+The library lies in `$XDG_CACHE_HOME/calib/compiled` (`~/.cache`), under a name made of its source, the compiler and the processor:
+another machine that shares the folder has its own. `$CC`, `cc`, `gcc` or `clang` compiles it; where there is none, or it
+fails, there is no library and plain torch serves. OpenMP's functions are those that torch has loaded, so threads are shared.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def library(source: Path) -> ctypes.CDLL | None:
         if not kept.exists():
             _compile(compiler, source, kept)
         return ctypes.CDLL(str(kept))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # no home, no room, no OpenMP ...
         return None
 
 
@@ -64,8 +64,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return (
-        platform.machine()
-        + platform.processor()
-        + next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    )
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return platform.machine() + platform.processor() + flags

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: plain torch (`reference.py`), Triton (`triton.py`), or C on a CPU (`cpu.py`). Callers do not ask.
+"""Which form of an operation runs: plain torch (`reference.py`), Triton (`triton.py`) or C (`cpu.py`). Callers do not ask.
 
 Each operation has a function in its `operation.py` that takes the one or the other, by the device first and then by what
 its kernel serves (dtypes, widths; its README says what). Both give the same result: equal bits where bits are stored,

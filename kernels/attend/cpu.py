@@ -1,7 +1,7 @@
 """Calls `codes.c`: a few query rows against codes as they lie in pages, on a CPU.
 
-Shapes as in `reference.py`, any leading dimensions but the heads flattened: words `[batch, kv_heads or 1, W, T]` int16 with tokens side by
-side, queries and weights float32 `[batch, kv_heads, rows, ...]`.
+Words are int16 `[batch or 1, kv_heads or 1, W, T]` with tokens side by side; with `counts` those of all heads lie in one row
+(`kernels/pack/heads.py`). All else is float32. Every item of the batch is computed by itself, whatever the number of threads.
 """
 
 import ctypes
@@ -120,7 +120,7 @@ def turned_scores(
     codes = _codes(words, bits, counts, batch, heads, len(pattern(bits)) * max(counts))
     query, matrix, cos, sin = (part.contiguous() for part in (query, matrix.mT, cos, sin))
     sizes = None if sizes is None else sizes.contiguous()
-    strides = [0 if cos.ndim <= axis or cos.shape[-axis] == 1 else cos.stride(-axis) for axis in (4, 3)]
+    strides = [0 if cos.ndim < axis or cos.shape[-axis] == 1 else cos.stride(-axis) for axis in (4, 3)]
     _function("turned_scores")(
         codes, rows, _at(query), head_dim, _at(matrix), matrix.shape[-2], _at(sizes), _at(cos), _at(sin), *strides, cos.shape[-2],
         _at(out), torch.get_num_threads(),
@@ -151,7 +151,7 @@ def _function(name: str) -> "ctypes._NamedFuncPointer":
 
 
 @cache
-def _fields(bits: int | Widths) -> tuple[ctypes.Array, ctypes.Array]:
+def _fields(bits: int | Widths) -> "tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_float]]":
     """Masks and units of a word's fields."""
     masks, units = (ctypes.c_int32 * 16)(), (ctypes.c_float * 16)()
     for number, (width, first) in enumerate(zip(pattern(bits), first_bits(bits), strict=True)):

@@ -1,4 +1,4 @@
-"""Products of queries and weights with a tile's codes: compiled for this machine's CPU (`cpu.py`), or in plain torch (`reference.py`).
+"""Products of queries and weights with a tile's codes, compiled for this machine (`cpu.py`) or in plain torch (`reference.py`).
 
 Scales and zero points go where numbers are fewest: those of a whole channel into the query, those of a whole token into its scores
 or weights, and those of groups into the codes of one tile. Shapes as in `reference.py`.
@@ -95,8 +95,8 @@ def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, c
 
 
 def scaled_scores(query: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """q.(c code): `query [..., rows, D]` float32 against a tile whose channels have `scales [..., D, segments]` of their own in each
-    segment, which are equally long -> `[..., rows, T]`."""
+    """q.(c code): `query [..., rows, D]` float32 against a tile of equally long segments, in each of which channels have
+    `scales [..., D, segments]` of their own -> `[..., rows, T]`."""
     tokens, segments = words.shape[-1], scales.shape[-1]
     if cpu.serves(query, words):
         return cpu.code_scores(query, words, bits, block=tokens // segments, scales=scales.mT).squeeze(2)

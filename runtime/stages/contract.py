@@ -67,8 +67,8 @@ class ComponentCodes(Protocol):
     """
 
     def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 times keys before RoPE, turned by `cos` and `sin [..., r/2, tokens]`: the keys are
-        `matrix [kv_heads, D, n + 1]` times the numbers of a tile and a 1 behind them."""
+        """`query [..., kv_heads, rows, D]` float32 times keys before RoPE, which `cos` and `sin [..., r/2, tokens]` turn: they
+        are `matrix [kv_heads, D, n + 1]` times the numbers of a tile and a 1 behind them."""
         ...
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:

@@ -42,8 +42,8 @@ class RopeOnRead:
         return Rotation.rotated(keys, *self.rotation.at(positions))
 
     def across(self, tier: Tier, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of a tile's tokens, tokens last: float32 `[r/2, tokens]`, or where rows or heads differ `[rows, kv_heads or 1,
-        r/2, tokens]`."""
+        """cos and sin of a tile's tokens, tokens last: float32 `[r/2, tokens]`, or where rows or heads differ
+        `[rows, kv_heads or 1, r/2, tokens]`."""
         positions = tier.positions(*tile[:3])
         if isinstance(positions, slice):
             return _between(self.forward, self.rotation.across, positions.start, positions.stop, like)

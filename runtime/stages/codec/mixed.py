@@ -75,8 +75,8 @@ class MixedQuant(Codec):
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s, `components + 2` columns for s c, s
-        and 1."""
+        """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s there are `components + 2` columns,
+        for s c, s and 1."""
         return turned_scores(query, tile["words"], self.widths, self.counts, matrix, cos, sin, sizes)
 
     def codes(self, tile: Block) -> Tensor:
