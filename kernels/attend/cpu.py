@@ -35,6 +35,7 @@ def serves(rows: Tensor, words: Tensor, channels: int | None = None) -> bool:
     """Whether these `rows [batch, kv_heads, R, ...]` of queries, or of weights for so many `channels`, meet `words` here."""
     return (
         rows.ndim == words.ndim == 4
+        and (rows.dtype, words.dtype) == (torch.float32, torch.int16)
         and 0 < rows.shape[2] <= MOST_ROWS
         and 0 < (rows.shape[3] if channels is None else channels) <= MOST_CHANNELS
         and words.shape[3] > 0
@@ -69,8 +70,7 @@ def code_scores(
     batch, heads, rows, channels = query.shape
     out = query.new_empty(batch, heads, groups, rows, words.shape[-1])
     codes = _codes(words, bits, counts, batch, heads, channels)
-    if scales is not None:
-        scales = scales.expand(batch, heads, -1, -1)
+    scales = _of_all(scales, batch, heads, words.shape[-1], block)
     held = [None if part is None else part.contiguous() for part in (query, scales, start)]
     _function("code_scores")(
         codes, rows, groups, block or words.shape[-1], *map(_at, (*held, out)), torch.get_num_threads()
@@ -94,8 +94,7 @@ def code_mix(
     batch, heads, groups, rows, tokens = weights.shape
     out = weights.new_empty(batch, heads, rows, channels)
     codes = _codes(words, bits, counts, batch, heads, channels)
-    if scales is not None:
-        scales = scales.expand(batch, heads, -1, -1)
+    scales = _of_all(scales, batch, heads, words.shape[-1], block)
     held = [None if part is None else part.contiguous() for part in (weights, scales)]
     _function("code_mix")(codes, rows, groups, block or tokens, *map(_at, (*held, out)), torch.get_num_threads())
     return out
@@ -126,6 +125,15 @@ def turned_scores(
         _at(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def _of_all(scales: Tensor | None, batch: int, heads: int, tokens: int, block: int | None) -> Tensor | None:
+    """`scales` of every item; the library takes their number from the tokens of a block."""
+    if scales is None:
+        return None
+    if block is None or block * scales.shape[2] != tokens:
+        raise ValueError(f"{tokens} tokens in blocks of {block} have not {scales.shape[2]} scales")
+    return scales.expand(batch, heads, -1, -1)
 
 
 def _at(part: Tensor | None) -> int | None:
