@@ -91,7 +91,7 @@ def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, c
         scales = _by_block(scale, channels)
         mixed = cpu.code_mix(weights.unsqueeze(2), words, bits, channels, block=tokens // blocks, scales=scales)
         added = weights.unflatten(-1, (blocks, -1)).sum(-1) @ zero.mT
-    return mixed + (added if columns == channels else added.repeat_interleave(channels // columns, -1))
+    return mixed + (added if columns == channels else _repeated(added, channels // columns))
 
 
 def scaled_scores(query: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -117,4 +117,9 @@ def scaled_mix(weights: Tensor, words: Tensor, scales: Tensor, bits: int) -> Ten
 def _by_block(scale: Tensor, channels: int) -> Tensor:
     """`[..., groups of channels, blocks]` -> `[..., blocks, channels]`."""
     groups = scale.shape[-2]
-    return scale.mT if groups == channels else scale.mT.repeat_interleave(channels // groups, -1)
+    return scale.mT if groups == channels else _repeated(scale.mT, channels // groups)
+
+
+def _repeated(parts: Tensor, times: int) -> Tensor:
+    """Each of the last axis so many times."""
+    return parts.unsqueeze(-1).expand(*parts.shape, times).flatten(-2)
