@@ -101,7 +101,8 @@ def compress(
     for plan in plans.values():
         plan.check(geometry.head_dim, model.dtype)  # before anything runs
     check_one_sequence_state(plans)
-    warn_unserved(codec for plan in plans.values() for codec in plan.codecs())
+    for plan in plans.values():
+        warn_unserved(plan.codecs(), plan.before_rope)
     windows = [layers[i].sliding_window for i in wrapped if isinstance(layers[i], DynamicSlidingWindowLayer)]
     sequences = plans[wrapped[0]].sequences(len(wrapped), max(windows, default=None))
     remedy = plans[wrapped[0]].needs_rope

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.messages.printable import printable
@@ -23,6 +23,7 @@ from calib.runtime.stages.transform.measured import Over
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
+Rope = Literal["after", "before"]
 SALIENCY: dict[str, Saliency] = {"normalised": Normalised(), "accumulated": Accumulated()}
 # Widths of the salient tokens and of the others; `ratio` says how many are salient.
 WIDTHS = ((16, 4), (8, 4), (8, 3), (6, 4), (6, 3), (5, 3), (5, 2), (4, 3), (4, 2), (4, 1), (3, 2), (3, 1), (2, 1))
@@ -60,6 +61,9 @@ class ZipCache(Method):
         refresh: with `statistics="prompt"`, every block has ranges and channel scales of its own (Algorithm 3), which costs
             (32/n + 16/n) / 2 bits a value of a tier that gets n tokens of a block; False: the first chunk's hold for all, which
             costs nothing and clips keys that leave them.
+        rope: "after": keys are encoded as attention meets them, as published; or "before": as they were before RoPE, so that
+            channels stay in their ranges however far they go. Attention then decodes keys tile by tile and turns them, which no
+            kernel does.
         clip: factor on measured ranges, in (0, 1].
     """
 
@@ -83,6 +87,7 @@ class ZipCache(Method):
     value_scale: str = "shared"
     statistics: Statistics = "prompt"
     refresh: bool = True
+    rope: Rope = "after"
     clip: float = 1.0
 
     def __post_init__(self) -> None:
@@ -95,6 +100,11 @@ class ZipCache(Method):
                 "salient_set='layer'"
             )
         check_flag("refresh", self.refresh)
+        check_choice("rope", self.rope, get_args(Rope))
+        if self.rope == "before" and self.statistics == "calibrated":
+            raise ValueError(
+                "rope='before' with statistics='calibrated': the artifact's ranges are of keys after RoPE; leave one out"
+            )
         check_choice("value_scale", self.value_scale, ("shared", "tier"))
         check_clip(self.clip)
         self._bits_and_shares()
@@ -106,7 +116,8 @@ class ZipCache(Method):
         check_statistics(self.statistics, artifact, "zipcache")
         widths, shares = self._bits_and_shares()
         stored = [width for width in widths if any(width)]
-        plan = TieredPlan(tuple(self._first(width, layer, artifact) for width in stored), self._tiering())
+        tiers = tuple(self._first(width, layer, artifact) for width in stored)
+        plan = TieredPlan(tiers, self._tiering(), before_rope=self.rope == "before")
         if len(shares) > 1:  # else there is nothing to choose
             shared = self.salient_set == "layer"
             plan = replace(plan, saliency=SALIENCY[self.saliency], probes=self._probes(), shared_across_heads=shared)

@@ -59,7 +59,7 @@ class ChunkStore(TieredStore):
     @property
     def needs_positions(self) -> bool:
         """Whether a key must be rotated to its position."""
-        return bool(self.plan.before_rope and self.plan.saliency is not None)
+        return self.plan.before_rope and self.plan.tiering.slots_from is None
 
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
         """Also nothing of the sinks, which nobody ranks."""

@@ -148,6 +148,13 @@ CASES = [
     Case("zipcache-short", "zipcache", 3.45 + 4.8, {"recompress": 10}, contract=True),
     Case("zipcache", "zipcache", 3.45 + 1.2, {"recompress": 40}),
     Case("zipcache-frozen", "zipcache", 3.45, {"recompress": 40, "refresh": False}),
+    Case("zipcache-before-rope", "zipcache", 3.45 + 1.2 + 0.25, {"recompress": 40, "rope": "before"}),
+    Case(
+        "zipcache-before-frozen",
+        "zipcache",
+        2,
+        {"tiers": [[2, 1.0]], "recompress": 40, "rope": "before", "refresh": False},
+    ),
     # One scale and zero point for a token's 2 heads.
     Case("zipcache-layer", "zipcache", 3.325 + 1.2, {"recompress": 40, "salient_set": "layer", "scope": "layer"}),
     # A tenth at 16 bits without parameters: 1.6 + 2 + .8 + .9 * .25.

@@ -3,18 +3,23 @@
 import warnings
 from collections.abc import Iterable
 
+from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
 _told: set[type] = set()
 
 
-def warn_unserved(codecs: Iterable[Codec]) -> None:
-    """A warning for each class of codec that no kernel reads, the first time that one is used in this process."""
+def warn_unserved(codecs: Iterable[Codec], before_rope: bool) -> None:
+    """A warning for each class of codec that no kernel reads, of keys that are stored `before_rope` or not, the first time that
+    one is used in this process."""
     for codec in codecs:
-        if not codec.has_kernel:
-            own = type(codec.uncorrected)
+        own = type(codec.uncorrected)
+        if not codec.has_kernel or (before_rope and own is UniformQuant):
+            kept = " of keys before RoPE" if codec.has_kernel else ""
             warn_once(
-                own, f"no kernel reads {own.__name__}: attention decodes its tokens tile by tile in plain torch", 4
+                own,
+                f"no kernel reads {own.__name__}{kept}: attention decodes its tokens tile by tile in plain torch",
+                4,
             )
 
 
