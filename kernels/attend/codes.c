@@ -1,19 +1,26 @@
 /* Attention's products with packed codes on a CPU, in one pass over the words: what `reference.py` says in plain torch.
 
-   Tokens lie last, so a vector is 16 tokens of one channel. A field is masked where it lies in its word, and the factor that it meets
+   Tokens lie last, so a vector is `LANES` tokens of one channel. A field is masked where it lies in its word, and the factor that it meets
    is divided by 2^(its first bit), which is exact: one operation fewer for every code. Query rows are few, and a constant of the
    compiler. `cpu.py` says what shapes are. */
 
 #include <stdint.h>
 #include <string.h>
 
+/* A vector is a register, and a tile's sums lie in registers: 32 of 16 numbers, or 16 of 8. */
+#ifdef __AVX512F__
 #define LANES 16
+#define AXES 8      /* channels of keys that are put together at once */
+#define BATCH 2     /* vectors of tokens then */
+#else
+#define LANES 8
+#define AXES 4
+#define BATCH 3
+#endif
+#define VECTORS 4   /* of a tile at most */
+#define CHUNK 256   /* tokens of one unit of work */
 #define MOST_ROWS 8
 #define MOST_CHANNELS 512
-#define VECTORS 4   /* of a tile at most: tokens whose sums lie in registers */
-#define CHUNK 256   /* tokens of one unit of work */
-#define AXES 8      /* channels of keys that are put together at once */
-#define PAIR 2      /* vectors of tokens then */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -38,7 +45,7 @@ static const int16_t *words_of(const Codes *codes, int item, int *count) {
     return words + (codes->begins ? codes->begins[head] * codes->word_stride : head * codes->head_stride);
 }
 
-/* The first `left` numbers of 16, and zeros; 16 or more are all there. */
+/* The first `left` numbers of a vector, and zeros; `LANES` or more are all there. */
 INLINE floats load(const float *from, int left) {
     floats found = {0};
     if (left >= LANES)
@@ -55,7 +62,7 @@ INLINE void store(float *to, floats what, int left) {
         memcpy(to, &what, 4 * (size_t)left);
 }
 
-/* Codes of 16 tokens, times 2^(first bit). */
+/* Codes of a vector of tokens, times 2^(first bit). */
 INLINE floats codes_at(const int16_t *words, int32_t mask, int left) {
     shorts found = {0};
     if (left >= LANES)
@@ -131,7 +138,7 @@ INLINE void scores_unit(const int R, const Codes *codes, int item, int groups, i
 }
 
 /* Ones, and behind them zeros: from MASK + LANES - n on there are n ones. */
-static const float MASK[2 * LANES] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+static const float MASK[2 * LANES] = {[0 ... LANES - 1] = 1};
 
 /* Sums over tokens of `weights [R]`, rows `tokens` apart, times the codes of a channel, and times `scales` of each block. */
 INLINE void mixture(const int R, const int V, const Codes *codes, const int16_t *words, int32_t mask, const float *weights,
@@ -182,15 +189,15 @@ INLINE void mix_unit(const int R, const Codes *codes, int item, int w, int group
 INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
                         const float *sizes, const float *query, int head_dim, int pairs, const float *cos, const float *sin,
                         float *out, int left) {
-    static const int wide = PAIR * LANES;
-    float tile[(MOST_CHANNELS + 2) * PAIR * LANES] __attribute__((aligned(64)));
-    float keys[MOST_CHANNELS * PAIR * LANES] __attribute__((aligned(64)));
+    static const int wide = BATCH * LANES;
+    float tile[(MOST_CHANNELS + 2) * BATCH * LANES] __attribute__((aligned(64)));
+    float keys[MOST_CHANNELS * BATCH * LANES] __attribute__((aligned(64)));
     const float *axes[MOST_CHANNELS + 2]; /* what a step of each number moves the channels */
     int own = 0;
     for (int field = 0; field * codes->wide < codes->channels; field++)
         for (int w = 0; w < count; w++) axes[own++] = matrix + ((int64_t)field * codes->wide + w) * head_dim;
     for (int more = codes->channels; more < columns; more++) axes[own++] = matrix + (int64_t)more * head_dim;
-    for (int v = 0; v < PAIR; v++) {
+    for (int v = 0; v < BATCH; v++) {
         floats size = sizes ? load(sizes + v * LANES, left - v * LANES) : (floats){0} + 1;
         float *to = tile + v * LANES;
         for (int field = 0; field * codes->wide < codes->channels; field++)
@@ -205,18 +212,18 @@ INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, i
         store(to, (floats){0} + 1, LANES);
     }
     for (int d = 0; d < head_dim; d += AXES) {
-        floats sums[AXES][PAIR] = {0};
+        floats sums[AXES][BATCH] = {0};
         for (int k = 0; k < own; k++) {
             const float *axis = axes[k] + d;
-            floats number[PAIR];
-            for (int v = 0; v < PAIR; v++) number[v] = load(tile + k * wide + v * LANES, LANES);
+            floats number[BATCH];
+            for (int v = 0; v < BATCH; v++) number[v] = load(tile + k * wide + v * LANES, LANES);
             for (int a = 0; a < AXES; a++)
-                for (int v = 0; v < PAIR; v++) sums[a][v] += axis[a] * number[v];
+                for (int v = 0; v < BATCH; v++) sums[a][v] += axis[a] * number[v];
         }
         for (int a = 0; a < AXES; a++)
-            for (int v = 0; v < PAIR; v++) store(keys + (d + a) * wide + v * LANES, sums[a][v], LANES);
+            for (int v = 0; v < BATCH; v++) store(keys + (d + a) * wide + v * LANES, sums[a][v], LANES);
     }
-    for (int v = 0; v < PAIR && left > v * LANES; v++) {
+    for (int v = 0; v < BATCH && left > v * LANES; v++) {
         floats sums[MOST_ROWS];
         for (int r = 0; r < R; r++) sums[r] = (floats){0};
         for (int p = 0; p < pairs; p++) {
@@ -271,15 +278,15 @@ void code_mix(const Codes *codes, int rows, int groups, int block, const float *
 void turned_scores(const Codes *codes, int rows, const float *query, int head_dim, const float *matrix, int columns,
                    const float *sizes, const float *cos, const float *sin, int64_t angle_batch, int64_t angle_head, int pairs,
                    float *out, int threads) {
-    int tiles = (codes->tokens + PAIR * LANES - 1) / (PAIR * LANES), heads = codes->heads;
+    int tiles = (codes->tokens + BATCH * LANES - 1) / (BATCH * LANES), heads = codes->heads;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int unit = 0; unit < codes->items / heads * tiles; unit++) {
-        int row = unit / tiles, at = unit % tiles * PAIR * LANES, count;
+        int row = unit / tiles, at = unit % tiles * BATCH * LANES, count;
         /* Heads one after the other: what a tile turns by is mostly the same for all, and lies far apart. */
         for (int head = 0; head < heads; head++) {
             int64_t angle = row * angle_batch + head * angle_head + at, item = row * heads + head;
             for (int p = 0; p < pairs && (head == 0 || angle_head); p++)
-                for (int v = 0; v < PAIR; v++) {
+                for (int v = 0; v < BATCH; v++) {
                     __builtin_prefetch(cos + angle + (int64_t)p * codes->tokens + v * LANES);
                     __builtin_prefetch(sin + angle + (int64_t)p * codes->tokens + v * LANES);
                 }

@@ -40,8 +40,10 @@ QUICK = [
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
-# Corrected tokens in order, sparse ones with corrections, those of a dictionary alone, and sizes of tokens: tile by tile.
-IN_TILES = ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline"]
+# Corrected tokens in order, sparse ones with corrections, those of a dictionary alone, sizes of tokens, and codes of channels of
+# keys before RoPE: tile by tile.
+IN_TILES = ["zipcache-before-rope", "zipcache-before-frozen"]
+IN_TILES += ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline"]
 IN_TILES += ["klt-predicted", "klt-predicted-tiers"]
 
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.

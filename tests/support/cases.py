@@ -152,7 +152,7 @@ CASES = [
     Case(
         "zipcache-before-frozen",
         "zipcache",
-        2,
+        2 + 0.25,  # a token's position, by which its key is turned
         {"tiers": [[2, 1.0]], "recompress": 40, "rope": "before", "refresh": False},
     ),
     # One scale and zero point for a token's 2 heads.
