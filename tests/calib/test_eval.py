@@ -237,7 +237,7 @@ def test_calibrated_corrections_are_given_the_artifact(config, tmp_path):
 @pytest.mark.parametrize("path", sorted(Path(str(resources.files("calib") / "configs" / "eval")).glob("*.yaml")))
 def test_every_shipped_evaluation_is_a_request(path):
     request = read_request([f"eval/{path.name}"], [])
-    assert request.name == path.stem and len(request.methods) >= 2 and len(request.titles()) >= 2
+    assert request.name == path.stem and len(request.methods) >= 2 and request.titles()
 
 
 def test_the_configurations_are_merged_from_left_to_right(config, tmp_path):
