@@ -2,8 +2,8 @@
 
     python benchmarks/last_word.py --output runs/last_word [--text wiki.test.raw] [--cases 100]
 
-After LAMBADA (Paperno et al. 2016), on WikiText-2's test split or a file of running text. A passage is 150 to 300 words that end within a
-paragraph; the word stands in it at least a hundred words before its end, so that a cache has to have kept it. Writes
+After LAMBADA (Paperno et al. 2016), on WikiText-2's test split or a file of running text. A passage is 150 to 300 words that end
+within a paragraph; the word stands in it at least a hundred words before its end, so that a cache has to have kept it. Writes
 `last_word.jsonl` and `last_word.yaml`, which lm-eval reads by `include_path`.
 """
 
@@ -34,8 +34,8 @@ output_type: loglikelihood
 doc_to_text: "{{{{passage}}}}"
 doc_to_target: " {{{{word}}}}"
 metric_list:
-  - {{metric: acc}}
-  - {{metric: perplexity}}
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: perplexity, aggregation: perplexity, higher_is_better: false}}
 metadata: {{version: 1}}
 """
 
@@ -78,8 +78,12 @@ def main() -> None:
     asked = parser.parse_args()
     hub = {"name": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
     text = TextSource(**({"text": [asked.text]} if asked.text else hub), natural_spacing=True).read()
-    asked.output.mkdir(parents=True, exist_ok=True)
     found = list(islice(last_words(paragraphs(text), random.Random(0)), asked.cases))
+    if not found:
+        parser.error(
+            f"no passage of {asked.text or hub['name']} ends with a word that stands in it before; give a longer text"
+        )
+    asked.output.mkdir(parents=True, exist_ok=True)
     cases = (asked.output / "last_word.jsonl").resolve()
     cases.write_text("".join(json.dumps(case) + "\n" for case in found))
     (asked.output / "last_word.yaml").write_text(TASK.format(cases=cases))

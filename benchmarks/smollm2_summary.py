@@ -2,8 +2,8 @@
 
     python benchmarks/smollm2_summary.py
 
-Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-long`, `short-prompt` and `smollm2-decode` in
-`benchmarks/results` alone, and writes between the page's markers.
+Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-long`, `smollm2-lm-eval`, `short-prompt` and
+`smollm2-decode` in `benchmarks/results` alone, and writes between the page's markers.
 """
 
 import json
@@ -54,6 +54,16 @@ def long_cells(cells: Cells) -> dict[str, str]:
         **{f"KL, {length}": f"{figures['kl']:.4f}" for length, figures in found.items()},
         **{f"same token, {length}": f"{figures['agreement']:.3f}" for length, figures in found.items()},
         **_bits(cells[LENGTHS[-1]]["sizes"]),
+    }
+
+
+def last_word_cells(cells: Cells) -> dict[str, str]:
+    """A row of lm-eval's answers."""
+    found = cells["last_word"]["figures"]
+    return {
+        "accuracy": f"{found['accuracy']:.2f} ({found['accuracy_low']:.2f}-{found['accuracy_high']:.2f})",
+        "perplexity of the word": f"{found['perplexity']:.2f}",
+        **_bits(cells["last_word"]["sizes"]),
     }
 
 
@@ -121,6 +131,7 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
         partial(of_cells, other_text_cells, {f"agreement on {text}" for text in TEXTS}),
     ),
     "long table": ("smollm2_long.json", partial(of_cells, long_cells, {*LENGTHS})),
+    "last word table": ("smollm2_lm_eval.json", partial(of_cells, last_word_cells, {"last_word"})),
     "short prompt table": ("short_prompt.json", partial(of_cells, short_prompt_cells, {SHORT, "perplexity"})),
     "decode table": ("decode_smollm2.json", of_steps),
 }
