@@ -150,7 +150,7 @@ def checked(blob: "Bytes | Tensor", expected: Header, bytes_per_token: int) -> t
     view = view_of(blob)
     start = bytes(view[:HEADER_BYTES])
     found = Header.read(start)
-    for name in ("artifact", "layout", "layers", "kv_heads", "head_dim", "heads", "bits", "size", "predict"):
+    for name in ("layers", "kv_heads", "head_dim", "heads", "bits", "size", "predict", "artifact", "layout"):
         ours, theirs = getattr(expected, name), getattr(found, name)
         if ours != theirs:
             ours, theirs = ((one.hex() if isinstance(one, bytes) else printable(one)) for one in (ours, theirs))
