@@ -5,10 +5,14 @@ head_dim]`. Keys are unrotated by their positions, coded as they were before RoP
 
     bytes           what
     0-127           the header (`header.py`)
-    128-            for each layer, in order: words of keys, sizes of keys, words of values, sizes of values
+    128-            the first tokens of a text as they are: `[2, layers, n, kv_heads * head_dim]` in the chunk's dtype
+    to the end      for each layer, in order: words of keys, sizes of keys, words of values, sizes of values
 
-Each of these is an array int16 `[tokens, width]`, little endian. Widths differ from layer to layer and follow from the artifact and
-the bits; words are laid out as `kernels/pack` says, sizes four KV heads to a word. Streams whose heads got no bits take no bytes.
+All is little endian. Tokens at the first `sinks` positions of a text are attention sinks, which no code of few bits holds
+(`docs/serve/storage.md`): they are exact, and n is how many of them the chunk has. With `fixed_size` n is as if the chunk began a
+text, zeros where it does not. Words and sizes are arrays int16 `[tokens, width]`, of all tokens. Widths differ from layer to layer
+and follow from the artifact and the bits; words are laid out as `kernels/pack` says, sizes four KV heads to a word. Streams whose
+heads got no bits take no bytes.
 
 A token's codes are those of `klt`'s cache. They depend on the token and its position alone, and so does what they decode to: a
 chunk may be cut, joined, and split by KV heads (tensor parallelism) without a change of any bit, on one kind of device.
@@ -26,26 +30,36 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import STRIDE
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.artifact.component_bits import ROLES, Allocation
-from calib.runtime.artifact.components import Coding, coding_of
-from calib.runtime.artifact.file import digest
-from calib.runtime.artifact.transform_tensors import KINDS, PREDICTED, SIZED
-from calib.runtime.files import canonical_json
-from calib.runtime.messages.printable import printable
+from calib.runtime.artifact.components import coding_of
+from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods import Geometry
+from calib.runtime.methods.contract import check_flag
 from calib.runtime.methods.klt import BITS, Klt
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TILE_TOKENS
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import MixedQuant
-from calib.runtime.storage.header import CHECKSUM_BYTES, DTYPES, HEADER_BYTES, Bytes, Header, checked, view_of
-from calib.runtime.storage.heads import of_heads
+from calib.runtime.storage.hashes import artifact_hash, layout_hash
+from calib.runtime.storage.header import (
+    AGAIN,
+    DTYPES,
+    HEADER_BYTES,
+    BlobError,
+    Bytes,
+    Header,
+    checked,
+    exact_tokens,
+    view_of,
+)
+from calib.runtime.storage.heads import heads_of, of_heads
 from calib.runtime.storage.layer import LayerCoder
 from calib.runtime.storage.rope import rotation_of
 from calib.runtime.storage.start import StartFinder
 
 WORD_BYTES = 2
+SINKS = 4  # as `klt` has by default
+MOST_SINKS = 2**16 - 1
 
 
 class Codec:
@@ -60,7 +74,7 @@ class Codec:
         rotation: the model's RoPE.
     """
 
-    def __init__(self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation) -> None:
+    def __init__(self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation, fixed_size: bool) -> None:
         """From options that `from_artifact` has checked."""
         found = artifact.fingerprint
         geometry = Geometry(found["layers"], found["kv_heads"], found["head_dim"])
@@ -80,6 +94,8 @@ class Codec:
             dtype=torch.float32,
             size=klt.size,
             predict=klt.predict,
+            sinks=klt.sinks,
+            fixed_size=fixed_size,
             layers=self.layers,
             kv_heads=self.kv_heads,
             heads=heads,
@@ -88,8 +104,8 @@ class Codec:
             start=0,
             bits=float(klt.bits),
             payload_bytes=0,
-            artifact=hash_of(artifact, klt),
-            layout=layout_of(allocation),
+            artifact=artifact_hash(artifact, klt),
+            layout=layout_hash(allocation),
         )
 
     @classmethod
@@ -100,6 +116,8 @@ class Codec:
         size: bool | None = None,
         predict: bool | None = None,
         heads: range | slice | None = None,
+        sinks: int = SINKS,
+        fixed_size: bool = False,
         rotation: Rotation | None = None,
     ) -> "Codec":
         """For the model that the artifact was fitted on.
@@ -110,6 +128,9 @@ class Codec:
             size: whether every token has a size (`klt`). None: where the artifact has what that needs.
             predict: whether values are predicted from keys (`klt`). None: where tokens have sizes, and the artifact has the rest.
             heads: the KV heads of a chunk, without gaps: those of one rank of tensor parallelism. None is all.
+            sinks: first positions of a text, whose tokens are exact, to 65,535.
+            fixed_size: every blob of so many tokens has one size, for stores that want to know it before the position: with room
+                for `sinks` exact tokens. Without it only chunks that have such tokens have the room.
             rotation: the model's RoPE; None: that of the configuration in the artifact.
 
         Raises:
@@ -123,22 +144,27 @@ class Codec:
             predict = (
                 size is True and artifact.has(f"{PREDICTED}.errors") and artifact.has(f"{next(iter(SIZED))}.errors")
             )
-        klt = Klt(bits=bits, size=size, predict=predict)
+        check_whole("sinks", sinks, 0, "a whole number from 0", most=MOST_SINKS)
+        check_flag("fixed_size", fixed_size)
+        klt = Klt(bits=bits, size=size, predict=predict, sinks=sinks)
         if coding_of(artifact).rope != "before":
             raise ValueError(
                 "the artifact has no keys before RoPE, which stored chunks are made of; fit a model whose RoPE can be unrotated"
             )
         chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
-        return cls(artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation)
+        return cls(artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size)
 
-    def size(self, tokens: int) -> int:
-        """Bytes of a blob of so many tokens, at least 1, wherever they begin."""
+    def size(self, tokens: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of a blob of so many tokens, at least 1, from position `start` on, in a model of `dtype`. At position 0 they are
+        the most; with `fixed_size` every start has as many."""
         check_whole("tokens", tokens, 1, "a whole number of tokens, at least 1")
-        return HEADER_BYTES + tokens * self.bytes_per_token
+        check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
+        return HEADER_BYTES + self._payload_bytes(replace(self._header, tokens=tokens, start=start, dtype=dtype))
 
     @torch.no_grad()
     def encode(self, chunk: Tensor, start: int) -> Tensor:
-        """The blob of a chunk: uint8 `[size(tokens)]` in host memory, where its checksum is computed and whence it is stored.
+        """The blob of a chunk: uint8 `[size(tokens, start, dtype)]` in host memory, where its checksum is computed and whence it is
+        stored.
 
         Args:
             chunk: `[2, layers, tokens, kv_heads * head_dim]`, keys behind RoPE and values, float32, float16 or bfloat16, on any
@@ -149,8 +175,11 @@ class Codec:
         """
         tokens, device = self._tokens_of(chunk), chunk.device
         check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
-        blob = torch.empty(self.size(tokens), dtype=torch.uint8)
-        payload = blob[HEADER_BYTES:].view(torch.int16)
+        header = replace(self._header, dtype=chunk.dtype, tokens=tokens, start=start)
+        header = replace(header, payload_bytes=self._payload_bytes(header))
+        blob = torch.empty(HEADER_BYTES + header.payload_bytes, dtype=torch.uint8)
+        at = len(blob) - tokens * self.bytes_per_token
+        exact, payload = blob[HEADER_BYTES:at].view(chunk.dtype), blob[at:].view(torch.int16)
         words = payload if device.type == "cpu" else torch.empty_like(payload, device=device)
         blocks, total = self._blocks(words, tokens), torch.zeros((), device=device)
         for part, cos, sin in self._pieces(start, tokens, device):
@@ -164,9 +193,10 @@ class Codec:
             raise ValueError("the chunk has NaN or infinite entries, expected none; store what the model computed")
         if words is not payload:
             payload.copy_(words)
-        header = replace(
-            self._header, dtype=chunk.dtype, tokens=tokens, start=start, payload_bytes=tokens * self.bytes_per_token
-        )
+        if header.exact:
+            count, rows = self._first(header), exact.view(2, self.layers, header.exact, -1)
+            rows[:, :, :count] = chunk[:, :, :count]
+            rows[:, :, count:] = 0
         bytes_of = view_of(blob)
         bytes_of[:HEADER_BYTES] = header.packed(bytes_of[HEADER_BYTES:])
         return blob
@@ -186,15 +216,19 @@ class Codec:
             BlobError: the blob is damaged, or none of this codec's; nothing has been written then.
             ValueError: `out` has another shape or dtype.
         """
-        header, payload = checked(blob, self._header, self.bytes_per_token)
+        header, payload = checked(blob, self._header, self._payload_bytes)
         tokens, shape = header.tokens, (2, self.layers, header.tokens, len(self.heads) * self.head_dim)
+        at, count = len(payload) - tokens * self.bytes_per_token, self._first(header)
+        exact = _tensor(payload, header.dtype, 0, at // header.dtype.itemsize)
+        if not bool(exact.isfinite().all()):
+            raise BlobError(f"the blob has exact tokens with NaN or infinite entries, expected none; {AGAIN}")
         if out is None:
             out = torch.empty(shape, dtype=header.dtype, device=device)
         elif out.shape != shape or out.dtype != header.dtype:
             raise ValueError(
                 f"out is {tuple(out.shape)} {out.dtype}, expected {shape} {header.dtype}; `Header.read(blob)` tells what it holds"
             )
-        words = torch.frombuffer(payload, dtype=torch.int16) if payload else torch.empty(0, dtype=torch.int16)
+        words = _tensor(payload, torch.int16, at, (len(payload) - at) // WORD_BYTES)
         blocks = self._blocks(words.to(out.device), tokens)
         for part, cos, sin in self._pieces(header.start, tokens, out.device):
             for layer, coder in enumerate(self._on(out.device)):
@@ -202,6 +236,8 @@ class Codec:
                 keys, values = coder.decode(own, part.stop - part.start)
                 self._by_head(out[0, layer, part]).copy_(Rotation.rotated(keys, cos, sin))
                 self._by_head(out[1, layer, part]).copy_(values)
+        if count:
+            out[:, :, :count] = exact.view(2, self.layers, header.exact, -1)[:, :, :count].to(out.device)
         return out
 
     @torch.no_grad()
@@ -217,6 +253,16 @@ class Codec:
         for candidate in candidates:
             check_whole("a candidate", candidate, 0, "a position, a whole number from 0", most=MOST - tokens)
         return self._finder.start_of(chunk[0], sorted({*candidates}))
+
+    def _payload_bytes(self, header: Header) -> int:
+        """Behind this header."""
+        values = 2 * self.layers * len(self.heads) * self.head_dim
+        return header.tokens * self.bytes_per_token + header.exact * values * header.dtype.itemsize
+
+    @staticmethod
+    def _first(header: Header) -> int:
+        """How many tokens of the chunk are exact."""
+        return exact_tokens(header.tokens, header.start, header.sinks, False)
 
     def _tokens_of(self, chunk: Tensor) -> int:
         width = len(self.heads) * self.head_dim
@@ -265,40 +311,6 @@ class Codec:
             yield part, cos, sin
 
 
-def heads_of(heads: range | slice | None, count: int) -> range:
-    """The chosen KV heads of `count`; raises ValueError for none, or such with gaps."""
-    if heads is None:
-        return range(count)
-    if isinstance(heads, slice):
-        ends = (0 if heads.start is None else heads.start, count if heads.stop is None else heads.stop, heads.step)
-        whole = all(type(end) is int for end in ends[:2])
-        found = range(ends[0], ends[1]) if whole and ends[2] in (None, 1) else None
-    else:
-        found = heads if isinstance(heads, range) and heads.step == 1 else None
-    if found is None or not 0 <= found.start < found.stop <= count:
-        raise ValueError(f"heads must be a range without gaps within 0 ... {count}, got {printable(heads)}")
-    return found
-
-
-def hash_of(artifact: Artifact, klt: Klt) -> bytes:
-    """16 bytes for the artifact's model, and for every tensor of it that codes depend on."""
-    coding = Coding("before", klt.size, klt.predict)
-    names = {coding.name(role, kind) for role in ROLES for kind in KINDS}
-    names |= {f"{PREDICTED}.matrix"} if klt.predict else set()
-    tensors = {name: digest(artifact.tensor(name)) for name in names}
-    return _hashed({"model": artifact.fingerprint, "tensors": tensors})
-
-
-def layout_of(allocation: Allocation) -> bytes:
-    """16 bytes for the words of every layer's keys and values. They follow from the artifact and the budget, but for the rounding
-    of sums on another machine: where that tips a bit elsewhere, the blob is refused and not misread."""
-    return _hashed(
-        {
-            role: [[list(own.widths), list(own.counts)] for own in streams]
-            for role, streams in allocation.streams.items()
-        }
-    )
-
-
-def _hashed(document: object) -> bytes:
-    return bytes.fromhex(canonical_json.sha256(document))[:CHECKSUM_BYTES]
+def _tensor(data: bytearray, dtype: torch.dtype, offset: int, count: int) -> Tensor:
+    """So many entries of the bytes from `offset` on, not copied."""
+    return torch.frombuffer(data, dtype=dtype, offset=offset, count=count) if count else torch.zeros(0, dtype=dtype)

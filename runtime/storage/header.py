@@ -7,8 +7,8 @@ Little endian, without gaps:
     8-9      uint16    format version, 1
     10-11    uint16    bytes of this header, 128
     12       uint8     dtype of the chunk: 1 float32, 2 float16, 3 bfloat16
-    13       uint8     forms: 1 tokens have sizes, 2 values are predicted from keys; added up
-    14-15    uint16    0
+    13       uint8     forms: 1 tokens have sizes, 2 values are predicted from keys, 4 room for exact tokens in every blob; added up
+    14-15    uint16    first positions of a text, whose tokens are exact
     16-19    uint32    layers of the model
     20-23    uint32    KV heads of the model
     24-27    uint32    first KV head of this chunk (tensor parallelism)
@@ -29,6 +29,7 @@ compared with what the reader expects as well, and the number of bytes with that
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,7 +45,7 @@ FIELDS = struct.Struct("<8sHHBBHIIIIIIQdQ16s16s16s")
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS.size + CHECKSUM_BYTES
 DTYPES = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16}
-SIZE, PREDICT = 1, 2  # forms
+SIZE, PREDICT, FIXED = 1, 2, 4  # forms
 NOTHING = bytes(16)
 AGAIN = "compute these tokens again"
 
@@ -62,6 +63,8 @@ class Header:
     Attributes:
         dtype: of the chunk: float32, float16 or bfloat16.
         size, predict: the forms of its codes, as `klt` has them.
+        sinks: first positions of a text, whose tokens are exact.
+        fixed_size: whether there is room for as many exact tokens in a blob that begins behind them.
         layers, kv_heads, head_dim: of the model.
         heads: the KV heads of this chunk.
         tokens: how many.
@@ -74,6 +77,8 @@ class Header:
     dtype: torch.dtype
     size: bool
     predict: bool
+    sinks: int
+    fixed_size: bool
     layers: int
     kv_heads: int
     heads: range
@@ -85,13 +90,18 @@ class Header:
     artifact: bytes
     layout: bytes
 
+    @property
+    def exact(self) -> int:
+        """Exact tokens that there is room for, behind the codes."""
+        return exact_tokens(self.tokens, self.start, self.sinks, self.fixed_size)
+
     def packed(self, payload: memoryview) -> bytes:
         """The header of this payload, its checksum included."""
         dtype = next(code for code, known in DTYPES.items() if known == self.dtype)
-        forms = SIZE * self.size + PREDICT * self.predict
+        forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size
         heads = (self.kv_heads, self.heads.start, len(self.heads), self.head_dim)
         numbers = (self.tokens, self.start, self.bits, self.payload_bytes)
-        head = (MAGIC, VERSION, HEADER_BYTES, dtype, forms, 0, self.layers, *heads)
+        head = (MAGIC, VERSION, HEADER_BYTES, dtype, forms, self.sinks, self.layers, *heads)
         fields = FIELDS.pack(*head, *numbers, self.artifact, self.layout, NOTHING)
         return fields + checksum(fields, payload)
 
@@ -101,12 +111,12 @@ class Header:
         start = bytes(view_of(blob)[:HEADER_BYTES])
         if len(start) < HEADER_BYTES:
             raise BlobError(f"the blob has {len(start)} bytes, expected at least {HEADER_BYTES} of its header; {AGAIN}")
-        magic, version, length, dtype, forms, zero, *numbers, artifact, layout, rest = FIELDS.unpack_from(start)
+        magic, version, length, dtype, forms, sinks, *numbers, artifact, layout, rest = FIELDS.unpack_from(start)
         if magic != MAGIC:
             raise BlobError(f"the blob begins with {printable(magic)}, expected {printable(MAGIC)}; {AGAIN}")
         if version != VERSION:
             raise BlobError(f"the blob has format version {version}, expected {VERSION}; {AGAIN}")
-        if length != HEADER_BYTES or zero or rest != NOTHING or forms not in (0, SIZE, SIZE + PREDICT):
+        if length != HEADER_BYTES or rest != NOTHING or forms & ~FIXED not in (0, SIZE, SIZE + PREDICT):
             raise BlobError(f"the blob's header is not one of format version {VERSION}; {AGAIN}")
         if dtype not in DTYPES:
             raise BlobError(f"the blob's dtype is number {dtype}, expected one of {sorted(DTYPES)}; {AGAIN}")
@@ -115,6 +125,8 @@ class Header:
             DTYPES[dtype],
             bool(forms & SIZE),
             bool(forms & PREDICT),
+            sinks,
+            bool(forms & FIXED),
             layers,
             kv_heads,
             range(first, first + heads),
@@ -142,15 +154,35 @@ def view_of(blob: "Bytes | Tensor") -> memoryview:
         raise BlobError(f"the blob is a {type(blob).__name__}, expected bytes or a uint8 tensor; {AGAIN}") from error
 
 
-def checked(blob: "Bytes | Tensor", expected: Header, bytes_per_token: int) -> tuple[Header, bytearray]:
-    """The header and a copy of the payload of a whole blob that agrees with `expected` in all but dtype, tokens and start.
+def exact_tokens(tokens: int, start: int, sinks: int, fixed_size: bool) -> int:
+    """Of so many tokens from position `start` on those before position `sinks`; as if they began a text, where sizes are fixed."""
+    return min(tokens, sinks) if fixed_size else max(0, min(tokens, sinks - start))
+
+
+def checked(
+    blob: "Bytes | Tensor", expected: Header, payload_bytes: Callable[[Header], int]
+) -> tuple[Header, bytearray]:
+    """The header and a copy of the payload of a whole blob that agrees with `expected` in all but dtype, tokens and start, and
+    has as many bytes behind its header as `payload_bytes` says of it.
 
     A copy, so that a store that overwrites its memory meanwhile changes nothing that was checked. Raises BlobError.
     """
     view = view_of(blob)
     start = bytes(view[:HEADER_BYTES])
     found = Header.read(start)
-    for name in ("layers", "kv_heads", "head_dim", "heads", "bits", "size", "predict", "artifact", "layout"):
+    for name in (
+        "layers",
+        "kv_heads",
+        "head_dim",
+        "heads",
+        "bits",
+        "size",
+        "predict",
+        "sinks",
+        "fixed_size",
+        "artifact",
+        "layout",
+    ):
         ours, theirs = getattr(expected, name), getattr(found, name)
         if ours != theirs:
             ours, theirs = ((one.hex() if isinstance(one, bytes) else printable(one)) for one in (ours, theirs))
@@ -159,7 +191,7 @@ def checked(blob: "Bytes | Tensor", expected: Header, bytes_per_token: int) -> t
         raise BlobError(
             f"the blob has {found.tokens} tokens from position {found.start}, expected positions below {MOST}; {AGAIN}"
         )
-    size = found.tokens * bytes_per_token
+    size = payload_bytes(found)
     if found.payload_bytes != size or len(view) != HEADER_BYTES + size:
         raise BlobError(
             f"the blob has {len(view)} bytes, expected {HEADER_BYTES + size} for {found.tokens} tokens; {AGAIN}"

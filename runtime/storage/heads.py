@@ -9,10 +9,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from calib.runtime.messages.printable import printable
 from calib.runtime.stages.codec import MixedQuant, Sized
 from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Basis
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
+
+
+def heads_of(heads: range | slice | None, count: int) -> range:
+    """The chosen KV heads of `count`; raises ValueError for none, or such with gaps."""
+    if heads is None:
+        return range(count)
+    if isinstance(heads, slice):
+        ends = (0 if heads.start is None else heads.start, count if heads.stop is None else heads.stop, heads.step)
+        whole = all(type(end) is int for end in ends[:2])
+        found = range(ends[0], ends[1]) if whole and ends[2] in (None, 1) else None
+    else:
+        found = heads if isinstance(heads, range) and heads.step == 1 else None
+    if found is None or not 0 <= found.start < found.stop <= count:
+        raise ValueError(f"heads must be a range without gaps within 0 ... {count}, got {printable(heads)}")
+    return found
 
 
 def of_heads(plan: TierPlan, heads: range) -> TierPlan:

@@ -17,9 +17,10 @@ from calib.runtime.storage import Header
 pytestmark = pytest.mark.arithmetic
 
 TOKENS = 9
+EXACT = 2 * 2 * 64 * 4  # bytes of an exact token: keys and values, layers, channels, float32
 # Where the header's numbers lie, as its documentation says.
 NUMBERS = {
-    "version": ("<H", 8), "header": ("<H", 10), "dtype": ("<B", 12), "forms": ("<B", 13), "zero": ("<H", 14),
+    "version": ("<H", 8), "header": ("<H", 10), "dtype": ("<B", 12), "forms": ("<B", 13), "sinks": ("<H", 14),
     "layers": ("<I", 16), "kv_heads": ("<I", 20), "first": ("<I", 24), "heads": ("<I", 28), "head_dim": ("<I", 32),
     "tokens": ("<I", 36), "start": ("<Q", 40), "bits": ("<d", 48), "payload": ("<Q", 56),
 }  # fmt: skip
@@ -43,7 +44,8 @@ def codec(model):
 
 @pytest.fixture(scope="module")
 def blob(codec, model):
-    return codec.encode(chunk_of(model, TOKENS), 100).numpy().tobytes()
+    """Of a chunk that begins within the first tokens of a text: two of them are exact."""
+    return codec.encode(chunk_of(model, TOKENS), 2).numpy().tobytes()
 
 
 def resealed(data: bytes) -> bytes:
@@ -59,11 +61,12 @@ def refused(codec, monkeypatch):
     def none(*_, **__):
         raise AssertionError("memory was asked for before the blob was refused")
 
-    def told(data) -> str:
-        with monkeypatch.context() as patch, pytest.raises(BlobError) as error:
-            patch.setattr("torch.empty", none)
-            patch.setattr("torch.frombuffer", none)
-            codec.decode(data)
+    def told(data, allocated: bool = False) -> str:
+        with monkeypatch.context() as patch:
+            for name in () if allocated else ("torch.empty", "torch.frombuffer"):
+                patch.setattr(name, none)
+            with pytest.raises(BlobError) as error:
+                codec.decode(data)
         assert message(error).isprintable()
         return message(error)
 
@@ -101,13 +104,12 @@ def test_numbers_that_are_not_ours_are_refused(refused, blob, name):
             refused(resealed(bytes(data)))
 
 
-def test_lengths_that_agree_with_each_other_and_with_no_blob_are_refused(refused, blob):
+def test_lengths_that_agree_with_each_other_and_with_no_blob_are_refused(refused, codec, blob):
     """A header that asks for the memory of a billion tokens, in a blob of nine."""
     data = bytearray(blob)
-    per_token = (len(blob) - HEADER) // TOKENS
     for tokens in (TOKENS - 1, TOKENS + 1, 2**30 - 101, 2**32 - 1):
         struct.pack_into("<I", data, 36, tokens)
-        struct.pack_into("<Q", data, 56, tokens * per_token)
+        struct.pack_into("<Q", data, 56, tokens * codec.bytes_per_token + 2 * EXACT)
         refused(resealed(bytes(data)))
 
 
@@ -126,16 +128,16 @@ def test_blobs_of_other_codecs_are_refused(refused, blob, model):
     ):
         other = Codec.from_artifact(one, **{"bits": 2, **options})
         chunk = chunk_of(model, TOKENS)[..., : len(other.heads) * other.head_dim]
-        told = refused(other.encode(chunk, 100))
+        told = refused(other.encode(chunk, 2))
         assert told.startswith(f"{name} of the blob is ") and told.endswith("; compute these tokens again")
     ranks = [Codec.from_artifact(artifact, bits=2, heads=heads) for heads in (range(1), range(1, 2))]
-    own = ranks[0].encode(chunk_of(model, TOKENS)[..., :32], 100)
+    own = ranks[0].encode(chunk_of(model, TOKENS)[..., :32], 2)
     with pytest.raises(BlobError, match=r"heads of the blob is range\(0, 1\), expected range\(1, 2\)"):
         ranks[1].decode(own)
 
 
 def test_headers_on_other_codes_are_refused(refused, codec, blob, model):
-    for tokens, start, seed in ((TOKENS, 100, 5), (TOKENS, 101, 0), (TOKENS - 1, 100, 0)):
+    for tokens, start, seed in ((TOKENS, 2, 5), (TOKENS, 3, 0), (TOKENS, 100, 0), (TOKENS - 1, 2, 0)):
         other = codec.encode(chunk_of(model, tokens, seed=seed), start).numpy().tobytes()
         refused(other[:HEADER] + blob[HEADER:])
         refused(blob[:HEADER] + other[HEADER:])
@@ -176,9 +178,17 @@ def test_thousands_of_changes_at_once(refused, blob):
     assert good < 500
 
 
-def test_codes_with_a_checksum_that_fits_decode_to_something_finite(codec, blob):
+def test_exact_tokens_that_are_not_finite_are_refused(refused, blob):
+    for value in ("nan", "inf", "-inf"):
+        for at in (0, EXACT - 4, 2 * EXACT - 4):
+            data = bytearray(blob)
+            struct.pack_into("<f", data, HEADER + at, float(value))
+            assert "exact tokens with NaN or infinite entries" in refused(resealed(bytes(data)), allocated=True)
+
+
+def test_codes_with_a_checksum_that_fits_decode_to_something_finite(codec, model):
     """Whoever can write to the store can write any codes: no authentication, but nothing that crashes or is NaN."""
-    draw = Random(3)
+    draw, blob = Random(3), codec.encode(chunk_of(model, TOKENS), 100).numpy().tobytes()
     for fill in (b"\0", b"\xff", b"\x80", None):
         rest = draw.randbytes(len(blob) - HEADER) if fill is None else fill * (len(blob) - HEADER)
         found = codec.decode(resealed(blob[:HEADER] + rest))

@@ -54,7 +54,7 @@ def test_codes_are_those_of_a_cache(model, artifact, forms, dtype):
     tokens = Tokens(*(part.to(dtype) for part in (tokens.queries, tokens.keys, tokens.values)))
     feed(cache, [tokens])
     chunk = torch.stack([tokens.keys, tokens.values]).transpose(2, 3).flatten(3)
-    codec = of_artifact(artifact, **forms)
+    codec = of_artifact(artifact, sinks=0, **forms)
     blob = codec.encode(chunk, 0)
     assert codec.bits == BITS and codec.bytes_per_token * 8 == BITS * chunk[:, :, 0].numel()
     held = stored(cache, 0)
@@ -77,11 +77,14 @@ def test_codes_are_those_of_a_cache(model, artifact, forms, dtype):
 @pytest.mark.parametrize("start", [0, 5, 70_001])
 def test_a_blob_says_what_the_formulas_say(model, artifact, forms, start):
     chunk, klt = chunk_of(model, 61), Klt(bits=BITS, **forms)
-    codec = of_artifact(artifact, **forms)
+    codec = of_artifact(artifact, sinks=7, **forms)
     blob = codec.encode(chunk, start)
     data = blob.numpy().tobytes()
     wanted, off = decoded(data, artifact, klt, codec.rotation.frequencies, start, chunk)
     found = by_head(codec.decode(blob)).double()
+    exact = max(0, 7 - start)
+    assert torch.equal(found[:, :, :exact], by_head(chunk)[:, :, :exact].double())
+    found, wanted = found[:, :, exact:], wanted[:, :, exact:]
     # Tables of 16 bits: entries of the way back are rounded to 2^-12 of the largest step, predictions to 2^-16.
     assert float((found - wanted).abs().max()) < 4e-3 * float(wanted.abs().max())
     # Every code is the nearest, but for what the tables round: entries of the way in have 16 bits of a component of 32 channels.
@@ -121,13 +124,13 @@ def test_slices_of_heads_are_the_whole(forms, bits):
     model = random_model("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     artifact, chunk = calibrated_artifact(model), chunk_of(model, 50, seed=4)
     whole = Codec.from_artifact(artifact, bits=bits, **forms)
-    wanted, parts, bare = whole.decode(whole.encode(chunk, 9)), [], 0
+    wanted, parts, bare = whole.decode(whole.encode(chunk, 2)), [], 0
     (allocation,) = Klt(bits=bits, **forms).allocations(artifact)
     for heads in (range(1), slice(1, 2), range(2, 4)):
         codec = Codec.from_artifact(artifact, bits=bits, heads=heads, **forms)
         own = by_head(chunk, 4)[..., heads.start : heads.stop, :].flatten(3)
-        blob = codec.encode(own, 9)
-        assert len(blob) == codec.size(50)
+        blob = codec.encode(own, 2)
+        assert len(blob) == codec.size(50, 2, torch.float32)
         streams = [words for role in ROLES for words in allocation.streams[role]]
         bare += sum(not any(words.counts[heads.start : heads.stop]) for words in streams)
         parts.append(by_head(codec.decode(blob), codec.heads.stop - codec.heads.start))
@@ -137,10 +140,33 @@ def test_slices_of_heads_are_the_whole(forms, bits):
 
 def test_sizes_are_known_beforehand(model, artifact):
     for forms in FORMS:
-        codec = of_artifact(artifact, **forms)
-        sizes = {tokens: len(codec.encode(chunk_of(model, tokens), 3)) for tokens in (1, 2, 63, 300)}
-        assert sizes == {tokens: codec.size(tokens) for tokens in sizes}
-        assert sizes[300] == HEADER + 300 * codec.bytes_per_token
+        codec, fixed = (of_artifact(artifact, fixed_size=flag, **forms) for flag in (False, True))
+        for tokens, start, exact in ((1, 0, 1), (2, 3, 1), (63, 1, 3), (300, 0, 4), (300, 4, 0), (3, 99, 0)):
+            for dtype in (torch.float32, torch.bfloat16):
+                chunk, a_token = chunk_of(model, tokens, dtype=dtype), 2 * 2 * 64 * dtype.itemsize
+                blob = codec.encode(chunk, start)
+                assert len(blob) == codec.size(tokens, start, dtype)
+                assert len(blob) == HEADER + tokens * codec.bytes_per_token + exact * a_token
+                other = fixed.encode(chunk, start)
+                assert (
+                    len(other)
+                    == fixed.size(tokens, start, dtype)
+                    == fixed.size(tokens, 0, dtype)
+                    == codec.size(tokens, 0, dtype)
+                )
+                assert torch.equal(fixed.decode(other), codec.decode(blob))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_tokens_of_a_text_are_exact(model, artifact, dtype):
+    """And no others: those that a chunk has of the first `sinks`, whichever chunk they are in."""
+    chunk = chunk_of(model, 10, dtype=dtype)
+    for fixed_size in (False, True):
+        for start, exact in ((0, 6), (4, 2), (5, 1), (6, 0), (60, 0)):
+            codec = of_artifact(artifact, sinks=6, fixed_size=fixed_size)
+            same = (codec.decode(codec.encode(chunk, start)) == chunk).all(-1).all(0).all(0)
+            assert same.tolist() == [token < exact for token in range(10)]
+    assert of_artifact(artifact).size(10) - of_artifact(artifact, sinks=0).size(10) == 4 * 2 * 2 * 64 * 2
 
 
 def test_a_header_says_what_the_blob_is(model, artifact):
@@ -149,7 +175,7 @@ def test_a_header_says_what_the_blob_is(model, artifact):
     header = Header.read(codec.encode(chunk, 77).numpy().tobytes())
     assert (header.tokens, header.start, header.heads, header.dtype) == (12, 77, range(1, 2), torch.float16)
     assert (header.layers, header.kv_heads, header.head_dim, header.bits) == (2, 2, 32, BITS)
-    assert header.size and header.predict and header.payload_bytes == codec.size(12) - HEADER
+    assert header.size and header.predict and header.payload_bytes == codec.size(12, 77) - HEADER
 
 
 def test_any_view_is_encoded_and_left_alone_and_decoded_into(model, artifact):
@@ -159,8 +185,8 @@ def test_any_view_is_encoded_and_left_alone_and_decoded_into(model, artifact):
     view = buffer[:, 10:50].transpose(1, 2)
     view.copy_(chunk)
     before = buffer.clone()
-    blob = codec.encode(view, 6)
-    assert torch.equal(blob, codec.encode(chunk, 6)) and torch.equal(buffer, before)
+    blob = codec.encode(view, 2)
+    assert torch.equal(blob, codec.encode(chunk, 2)) and torch.equal(buffer, before)
     wanted = codec.decode(blob)
     for given in (blob.numpy().tobytes(), bytearray(blob.numpy()), memoryview(blob.numpy()), blob.numpy()):
         assert torch.equal(codec.decode(given), wanted)
@@ -244,6 +270,9 @@ def test_positions_turn_keys_as_the_model_does(name):
         ({"bits": 9}, "bits must be a number from 0.5"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
         ({"size": False, "predict": True}, "predict=True needs size=True"),
+        ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
+        ({"sinks": 65536}, "sinks must be a whole number, at most 65535, got 65536"),
+        ({"fixed_size": 1}, "fixed_size must be True or False, got 1"),
         ({"heads": range(3)}, r"heads must be a range without gaps within 0 ... 2, got range\(0, 3\)"),
         ({"heads": range(1, 1)}, "heads must be a range without gaps"),
         ({"heads": slice(0, 2, 2)}, "heads must be a range without gaps"),
@@ -300,3 +329,5 @@ def test_chunks_that_it_refuses(model, artifact):
     for tokens in (0, -1, 2.0):
         with pytest.raises(ValueError, match="tokens must be a whole number of tokens, at least 1"):
             codec.size(tokens)
+    with pytest.raises(ValueError, match="start must be a position"):
+        codec.size(4, -1)

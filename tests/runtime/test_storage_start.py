@@ -50,7 +50,7 @@ def test_the_right_start_is_found(artifact, tokens, start):
     codec = Codec.from_artifact(shaped(artifact), bits=3)
     chunk = chunk_at(codec, keys_before_rope(artifact, tokens), start)
     assert codec.start_of(chunk, CANDIDATES) == start
-    assert codec.start_of(chunk, CANDIDATES[::-1] + [start]) == start
+    assert codec.start_of(chunk, [*CANDIDATES[::-1], start]) == start
     one = Codec.from_artifact(shaped(artifact), bits=3, heads=range(1))
     assert one.start_of(chunk[..., : one.head_dim], CANDIDATES) == start
 

@@ -28,7 +28,7 @@ def chunk_of(model, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float
 def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.ndarray]]:
     """Each layer's words `[tokens, W]` uint16 as the documented layout has them: keys, their sizes, values, their sizes."""
     (tokens,) = struct.unpack_from("<I", blob, 36)
-    (allocation,), at, found = klt.allocations(artifact), HEADER, []
+    (allocation,), at, found = klt.allocations(artifact), HEADER + exact_bytes(blob), []
     for layer in range(artifact.fingerprint["layers"]):
         own = {}
         for role in ("keys", "values"):
@@ -39,6 +39,14 @@ def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.nd
         found.append(own)
     assert at == len(blob)
     return found
+
+
+def exact_bytes(blob: bytes) -> int:
+    """Of the first tokens of a text, which lie between the header and the codes; where sizes are fixed, of as many in any case."""
+    (sinks,), (tokens, start) = struct.unpack_from("<H", blob, 14), struct.unpack_from("<IQ", blob, 36)
+    layers, _, _, heads, channels = struct.unpack_from("<5I", blob, 16)
+    count = min(sinks, tokens) if blob[13] & 4 else max(0, min(sinks - start, tokens))
+    return count * 2 * layers * heads * channels * {1: 4, 2: 2, 3: 2}[blob[12]]
 
 
 def codes_of(words: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
