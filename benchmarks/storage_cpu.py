@@ -74,7 +74,7 @@ def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) ->
             run = turn_by_turn(lambda _, own=own: own, turns, RATIOS)
             show(run, f"{form}, {budget} bits: ")
             encode, decode = (run["milliseconds"][name][1] / 1e3 for name in ("encode", "decode"))
-            whole, coded = chunk.numel() * chunk.element_size(), codec.size(tokens)
+            whole, coded = chunk.numel() * chunk.element_size(), codec.size(tokens, START)
             row = {
                 "forms": form,
                 "bits": budget,
@@ -92,6 +92,20 @@ def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) ->
             print({name: row[name] for name in list(row)[2:]})
             rows.append({**row, **run})
     return rows
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """For docs/serve/storage.md."""
+    lines = [
+        "| forms | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below | move below |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        links = [f"{8 * speed / 1e3:.2f}" for speed in row["break_even_mb_per_second"].values()]  # type: ignore[attr-defined]
+        speeds = [f"{row[f'{name}_mb_per_second']:.0f}" for name in ("encode", "decode")]
+        size = f"{row['bytes_per_token']:,.0f} ({row['bytes_per_token_16_bits']:,.0f})"
+        lines.append(f"| {' | '.join([str(row['forms']), format(row['bits'], 'g'), size, *speeds, *links])} |")
+    return "\n".join(lines)
 
 
 @torch.no_grad()
@@ -114,7 +128,9 @@ def main() -> None:
         draw = torch.Generator().manual_seed(0)
         chunk = torch.randn(2, found.num_hidden_layers, asked.tokens, width, generator=draw).bfloat16()
         print(f"{name}: {tuple(chunk.shape)}")
-        runs[name] = {"shape": list(chunk.shape), "rows": measure(artifact, chunk, asked.bits, asked.turns)}
+        rows = measure(artifact, chunk, asked.bits, asked.turns)
+        runs[name] = {"shape": list(chunk.shape), "rows": rows}
+        print(table(rows))
     if asked.write:
         keep(RESULT, {"dtype": "bfloat16", "tokens": asked.tokens, "turns": asked.turns, "runs": runs})
 

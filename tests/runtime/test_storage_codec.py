@@ -7,6 +7,7 @@ from layer_walk import Tokens, feed, stored
 from stored_chunks import HEADER, chunk_of, decoded
 from toy_models import FAMILIES, biased_model, random_model
 
+from calib.kernels.attend.operation import STRIDE
 from calib.runtime import Artifact, ArtifactError, Codec, compress
 from calib.runtime.artifact.component_bits import ROLES
 from calib.runtime.methods.klt import Klt
@@ -115,6 +116,21 @@ def test_a_chunk_may_be_cut_anywhere(model, artifact, forms, start, monkeypatch)
         assert torch.equal(torch.cat(parts, 2), whole)
     monkeypatch.setattr("calib.runtime.storage.codec.TILE_TOKENS", 7)  # the pieces in which a chunk is coded
     assert torch.equal(codec.decode(codec.encode(chunk, start)), whole)
+
+
+def test_angles_do_not_depend_on_where_a_chunk_begins(model, artifact, monkeypatch):
+    """Cosines are put together from two tables: from another first position on, one in a billion would round otherwise."""
+    codec, along, asked = of_artifact(artifact), Rotation.along, []
+
+    def recorded(rotation, start, stop, device):
+        asked.append(start)
+        return along(rotation, start, stop, device)
+
+    monkeypatch.setattr(Rotation, "along", recorded)
+    monkeypatch.setattr("calib.runtime.storage.codec.TILE_TOKENS", 50)
+    for start in (0, 63, 64, 1001):
+        codec.decode(codec.encode(chunk_of(model, 120), start))
+    assert len(asked) == 24 and not any(start % STRIDE for start in asked)
 
 
 @pytest.mark.parametrize("forms", FORMS, ids=str)
