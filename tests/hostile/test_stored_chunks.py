@@ -113,6 +113,19 @@ def test_lengths_that_agree_with_each_other_and_with_no_blob_are_refused(refused
         refused(resealed(bytes(data)))
 
 
+def test_positions_and_counts_out_of_range_are_refused_where_all_lengths_agree(refused, codec, model):
+    """No token, and positions beyond those that any cache has."""
+    blob = codec.encode(chunk_of(model, TOKENS), 100).numpy().tobytes()
+    for start in (2**30 - TOKENS + 1, 2**31, 2**63, 2**64 - 1):
+        data = bytearray(blob)
+        struct.pack_into("<Q", data, 40, start)
+        assert "expected positions below 1073741824" in refused(resealed(bytes(data)))
+    data = bytearray(blob[:HEADER])
+    struct.pack_into("<I", data, 36, 0)
+    struct.pack_into("<Q", data, 56, 0)
+    assert "the blob has 0 tokens" in refused(resealed(bytes(data)))
+
+
 def test_blobs_of_other_codecs_are_refused(refused, blob, model):
     artifact = calibrated_artifact(model)
     changed = {**artifact.tensors, "keys.klt.before.mean": artifact.tensors["keys.klt.before.mean"] + 1e-3}
