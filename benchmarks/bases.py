@@ -13,9 +13,9 @@ STEPS = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876)
 
 
-def made_up(model: PreTrainedModel) -> Artifact:
+def made_up(model: PreTrainedModel, sized: bool = False) -> Artifact:
     """Components of keys, before RoPE and after it, and of values: random directions, widths that fall by e^-4 over a head and
-    differ between heads."""
+    differ between heads. `sized`: also what sizes of tokens and predictions of values need."""
     geometry, draw = Geometry.of(model.config), torch.Generator().manual_seed(0)
     shape, tensors = (geometry.layers, geometry.kv_heads, geometry.head_dim), dict[str, Tensor]()
     for stem in ("keys.klt", "values.klt", "keys.klt.before"):
@@ -25,4 +25,11 @@ def made_up(model: PreTrainedModel) -> Artifact:
         tensors[f"{stem}.basis"] = worth[..., None] * axes
         tensors[f"{stem}.steps"] = worth[..., None] * torch.tensor(STEPS)
         tensors[f"{stem}.errors"] = worth[..., None].square() * torch.tensor(ERRORS)
+    if sized:
+        for name, plain in (("keys.klt.sized", "keys.klt.before"), ("values.klt.sized", "values.klt")):
+            tensors |= {f"{name}.{kind}": tensors[f"{plain}.{kind}"].clone() for kind in ("steps", "errors")}
+        for kind in ("basis", "steps", "errors"):
+            tensors[f"values.klt.predicted.{kind}"] = tensors[f"values.klt.{kind}"].clone()
+        matrix = torch.randn(*shape, shape[-1], generator=draw) / shape[-1]
+        tensors["values.klt.predicted.matrix"] = matrix
     return Artifact(tensors, fingerprint(model), {})

@@ -103,6 +103,15 @@ class Basis(Transform):
         """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""
         return (y * self.gain) @ self.back.float() + self.mean
 
+    def inverse_of_codes(self, codes: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """x^ float32 `[..., kv_heads, tokens, D]` of codes `[..., kv_heads, tokens, N]`, whole numbers, and of tokens' sizes
+        float32 `[..., kv_heads, tokens, 1]` where they have such. The same bits however many tokens there are: entries of float16
+        are multiples of 2^-24 up to 1, and their sums with codes of 8 bits are exact in float64 up to 2^21 components."""
+        moved = (codes.double() @ self.back.double()).float().mul_(self.size)
+        if sizes is None:
+            return moved.add_(self.origin)
+        return moved.add_(self.origin - self.mean).mul_(sizes).add_(self.mean)
+
     def of_codes(self) -> Tensor:
         """x^ = size back^T c + origin as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`. Of a token of
         size s, x^ = size back^T s c + s (origin - mean) + mean: `[kv_heads, D, N + 2]`."""

@@ -1,0 +1,139 @@
+"""Speed of stored chunks on a CPU: encoding and decoding, bytes a token, and below which link they are faster than 16 bits.
+
+    python benchmarks/storage_cpu.py [--model wide artifacts/tiny-llama] [--tokens 256] [--bits 3 2 1.5 1] [--turns 15] [--write]
+
+One process, one thread, turn by turn (`protocol.py`), with an A/A pair; `clone` copies the chunk: what memory alone costs. Chunks
+are bfloat16, white, of all layers; bases are random (`bases.py`), so that times are a fit's and errors are not. `plain` codes
+components alone, `sized` has sizes of tokens and predictions of values as well, what a codec does where the artifact allows it.
+
+Before anything is timed, a chunk must come back: coded in two pieces it is the same bits, and with more bits it is nearer.
+
+A link of s bytes a second moves a chunk of B bytes in B / s, and its code of b bytes in b / s. So coding is faster below
+
+    s = (B - b) / t        t: seconds to encode (a store is filled), to decode (it is read), or both (from machine to machine),
+
+where nothing of t is hidden behind the link, or behind the engine's own work.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from bases import made_up
+from protocol import keep, load, show, turn_by_turn
+from torch import Tensor
+
+from calib.runtime import Artifact, Codec
+
+RESULT = "storage_cpu.json"
+START = 1000  # of a chunk: any position
+FORMS = {"plain": {"size": False}, "sized": {"size": True, "predict": True}}
+RATIOS = {
+    "encode again / encode (A/A)": ("encode again", "encode"),
+    "encode / clone": ("encode", "clone"),
+    "decode / clone": ("decode", "clone"),
+}
+
+
+def checked(codec: Codec, chunk: Tensor) -> float:
+    """The relative error of a chunk that comes back; SystemExit where it is not the same in two pieces."""
+    found = codec.decode(codec.encode(chunk, START))
+    half = chunk.shape[2] // 2
+    parts = [
+        codec.decode(codec.encode(part, at))
+        for part, at in ((chunk[:, :, :half], START), (chunk[:, :, half:], START + half))
+    ]
+    if not torch.equal(torch.cat(parts, 2), found):
+        raise SystemExit("a chunk in two pieces decodes to other bits")
+    return float((found.float() - chunk.float()).norm() / chunk.float().norm())
+
+
+def steps(codec: Codec, chunk: Tensor) -> dict[str, Callable[[], object]]:
+    """What is timed."""
+    blob, out = codec.encode(chunk, START), torch.empty_like(chunk)
+    return {
+        "encode": lambda: codec.encode(chunk, START),
+        "encode again": lambda: codec.encode(chunk, START),
+        "decode": lambda: codec.decode(blob, out=out),
+        "clone": lambda: out.copy_(chunk),
+    }
+
+
+def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) -> list[dict[str, object]]:
+    """A row for each form and budget."""
+    rows = list[dict[str, object]]()
+    for form, options in FORMS.items():
+        nearest = 0.0
+        for budget in sorted(bits, reverse=True):
+            codec = Codec.from_artifact(artifact, bits=budget, **options)
+            error = checked(codec, chunk)
+            if error <= nearest:
+                raise SystemExit(f"{form}: {budget} bits err by {error:.3f}, and more bits by {nearest:.3f}")
+            nearest, tokens = error, chunk.shape[2]
+            own = steps(codec, chunk)
+            run = turn_by_turn(lambda _, own=own: own, turns, RATIOS)
+            show(run, f"{form}, {budget} bits: ")
+            encode, decode = (run["milliseconds"][name][1] / 1e3 for name in ("encode", "decode"))
+            whole, coded = chunk.numel() * chunk.element_size(), codec.size(tokens, START)
+            row = {
+                "forms": form,
+                "bits": budget,
+                "bytes_per_token": coded / tokens,
+                "bytes_per_token_16_bits": whole / tokens,
+                "relative_error": error,
+                "encode_mb_per_second": whole / encode / 1e6,
+                "decode_mb_per_second": whole / decode / 1e6,
+                "break_even_mb_per_second": {
+                    "store": (whole - coded) / encode / 1e6,
+                    "load": (whole - coded) / decode / 1e6,
+                    "move": (whole - coded) / (encode + decode) / 1e6,
+                },
+            }
+            print({name: row[name] for name in list(row)[2:]})
+            rows.append({**row, **run})
+    return rows
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """For docs/serve/storage.md."""
+    lines = [
+        "| forms | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below | move below |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        links = [f"{8 * speed / 1e3:.2f}" for speed in row["break_even_mb_per_second"].values()]  # type: ignore[attr-defined]
+        speeds = [f"{row[f'{name}_mb_per_second']:.0f}" for name in ("encode", "decode")]
+        size = f"{row['bytes_per_token']:,.0f} ({row['bytes_per_token_16_bits']:,.0f})"
+        lines.append(f"| {' | '.join([str(row['forms']), format(row['bits'], 'g'), size, *speeds, *links])} |")
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measures, prints, and writes the run where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["wide", "artifacts/tiny-llama"])
+    parser.add_argument("--tokens", type=int, default=256, help="of a chunk; 256 is LMCache's")
+    parser.add_argument("--bits", type=float, nargs="+", default=[3, 2, 1.5, 1])
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT}")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    runs = {}
+    for name in asked.model:
+        model = load(name)
+        artifact, found = made_up(model, sized=True), model.config
+        width = found.num_key_value_heads * found.head_dim
+        draw = torch.Generator().manual_seed(0)
+        chunk = torch.randn(2, found.num_hidden_layers, asked.tokens, width, generator=draw).bfloat16()
+        print(f"{name}: {tuple(chunk.shape)}")
+        rows = measure(artifact, chunk, asked.bits, asked.turns)
+        runs[name] = {"shape": list(chunk.shape), "rows": rows}
+        print(table(rows))
+    if asked.write:
+        keep(RESULT, {"dtype": "bfloat16", "tokens": asked.tokens, "turns": asked.turns, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()

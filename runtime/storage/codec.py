@@ -1,0 +1,316 @@
+"""The codec of stored chunks: `klt` without a cache, its codes as bytes of a size that is known beforehand.
+
+A chunk is what engines hold of a run of tokens: keys behind RoPE and values of all layers, `[2, layers, tokens, kv_heads *
+head_dim]`. Keys are unrotated by their positions, coded as they were before RoPE, and rotated again when they are decoded.
+
+    bytes           what
+    0-127           the header (`header.py`)
+    128-            the first tokens of a text as they are: `[2, layers, n, kv_heads * head_dim]` in the chunk's dtype
+    to the end      for each layer, in order: words of keys, sizes of keys, words of values, sizes of values
+
+All is little endian. Tokens at the first `sinks` positions of a text are attention sinks, which no code of few bits holds
+(`docs/serve/storage.md`): they are exact, and n is how many of them the chunk has. With `fixed_size` n is as if the chunk began a
+text, zeros where it does not. Words and sizes are arrays int16 `[tokens, width]`, of all tokens. Widths differ from layer to layer
+and follow from the artifact and the bits; words are laid out as `kernels/pack` says, sizes four KV heads to a word. Streams whose
+heads got no bits take no bytes.
+
+A token's codes are those of `klt`'s cache. They depend on the token and its position alone, and so does what they decode to: a
+chunk may be cut, joined, and split by KV heads (tensor parallelism) without a change of any bit, on one kind of device.
+A blob says whose artifact made it, not which text it is of, nor that a fine-tuned relative of the model computed it: the key under
+which it is stored must.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.operation import STRIDE
+from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.artifact.components import coding_of
+from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
+from calib.runtime.messages.whole_numbers import MOST, check_whole
+from calib.runtime.methods import Geometry
+from calib.runtime.methods.contract import check_flag
+from calib.runtime.methods.klt import BITS, Klt
+from calib.runtime.paging.field import Block
+from calib.runtime.paging.pages import TILE_TOKENS
+from calib.runtime.rotation import Rotation
+from calib.runtime.stages.codec import MixedQuant
+from calib.runtime.storage.hashes import artifact_hash, layout_hash
+from calib.runtime.storage.header import (
+    AGAIN,
+    DTYPES,
+    HEADER_BYTES,
+    BlobError,
+    Bytes,
+    Header,
+    checked,
+    exact_tokens,
+    view_of,
+)
+from calib.runtime.storage.heads import heads_of, of_heads
+from calib.runtime.storage.layer import LayerCoder
+from calib.runtime.storage.rope import rotation_of
+from calib.runtime.storage.start import StartFinder
+
+WORD_BYTES = 2
+SINKS = 4  # as `klt` has by default
+MOST_SINKS = 2**16 - 1
+
+
+class Codec:
+    """Chunks to bytes and back, for one artifact and one budget. Make it with `from_artifact`; threads may share it.
+
+    Attributes:
+        layers, kv_heads, head_dim: of the model.
+        heads: the KV heads of a chunk.
+        bits: per value of a chunk of all heads, all that is stored of its tokens counted.
+        sized, predicts: the forms of its codes, `size` and `predict` of `klt`.
+        bytes_per_token: of a chunk, the header apart.
+        rotation: the model's RoPE.
+    """
+
+    def __init__(self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation, fixed_size: bool) -> None:
+        """From options that `from_artifact` has checked."""
+        found = artifact.fingerprint
+        geometry = Geometry(found["layers"], found["kv_heads"], found["head_dim"])
+        self.layers, self.kv_heads, self.head_dim = geometry.layers, geometry.kv_heads, geometry.head_dim
+        self.heads, self.rotation, self.sized, self.predicts = heads, rotation, klt.size, klt.predict
+        (allocation,) = klt.allocations(artifact)
+        self.bits = allocation.bits
+        plans = [klt.plan(layer, geometry, artifact).tiers[0] for layer in range(self.layers)]
+        whole = len(heads) == self.kv_heads
+        coders = [LayerCoder(plan if whole else of_heads(plan, heads)) for plan in plans]
+        self._coders = {torch.device("cpu"): coders}
+        self._widths = [coder.widths() for coder in coders]
+        self.bytes_per_token = WORD_BYTES * sum(sum(own.values()) for own in self._widths)
+        self._finder = StartFinder.of(artifact, heads, rotation)
+        assert klt.bits is not None
+        self._header = Header(
+            dtype=torch.float32,
+            size=klt.size,
+            predict=klt.predict,
+            sinks=klt.sinks,
+            fixed_size=fixed_size,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            heads=heads,
+            head_dim=self.head_dim,
+            tokens=0,
+            start=0,
+            bits=float(klt.bits),
+            payload_bytes=0,
+            artifact=artifact_hash(artifact, klt),
+            layout=layout_hash(allocation),
+        )
+
+    @classmethod
+    def from_artifact(
+        cls,
+        artifact: Artifact | str | os.PathLike[str],
+        bits: float = BITS,
+        size: bool | None = None,
+        predict: bool | None = None,
+        heads: range | slice | None = None,
+        sinks: int = SINKS,
+        fixed_size: bool = False,
+        rotation: Rotation | None = None,
+    ) -> "Codec":
+        """For the model that the artifact was fitted on.
+
+        Args:
+            artifact: of `calib fit`, or its path.
+            bits: the budget in bits per value, keys and values together, as `klt` takes it.
+            size: whether every token has a size (`klt`). None: where the artifact has what that needs.
+            predict: whether values are predicted from keys (`klt`). None: where tokens have sizes, and the artifact has the rest.
+            heads: the KV heads of a chunk, without gaps: those of one rank of tensor parallelism. None is all.
+            sinks: first positions of a text, whose tokens are exact, to 65,535.
+            fixed_size: every blob of so many tokens has one size, for stores that want to know it before the position: with room
+                for `sinks` exact tokens. Without it only chunks that have such tokens have the room.
+            rotation: the model's RoPE; None: that of the configuration in the artifact.
+
+        Raises:
+            ArtifactError: the artifact cannot be read, or lacks a tensor.
+            ValueError: an option out of its range, no keys before RoPE in the artifact, or RoPE that cannot be undone.
+        """
+        artifact = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
+        if size is None:
+            size = predict is True or all(artifact.has(f"{stream}.errors") for stream in SIZED)
+        if predict is None:
+            predict = (
+                size is True and artifact.has(f"{PREDICTED}.errors") and artifact.has(f"{next(iter(SIZED))}.errors")
+            )
+        check_whole("sinks", sinks, 0, "a whole number from 0", most=MOST_SINKS)
+        check_flag("fixed_size", fixed_size)
+        klt = Klt(bits=bits, size=size, predict=predict, sinks=sinks)
+        if coding_of(artifact).rope != "before":
+            raise ValueError(
+                "the artifact has no keys before RoPE, which stored chunks are made of; fit a model whose RoPE can be unrotated"
+            )
+        chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
+        return cls(artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size)
+
+    def size(self, tokens: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of a blob of so many tokens, at least 1, from position `start` on, in a model of `dtype`. At position 0 they are
+        the most; with `fixed_size` every start has as many."""
+        check_whole("tokens", tokens, 1, "a whole number of tokens, at least 1")
+        check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
+        return HEADER_BYTES + self._payload_bytes(replace(self._header, tokens=tokens, start=start, dtype=dtype))
+
+    @torch.no_grad()
+    def encode(self, chunk: Tensor, start: int) -> Tensor:
+        """The blob of a chunk: uint8 `[size(tokens, start, dtype)]` in host memory, where its checksum is computed and whence it is
+        stored.
+
+        Args:
+            chunk: `[2, layers, tokens, kv_heads * head_dim]`, keys behind RoPE and values, float32, float16 or bfloat16, on any
+                device, where it is coded. Rows of `kv_heads * head_dim` without gaps; left as it is.
+            start: the position of its first token.
+
+        Raises ValueError for a chunk of another shape or dtype, with NaN or infinities, or beyond the last position.
+        """
+        tokens, device = self._tokens_of(chunk), chunk.device
+        check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
+        header = replace(self._header, dtype=chunk.dtype, tokens=tokens, start=start)
+        header = replace(header, payload_bytes=self._payload_bytes(header))
+        blob = torch.empty(HEADER_BYTES + header.payload_bytes, dtype=torch.uint8)
+        at = len(blob) - tokens * self.bytes_per_token
+        exact, payload = blob[HEADER_BYTES:at].view(chunk.dtype), blob[at:].view(torch.int16)
+        words = payload if device.type == "cpu" else torch.empty_like(payload, device=device)
+        blocks, total = self._blocks(words, tokens), torch.zeros((), device=device)
+        for part, cos, sin in self._pieces(start, tokens, device):
+            for layer, coder in enumerate(self._on(device)):
+                keys, values = (self._by_head(stream[layer, part]) for stream in chunk)
+                total += keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32)
+                found = coder.encode(Rotation.rotated(keys.float(), cos, -sin), values)
+                for name, field in blocks[layer].items():
+                    field[part] = found[name]
+        if not math.isfinite(float(total)):
+            raise ValueError("the chunk has NaN or infinite entries, expected none; store what the model computed")
+        if words is not payload:
+            payload.copy_(words)
+        if header.exact:
+            count, rows = self._first(header), exact.view(2, self.layers, header.exact, -1)
+            rows[:, :, :count] = chunk[:, :, :count]
+            rows[:, :, count:] = 0
+        bytes_of = view_of(blob)
+        bytes_of[:HEADER_BYTES] = header.packed(bytes_of[HEADER_BYTES:])
+        return blob
+
+    @torch.no_grad()
+    def decode(
+        self, blob: Bytes | Tensor, out: Tensor | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The chunk `[2, layers, tokens, kv_heads * head_dim]` of a blob, in the dtype of the one that was encoded.
+
+        Args:
+            blob: bytes, anything with a buffer of bytes, or a uint8 tensor. Untrusted.
+            out: where to write it, of that shape and dtype; None makes a tensor.
+            device: of a tensor that is made; None is the CPU.
+
+        Raises:
+            BlobError: the blob is damaged, or none of this codec's; nothing has been written then.
+            ValueError: `out` has another shape or dtype.
+        """
+        header, payload = checked(blob, self._header, self._payload_bytes)
+        tokens, shape = header.tokens, (2, self.layers, header.tokens, len(self.heads) * self.head_dim)
+        at, count = len(payload) - tokens * self.bytes_per_token, self._first(header)
+        exact = _tensor(payload, header.dtype, 0, at // header.dtype.itemsize)
+        if not bool(exact.isfinite().all()):
+            raise BlobError(f"the blob has exact tokens with NaN or infinite entries, expected none; {AGAIN}")
+        if out is None:
+            out = torch.empty(shape, dtype=header.dtype, device=device)
+        elif out.shape != shape or out.dtype != header.dtype:
+            raise ValueError(
+                f"out is {tuple(out.shape)} {out.dtype}, expected {shape} {header.dtype}; `Header.read(blob)` tells what it holds"
+            )
+        words = _tensor(payload, torch.int16, at, (len(payload) - at) // WORD_BYTES)
+        blocks = self._blocks(words.to(out.device), tokens)
+        for part, cos, sin in self._pieces(header.start, tokens, out.device):
+            for layer, coder in enumerate(self._on(out.device)):
+                own = {name: field[part] for name, field in blocks[layer].items()}
+                keys, values = coder.decode(own, part.stop - part.start)
+                self._by_head(out[0, layer, part]).copy_(Rotation.rotated(keys, cos, sin))
+                self._by_head(out[1, layer, part]).copy_(values)
+        if count:
+            out[:, :, :count] = exact.view(2, self.layers, header.exact, -1)[:, :, :count].to(out.device)
+        return out
+
+    @torch.no_grad()
+    def start_of(self, chunk: Tensor, candidates: Sequence[int]) -> int:
+        """The position of a chunk's first token, where an engine does not tell it: of `candidates` the one that leaves keys as
+        small as calibration found them (`start.py`). `chunk` is as in `encode`.
+
+        Raises ValueError where no candidate fits, or two fit nearly alike.
+        """
+        tokens = self._tokens_of(chunk)
+        if not candidates:
+            raise ValueError("candidates are empty, expected positions; give those at which a chunk may begin")
+        for candidate in candidates:
+            check_whole("a candidate", candidate, 0, "a position, a whole number from 0", most=MOST - tokens)
+        return self._finder.start_of(chunk[0], sorted({*candidates}))
+
+    def _payload_bytes(self, header: Header) -> int:
+        """Behind this header."""
+        values = 2 * self.layers * len(self.heads) * self.head_dim
+        return header.tokens * self.bytes_per_token + header.exact * values * header.dtype.itemsize
+
+    @staticmethod
+    def _first(header: Header) -> int:
+        """How many tokens of the chunk are exact."""
+        return exact_tokens(header.tokens, header.start, header.sinks, False)
+
+    def _tokens_of(self, chunk: Tensor) -> int:
+        width = len(self.heads) * self.head_dim
+        shape = tuple(chunk.shape)
+        if len(shape) != 4 or shape[:2] != (2, self.layers) or shape[3] != width or not 1 <= shape[2] <= MOST:
+            raise ValueError(
+                f"the chunk has shape {shape}, expected [2, {self.layers}, tokens, {width}]: keys and values, layers, at least one "
+                f"token, {len(self.heads)} KV heads of {self.head_dim} channels"
+            )
+        if chunk.dtype not in DTYPES.values():
+            raise ValueError(f"the chunk is {chunk.dtype}, expected float32, float16 or bfloat16; convert it")
+        return shape[2]
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """`[tokens, kv_heads * head_dim]` as `[kv_heads, tokens, head_dim]`, the same memory."""
+        return rows.unflatten(-1, (len(self.heads), self.head_dim)).transpose(0, 1)
+
+    def _on(self, device: torch.device) -> list[LayerCoder]:
+        """The layers' stages there."""
+        if device not in self._coders:
+            self._coders[device] = [coder.to(device) for coder in self._coders[torch.device("cpu")]]
+        return self._coders[device]
+
+    def _blocks(self, words: Tensor, tokens: int) -> list[Block]:
+        """Each layer's fields, views `[tokens, width]` of all words of a chunk."""
+        found, at = list[Block](), 0
+        for widths in self._widths:
+            block = dict[str, Tensor]()
+            for name, width in widths.items():
+                block[name] = words[at : at + tokens * width].view(tokens, width)
+                at += tokens * width
+            found.append(block)
+        return found
+
+    def _pieces(self, start: int, tokens: int, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Runs of n of a chunk's tokens that are coded together, with cos and sin of their positions, float32 `[n, pairs]`."""
+        most = TILE_TOKENS
+        if device.type == "cpu":  # in float64 they are four times as large, and stay in the processor's own cache
+            most = max(1, min(most, MixedQuant.piece // (len(self.heads) * self.head_dim)))
+        for first in range(0, tokens, most):
+            part = slice(first, min(first + most, tokens))
+            # From a multiple of the stride on: cos and sin of a position are the same bits then, whatever the chunk.
+            skipped = (start + part.start) % STRIDE
+            tables = self.rotation.along(start + part.start - skipped, start + part.stop, device)
+            cos, sin = (table[skipped:] for table in tables)
+            yield part, cos, sin
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, offset: int, count: int) -> Tensor:
+    """So many entries of the bytes from `offset` on, not copied."""
+    return torch.frombuffer(data, dtype=dtype, offset=offset, count=count) if count else torch.zeros(0, dtype=dtype)

@@ -1,0 +1,35 @@
+"""What a blob says of where its codes come from, 16 bytes each: the artifact, and how its bits were shared out."""
+
+from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.artifact.component_bits import ROLES, Allocation
+from calib.runtime.artifact.components import Coding
+from calib.runtime.artifact.file import digest
+from calib.runtime.artifact.transform_tensors import KINDS, PREDICTED
+from calib.runtime.files import canonical_json
+from calib.runtime.methods.klt import Klt
+
+HASH_BYTES = 16
+
+
+def artifact_hash(artifact: Artifact, klt: Klt) -> bytes:
+    """16 bytes for the artifact's model, and for every tensor of it that codes depend on."""
+    coding = Coding("before", klt.size, klt.predict)
+    names = {coding.name(role, kind) for role in ROLES for kind in KINDS}
+    names |= {f"{PREDICTED}.matrix"} if klt.predict else set()
+    tensors = {name: digest(artifact.tensor(name)) for name in names}
+    return _hashed({"model": artifact.fingerprint, "tensors": tensors})
+
+
+def layout_hash(allocation: Allocation) -> bytes:
+    """16 bytes for the words of every layer's keys and values. They follow from the artifact and the budget, but for the rounding
+    of sums on another machine: where that tips a bit elsewhere, the blob is refused and not misread."""
+    return _hashed(
+        {
+            role: [[list(own.widths), list(own.counts)] for own in streams]
+            for role, streams in allocation.streams.items()
+        }
+    )
+
+
+def _hashed(document: object) -> bytes:
+    return bytes.fromhex(canonical_json.sha256(document))[:HASH_BYTES]

@@ -1,0 +1,83 @@
+"""A model's RoPE from the configuration in its artifact's fingerprint: who stores chunks may have no model at hand."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.artifact.fingerprint import stable
+from calib.runtime.messages.artifact_error import ArtifactError
+from calib.runtime.messages.printable import printable, shortened
+from calib.runtime.methods import Geometry
+from calib.runtime.rotation import Rotation
+
+REMEDY = "pass rotation=Rotation.of(model, '') of calib.runtime.rotation"
+LONGEST = 120  # characters of transformers' own message
+
+
+def rotation_of(artifact: Artifact) -> Rotation:
+    """As the model's own class of transformers computes it. Raises ArtifactError where there is no such class, and ValueError
+    where RoPE cannot be undone."""
+    fingerprint = artifact.fingerprint
+    config = _config(fingerprint)
+    found = (Geometry.of(config), stable(getattr(config, "rope_parameters", None)))
+    wanted = (
+        Geometry(fingerprint["layers"], fingerprint["kv_heads"], fingerprint["head_dim"]),
+        fingerprint["rope"],
+    )
+    if found != wanted:
+        raise ArtifactError(
+            f"the artifact's configuration gives {printable(found)} with this version of transformers, and was fitted with "
+            f"{printable(wanted)}; {REMEDY}"
+        )
+    rotation = Rotation.of(_embedding(config), REMEDY)
+    if 2 * len(rotation.frequencies) > fingerprint["head_dim"]:
+        raise ArtifactError(
+            f"the artifact's configuration rotates {2 * len(rotation.frequencies)} channels of {fingerprint['head_dim']}; {REMEDY}"
+        )
+    return rotation
+
+
+def _config(fingerprint: Mapping[str, Any]) -> PreTrainedConfig:
+    fields = {name: value for name, value in fingerprint["config"].items() if name != "model_type"}
+    for rope in _parameters(fields.get("rope_parameters")):
+        share = rope.get("partial_rotary_factor", 1.0)
+        if type(share) not in (float, int) or not 0 < share <= 1:  # tables are as large as it says
+            raise ArtifactError(
+                f"the artifact's partial_rotary_factor is {printable(share)}, expected a number in (0, 1]; {REMEDY}"
+            )
+    try:
+        return AutoConfig.for_model(fingerprint["architecture"], **fields)
+    except Exception as error:  # whatever a configuration's class makes of fields that are not its own
+        reason = shortened(" ".join(str(error).split()), LONGEST)
+        raise ArtifactError(
+            f"transformers makes no configuration of architecture {printable(fingerprint['architecture'])} ({reason}); {REMEDY}"
+        ) from error
+
+
+def _parameters(rope: Any) -> list[Mapping[str, Any]]:
+    """RoPE's parameters; where kinds of layers differ, of each."""
+    if not isinstance(rope, Mapping):
+        return []
+    return [rope, *(own for own in rope.values() if isinstance(own, Mapping))]
+
+
+def _embedding(config: PreTrainedConfig) -> nn.Module:
+    """The rotary embedding that the model's own file has for text."""
+    name = type(config).__name__
+    try:
+        module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    except KeyError as error:
+        raise ArtifactError(f"transformers has no causal language model of a {name}; {REMEDY}") from error
+    classes = [
+        part
+        for called, part in vars(module).items()
+        if called.endswith("RotaryEmbedding") and "Vision" not in called and part.__module__ == module.__name__
+    ]
+    if len(classes) != 1:
+        raise ArtifactError(f"{module.__name__} has {len(classes)} rotary embeddings, expected one; {REMEDY}")
+    embedding: nn.Module = classes[0](config)
+    return embedding

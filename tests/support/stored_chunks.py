@@ -1,0 +1,110 @@
+"""Chunks of keys and values, and what a stored one says, in float64 from the formulas and the documented layout alone."""
+
+import math
+import struct
+
+import numpy as np
+import torch
+from oracle import rotated
+from torch import Tensor
+
+from calib.runtime import Artifact
+from calib.runtime.artifact.components import Coding
+from calib.runtime.methods.klt import Klt
+
+HEADER = 128  # bytes
+
+
+def chunk_of(model, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`[2, layers, tokens, kv_heads * head_dim]` of about unit variance; every 17th token is much longer."""
+    config, draw = model.config, torch.Generator().manual_seed(seed)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    chunk = torch.randn(2, config.num_hidden_layers, tokens, width, generator=draw)
+    chunk[:, :, ::17] *= 4
+    return chunk.to(dtype)
+
+
+def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.ndarray]]:
+    """Each layer's words `[tokens, W]` uint16 as the documented layout has them: keys, their sizes, values, their sizes."""
+    (tokens,) = struct.unpack_from("<I", blob, 36)
+    (allocation,), at, found = klt.allocations(artifact), HEADER + exact_bytes(blob), []
+    for layer in range(artifact.fingerprint["layers"]):
+        own = {}
+        for role in ("keys", "values"):
+            counts = allocation.streams[role][layer].counts
+            for name, width in (("words", sum(counts)), ("sizes", math.ceil(len(counts) / 4) if klt.size else 0)):
+                data = np.frombuffer(blob, "<u2", tokens * width, at)
+                own[f"{role}.{name}"], at = data.reshape(tokens, width), at + 2 * tokens * width
+        found.append(own)
+    assert at == len(blob)
+    return found
+
+
+def exact_bytes(blob: bytes) -> int:
+    """Of the first tokens of a text, which lie between the header and the codes; where sizes are fixed, of as many in any case."""
+    (sinks,), (tokens, start) = struct.unpack_from("<H", blob, 14), struct.unpack_from("<IQ", blob, 36)
+    layers, _, _, heads, channels = struct.unpack_from("<5I", blob, 16)
+    count = min(sinks, tokens) if blob[13] & 4 else max(0, min(sinks - start, tokens))
+    return count * 2 * layers * heads * channels * {1: 4, 2: 2, 3: 2}[blob[12]]
+
+
+def codes_of(words: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
+    """Plane-split: field p of word w is component p W + w, fields from the lowest bits on."""
+    first = np.cumsum([0, *widths[:-1]])
+    planes = [(words >> bit) & ((1 << width) - 1) for bit, width in zip(first, widths, strict=True)]
+    return np.concatenate(planes, 1)
+
+
+def sizes_of(words: np.ndarray, heads: int) -> np.ndarray:
+    """`[tokens, kv_heads]`: half octaves in 4 bits, 5 is 1; field p of word w is head p W + w."""
+    numbers = codes_of(words, (4, 4, 4, 4))[:, :heads].astype(np.float64)
+    return 2.0 ** ((numbers - 5) / 2)
+
+
+def decoded(
+    blob: bytes, artifact: Artifact, klt: Klt, frequencies: Tensor, start: int, chunk: Tensor
+) -> tuple[Tensor, float]:
+    """The chunk float64 that a blob says, `[2, layers, tokens, kv_heads, D]`:
+
+        x^ = mean + s sum_j (c_j - (2^b_j - 1) / 2) step_j T^-1_j, of values besides M (k^ - mean_k); keys at their positions;
+
+    and how far the codes are from the components of `chunk`, which was encoded: |y_j - y^_j| over half a step s step_j, the most
+    of all codes that are not the first or the last.
+    """
+    coding, off = Coding("before", klt.size, klt.predict), [0.0]
+    (allocation,), layers = klt.allocations(artifact), []
+    for layer, fields in enumerate(fields_of(blob, artifact, klt)):
+        moved, means = {}, {}
+        for role, given in zip(("keys", "values"), chunk[:, layer].double(), strict=True):
+            mean, rows, steps = (
+                artifact.tensor(coding.name(role, kind))[layer].double().numpy() for kind in ("mean", "basis", "steps")
+            )
+            words, at, heads = allocation.streams[role][layer], 0, []
+            positions = torch.arange(start, start + len(given), dtype=torch.float64)[:, None]
+            x = given.unflatten(-1, (len(mean), -1)).transpose(0, 1)
+            if role == "keys":
+                x = rotated(x, frequencies, -positions)
+            elif klt.predict:
+                matrix = artifact.tensor("values.klt.predicted.matrix")[layer].double()
+                known = moved["keys"] @ matrix.mT
+                x = x - known
+            for head, count in enumerate(words.counts):
+                codes = codes_of(fields[f"{role}.words"][:, at : at + count], words.widths)[:, : mean.shape[1]]
+                at += count
+                bits = np.array(words.bits_of(head)[: codes.shape[1]], dtype=int)
+                number, last = np.arange(len(bits)), 2.0**bits - 1
+                step = steps[head, number, bits - 1] * np.ones((len(codes), 1))
+                if klt.size:
+                    step = step * sizes_of(fields[f"{role}.sizes"], len(words.counts))[:, head, None]
+                y = (codes - last / 2) * step
+                wanted = (x[head].numpy() - mean[head]) @ rows[head][: len(bits)].T
+                inner = (codes > 0) & (codes < last)
+                off.append(float((np.abs(wanted - y) / (step / 2))[inner].max(initial=0)))
+                heads.append(y @ np.linalg.inv(rows[head])[:, : len(bits)].T)
+            moved[role], means[role] = torch.tensor(np.stack(heads)), torch.tensor(mean)[:, None]
+        keys, values = moved["keys"] + means["keys"], moved["values"] + means["values"]
+        if klt.predict:
+            values = values + known
+        layers.append(torch.stack([rotated(keys, frequencies, positions), values]))
+    return torch.stack(layers, 1).transpose(2, 3), max(off)
