@@ -126,8 +126,8 @@ def attend(
     for j in tl.static_range(KEY_RANK):
         shared += (tl.load(SHARED + (base + rows) * KEY_RANK + j, mask=valid, other=0.0) / scale,)
 
-    # Turns are counted as if pages were whole numbers of them.
-    PADDED: tl.constexpr = tl.cdiv(PAGE, BN) * BN
+    # Turns are counted as if pages were whole numbers of them. (Triton 3.6 has no `tl.cdiv` of constants.)
+    PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
     RAGGED: tl.constexpr = PADDED != PAGE
     used = tl.load(USED + row)
     first = split * run * BN
