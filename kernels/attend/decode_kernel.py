@@ -3,14 +3,25 @@
 A program owns one KV head of one row, a block of query rows and a run of pages. It writes a part of the softmax (top, mass,
 mixture); `merge` joins the parts of all runs. README.md derives what is folded where. Modes say how parameters lie: 0 none,
 1 per token for groups of channels, 2 per channel for groups of tokens. Values of mode 1 may be scaled as well: by a number of
-each page's channels. A page need not be a whole number of turns; its last one is then masked.
+each page's channels. Tokens of mode 0 may have sizes: values, and keys that are turned, whose codes may be mixed as well. A page
+need not be a whole number of turns; its last one is then masked.
 """
 
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.loads import channel_numbers, own_words, plane_numbers, query_planes, tile_of, token_number
-from calib.kernels.attend.rotate import axes_of, halves_of, offsets, query_halves, rotated, unrotated
+from calib.kernels.attend.loads import (
+    channel_numbers,
+    own_words,
+    plane_numbers,
+    query_planes,
+    tile_of,
+    token_number,
+    token_sizes,
+)
+from calib.kernels.attend.rotate import halves_of, keys_of, offsets, query_halves, rotated, unrotated
+from calib.kernels.attend.stacked_mixture import mixed_rows, no_rows, store_rows
+from calib.kernels.attend.tile_products import biases_of, code_product, exact_product, factors_of, tokens_of
 from calib.kernels.attend.unpack import are_codes, bias_of, plane_count, unpacked
 
 # Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
@@ -20,46 +31,21 @@ NOWHERE = tl.constexpr(2**31 - 1)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
-def _dot(a, b, acc, INTERPRET: tl.constexpr):
-    """a @ b + acc in float32; the interpreter's bfloat16 products are wrong."""
-    if INTERPRET and a.dtype == tl.bfloat16:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
-    """codes @ (rounded + rest) + acc, where `rest` is what rounding to float16 took: 11 bits of a factor, or with it 22."""
-    if PRECISE:
-        acc = tl.dot(codes, rest, acc)
-    return tl.dot(codes, rounded, acc)
-
-
-@triton.jit
-def _tokens(codes, bias, steps, zero_points, PRECISE: tl.constexpr):
-    """x^ = c s + z of a plane: float16, or float32."""
-    exact = codes - bias
-    if PRECISE:
-        return exact.to(tl.float32) * steps + zero_points
-    else:
-        return exact * steps + zero_points
-
-
 @triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, POSITIONS, BACK,
-    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, VALUE_SCALES, TOP, MASS, MIXED, SCORES,
+    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, VALUE_SCALES,
+    KEY_SIZES, VALUE_SIZES, TOP, MASS, MIXED, SCORES,
     heads, query_rows, columns, table_width, run, slots,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, positions_page, positions_head,
     key_coefficients_page, key_coefficients_head, value_coefficients_page, value_coefficients_head,
-    value_scales_page, value_scales_head,
+    value_scales_page, value_scales_head, sizes_page,
     KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
     VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
     KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SCALED: tl.constexpr,
+    SIZE_WORDS: tl.constexpr, KEYS_MIXED: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
     VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
     DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
@@ -82,13 +68,15 @@ def attend(
     value_first, own_values = own_words(VALUE_FIRST, head, value_head, value_words, WV, VALUE_PIECE)
 
     TURNED: tl.constexpr = HALF > 0
+    KEY_SIZED: tl.constexpr = KEY_SIZES is not None
+    VALUE_SIZED: tl.constexpr = VALUE_SIZES is not None
     if TURNED:
         near, far, paired = halves_of(HALF, HALFP, PAIRS)
         exact_query, size = query_halves(QUERY + base * (2 * HALF), rows, valid, near, far, paired, HALF)
         exact_query = (exact_query[0] / size[None, :], exact_query[1] / size[None, :])
         AXES += head * (FK * WK * 2 * HALF)
         offset = offsets(
-            AXES, MEAN + head * (2 * HALF), SIZE + head, key_words, near, far, paired, KEY_WIDTHS, WK, HALF
+            AXES, MEAN + head * (2 * HALF), SIZE + head, key_words, near, far, paired, KEY_WIDTHS, WK, HALF, KEY_SIZED
         )
     else:
         exact_query, size = query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
@@ -97,22 +85,11 @@ def attend(
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
 
     # The query as the products take it, and what the codes' bias and zero points make of it for each group of channels.
-    KIND = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
     query, rest, biased, summed = (), (), (), ()
-    for f in tl.static_range(0 if TURNED else FK):
-        plane = exact_query[f] / size[None, :]
-        taken = plane.to(KIND)
-        query += (taken,)
-        rest += ((plane - taken.to(tl.float32)).to(KIND),)
-    for j in tl.static_range(0 if TURNED else KEY_GROUPS):
-        lift, whole = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-        for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
-            lift += bias_of(KEY_WIDTHS, f) * tl.sum(query[f].to(tl.float32), 0)
-            if PRECISE:
-                lift += bias_of(KEY_WIDTHS, f) * tl.sum(rest[f].to(tl.float32), 0)
-            whole += tl.sum(exact_query[f], 0)
-        biased += (lift,)
-        summed += (whole / size,)
+    if not TURNED:
+        KIND: tl.constexpr = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
+        query, rest = factors_of(exact_query, size, KIND)
+        biased, summed = biases_of(exact_query, query, rest, size, KEY_WIDTHS, KEY_GROUPS, PRECISE)
 
     # Scores are scale * product + shift, and powers of two: one multiply-add a score, where nothing has to be known between.
     scale, shift = size, constant
@@ -126,8 +103,8 @@ def attend(
     for j in tl.static_range(KEY_RANK):
         shared += (tl.load(SHARED + (base + rows) * KEY_RANK + j, mask=valid, other=0.0) / scale,)
 
-    # Turns are counted as if pages were whole numbers of them.
-    PADDED: tl.constexpr = tl.cdiv(PAGE, BN) * BN
+    # Turns are counted as if pages were whole numbers of them. (Triton 3.6 has no `tl.cdiv` of constants.)
+    PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
     RAGGED: tl.constexpr = PADDED != PAGE
     used = tl.load(USED + row)
     first = split * run * BN
@@ -140,9 +117,13 @@ def attend(
     mixed, zeros, below, ranked = (), (), (), ()
     for _ in tl.static_range(VALUE_RANK):
         ranked += (tl.zeros([M], tl.float32),)
-    for _ in tl.static_range(FV):
+    if KEYS_MIXED:
+        keys_mixed, keys_below = no_rows(KEY_WIDTHS, WKP, M)
+    if VALUE_SIZED:
+        mixed, below = no_rows(VALUE_WIDTHS, WVP, M)
+    for _ in tl.static_range(0 if VALUE_SIZED else FV):
         mixed += (tl.zeros([WVP, M], tl.float32),)
-    for _ in tl.static_range(VALUE_GROUPS):
+    for _ in tl.static_range(0 if VALUE_SIZED else VALUE_GROUPS):
         zeros += (tl.zeros([M], tl.float32),)
         below += (tl.zeros([16, M], tl.float32),)
 
@@ -155,6 +136,9 @@ def attend(
         if RAGGED:
             at = tl.where(slot < PAGE, position * PAGE + slot, NOWHERE)
 
+        if KEY_SIZED or VALUE_SIZED:
+            sizes_at = page * sizes_page + head % SIZE_WORDS + slot * SIZE_WORDS
+
         # Products [BN, M] of keys and queries.
         words = tile_of(
             KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :],
@@ -162,19 +146,19 @@ def attend(
         )  # fmt: skip
         product = tl.zeros([BN, M], tl.float32)
         if not are_codes(KEY_WIDTHS):
-            product = _dot(words, query[0], product, INTERPRET)
+            product = exact_product(words, query[0], product, INTERPRET)
             if KEYS.dtype.element_ty != tl.float32:
-                product = _dot(words, rest[0], product, INTERPRET)
+                product = exact_product(words, rest[0], product, INTERPRET)
         else:
             codes = unpacked(words, KEY_WIDTHS, INTERPRET)
             numbers = KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head
             if TURNED:
                 # Components of keys before RoPE: put together and rotated to their positions. In slots' order the coarse part of
                 # a position is a tile's, and unrotates the query.
-                keys = (tl.zeros([BN, HALFP], tl.float32) + offset[0][None, :],
-                        tl.zeros([BN, HALFP], tl.float32) + offset[1][None, :])  # fmt: skip
-                for f in tl.static_range(FK):
-                    keys = axes_of(codes[f], keys, AXES, f * WK, key_words, near, far, paired, WK, HALF)
+                sizes = None
+                if KEY_SIZED:
+                    sizes = token_sizes(KEY_SIZES, sizes_at, head, slot < PAGE, SIZE_WORDS, RAGGED)
+                keys = keys_of(codes, sizes, offset, AXES, key_words, near, far, paired, KEY_WIDTHS, WK, HALF)
                 if HAS_POSITIONS:
                     held = POSITIONS + page * positions_page + head * positions_head + slot
                     position = tl.load(held, mask=at < used, other=0)
@@ -193,7 +177,7 @@ def attend(
                 numbers += inside_page // KEY_TOKENS * (2 * DK)
                 for f in tl.static_range(FK):
                     steps, zero_points = channel_numbers(numbers, key_words, f, DK, WK, WKP)
-                    keys = _tokens(codes[f], bias_of(KEY_WIDTHS, f), steps[None, :], zero_points[None, :], PRECISE)
+                    keys = tokens_of(codes[f], bias_of(KEY_WIDTHS, f), steps[None, :], zero_points[None, :], PRECISE)
                     if PRECISE:
                         product = tl.dot(keys, exact_query[f] / size[None, :], product, input_precision="ieee")
                     else:
@@ -202,13 +186,13 @@ def attend(
                 for j in tl.static_range(KEY_GROUPS):
                     part = tl.zeros([BN, M], tl.float32)
                     for f in tl.static_range(j * (FK // KEY_GROUPS), (j + 1) * (FK // KEY_GROUPS)):
-                        part = _product(codes[f], query[f], rest[f], part, PRECISE)
+                        part = code_product(codes[f], query[f], rest[f], part, PRECISE)
                     own = numbers + slot * (2 * KEY_GROUPS) + j
                     product += (part - biased[j][None, :]) * token_number(own, slot < PAGE, RAGGED)[:, None]
                     product += summed[j][None, :] * token_number(own + KEY_GROUPS, slot < PAGE, RAGGED)[:, None]
             else:
                 for f in tl.static_range(FK):
-                    product = _product(codes[f], query[f], rest[f], product, PRECISE)
+                    product = code_product(codes[f], query[f], rest[f], product, PRECISE)
 
         if KEY_RANK > 0:
             own = KEY_COEFFICIENTS + page * key_coefficients_page + head * key_coefficients_head + slot * KEY_RANK
@@ -260,14 +244,22 @@ def attend(
                 new_ranked += (ranked[j] * stays + tl.sum(weights * coefficient, 0),)
             ranked = new_ranked
 
+        if KEYS_MIXED:
+            keys_mixed, keys_below = mixed_rows(
+                tl.trans(words), weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS, PRECISE, INTERPRET
+            )
+
         # Mixtures [WV, M] of every plane.
         words = tile_of(
             VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
             own_values[:, None], (slot < PAGE)[None, :], VALUE_FULL, RAGGED,
         )  # fmt: skip
         new, new_zeros, new_below = (), (), ()
-        if not are_codes(VALUE_WIDTHS):
-            new += (_dot(words, weights.to(VALUES.dtype.element_ty), mixed[0] * stays[None, :], INTERPRET),)
+        if VALUE_SIZED:
+            folded = weights * token_sizes(VALUE_SIZES, sizes_at, head, slot < PAGE, SIZE_WORDS, RAGGED)[:, None]
+            new, new_below = mixed_rows(words, folded, mixed, below, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
+        elif not are_codes(VALUE_WIDTHS):
+            new += (exact_product(words, weights.to(VALUES.dtype.element_ty), mixed[0] * stays[None, :], INTERPRET),)
             new_zeros, new_below = zeros, below
         else:
             codes = unpacked(words, VALUE_WIDTHS, INTERPRET)
@@ -276,7 +268,9 @@ def attend(
                 numbers += inside_page // VALUE_TOKENS * (2 * DV)
                 for f in tl.static_range(FV):
                     steps, zero_points = channel_numbers(numbers, value_words, f, DV, WV, WVP)
-                    values = _tokens(codes[f], bias_of(VALUE_WIDTHS, f), steps[:, None], zero_points[:, None], PRECISE)
+                    values = tokens_of(
+                        codes[f], bias_of(VALUE_WIDTHS, f), steps[:, None], zero_points[:, None], PRECISE
+                    )
                     factors = weights if PRECISE else weights.to(tl.float16)
                     new += (tl.dot(values, factors, mixed[f] * stays[None, :], input_precision="ieee"),)
                 new_zeros, new_below = zeros, below
@@ -310,26 +304,28 @@ def attend(
                     if VALUE_SCALED:
                         # A page's channels have scales, so its mixture is made whole before it is added.
                         own_scales = VALUE_SCALES + page * value_scales_page + head * value_scales_head
-                        summed_up = _product(ones, rounded, left, tl.zeros([16, M], tl.float32), PRECISE)
+                        summed_up = code_product(ones, rounded, left, tl.zeros([16, M], tl.float32), PRECISE)
                         lifted = tl.sum(summed_up, 0) / 16
                         new_below += (below[j],)
                         for f in tl.static_range(j * (FV // VALUE_GROUPS), (j + 1) * (FV // VALUE_GROUPS)):
-                            part = _product(codes[f], rounded, left, tl.zeros([WVP, M], tl.float32), PRECISE)
+                            part = code_product(codes[f], rounded, left, tl.zeros([WVP, M], tl.float32), PRECISE)
                             part += (zeroed * share - bias_of(VALUE_WIDTHS, f) * lifted)[None, :]
                             channel_scales = plane_numbers(own_scales, value_words, f, DV, WV)
                             new += (mixed[f] * kept[None, :] + part * channel_scales[:, None],)
                     else:
-                        new_below += (_product(ones, rounded, left, below[j] * kept[None, :], PRECISE),)
+                        new_below += (code_product(ones, rounded, left, below[j] * kept[None, :], PRECISE),)
                         for f in tl.static_range(j * (FV // VALUE_GROUPS), (j + 1) * (FV // VALUE_GROUPS)):
-                            new += (_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
+                            new += (code_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
         mixed, zeros, below = new, new_zeros, new_below
 
-    # Behind a mixture's channels, that of the coefficients.
-    WIDE: tl.constexpr = DV + VALUE_RANK
+    # Behind a mixture's channels: the sum of weights times sizes, the coefficients' mixture, that of keys' codes and its sum.
+    WIDE: tl.constexpr = DV + VALUE_SIZED + VALUE_RANK + KEYS_MIXED * (DK + 1)
     part = (of_row * splits + split).to(tl.int64) * query_rows
     tl.store(TOP + part + rows, top / LOG2E, mask=valid)
     tl.store(MASS + part + rows, mass, mask=valid)
-    for f in tl.static_range(FV):
+    if VALUE_SIZED:
+        store_rows(MIXED + (part + rows) * WIDE, mixed, below, valid, VALUE_WIDTHS, DV, WV, WVP)
+    for f in tl.static_range(0 if VALUE_SIZED else FV):
         out = mixed[f]
         if are_codes(VALUE_WIDTHS) and VALUE_MODE != 2:
             if VALUE_SCALED:
@@ -343,4 +339,7 @@ def attend(
         inside = ((value_words < WV) & (channels < DV))[:, None] & valid[None, :]
         tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=inside)
     for j in tl.static_range(VALUE_RANK):
-        tl.store(MIXED + (part + rows) * WIDE + (DV + j), ranked[j], mask=valid)
+        tl.store(MIXED + (part + rows) * WIDE + (DV + VALUE_SIZED + j), ranked[j], mask=valid)
+    if KEYS_MIXED:
+        behind = MIXED + (part + rows) * WIDE + (DV + VALUE_SIZED + VALUE_RANK)
+        store_rows(behind, keys_mixed, keys_below, valid, KEY_WIDTHS, DK, WK, WKP)

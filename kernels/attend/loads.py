@@ -1,7 +1,16 @@
-"""What a program of `decode_kernel.py` reads: queries by planes, words of a head's tokens, parameters of a plane's channels."""
+"""What a program of `decode_kernel.py` reads: queries by planes, words of a head's tokens and their sizes, parameters of a plane's
+channels."""
 
 import triton
 import triton.language as tl
+
+from calib.kernels.attend.packed_pages import SIZE_BITS, SIZE_OF_ONE
+
+# Sizes as bits of float32 numbers, whose exponent begins at the 23rd: half of a number of a size goes there. Even numbers have the
+# root of 2 behind it, odd ones nothing and half an exponent more.
+_EXPONENT, _ROOT_OF_TWO = tl.constexpr(1 << 23), tl.constexpr(0x3504F3)
+_BITS, _LARGEST = tl.constexpr(SIZE_BITS), tl.constexpr((1 << SIZE_BITS) - 1)
+_OF_ZERO = tl.constexpr(((127 - (SIZE_OF_ONE + 1) // 2) << 23) + 0x3504F3)
 
 
 @triton.jit
@@ -63,3 +72,16 @@ def channel_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP:
     channels = plane * W + words
     inside = (words < W) & (channels < D)
     return tl.load(numbers + channels, mask=inside, other=0.0), tl.load(numbers + D + channels, mask=inside, other=0.0)
+
+
+@triton.jit
+def token_sizes(SIZES, at, head, in_page, WORDS: tl.constexpr, RAGGED: tl.constexpr):
+    """s = 2^((i - 5) / 2) of each token, float32 [BN], exactly as float32 rounds it. Its number i lies in the word `at`, which has
+    fields of several heads."""
+    if RAGGED:
+        word = tl.load(SIZES + at, mask=in_page, other=0)
+    else:
+        word = tl.load(SIZES + at)
+    number = (word.to(tl.uint16, bitcast=True).to(tl.int32) >> (head // WORDS * _BITS)) & _LARGEST
+    bits = number * (_EXPONENT // 2) + _OF_ZERO + (number & 1) * (_EXPONENT // 2 - _ROOT_OF_TWO)
+    return bits.to(tl.float32, bitcast=True)

@@ -12,6 +12,8 @@ from torch import Tensor
 from calib.kernels.attend.packed_pages import (
     EXACT,
     MOST_RANK,
+    SIZE_BITS,
+    SIZE_OF_ONE,
     STRIDE,
     Attended,
     LowRankTerm,
@@ -24,6 +26,8 @@ from calib.kernels.dispatch import prefers_triton
 __all__ = [
     "EXACT",
     "MOST_RANK",
+    "SIZE_BITS",
+    "SIZE_OF_ONE",
     "STRIDE",
     "Attended",
     "LowRankTerm",
@@ -56,13 +60,15 @@ def attend_pages(
     scored: bool = False,
     precise: bool = False,
     rope_tables: RopeTables | None = None,
+    mixes_keys: bool = False,
 ) -> Attended:
     """`query [rows, kv_heads, R, D]` float32, times the scale of the scores, against a tier that is `supported`.
 
     The rows R of a KV head are group-major, then the columns of `span.back`. `constant [rows, kv_heads, R, 1]` is added to
     every score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
     rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits. With
-    `rope_tables` the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles.
+    `rope_tables` the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `mixes_keys`
+    the codes of keys that have sizes are mixed as well.
     """
     from calib.kernels.attend import triton
 
@@ -72,11 +78,14 @@ def attend_pages(
         added = (query * zero).sum(-1, keepdim=True)
         query, constant = query * scale, added if constant is None else constant + added
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        found = triton.attend_pages(query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared)
-    mixed, coefficients = found.mixed[..., : values.channels], found.mixed[..., values.channels :]
+        found = triton.attend_pages(
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys
+        )
+    columns = triton.columns_of(keys, values, mixes_keys)
+    mixed, sized_mass, coefficients, mixed_keys = found.mixed.split(columns, -1)
     if values.fixed is not None:
         scale, zero = values.fixed
-        mixed = mixed * scale + found.mass * zero
+        mixed = mixed * scale + (found.mass if values.sizes is None else sized_mass) * zero
     if values.ranked is not None:
         mixed = mixed + coefficients @ values.ranked.basis
-    return replace(found, mixed=mixed)
+    return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)

@@ -17,6 +17,9 @@ NONE, TOKEN, CHANNEL = 0, 1, 2
 # Query rows of a KV head in one program.
 BLOCK_ROWS = (8, 16, 64)
 
+# The same at most where all planes of values are one matrix.
+MOST_SIZED = 16
+
 # Words of one load at most: 16 bytes of a lane.
 LOAD = 8
 
@@ -37,9 +40,10 @@ SHAPES = {
 WIDE = 128  # channels
 
 
-def block_of(query_rows: int) -> int:
-    """Query rows of a program, padding included."""
-    return next((size for size in BLOCK_ROWS if query_rows <= size), BLOCK_ROWS[-1])
+def block_of(query_rows: int, sized: bool = False) -> int:
+    """Query rows of a program, padding included; fewer where values are `sized`, whose mixtures lie in more registers."""
+    sizes = [size for size in BLOCK_ROWS if size <= MOST_SIZED or not sized]
+    return next((size for size in sizes if query_rows <= size), sizes[-1])
 
 
 def is_heavy(keys: PackedStream, values: PackedStream) -> bool:
@@ -103,9 +107,12 @@ def constants_of(
     softcap: float | None,
     rope_tables: RopeTables | None,
     interpreted: bool = INTERPRETED,
+    mixes_keys: bool = False,
 ) -> dict[str, object]:
-    """All that follows from how streams lie; `block` query rows and `turn` tokens at once."""
+    """All that follows from how streams lie; `block` query rows and `turn` tokens at once. `mixes_keys`: their codes as well."""
     found: dict[str, object] = {"M": block, "BN": turn, "PAGE": keys.pages.shape[2], "SOFTCAP": softcap}
+    sizes = [stream.sizes.shape[-1] for stream in (keys, values) if stream.sizes is not None]
+    found |= {"SIZE_WORDS": max(sizes, default=0), "KEYS_MIXED": mixes_keys}
     for role, letter, stream in (("KEY", "K", keys), ("VALUE", "V", values)):
         widths, wide, counts = widths_of(stream), wide_of(stream), stream.counts or (wide_of(stream),)
         room_of = max(16, triton.next_power_of_2(wide))
@@ -149,6 +156,12 @@ def stages_of(keys: PackedStream, values: PackedStream, rope_tables: RopeTables 
 def rank_of(stream: PackedStream) -> int:
     """Coefficients of a token, 0 without."""
     return 0 if stream.ranked is None else stream.ranked.coefficients.shape[-1]
+
+
+def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> list[int]:
+    """Columns of a mixture: channels, the sum of weights times sizes, coefficients; with `mixes_keys` keys' codes and their sum."""
+    sized = 0 if values.sizes is None else 1
+    return [values.channels, sized, rank_of(values), keys.channels + 1 if mixes_keys else 0]
 
 
 def merge_constants(channels: int) -> dict[str, int]:

@@ -9,6 +9,8 @@ from calib.kernels.pack.reference import Widths
 EXACT = 16
 MOST_RANK = 16  # coefficients of a token: each is an operation of its own for a token and query row
 STRIDE = 64  # positions whose turns are another table's row
+SIZE_BITS = 4  # of a token's size: it is 2^((i - SIZE_OF_ONE) / 2), i its number
+SIZE_OF_ONE = 5
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class PackedStream:
         scales: c of each page's channels, float16 `[pages, kv_heads, 1, D]`, where a token is c times what its codes and parameters
             say; or None.
         ranked: what the tokens have beside, or None.
+        sizes: s of each token, which is s times what its codes say; of codes without parameters, or None. Numbers of `SIZE_BITS`
+            bits, four heads to a word, head h in word h % W: int16 `[pages, 1, page_tokens, W]`.
     """
 
     bits: int | Widths
@@ -52,12 +56,13 @@ class PackedStream:
     counts: tuple[int, ...] | None = None
     scales: Tensor | None = None
     ranked: LowRankTerm | None = None
+    sizes: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Keys whose codes c are of components before RoPE: k_t = R_t (mean + size B^T (c_t - L / 2)), R_t the rotation of
-    position t and L the largest code of each component. Half-split RoPE of the first r channels.
+    """Keys whose codes c are of components before RoPE: k_t = R_t (mean + size s_t B^T (c_t - L / 2)), R_t the rotation of
+    position t, L the largest code of each component, s_t the token's size or 1. Half-split RoPE of the first r channels.
 
     Args:
         axes: B, float16 `[kv_heads, N, D]`, D even: what a step of each component moves the channels, in units of `size`.
@@ -97,9 +102,11 @@ class PageSpan:
 @dataclass(frozen=True)
 class Attended:
     """A part of a softmax, float32: the largest score `top`, `mass` = sum exp(score - top) `[rows, kv_heads, R, 1]`, `mixed` =
-    sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for."""
+    sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. Where keys'
+    codes c are mixed by the same weights, `mixed_keys [rows, kv_heads, R, N + 1]`: those of s c, and behind them of s."""
 
     top: Tensor
     mass: Tensor
     mixed: Tensor
     scores: Tensor | None
+    mixed_keys: Tensor | None = None

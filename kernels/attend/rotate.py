@@ -44,13 +44,14 @@ def _axes(AXES, components, inside, channels, number, HALF: tl.constexpr):
 
 @triton.jit
 def offsets(
-    AXES, MEAN, SIZE, words, near, far, number, WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr
+    AXES, MEAN, SIZE, words, near, far, number, WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr,
+    SIZED: tl.constexpr,
 ):  # fmt: skip
-    """The halves of a key whose codes' numbers are all 0, [HALFP] each."""
+    """The halves of a key whose codes' numbers are all 0, [HALFP] each; of keys that have sizes, their mean's."""
     size = tl.load(SIZE)
     first = tl.load(MEAN + near, mask=number < HALF, other=0.0) / size
     second = tl.load(MEAN + far, mask=number < HALF, other=0.0) / size
-    for f in tl.static_range(plane_count(WIDTHS)):
+    for f in tl.static_range(0 if SIZED else plane_count(WIDTHS)):
         first -= middle_of(WIDTHS, f) * tl.sum(
             _axes(AXES, f * W + words, words < W, near, number, HALF).to(tl.float32), 0
         )
@@ -61,12 +62,35 @@ def offsets(
 
 
 @triton.jit
-def axes_of(codes, keys, AXES, first, words, near, far, number, W: tl.constexpr, HALF: tl.constexpr):
-    """`keys`, two halves, with what the `codes` [BN, WP] of components from `first` on add to them."""
-    return (
-        tl.dot(codes, _axes(AXES, first + words, words < W, near, number, HALF), keys[0]),
-        tl.dot(codes, _axes(AXES, first + words, words < W, far, number, HALF), keys[1]),
-    )
+def _from_middle(codes, WIDTHS: tl.constexpr, plane: tl.constexpr):
+    """How many steps codes are from their middle, exactly: float16 has halves below 1024 alone."""
+    if bias_of(WIDTHS, plane) < 1024:
+        return codes - middle_of(WIDTHS, plane)
+    else:
+        return (codes - bias_of(WIDTHS, plane)) - ((1 << WIDTHS[plane]) - 1) / 2
+
+
+@triton.jit
+def keys_of(
+    codes, sizes, offset, AXES, words, near, far, number, WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """The halves of keys put together, float32 [BN, HALFP] each: `offset`, and what the `codes` [BN, WP] of all planes add.
+
+    Of tokens that have `sizes` [BN], that times these. Codes' middles are taken away sooner then: an offset beside the mean would
+    take registers that no lane has left.
+    """
+    first = tl.zeros([codes[0].shape[0], number.shape[0]], tl.float32)
+    second = tl.zeros([codes[0].shape[0], number.shape[0]], tl.float32)
+    if sizes is None:
+        first, second = first + offset[0][None, :], second + offset[1][None, :]
+    for f in tl.static_range(len(codes)):
+        steps = codes[f] if sizes is None else _from_middle(codes[f], WIDTHS, f)
+        first = tl.dot(steps, _axes(AXES, f * W + words, words < W, near, number, HALF), first)
+        second = tl.dot(steps, _axes(AXES, f * W + words, words < W, far, number, HALF), second)
+    if sizes is None:
+        return first, second
+    else:
+        return first * sizes[:, None] + offset[0][None, :], second * sizes[:, None] + offset[1][None, :]
 
 
 @triton.jit

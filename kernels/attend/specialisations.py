@@ -60,11 +60,12 @@ def specialisation(
     beside: Mapping[str, str] = {},
     rope_tables: RopeTables | None = None,
     block: int = BLOCK_ROWS[0],
+    mixes_keys: bool = False,
 ) -> Specialisation:
     """The kernel for a step of `block` query rows a KV head over such pages."""
     turn = turn_of(keys, values, block, rope_tables)
     absent = ("BIAS", "HIDDEN", "POSITIONS", "BACK", "SCORES")
-    constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False)
+    constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
     constants |= {"HAS_CONSTANT": rope_tables is None, "PRECISE": False}
     constants |= {"CONSTANT": None} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
@@ -73,6 +74,7 @@ def specialisation(
     }
     constants |= {"SHARED": None} if keys.ranked is None else {}
     constants |= {"VALUE_SCALES": None} if values.scales is None else {}
+    constants |= {f"{role}_SIZES": None for role, own in (("KEY", keys), ("VALUE", values)) if own.sizes is None}
     constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
     types = {
         name: "i32:16" if name.endswith(("_page", "_head")) else "i32"
@@ -81,7 +83,7 @@ def specialisation(
     }
     types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
     types |= {"AXES": "*fp16", "SHARED": "*fp32", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
-    types |= {"VALUE_SCALES": "*fp16"}
+    types |= {"VALUE_SCALES": "*fp16", "KEY_SIZES": "*i16", "VALUE_SIZES": "*i16"}
     types |= {"TABLE": "*i32", "USED": "*i32"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
     for role, own in (("KEY", keys), ("VALUE", values)):
@@ -115,6 +117,12 @@ def rope_tables_of(components: int, channels: int) -> RopeTables:
     return RopeTables(axes.half(), *others)
 
 
+def _predicted(most: float, matrix: float, spilled: int = 0, block: int = BLOCK_ROWS[0]) -> Specialisation:
+    """`klt`'s keys and values of tokens that have sizes, the latter predicted from the former."""
+    tables = rope_tables_of(_SIZED.channels, 128)
+    return specialisation(_SIZED, _SIZED, most, matrix, spilled, rope_tables=tables, block=block, mixes_keys=True)
+
+
 def _kivi(bits: int, block: int, channels: int, most: float, matrix: float, spilled: int = 0) -> Specialisation:
     """KIVI's keys and values in groups of 32: what takes most registers."""
     keys = stream_of(bits, CHANNEL, 32, channels, page=128)
@@ -138,6 +146,7 @@ _RANKED = replace(
     ranked=LowRankTerm(torch.empty(1, 1, 64, 4, device="meta").half(), torch.empty(1, 1, 4, 128)),
 )
 _PATTERNED = stream_of((6, 4, 3, 2, 1), channels=80, counts=(16, 16))
+_SIZED = replace(_PATTERNED, sizes=torch.empty(1, 1, 64, 1, dtype=torch.int16, device="meta"))
 
 SPECIALISATIONS = {
     "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6),
@@ -168,6 +177,10 @@ SPECIALISATIONS = {
     "6 4 3 2 1 bits, 16 words, turned": specialisation(
         _PATTERNED, _PATTERNED, 10.5, 6, 8, rope_tables=rope_tables_of(80, 128)
     ),
+    # With sizes, and with the keys' codes mixed besides, for values that are predicted from them. Registers are full, as above.
+    "6 4 3 2 1 bits, turned, sized": specialisation(_SIZED, _SIZED, 10.8, 6, 40, rope_tables=rope_tables_of(80, 128)),
+    "6 4 3 2 1 bits, turned, mixed": _predicted(12.4, 6, 32),
+    "6 4 3 2 1 bits, turned, mixed, 16": _predicted(15.7, 8, 144, block=16),
     # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
     "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.7, 1.1, block=16),
     "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 12.5, 4.3, block=64),

@@ -23,6 +23,7 @@ from calib.kernels.attend.options import (
     wide_of,
     widths_of,
 )
+from calib.kernels.attend.options import columns_of as columns_of
 from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, PackedStream, PageSpan, RopeTables
 from calib.kernels.attend.specialisations import SPECIALISATIONS as SPECIALISATIONS
 from calib.kernels.pack.heads import first_words
@@ -37,8 +38,14 @@ PROGRAMS = 8
 def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
     """Whether the kernel reads these streams: codes of any widths, or exact; float16 parameters whose groups are whole planes of
     channels, 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's channels beside tokens'
-    parameters, of values alone. Keys that it is to turn are codes without parameters."""
-    if rope_tables and (keys.bits == EXACT or keys.parameters is not None):
+    parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of such keys, and of values
+    that are codes without parameters."""
+    if rope_tables and not _are_plain_codes(keys):
+        return False
+    if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
+        return False
+    sizes = [stream.sizes for stream in (keys, values) if stream.sizes is not None]
+    if len({(part.shape[-1], part.stride()) for part in sizes}) > 1:  # one offset is computed for both
         return False
     if keys.scales is not None or (values.scales is not None and mode_of(values) != TOKEN):
         return False
@@ -56,11 +63,12 @@ def attend_pages(
     precise: bool,
     rope_tables: RopeTables | None = None,
     shared: Tensor | None = None,
+    mixes_keys: bool = False,
 ) -> Attended:
-    """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. Behind the
-    channels of what is mixed comes the mixture of the values' coefficients."""
+    """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. What is mixed has
+    the columns of `options.columns_of`."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
-    block = block_of(asked)
+    block = block_of(asked, sized=values.sizes is not None)
     turn = turn_of(keys, values, block, rope_tables)
     turns = span.table.shape[1] * triton.cdiv(page, turn)
     blocks = triton.cdiv(asked, block)
@@ -68,7 +76,7 @@ def attend_pages(
     run = triton.cdiv(turns, splits)
     splits = triton.cdiv(turns, run)
     slots = span.table.shape[1] * page
-    wide = values.channels + rank_of(values)
+    wide = sum(columns_of(keys, values, mixes_keys))
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
     scores = room((rows, heads, asked, slots), query) if scored else None
@@ -81,12 +89,13 @@ def attend_pages(
         None if span.back is None else span.back.contiguous(),
         *_tables(rope_tables),
         _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values), values.scales,
+        keys.sizes, values.sizes,
         top, mass, mixed, scores,
         heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
         *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_strides(_coefficients(values)),
-        *_strides(values.scales),
-        **constants_of(keys, values, block, turn, softcap, rope_tables),
+        *_strides(values.scales), _strides(keys.sizes if values.sizes is None else values.sizes)[0],
+        **constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys),
         HAS_CONSTANT=constant is not None, HAS_BIAS=span.bias is not None, HAS_HIDDEN=span.hidden is not None,
         HAS_POSITIONS=span.positions is not None, HAS_BACK=span.back is not None, HAS_SCORES=scored,
         PRECISE=precise,
@@ -105,7 +114,7 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _read(stream: PackedStream) -> bool:
-    held = (stream.pages, stream.parameters, _coefficients(stream), stream.scales)
+    held = (stream.pages, stream.parameters, _coefficients(stream), stream.scales, stream.sizes)
     if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)):
         return False
     if stream.bits == EXACT:
@@ -116,6 +125,10 @@ def _read(stream: PackedStream) -> bool:
         return False
     count, groups = len(widths_of(stream)), groups_of(stream)
     return groups == 1 or (count % groups == 0 and count * wide_of(stream) == stream.channels)
+
+
+def _are_plain_codes(stream: PackedStream) -> bool:
+    return stream.bits != EXACT and stream.parameters is None
 
 
 def _by_token(pages: Tensor | None) -> bool:

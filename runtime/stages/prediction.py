@@ -49,8 +49,11 @@ class Prediction:
 
     def mix(self, codec: Sized, weights: Tensor, keys: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the predictions of a tile: `[..., kv_heads, rows, D]`."""
-        mixed = codec.mixed_codes(weights, keys)
-        last = codec.codec.levels(weights.device)
+        return self.of_mixed(codec, codec.mixed_codes(weights, keys))
+
+    def of_mixed(self, codec: Sized, mixed: Tensor) -> Tensor:
+        """The same from sum p s c and sum p s of the keys' codes and sizes, `mixed [..., kv_heads, rows, N + 1]` float32."""
+        last = codec.codec.levels(mixed.device)
         numbers = 2 * mixed[..., :-1] - last * mixed[..., -1:]
         return (numbers @ self.table.float()).mul_(self.unit)
 

@@ -55,10 +55,8 @@ class TierView:
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
     def streams(self) -> tuple[PackedStream | None, PackedStream | None]:
-        """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns, or values that are
-        predicted from keys."""
-        predicted = self.tier.plan.prediction is not None
-        if predicted or (self.rotated is not None and not self._rotates_codes):
+        """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
+        if self.rotated is not None and not self._rotates_codes:
             return None, None
         return self._stream("keys"), self._stream("values")
 
@@ -113,8 +111,14 @@ class TierView:
             span = replace(span, positions=self.tier.pool.tensors.get(POSITIONS))
         rope_tables = None if cos_sin is None else self.transforms["keys"].rope_tables(*cos_sin)
         precise = self.tier.dtype == torch.float32
-        found = attend_pages(self.query, keys, values, span, self.constant, softcap, scored, precise, rope_tables)
-        return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
+        predicted = self.tier.plan.prediction
+        found = attend_pages(
+            self.query, keys, values, span, self.constant, softcap, scored, precise, rope_tables, predicted is not None
+        )
+        mixed = self.transforms["values"].fold_output(found.mixed, found.mass)
+        if predicted is not None and found.mixed_keys is not None:
+            mixed = mixed + predicted.of_mixed(self._key_codes, found.mixed_keys)
+        return replace(found, mixed=mixed, mixed_keys=None)
 
     def pairs(self) -> list[SparsePages | None]:
         """Keys and values as sparse pairs, where that is what they are; their transform is then none."""
@@ -189,9 +193,14 @@ class TierView:
         mixed = self._mixed(weights, tile)
         if self.tier.plan.prediction is None:
             return mixed
-        keys = self.codecs["keys"].uncorrected
-        assert isinstance(keys, Sized)
-        return mixed + self.tier.plan.prediction.mix(keys, weights, self._block("keys", tile))
+        return mixed + self.tier.plan.prediction.mix(self._key_codes, weights, self._block("keys", tile))
+
+    @property
+    def _key_codes(self) -> Sized:
+        """The codec of the keys' codes, which values are predicted from."""
+        codec = self.codecs["keys"].uncorrected
+        assert isinstance(codec, Sized)
+        return codec
 
     def _mixed(self, weights: Tensor, tile: Tile) -> Tensor:
         codec, block, width = self.codecs["values"], self._block("values", tile), self.tier.coded["values"]

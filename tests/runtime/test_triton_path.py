@@ -7,7 +7,7 @@ attention, and what is stored in the end is the same bit for bit; what is evicte
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -35,16 +35,21 @@ ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 # other tokens are attended than are stored; and a window that nothing has left yet has no pages.
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "tova", "snapkv", "streaming_llm",
-    "gear-60", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "specache",
-    "infllm-original", "oscar",
+    "gear-60", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "klt-predicted",
+    "specache", "infllm-original", "oscar",
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
-# Corrected tokens in order, sparse ones with corrections, those of a dictionary alone, sizes of tokens, and codes of channels of
-# keys before RoPE: tile by tile.
-IN_TILES = ["zipcache-before-rope", "zipcache-before-frozen"]
-IN_TILES += ["kivi-corrected", "rtn-twice", "csr-corrected", "csr-offline"]
-IN_TILES += ["klt-predicted", "klt-predicted-tiers"]
+# Corrected tokens in order, sparse ones with corrections, those of a dictionary alone, and codes of channels of keys before RoPE:
+# tile by tile.
+IN_TILES = [
+    "kivi-corrected",
+    "rtn-twice",
+    "csr-corrected",
+    "csr-offline",
+    "zipcache-before-rope",
+    "zipcache-before-frozen",
+]
 
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.
 ROUNDED = 4 * FORWARD[torch.float32]
@@ -170,6 +175,28 @@ def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
     for arguments in own:
         assert arguments["KEY_RANK"] == arguments["VALUE_RANK"] == rank
         assert (arguments["SCORES"] is not None) == (arguments["BIAS"] is not None) == scored
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("changes", "mixed"),
+    [
+        ({"predict": False}, False),
+        ({"tiers": [[3, 0.2], [1, 0.8]], "bits": None, "window": None, "block": 20}, True),  # each with its position
+        ({"corrections": {"outliers": {"keys": 0, "values": 0.1}}}, True),  # of what keys leave of values
+    ],
+    ids=str,
+)
+def test_sizes_and_predictions(changes, mixed, monkeypatch, both):
+    """In the same launch as codes, keys' codes mixed where values are predicted; two runs of tokens are merged."""
+    case = BY_NAME["klt-predicted"]
+    options = {**case.options, **changes}
+    case = replace(case, options={name: value for name, value in options.items() if value is not None})
+    launches = watch(monkeypatch, "attend")
+    check(both(small(), left_padded([140]), case))
+    own = [launch.arguments for launch in launches if launch.kernel == "attend"]
+    assert own and all(arguments["KEYS_MIXED"] == mixed for arguments in own)
+    assert all(arguments["KEY_SIZES"] is not None and arguments["VALUE_SIZES"] is not None for arguments in own)
 
 
 def test_parts_are_merged(monkeypatch):

@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
+from cases import BY_NAME
 from toy_models import random_model
 
 from calib.runtime import compress, methods
@@ -42,3 +43,5 @@ def test_it_says_so_once_and_others_say_nothing(monkeypatch):
         warnings.simplefilter("error")
         for name in ("own", "kivi", "csr", "full"):
             compress(model, name).release()
+        for name in ("klt-short", "klt-predicted"):
+            BY_NAME[name].open(model).release()

@@ -10,12 +10,13 @@ Four bits for each token, KV head and stream, four heads to a word of 16 bits. I
 (TurboQuant and others keep a norm of 16 bits.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.operation import SIZE_BITS, SIZE_OF_ONE, PackedStream
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns, words_per_token
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.paging.field import Block, Field
@@ -23,8 +24,6 @@ from calib.runtime.stages.codec.direction import norm
 from calib.runtime.stages.codec.mixed import MixedQuant
 from calib.runtime.stages.contract import Codec, Segment
 
-SIZE_BITS = 4  # of a token, KV head and stream
-FIRST = 5  # the number of size 1
 PER_OCTAVE = 2
 
 
@@ -40,6 +39,8 @@ class Sized(Codec):
 
     codec: MixedQuant
     weights: Tensor
+
+    has_kernel = True
 
     @property
     def component_codes(self) -> "Sized":
@@ -100,6 +101,10 @@ class Sized(Codec):
         sized = weights * self.sizes(tile)
         return torch.cat([self.codec.mixed_codes(sized, tile), sized.sum(-1, keepdim=True)], -1)
 
+    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
+        """The codec's words, and sizes."""
+        return replace(self.codec.packed(pages, channels, shared), sizes=pages["sizes"])
+
     def sizes(self, tile: Block) -> Tensor:
         """s of a tile's tokens: float32 `[..., kv_heads, 1, tokens]`."""
         number = unpack_columns(tile["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
@@ -124,11 +129,11 @@ def sized(root_mean_square: Tensor) -> Tensor:
 @lru_cache
 def _sizes(device: torch.device) -> Tensor:
     numbers = range(1 << SIZE_BITS)
-    return upload([2.0 ** ((number - FIRST) / PER_OCTAVE) for number in numbers], torch.float32, device)
+    return upload([2.0 ** ((number - SIZE_OF_ONE) / PER_OCTAVE) for number in numbers], torch.float32, device)
 
 
 @lru_cache
 def _between(device: torch.device) -> Tensor:
     """Where the nearest of two neighbours changes, by their ratio."""
     numbers = range((1 << SIZE_BITS) - 1)
-    return upload([2.0 ** ((number + 0.5 - FIRST) / PER_OCTAVE) for number in numbers], torch.float32, device)
+    return upload([2.0 ** ((number + 0.5 - SIZE_OF_ONE) / PER_OCTAVE) for number in numbers], torch.float32, device)

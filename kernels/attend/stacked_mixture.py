@@ -1,0 +1,76 @@
+"""Mixtures of codes of tokens that have sizes, inside a kernel: all planes are the rows of one matrix.
+
+A plane of 16 words is one warp's part of a product: where planes are multiplied one by one, each of several warps unpacks every
+plane and holds every plane's mixture. As one matrix, warps share them. A mixture has such rows, WP for each plane, of whose words a
+token has W; behind the last plane come rows of 0 up to a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.attend.tile_products import code_product
+from calib.kernels.attend.unpack import bias_of, plane_count, unpacked
+
+
+@triton.constexpr_function
+def doublings(count):
+    """How often one plane is doubled until there are `count`."""
+    return (count - 1).bit_length()
+
+
+@triton.constexpr_function
+def row_count(widths, words):
+    """Rows of a mixture: planes, up to a power of two, times words."""
+    return (1 << (len(widths) - 1).bit_length()) * words
+
+
+@triton.jit
+def no_rows(WIDTHS: tl.constexpr, WP: tl.constexpr, M: tl.constexpr):
+    """A mixture of nothing, and its `below`."""
+    return tl.zeros([row_count(WIDTHS, WP), M], tl.float32), tl.zeros([16, M], tl.float32)
+
+
+@triton.jit
+def _stacked(planes):
+    """Planes [WP, BN] as one matrix."""
+    LEVELS: tl.constexpr = doublings(len(planes))
+    COUNT: tl.constexpr = 1 << LEVELS
+    WP: tl.constexpr = planes[0].shape[0]
+    BN: tl.constexpr = planes[0].shape[1]
+    for _ in tl.static_range(COUNT - len(planes)):
+        planes += (tl.zeros([WP, BN], planes[0].dtype),)
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for i in tl.static_range(COUNT >> (level + 1)):
+            joined += (tl.join(planes[i], planes[i + (COUNT >> (level + 1))]),)
+        planes = joined
+    return planes[0].reshape(WP, BN, COUNT).permute(2, 0, 1).reshape(COUNT * WP, BN)
+
+
+@triton.jit
+def mixed_rows(words, weights, mixed, below, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr):
+    """`mixed` [rows, M], codes with their bias, and `below` [16, M], the weights that these met: `kept` times what there is, and
+    what the `words` [WP, BN] by their `weights` [BN, M] add."""
+    rounded = weights.to(tl.float16)
+    rest = (weights - rounded.to(tl.float32)).to(tl.float16)
+    ones = tl.full([16, weights.shape[0]], 1.0, tl.float16)
+    codes = _stacked(unpacked(words, WIDTHS, PLAIN))
+    below = code_product(ones, rounded, rest, below * kept[None, :], PRECISE)
+    return code_product(codes, rounded, rest, mixed * kept[None, :], PRECISE), below
+
+
+@triton.jit
+def store_rows(
+    OUT, mixed, below, valid, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr
+):  # fmt: skip
+    """The mixture of codes themselves to the D channels behind OUT [M], and the sum of weights behind these."""
+    row = tl.arange(0, mixed.shape[0])
+    plane, word = row // WP, row % WP
+    bias = tl.zeros([mixed.shape[0]], tl.float32)
+    for f in tl.static_range(plane_count(WIDTHS)):
+        bias = tl.where(plane == f, bias_of(WIDTHS, f), bias)
+    total = tl.sum(below, 0) / 16  # all sixteen rows of a product with ones are the same
+    channel = plane * W + word
+    inside = ((word < W) & (plane < plane_count(WIDTHS)) & (channel < D))[:, None] & valid[None, :]
+    tl.store(OUT[None, :] + channel[:, None], mixed - bias[:, None] * total[None, :], mask=inside)
+    tl.store(OUT + D, total, mask=valid)

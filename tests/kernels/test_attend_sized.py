@@ -1,0 +1,232 @@
+"""Tokens that have sizes, and keys whose codes are mixed as values' are: attended in one pass, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton as compiler
+import triton.language as tl
+from mixed_words import NARROW, PAGE, WIDE, Words, stored
+from paged_attention import Kind, Pages, assert_attended, attention, of_rows, pages_of
+from rotated_keys import HEADS, keys_of, make_rope_tables, tables
+from sized_tokens import numbers_of, sized, sized_keys, sizes_of
+from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORES
+
+from calib.kernels.attend import operation, triton
+from calib.kernels.attend.loads import token_sizes
+from calib.kernels.attend.operation import SIZE_BITS, Attended, LowRankTerm, PageSpan
+from calib.kernels.pack.reference import unpack
+from calib.runtime.rotation import Rotation
+from calib.runtime.stages.codec import MixedQuant, Sized
+
+# Lanes that no number lies in compute with infinities; only the interpreter tells.
+pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+MIXED = Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6))
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
+    monkeypatch.setattr(triton, "_programs", lambda device: 1)
+
+
+def tolerances(precise: bool, turned: bool) -> tuple[float, float]:
+    """As without sizes (`test_attend_rotated.py`)."""
+    if turned:
+        return (4 * SPLIT_SCORES, FLOAT32_ATTENTION) if precise else (2 * ROUNDED_SCORES, ATTENTION[torch.float16])
+    return (SPLIT_SCORES, FLOAT32_ATTENTION) if precise else (ROUNDED_SCORES, ATTENTION[torch.float16])
+
+
+class Turned:
+    """Keys before RoPE with sizes and values with sizes, attended by the kernel and in float64."""
+
+    def __init__(self, own: Words, values: Words | Kind, channels: int, rotated: int, largest: int = 9) -> None:
+        self.own, self.sizes = own, sizes_of(HEADS, PAGE, 7, largest)
+        self.rotation = Rotation(10000.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64))
+        plain, self.tables = keys_of(own, channels, 1)
+        self.keys = sized_keys(plain, self.tables, self.sizes)
+        self.values = sized(stored(values, 2), sizes_of(HEADS, PAGE, 8, largest))
+        self.channels = channels
+
+    def query(self, rows: int, query_rows: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(3)
+        return torch.randn(rows, HEADS, query_rows, self.channels, generator=draw) / (2 * self.channels**0.5)
+
+    def check(self, query, span: PageSpan, first: int, last: int, *, precise=True, mixes=True, **options) -> Attended:
+        """Positions are those of the span, or the slots' from `first` on; `last` is behind all."""
+        rope_tables = replace(self.tables, **tables(self.rotation, first, last - first))
+        positions = first + torch.arange(span.table.shape[1] * PAGE)
+        if span.positions is not None:
+            positions = of_rows(span.positions, span.table)[..., 0]
+        streams = self.keys.stream, self.values.stream
+        assert triton.supports(query.shape[2], *streams, rope_tables=True)
+        softcap = options.get("softcap")
+        found = operation.attend_pages(
+            query, *streams, span, None, softcap, options.get("scored", False), precise, rope_tables, mixes
+        )
+        asked = query, self.keys, self.values, span, None, softcap, make_rope_tables(self.rotation, positions)
+        of_scores, of_output = tolerances(precise, True)
+        assert_attended(found, attention(*asked), self.values.tokens, of_scores, of_output)
+        assert (found.mixed_keys is not None) == mixes
+        if mixes:
+            self._check_keys(found, asked, of_scores, of_output)
+        return found
+
+    def _check_keys(self, found: Attended, asked, of_scores: float, of_output: float) -> None:
+        """Each component's mixture, beside the largest number that any of its codes says."""
+        numbers = numbers_of(self.keys, self.own, self.sizes)
+        expected = attention(asked[0], asked[1], Pages(asked[2].stream, numbers), *asked[3:])
+        own = torch.cat([self.own.own(), torch.ones(HEADS, 1, 1, dtype=torch.bool)], -1)
+        mixed = found.mixed_keys.double() / found.mass.double().clamp_min(torch.finfo(torch.float32).tiny)
+        assert mixed.isfinite().all() and mixed.shape == expected.output.shape
+        largest = numbers.amax((0, 1, 2)).clamp(min=1)
+        wrong = ((mixed - expected.output).abs() * own / largest).amax(-1, keepdim=True) - of_scores * expected.terms
+        assert (wrong <= of_output).all(), wrong.amax()
+
+
+@compiler.jit
+def _sizes_of_tokens(SIZES, OUT, head, WORDS: tl.constexpr, PAGE: tl.constexpr):
+    slot = tl.arange(0, PAGE)
+    tl.store(OUT + slot, token_sizes(SIZES, slot * WORDS + head % WORDS, head, slot < PAGE, WORDS, False))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 7, 12])
+def test_sizes_are_those_of_the_codec_bit_for_bit(heads):
+    """Every number in every head, where heads take one, two and three words; and as float32 rounds 2^((i - 5) / 2)."""
+    numbers = (torch.arange(16)[None] + torch.arange(heads)[:, None]) % 16
+    codec = Sized(MixedQuant((4,) * 4, (1,) * heads), torch.ones(heads, 1, 4))
+    components = (2.0 ** ((numbers - 5) / 2))[None, ..., None].expand(1, heads, 16, 4) / 2
+    block = codec.encode(components)
+    assert torch.equal(unpack(block["sizes"][0, 0], SIZE_BITS, heads).T.long(), numbers)
+    for head in range(heads):
+        found = torch.full((16,), torch.nan)
+        _sizes_of_tokens[(1,)](block["sizes"], found, head, WORDS=block["sizes"].shape[-1], PAGE=16)
+        assert torch.equal(found, (2.0 ** ((numbers[head].double() - 5) / 2)).float())
+        assert torch.equal(found, codec.sizes({"sizes": block["sizes"].mT})[0, head, 0])
+
+
+@pytest.mark.parametrize("precise", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [(NARROW, WIDE), (WIDE, MIXED), (Kind(2, "channel", 32), NARROW), (Kind("float16"), Kind(4, "fixed"))],
+    ids=str,
+)
+@pytest.mark.parametrize("query_rows", [2, 9])
+def test_values(keys, values, query_rows, precise, monkeypatch):
+    """Beside keys of any kind; several parts are merged."""
+    monkeypatch.setattr(triton, "_programs", lambda device: 64 if query_rows == 2 else 1)
+    keys, values = stored(keys, 1), sized(stored(values, 2), sizes_of(HEADS, PAGE, 6))
+    query = torch.randn(1, HEADS, query_rows, keys.tokens.shape[-1], generator=torch.Generator().manual_seed(3))
+    query = query * (keys.tokens.abs().amax((0, 2)) > 0)[:, None] * (2 / query.shape[-1] ** 0.5)
+    span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([117], dtype=torch.int32))
+    constant = torch.full((1, HEADS, query_rows, 1), 0.7)
+    assert triton.supports(query_rows, keys.stream, values.stream)
+    found = operation.attend_pages(query, keys.stream, values.stream, span, constant, precise=precise)
+    of_scores, of_output = tolerances(precise, False)
+    assert_attended(found, attention(query, keys, values, span, constant), values.tokens, of_scores, of_output)
+    assert found.mixed_keys is None
+
+
+def test_keys_and_values_with_coefficients_besides(monkeypatch):
+    """All columns that a mixture can have, of several parts: channels, sizes, coefficients, keys' codes."""
+    monkeypatch.setattr(triton, "_programs", lambda device: 64)
+    turned, draw = Turned(NARROW, WIDE, 32, 32), torch.Generator().manual_seed(9)
+    values = turned.values
+    coefficients = torch.randn(3, HEADS, PAGE, 3, generator=draw).half()
+    basis = torch.randn(1, HEADS, 3, values.tokens.shape[-1], generator=draw)
+    ranked = replace(values.stream, ranked=LowRankTerm(coefficients, basis))
+    turned.values = Pages(ranked, values.tokens + coefficients.double() @ basis[0].double())
+    span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([117], dtype=torch.int32))
+    turned.check(turned.query(1, 3), span, 0, 2 * PAGE)
+
+
+@pytest.mark.parametrize("precise", [True, False])
+@pytest.mark.parametrize("mixes", [True, False], ids=["mixed", "alone"])
+@pytest.mark.parametrize(
+    ("own", "values", "channels", "rotated", "query_rows"),
+    [
+        (NARROW, WIDE, 32, 32, 1),
+        (NARROW, MIXED, 64, 16, 8),  # partial RoPE
+        (WIDE, NARROW, 48, 48, 11),  # halves that are no power of two
+        (MIXED, NARROW, 24, 20, 16),
+        (Words((8, 8), (4, 12, 0)), WIDE, 64, 64, 1),
+        (Words((1,) * 16, (2, 1, 3)), NARROW, 40, 40, 65),
+    ],
+    ids=str,
+)
+def test_keys(own, values, channels, rotated, query_rows, mixes, precise, monkeypatch):
+    """8 and 16 query rows of a program, and several programs of 16; heads that differ in words, one that has none; with one query
+    row three parts are merged."""
+    monkeypatch.setattr(triton, "_programs", lambda device: 9 if query_rows == 1 else 1)
+    turned = Turned(own, values, channels, rotated)
+    span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([117], dtype=torch.int32))
+    turned.check(
+        turned.query(1, query_rows), span, 1004, 1004 + 2 * PAGE, precise=precise, mixes=mixes, scored=query_rows == 8
+    )
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+def test_keys_with_all_that_a_span_says(programs, monkeypatch):
+    """Rows of different length, one of which holds nothing, tokens in any order, hidden slots, a bias, a sliding window of two
+    columns, a capped score."""
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    turned = Turned(NARROW, MIXED, 32, 24, largest=6)
+    draw = torch.Generator().manual_seed(4)
+    span = PageSpan(
+        torch.tensor([[2, 1], [0, 1], [0, 0]], dtype=torch.int32),
+        torch.tensor([128, 70, 0], dtype=torch.int32),
+        hidden=torch.rand(3, HEADS, 128, generator=draw) < 0.3,
+        positions=torch.arange(3 * HEADS * PAGE, dtype=torch.int32).mul(89).remainder(211).view(3, HEADS, PAGE, 1),
+        back=torch.tensor([[-1, 40], [500, 63], [0, 0]], dtype=torch.int32),
+        bias=torch.randn(3, HEADS, 4, 128, generator=draw),
+    )
+    turned.check(turned.query(3, 4), span, 0, 211, precise=False, softcap=3.0, scored=programs == 1)
+
+
+def test_what_lies_in_unused_slots_has_no_part():
+    turned, found = Turned(NARROW, MIXED, 32, 32), []
+    span = PageSpan(torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([70], dtype=torch.int32))
+    for garbage in (0, -1, 0x5A5A):
+        for pages in (turned.keys, turned.values):
+            pages.stream.pages[1, :, 6:] = garbage
+            pages.stream.sizes[1, :, 6:] = garbage
+        rope_tables = replace(turned.tables, **tables(turned.rotation, 0, 128))
+        asked = turned.query(1, 3), turned.keys.stream, turned.values.stream, span
+        found.append(operation.attend_pages(*asked, precise=True, rope_tables=rope_tables, mixes_keys=True))
+    for other in found[1:]:
+        for name in ("top", "mass", "mixed", "mixed_keys"):
+            assert torch.equal(getattr(found[0], name), getattr(other, name)), name
+
+
+def test_a_row_is_attended_alike_alone_and_beside_others():
+    """Bit for bit, where both are one part."""
+    turned = Turned(MIXED, WIDE, 32, 32)
+    query, rope_tables = turned.query(2, 2), replace(turned.tables, **tables(turned.rotation, 0, 128))
+    table, used = torch.tensor([[2, 1], [0, 2]], dtype=torch.int32), torch.tensor([128, 90], dtype=torch.int32)
+    both, *each = (
+        operation.attend_pages(
+            query[rows], turned.keys.stream, turned.values.stream, PageSpan(table[rows], used[rows]),
+            rope_tables=rope_tables, mixes_keys=True,
+        )
+        for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
+    )  # fmt: skip
+    for name in ("top", "mass", "mixed", "mixed_keys"):
+        assert torch.equal(getattr(both, name), torch.cat([getattr(one, name) for one in each])), name
+
+
+def test_what_is_served():
+    own = sizes_of(HEADS, PAGE, 1).words
+    turned, plain = stored(NARROW, 1).stream, stored(WIDE, 2).stream
+    sized_codes = replace(turned, sizes=own)
+    assert triton.supports(2, sized_codes, replace(plain, sizes=own), rope_tables=True)
+    assert triton.supports(2, plain, sized_codes)
+    assert not triton.supports(2, sized_codes, plain)  # keys after RoPE
+    for kind in (Kind(4, "token"), Kind(4, "channel", 32), Kind("float16")):
+        stream = pages_of(kind, (3, HEADS, PAGE, 32), 1).stream
+        assert triton.supports(2, plain, stream) and not triton.supports(2, plain, replace(stream, sizes=own))
+    wider = sizes_of(5, PAGE, 1).words
+    assert not triton.supports(2, sized_codes, replace(plain, sizes=wider), rope_tables=True)  # unlike the keys'
+    lying = replace(sized_codes, sizes=torch.empty(3, 1, 2, PAGE, dtype=torch.int16).mT)  # as plain torch has them
+    assert not triton.supports(2, plain, lying)
