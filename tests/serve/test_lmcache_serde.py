@@ -114,7 +114,9 @@ def test_ranks_have_blobs_of_one_size_and_of_their_own_heads(artifact, path):
         dst = memory(src.get_shape(), torch.float16)
         CalibDeserializer(chunks).deserialize(blob, dst, key(world=2, rank=rank))
         codec = Codec.from_artifact(artifact, bits=BITS, heads=range(rank, rank + 1), fixed_size=True)
-        assert not any(blob.byte_array[codec.size(TOKENS, dtype=torch.float16) :])  # nothing of what was there before
+        assert not any(
+            blob.byte_array.tobytes()[codec.size(TOKENS, dtype=torch.float16) :]
+        )  # nothing of what was there before
         layout = Layout.of([src.get_shape()], [torch.float16], LAYERS, D)
         assert torch.equal(layout.read(dst.tensor), codec.decode(codec.encode(chunk, 128)))
         with pytest.raises(ValueError, match=r"of the blob is|bytes, expected"):
