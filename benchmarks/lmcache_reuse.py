@@ -1,0 +1,178 @@
+"""Files of an LMCache server, compressed and not, reused by a fresh server and a fresh vLLM engine (docs/serve/lmcache.md).
+
+    python benchmarks/lmcache_reuse.py --artifact FILE [--bits 2] [--prompts 16] [--folder runs/lmcache] [--write]
+
+Three times a server and an engine are started, asked, and ended:
+
+    computed     empty stores; the server has two, plain files and those of serde calib, and fills both
+    plain        reads the plain files alone
+    calib        reads serde calib's alone
+
+Prompts are keyed lines of the embedded model's unseen split, of seven chunks of 128 tokens and a question: a number is looked up,
+and is right or wrong. What is asked of every run before its numbers are shown: that it was computed or reused as the row says.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from calib.documents.generators import retrieval_cases
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "artifacts/tiny-llama"
+RESULT = ROOT / "benchmarks/results/lmcache_reuse.json"
+CHUNK = 128  # tokens; a block of vLLM's CPU attention
+LINES = 100  # of a prompt: 907 tokens
+START, ANSWER = 120, 600  # seconds that a server and an engine may take
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--artifact", type=Path, default=ROOT / "artifacts/tiny-llama.calib.safetensors")
+    parser.add_argument("--bits", type=float, default=2)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/lmcache")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+
+    folder = asked.folder.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    stores = {name: folder / name for name in ("plain", "calib")}
+    for path in stores.values():
+        path.mkdir(parents=True)
+    plain = {"type": "fs", "base_path": str(stores["plain"])}
+    serde = {
+        "type": "calib",
+        "artifact": str(asked.artifact.resolve()),
+        "model": str(MODEL),
+        "bits": asked.bits,
+        "cpu_block": CHUNK,
+    }
+    calib = {
+        "type": "plugin",
+        "module_path": "calib.serve.lmcache.plugin",
+        "class_name": "FileAdapter",
+        "adapter_params": {"base_path": str(stores["calib"])},
+        "serde": serde,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    cases = retrieval_cases(1, asked.prompts, LINES)
+    prompts = [tokenizer(case.prompt).input_ids for case in cases]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+
+    rows = []
+    for name, adapters in (("computed", [plain, calib]), ("plain", [plain]), ("calib", [calib])):
+        answers = asked_of(folder, name, adapters)
+        wanted = 0 if name == "computed" else CHUNK * (len(prompts[0]) // CHUNK)
+        cached = sorted({answer["cached"] for answer in answers})
+        if cached != [wanted]:
+            raise SystemExit(f"{name}: {cached} tokens of a prompt came from a cache, expected {wanted}; see {folder}")
+        said = [tokenizer.decode(answer["ids"]) for answer in answers]
+        row = {
+            "run": name,
+            "reused_tokens": wanted,
+            "right": sum(text.strip().startswith(case.answer.strip()) for text, case in zip(said, cases, strict=True)),
+            "of": len(cases),
+            "same_answers": sum(
+                text == other for text, other in zip(said, rows[0]["said"] if rows else said, strict=True)
+            ),
+            "said": said,
+        }
+        if name in stores:
+            files = list(stores[name].glob("*.data"))
+            row |= {
+                "files": len(files),
+                "bytes_per_token": sum(file.stat().st_size for file in files) / (len(files) * CHUNK),
+            }
+        rows.append(row)
+        print({key: value for key, value in row.items() if key != "said"}, flush=True)
+    if asked.write:
+        for row in rows:
+            del row["said"]
+        RESULT.write_text(json.dumps({"bits": asked.bits, "chunk_tokens": CHUNK, "rows": rows}, indent=1) + "\n")
+
+
+def asked_of(folder: Path, name: str, adapters: list[dict]) -> list[dict]:
+    """The answers of a fresh engine, behind a fresh server that has these stores."""
+    port, answers = free_port(), folder / f"{name}.json"
+    with (
+        server(port, folder / f"{name}.server.log", adapters) as running,
+        open(folder / f"{name}.engine.log", "w") as log,
+    ):
+        command = [
+            sys.executable,
+            ROOT / "benchmarks/lmcache_engine.py",
+            MODEL,
+            str(port),
+            folder / "prompts.json",
+            answers,
+        ]
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}
+        subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=ANSWER, check=True)
+        settled(folder)
+        if running.poll() is not None:
+            raise SystemExit(f"the server ended; see {log.name}")
+    return json.loads(answers.read_text())
+
+
+@contextmanager
+def server(port: int, log: Path, adapters: list[dict]) -> Iterator[subprocess.Popen]:
+    """An LMCache server that answers at its HTTP port."""
+    http = free_port()
+    command = [Path(sys.executable).parent / "lmcache", "server", "--port", str(port), "--http-port", str(http)]
+    command += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(CHUNK), "--l1-size-gb", "0.5"]
+    command += ["--eviction-policy", "LRU", "--disable-observability"]
+    for adapter in adapters:
+        command += ["--l2-adapter", json.dumps(adapter)]
+    with open(log, "w") as out:
+        running = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            until = time.monotonic() + START
+            while not answers_at(http):
+                if running.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"the LMCache server did not start; see {log}")
+                time.sleep(0.5)
+            yield running
+        finally:
+            running.terminate()
+            running.wait()
+
+
+def answers_at(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://localhost:{port}/", timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def settled(folder: Path) -> None:
+    """Waits until no file has come for three seconds: a server stores behind the answers."""
+    before = None
+    while (now := sorted(folder.glob("*/*"))) != before:
+        before = now
+        time.sleep(3)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The fields of `"serde": {"type": "calib", ...}` in an adapter's JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from calib.runtime.messages.printable import printable
+from calib.runtime.messages.whole_numbers import check_whole
+from calib.runtime.methods.klt import BITS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an adapter's JSON says. Budgets are checked by `Codec`.
+
+    Attributes:
+        artifact: path of an artifact of `calib fit`.
+        model: the model's name as the engine gives it to LMCache, for vLLM that of `vllm serve NAME`. Chunks of other models are
+            refused: their shapes may be the same, and LMCache knows them by the name alone.
+        bits: the budget in bits per value, keys and values together.
+        positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. LMCache tells no
+            position, so the start of a chunk is looked for among the multiples of its length below.
+        cpu_block: tokens of a block of vLLM's CPU attention (`layout.py`), 128 there; None: an engine on a GPU.
+        max_workers: threads that encode and decode.
+    """
+
+    artifact: str
+    model: str
+    bits: float = BITS
+    positions: int | None = None
+    cpu_block: int | None = None
+    max_workers: int = 1
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        """Raises ValueError for a field that is unknown, missing or out of its range."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ValueError(
+                f"serde calib has no field {printable(unknown[0])}, expected one of {', '.join(known)}; remove it"
+            )
+        for name in ("artifact", "model"):
+            if not isinstance(given.get(name), str) or not given[name]:
+                raise ValueError(f'serde calib has no {name}, expected a string; add "{name}": "..."')
+        for name, least in (("positions", 1), ("cpu_block", 1), ("max_workers", 1)):
+            if given.get(name) is not None:
+                check_whole(name, given[name], least, f"a whole number, at least {least}")
+        return cls(**{name: value for name, value in given.items() if value is not None})

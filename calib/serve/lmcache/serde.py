@@ -1,0 +1,141 @@
+"""LMCache's `Serializer` and `Deserializer` around `Codec`.
+
+Failures are exceptions here, which LMCache catches: of a batch that it stores or loads together nothing is stored then, or nothing
+was found, and the engine computes the tokens. It reports one for all objects of a batch, so one bad blob is a miss of its batch.
+"""
+
+import threading
+
+import torch
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.serde import Deserializer, Serializer
+from lmcache.v1.memory_management import MemoryObj
+from torch import Tensor
+
+from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.storage import Codec
+from calib.serve.lmcache.layout import Layout
+from calib.serve.lmcache.options import Options
+from calib.serve.lmcache.slices import Slices
+from calib.serve.lmcache.starts import Starts
+
+logger = init_logger(__name__)
+
+
+class Chunks:
+    """What both directions know: the options, the codecs, and the layouts that were refused.
+
+    Raises ArtifactError and ValueError when it is made, as `Codec.from_artifact` does: a server with an artifact that cannot be
+    used does not start.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        artifact = Artifact.load(options.artifact)
+        found = artifact.fingerprint
+        self.layers, self.head_dim = found["layers"], found["head_dim"]
+        self.positions = options.positions or found["config"]["max_position_embeddings"]
+        self.slices = Slices(
+            lambda heads: Codec.from_artifact(artifact, bits=options.bits, heads=heads, fixed_size=True),
+            found["kv_heads"],
+        )
+        self.slices.codec(range(found["kv_heads"]))
+        self._refused = set[str]()
+        self._lock = threading.Lock()
+
+    def layout(self, desc: MemoryLayoutDesc) -> Layout:
+        return Layout.of(desc.shapes, desc.dtypes, self.layers, self.head_dim, self.options.cpu_block)
+
+    def of(self, chunk: MemoryObj, key: ObjectKey) -> tuple[Layout, Codec, Tensor]:
+        """The layout of a chunk, the codec of its KV heads, and its tensor. Raises ValueError for what this serde is not for."""
+        if key.model_name != self.options.model:
+            raise ValueError(
+                f"the chunk is of model {key.model_name}, expected {self.options.model}; give the engine's models a server each"
+            )
+        layout = self.layout(MemoryLayoutDesc(chunk.get_shapes(), chunk.get_dtypes()))
+        world = ObjectKey.WorldSizeFromKVRank(key.kv_rank)
+        heads = self.slices.of_rank(layout.heads, world, key.kv_rank >> 16 & 0xFF)
+        tensor = chunk.get_tensor(0)
+        if tensor is None:
+            raise ValueError("the chunk has no memory any more, expected an object that LMCache holds")
+        return layout, self.slices.codec(heads), tensor
+
+    def refuse(self, error: ValueError) -> None:
+        """Says in the log why, once for each reason."""
+        with self._lock:
+            if str(error) in self._refused:
+                return
+            self._refused.add(str(error))
+        logger.warning("serde calib refuses a chunk: %s", error)
+
+
+class CalibSerializer(Serializer):
+    """Chunks to blobs of fixed size."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks, self._starts = chunks, Starts(chunks.positions)
+
+    def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
+        """Writes the blob of `src` into `dst`, and zeros behind it up to the estimate.
+
+        The start of the chunk is told from its keys. Raises ValueError where it is not clear, and for chunks of another model,
+        layout or dtype: nothing of the batch is stored.
+        """
+        try:
+            layout, codec, tensor = self._chunks.of(src, key)
+            chunk = layout.read(tensor)
+            start = self._starts.of(codec, chunk)
+            blob = codec.encode(chunk, start)
+        except ValueError as error:
+            self._chunks.refuse(error)
+            raise
+        size = self._chunks.slices.size(layout.heads, layout.tokens, layout.dtype)
+        into = _bytes_of(dst)[:size]
+        into[: len(blob)] = blob
+        into[len(blob) :] = 0
+        return size
+
+    def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
+        """Bytes of a blob: not a bound but the very size, as stores of files need it.
+
+        Of a layout that is refused 1: LMCache asks where it cannot take an exception, and serialising it raises.
+        """
+        try:
+            layout = self._chunks.layout(layout_desc)
+            return self._chunks.slices.size(layout.heads, layout.tokens, layout.dtype)
+        except ValueError as error:
+            self._chunks.refuse(error)
+            return 1
+
+
+class CalibDeserializer(Deserializer):
+    """Blobs to chunks."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+
+    def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
+        """Writes the chunk of the blob `src` into `dst`.
+
+        Raises ValueError (BlobError among them) where it is damaged, of another artifact, budget, rank or dtype, or has another
+        number of tokens: nothing has been written to `dst` then, and LMCache takes it for a miss.
+        """
+        try:
+            layout, codec, tensor = self._chunks.of(dst, key)
+            blob = _bytes_of(src)[: codec.size(layout.tokens, dtype=layout.dtype)]
+            if layout.block is None:
+                codec.decode(blob, out=tensor)
+            else:
+                layout.write(tensor, codec.decode(blob, out=torch.empty(layout.chunk_shape, dtype=layout.dtype)))
+        except ValueError as error:
+            self._chunks.refuse(error)
+            raise
+
+
+def _bytes_of(memory: MemoryObj) -> Tensor:
+    """uint8 `[bytes]`, the same memory."""
+    tensor = memory.tensor
+    if tensor is None:
+        raise ValueError("the blob has no memory any more, expected an object that LMCache holds")
+    return tensor.view(torch.uint8).flatten()

@@ -1,0 +1,35 @@
+"""The JSON of serde calib: defaults, and what is refused before a server starts."""
+
+import pytest
+from one_line import message
+
+from calib.runtime.methods.klt import BITS
+from calib.serve.lmcache.options import Options
+
+GIVEN = {"artifact": "my.calib.safetensors", "model": "my-llama"}
+
+
+def test_defaults():
+    assert Options.of(GIVEN) == Options("my.calib.safetensors", "my-llama", BITS, None, None, 1)
+    assert Options.of({**GIVEN, "bits": 1.5, "cpu_block": 128, "positions": None}).cpu_block == 128
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "word"),
+    [
+        ("artifact", None, "no artifact"),
+        ("artifact", "", "no artifact"),
+        ("artifact", 3, "no artifact"),
+        ("model", None, "no model"),
+        ("bit", 2, "no field 'bit'"),
+        ("positions", 0, "positions must be"),
+        ("positions", "2048", "positions must be"),
+        ("cpu_block", -1, "cpu_block must be"),
+        ("cpu_block", True, "cpu_block must be"),
+        ("max_workers", 1.5, "max_workers must be"),
+    ],
+)
+def test_what_is_refused(field, given, word):
+    with pytest.raises(ValueError, match=word) as error:
+        Options.of({**GIVEN, field: given})
+    message(error)
