@@ -34,17 +34,17 @@ artifacts/tiny-llama.rivals.calib.safetensors: .venv/fit.stamp artifacts/tiny-ll
 test: .venv/dev.stamp  ## every test with a few of its parameters, one method for each kind of store
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n 2
 
-test-ci: .venv/dev.stamp  ## every test with all its parameters, long matrices in samples: some twenty minutes on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
+test-ci: .venv/dev.stamp  ## every test with all its parameters but tables of methods and long matrices, which are sampled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --sample -n 2
 
-test-all: .venv/dev.stamp  ## the long matrices as well
+test-all: .venv/dev.stamp  ## tables and matrices whole, and what takes minutes: hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # The contract, generation, fitting and the command line: what other releases could change.
 OLDEST := tests/contract $(addprefix tests/runtime/,test_generation.py test_drafts_generated.py test_triton_path.py) tests/calib
 
 test-oldest: .venv-oldest/stamp  ## with the oldest releases that are supported
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m "not slow and not arithmetic" -n 2 $(OLDEST)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --quick -m "not arithmetic" -n 2 $(OLDEST)
 
 contract: .venv/dev.stamp  ## every cell of methods x modes x architectures, an hour; CELLS=WORDS renews some; writes docs/results/contract.md
 	$(if $(CELLS),,rm -f runs/contract.json)

@@ -1,5 +1,6 @@
 """What tests of several rooms start from."""
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick", action="store_true", help="every test with a few of its parameters, laws with few examples"
     )
+    parser.addoption(
+        "--sample", action="store_true", help="every test; of the table of methods one case for each kind of store"
+    )
 
 
 def pytest_configure(config):
@@ -27,15 +31,25 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """See `quick_selection.py`."""
-    if not config.getoption("quick"):
+    """See `selection.py`."""
+    if not (config.getoption("quick") or config.getoption("sample")):
         return
-    from quick_selection import quick  # it imports torch
+    from selection import quick, sample  # they import torch
 
-    taken = quick(items)
+    taken = (quick if config.getoption("quick") else sample)(items)
     left = set(items) - set(taken)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = taken
+
+
+def pytest_collection_finish():
+    """What was imported stays: a test that collects garbage need not walk through half a million objects of other packages."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -164,7 +164,7 @@ CORRECTED = [
 ]
 
 
-@pytest.mark.parametrize("scenario", a_part(SCENARIOS + TIERED + CORRECTED, share=0.5))
+@pytest.mark.parametrize("scenario", a_part(SCENARIOS + TIERED + CORRECTED))
 def test_a_row_does_what_the_equations_say(scenario):
     sizes = WALKS[scenario.walk]
     walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])

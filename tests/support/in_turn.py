@@ -26,7 +26,7 @@ def in_turn(cases: Iterable[Case], values: Sequence[Any], taken: int = 1) -> lis
     return parameters
 
 
-def a_part(scenarios: Sequence[Any], share: float = 0.6) -> list[Any]:
+def a_part(scenarios: Sequence[Any], share: float = 0.3) -> list[Any]:
     """Parameters of all scenarios, which are dataclasses; all but a `share` of them are marked slow.
 
     The share are those that a greedy choice by pairs of what they say takes first; and as many more as it takes for everything

@@ -1,0 +1,112 @@
+"""What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
+
+Both leave out what is marked `slow`. Of a function that runs over the table of methods both take one case for each kind of store
+(`store_kinds.py`): `quick` the same few, `sample` another one for another function, so that every case is met somewhere. Of any
+other function `quick` takes FEW sets of parameters, and nothing that is marked `full`; `sample` takes all. Which ones follows from
+the tables, so a new test and a new method need no entry here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+from zlib import crc32
+
+import pytest
+from cases import BY_NAME, Case
+from store_kinds import kinds
+
+FEW = 2
+
+
+def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of `items` that a quick run takes, in their order."""
+    return _taken(items, ("slow", "full"), few)
+
+
+def sample(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of `items` that a sampled run takes, in their order."""
+    return _taken(items, ("slow",), of_each_kind)
+
+
+def _taken(
+    items: Sequence[pytest.Item], left_out: tuple[str, ...], choose: Callable[[list[Any]], list[Any]]
+) -> list[pytest.Item]:
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not any(map(item.get_closest_marker, left_out)):
+            functions.setdefault(function(item), []).append(item)
+    taken = {item for those in functions.values() for item in choose(those)}
+    return [item for item in items if item in taken]
+
+
+def function(item: Any) -> str:
+    """The item's test function, with its file."""
+    return str(item.nodeid).partition("[")[0]
+
+
+def few(items: list[Any]) -> list[Any]:
+    """Of one function's items one for each kind of store, or FEW; where several would do, the one whose values were taken least."""
+    if len(items) == 1:
+        return items
+    counts, found = Counter[str](), []
+    for name, group in _by_kind(items).items():
+        left = list(group)
+        for _ in range(min(len(left), FEW if name is None else 1)):
+            best = min(left, key=lambda item: sum(counts[value] for value in _values(item)))
+            left.remove(best)
+            found.append(best)
+            counts.update(_values(best))
+    return found
+
+
+def of_each_kind(items: list[Any]) -> list[Any]:
+    """Of one function's items one for each kind of store, in turn from function to function; all that have no kind.
+
+    And more, until every value of the parameters beside the case is taken.
+    """
+    found = []
+    for name, group in _by_kind(items).items():
+        found += group if name is None else [group[crc32(f"{function(items[0])} {name}".encode()) % len(group)]]
+    missing = _met(items) - _met(found)
+    for item in items:
+        if missing & _met([item]):
+            found.append(item)
+            missing -= _met([item])
+    return found
+
+
+def _met(items: list[Any]) -> set[str]:
+    return set().union(*(_values(item) for item in items if hasattr(item, "callspec")))
+
+
+def _by_kind(items: list[Any]) -> dict[str | None, list[Any]]:
+    groups: dict[str | None, list[Any]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    return groups
+
+
+def kind(item: Any) -> str | None:
+    """The kind of store of the item's case; None where no parameter is one, by itself, by name or as an entry of a cell."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    names = [name for value in params.values() if (name := _case_name(value)) is not None]
+    return kinds()[names[0]] if names else None
+
+
+def _case_name(value: Any) -> str | None:
+    if isinstance(value, Case):
+        return value.name if value is BY_NAME.get(value.name) else None
+    name = value if isinstance(value, str) else getattr(value, "method", None)
+    return name if isinstance(name, str) and name in BY_NAME else None
+
+
+def _values(item: Any) -> set[str]:
+    """What the item's parameters are besides the case: which of its values each has, or every field of a dataclass."""
+    found = set()
+    for name, value in item.callspec.params.items():
+        if is_dataclass(value) and not isinstance(value, Case):
+            found |= {f"{name}.{field} {content}" for field, content in vars(value).items()}
+        elif _case_name(value) is None:
+            found.add(f"{name} {item.callspec.indices[name]}")
+    return found
