@@ -108,5 +108,5 @@ def _values(item: Any) -> set[str]:
         if is_dataclass(value) and not isinstance(value, Case):
             found |= {f"{name}.{field} {content}" for field, content in vars(value).items()}
         elif _case_name(value) is None:
-            found.add(f"{name} {item.callspec.indices[name]}")
+            found.add(f"{name} {id(value)}")  # tables joined into one parameter share their objects
     return found
