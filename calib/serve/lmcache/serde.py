@@ -17,8 +17,8 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.storage import Codec
 from calib.serve.lmcache.layout import Layout
 from calib.serve.lmcache.options import Options
-from calib.serve.lmcache.slices import Slices
-from calib.serve.lmcache.starts import Starts
+from calib.serve.slices import Slices
+from calib.serve.starts import Starts
 
 logger = init_logger(__name__)
 

@@ -40,7 +40,7 @@ class Slices:
         ):
             raise ValueError(
                 f"rank {rank} of {world} has {count} KV heads of {self._kv_heads}, expected tensor parallelism alone; serve "
-                "pipelines without serde calib"
+                "pipelines without calib"
             )
         first = rank // shared * count
         return range(first, first + count)

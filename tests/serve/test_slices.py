@@ -7,7 +7,7 @@ from one_line import message
 from toy_models import random_model
 
 from calib.runtime import Codec
-from calib.serve.lmcache.slices import Slices
+from calib.serve.slices import Slices
 
 
 def slices(kv_heads, made=None):

@@ -6,7 +6,7 @@ from one_line import message
 from placed_chunks import fitted, placed
 
 from calib.runtime import Codec
-from calib.serve.lmcache.starts import Starts
+from calib.serve.starts import Starts
 
 pytestmark = pytest.mark.arithmetic
 TOKENS = 32

@@ -1,0 +1,185 @@
+"""SGLang's storage behind its hierarchical cache, `--hicache-storage-backend dynamic`: a file of `klt`'s codes for each page.
+
+SGLang asks for whole pages by the hash of all tokens up to their end (`batch_exists`, `batch_get_v1`, `batch_set_v1`). A page that
+is not there, damaged, or of another artifact or budget is a miss: the engine computes its tokens. Nothing of it has been
+written to the engine's memory then.
+"""
+
+import hashlib
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from torch import Tensor
+
+from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.files.atomic_file import write_atomically
+from calib.runtime.storage import Codec
+from calib.serve.sglang.options import Options
+from calib.serve.sglang.pages import Pages
+from calib.serve.slices import Slices
+from calib.serve.starts import Starts
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".klt"
+OTHER_INTERFACE = (
+    'whole pages are asked for by batch_get_v1 and batch_set_v1; add "interface_v1": 1 to the extra config'
+)
+
+
+class Storage(HiCacheStorage):
+    """Pages as files; SGLang makes it from `module_path` and `class_name` of the extra config.
+
+    Args:
+        config: SGLang's; `extra_config` has the fields of `Options` beside SGLang's own.
+        kwargs: SGLang's, of which none is read.
+
+    Raises ArtifactError and ValueError for wrong options, an artifact that cannot be used, latent attention and pipelines: the
+    engine does not start.
+    """
+
+    def __init__(self, config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        self._options = Options.of(config.extra_config or {})
+        if config.is_mla_model or config.pp_size > 1 or config.attn_cp_size > 1:
+            raise ValueError(
+                "the engine has latent attention, pipeline stages or context parallelism, expected plain attention and tensor "
+                "parallelism alone; serve it with another backend"
+            )
+        artifact = Artifact.load(self._options.artifact)
+        found = artifact.fingerprint
+        self._layers, self._head_dim = found["layers"], found["head_dim"]
+        self._positions = self._options.positions or found["config"]["max_position_embeddings"]
+        self._slices = Slices(
+            lambda heads: Codec.from_artifact(artifact, bits=self._options.bits, heads=heads), found["kv_heads"]
+        )
+        self._slices.codec(range(found["kv_heads"]))
+        self._starts = Starts(self._positions)
+        self._rank, self._world = config.tp_rank, config.tp_size
+        self._folder = Path(self._options.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._refused = set[str]()
+        self._lock = threading.Lock()
+        self._pages: Pages | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Takes the memory that pages are read from and written to. Raises ValueError where it is not of this artifact's model."""
+        super().register_mem_pool_host(mem_pool_host)
+        pages = Pages(mem_pool_host, self._layers, self._head_dim)
+        self._codec = self._slices.codec(self._slices.of_rank(pages.heads, self._world, self._rank))
+        self._pages = pages
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Stores pages that are not there yet.
+
+        Args:
+            keys: a page's hash each, of pages in a row.
+            host_indices: the slots of their tokens in the host pool.
+            extra_info: `prefix_keys`, the hashes of all pages before, tells where they begin; without it keys tell (`starts.py`).
+
+        Returns whether each is stored. One is not whose keys fit no position, or have NaN: it is none of this model.
+        """
+        pages, before = self._registered(), self._before(extra_info)
+        return [
+            self._stored(key, pages.read(slot), None if before is None else before + at * pages.page)
+            for at, (key, slot) in enumerate(zip(keys, self._slots(host_indices, pages), strict=True))
+        ]
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Writes pages into the host pool, from the first on until one is missing; returns whether each is there."""
+        pages, found = self._registered(), list[bool]()
+        for key, slot in zip(keys, self._slots(host_indices, pages), strict=True):
+            chunk = self._loaded(key, pages) if all(found) else None
+            if chunk is not None:
+                pages.write(slot, chunk)
+            found.append(chunk is not None)
+        return found
+
+    def exists(self, key: str) -> bool:
+        """Whether the page's file is there; whether it can be used is seen when it is read."""
+        return self._path(key).exists()
+
+    def clear(self) -> None:
+        """Removes all pages of the folder."""
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
+        """As all of the interface without shapes, refused: `Options.of` asks for the other."""
+        raise NotImplementedError(OTHER_INTERFACE)
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
+        """Refused as `get` is."""
+        raise NotImplementedError(OTHER_INTERFACE)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Refused as `get` is."""
+        raise NotImplementedError(OTHER_INTERFACE)
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Refused as `get` is."""
+        raise NotImplementedError(OTHER_INTERFACE)
+
+    def _registered(self) -> Pages:
+        if self._pages is None:
+            raise ValueError("no host pool is registered, expected SGLang's; call register_mem_pool_host first")
+        return self._pages
+
+    def _before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
+        """Tokens before the first page of a batch, where SGLang tells."""
+        prefix = None if extra_info is None else extra_info.prefix_keys
+        return None if prefix is None else len(prefix) * self._registered().page
+
+    @staticmethod
+    def _slots(host_indices: Tensor, pages: Pages) -> list[int]:
+        """The first slot of each page."""
+        return host_indices[:: pages.page].tolist()
+
+    def _stored(self, key: str, chunk: Tensor, start: int | None) -> bool:
+        path = self._path(key)
+        if path.exists():
+            return True
+        try:
+            blob = self._codec.encode(chunk, self._starts.of(self._codec, chunk) if start is None else start)
+            write_atomically(path, blob.numpy().tobytes())
+        except (ValueError, OSError) as error:
+            self._refuse(error)
+            return False
+        return True
+
+    def _loaded(self, key: str, pages: Pages) -> Tensor | None:
+        path = self._path(key)
+        try:
+            blob = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            return self._codec.decode(
+                blob, out=torch.empty(2, self._layers, pages.page, pages.heads * self._head_dim, dtype=pages.dtype)
+            )
+        except ValueError as error:
+            self._refuse(error)
+            path.unlink(missing_ok=True)  # so that it is stored again
+            return None
+
+    def _path(self, key: str) -> Path:
+        """Of a key, which is untrusted, on this rank."""
+        name = hashlib.sha256(f"{key} {self._rank} {self._world}".encode()).hexdigest()
+        return self._folder / f"{name}{SUFFIX}"
+
+    def _refuse(self, error: Exception) -> None:
+        """Says in the log why, once for each reason."""
+        with self._lock:
+            if str(error) in self._refused:
+                return
+            self._refused.add(str(error))
+        logger.warning("calib refuses a page: %s", error)

@@ -1,0 +1,184 @@
+"""SGLang's storage backend: what its controller asks for, in every layout of its host memory."""
+
+import pytest
+import torch
+from one_line import message
+from placed_chunks import fitted, placed
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang_stand_in import HostPool
+
+from calib.runtime import Codec
+from calib.serve.sglang.backend import Storage
+from calib.serve.sglang.pages import LAYOUTS
+
+pytestmark = pytest.mark.arithmetic
+
+LAYERS, HEADS, D, PAGE, BITS = 2, 2, 32, 32, 3
+KEYS = ["aa", "bb", "../cc"]
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    return fitted()
+
+
+@pytest.fixture(scope="module")
+def path(artifact, tmp_path_factory):
+    found = tmp_path_factory.mktemp("artifact") / "a.calib.safetensors"
+    artifact.save(found)
+    return str(found)
+
+
+def config(path, into, rank=0, ranks=1, **fields):
+    own = {"artifact": path, "folder": str(into), "bits": BITS, "positions": 1024, "interface_v1": 1}
+    theirs = {"backend_name": "calib", "module_path": "calib.serve.sglang.backend", "class_name": "Storage"}
+    return HiCacheStorageConfig(
+        tp_rank=rank,
+        tp_size=ranks,
+        pp_rank=0,
+        pp_size=fields.pop("pp_size", 1),
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=fields.pop("is_mla_model", False),
+        enable_storage_metrics=False,
+        is_page_first_layout=False,
+        model_name="my-llama",
+        extra_config={name: value for name, value in {**theirs, **own, **fields}.items() if value is not None},
+    )
+
+
+def storage(path, into, pool, **fields):
+    found = Storage(config(path, into, **fields), {})
+    found.register_mem_pool_host(pool)
+    return found
+
+
+def pool_of(layout="layer_first", heads=HEADS, pages=5, dtype=torch.float16):
+    return HostPool(layout, LAYERS, heads, D, PAGE, pages, dtype)
+
+
+def slots(*pages):
+    """As SGLang gives them: of every token, pages in any order."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def texts(artifact, first, count=3, dtype=torch.float16):
+    """Chunks of `count` pages in a row from position `first` on."""
+    codec = Codec.from_artifact(artifact, bits=BITS)
+    return [placed(artifact, codec, PAGE, first + at * PAGE, dtype, at) for at in range(count)]
+
+
+def told(pages):
+    return HiCacheStorageExtraInfo(prefix_keys=[f"before-{at}" for at in range(pages)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("start", ["told", "looked for"])
+def test_pages_come_back_as_the_codec_has_them_and_nothing_else_is_touched(artifact, path, tmp_path, layout, start):
+    chunks, before = texts(artifact, 2 * PAGE), told(2) if start == "told" else HiCacheStorageExtraInfo()
+    source, target = pool_of(layout), pool_of(layout)
+    for page, chunk in zip((4, 0, 2), chunks, strict=True):
+        source.put(page * PAGE, chunk)
+    writer, reader = storage(path, tmp_path, source), storage(path, tmp_path, target)
+    assert isinstance(writer, HiCacheStorage) and reader.batch_exists(KEYS) == 0
+    assert writer.batch_set_v1(KEYS, slots(4, 0, 2), before) == [True] * 3
+    assert reader.batch_exists([*KEYS, "dd"]) == 3
+    assert reader.batch_get_v1(KEYS, slots(1, 3, 0), before) == [True] * 3
+    codec, found = Codec.from_artifact(artifact, bits=BITS), target.by_slot()
+    for page, chunk, start_of in zip((1, 3, 0), chunks, (2, 3, 4), strict=True):
+        wanted = codec.decode(codec.encode(chunk, start_of * PAGE)).unflatten(-1, (HEADS, D))
+        assert torch.equal(found[:, :, page * PAGE : (page + 1) * PAGE], wanted)
+    for page in (2, 4):
+        assert bool((found[:, :, page * PAGE : (page + 1) * PAGE] == 7).all())
+    size = codec.size(PAGE, 2 * PAGE, torch.float16)
+    assert [file.stat().st_size for file in tmp_path.iterdir()] == [size] * 3 and size < chunks[0].nbytes / 4
+
+
+def test_ranks_of_tensor_parallelism_have_files_and_heads_of_their_own(artifact, path, tmp_path):
+    (chunk,) = texts(artifact, PAGE, 1)
+    rows, codec = chunk.unflatten(-1, (HEADS, D)), Codec.from_artifact(artifact, bits=BITS)
+    whole = codec.decode(codec.encode(chunk, PAGE)).unflatten(-1, (HEADS, D))
+    for rank in range(2):
+        pool = pool_of(heads=1)
+        pool.put(0, rows[..., rank, :].contiguous())
+        own = storage(path, tmp_path, pool, rank=rank, ranks=2)
+        assert own.batch_set_v1(["aa"], slots(0), told(1)) == own.batch_get_v1(["aa"], slots(1), told(1)) == [True]
+        assert torch.equal(pool.by_slot()[:, :, PAGE : 2 * PAGE, 0], whole[..., rank, :])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_cannot_be_used_is_a_miss_and_can_be_stored_again(artifact, path, tmp_path):
+    chunks, pool = texts(artifact, 0), pool_of()
+    for page, chunk in enumerate(chunks):
+        pool.put(page * PAGE, chunk)
+    own = storage(path, tmp_path, pool)
+    assert all(own.batch_set_v1(KEYS, slots(0, 1, 2), told(0)))
+    damaged = own._path(KEYS[1])
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    assert own.batch_get_v1(KEYS, slots(3, 4, 4), told(0)) == [True, False, False]
+    assert bool((pool.by_slot()[:, :, 4 * PAGE :] == 7).all())  # nothing written
+    assert own.batch_exists(KEYS) == 1
+    assert all(own.batch_set_v1(KEYS, slots(0, 1, 2), told(0))) and all(own.batch_get_v1(KEYS, slots(3, 4, 3), told(0)))
+    other = storage(path, tmp_path, pool, bits=2)
+    assert other.batch_get_v1(KEYS[:1], slots(4), told(0)) == [False]
+    own.clear()
+    assert own.batch_exists(KEYS) == 0
+
+
+def test_pages_of_no_text_are_not_stored(artifact, path, tmp_path):
+    pool = pool_of()
+    pool.put(0, torch.randn(2, LAYERS, PAGE, HEADS * D, generator=torch.Generator().manual_seed(0)).half() * 50)
+    pool.kv_buffer[:, :, PAGE : 2 * PAGE] = torch.nan
+    own = storage(path, tmp_path, pool)
+    assert own.batch_set_v1(KEYS[:1], slots(0)) == [False]  # keys that fit no position
+    assert own.batch_set_v1(KEYS[:1], slots(1), told(0)) == [False]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"artifact": None}, "no artifact"),
+        ({"folder": 3}, "no folder"),
+        ({"interface_v1": 0}, "interface_v1 is 0"),
+        ({"interface_v1": None}, "interface_v1 is None"),
+        ({"positions": 0}, "positions"),
+        ({"bits": 9}, "bits"),
+        ({"pp_size": 2}, "pipeline"),
+        ({"is_mla_model": True}, "latent"),
+    ],
+)
+def test_wrong_options_are_one_line(path, tmp_path, fields, words):
+    with pytest.raises(ValueError, match=words) as error:
+        Storage(config(path, tmp_path, **fields), {})
+    message(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": "page_blob"}, "page_blob"),
+        ({"kv_buffer": None}, "HostPool"),
+        ({"layer_num": 3}, "3 layers"),
+        ({"head_dim": 64}, "64"),
+        ({"head_num": 3}, "3 KV heads"),
+        ({"dtype": torch.float8_e4m3fn}, "float8"),
+    ],
+)
+def test_memory_of_another_model_is_refused(path, tmp_path, change, words):
+    pool = pool_of()
+    for name, value in change.items():
+        setattr(pool, name, value)
+    with pytest.raises(ValueError, match=words) as error:
+        storage(path, tmp_path, pool)
+    message(error)
+
+
+@pytest.mark.parametrize("call", ["get", "batch_get", "set", "batch_set"])
+def test_bytes_of_no_shape_are_refused(path, tmp_path, call):
+    with pytest.raises(NotImplementedError, match="interface_v1"):
+        getattr(Storage(config(path, tmp_path)), call)("aa")
+    with pytest.raises(ValueError, match="no host pool"):
+        Storage(config(path, tmp_path)).batch_get_v1(["aa"], slots(0))
