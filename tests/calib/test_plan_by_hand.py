@@ -81,6 +81,7 @@ def test_caches(plan):
     assert found["rtn"]["bits_per_value"] == pytest.approx(4.25, rel=0.01)
 
 
+@pytest.mark.full
 def test_statistics_and_the_artifact(plan):
     sizes = {name: one["bytes"] for name, one in plan["statistics"]["each"].items()}
     channels, bits = 32 * 32 * 128, 4

@@ -102,6 +102,7 @@ def test_an_evaluation_asks_and_holds_what_was_planned(model, tmp_path):
     assert plan["memory"]["most"]["host"] > plan["memory"]["weights"] + plan["memory"]["most"]["cache"]
 
 
+@pytest.mark.full
 def test_a_bench_holds_what_was_planned(model, tmp_path):
     plan = planned("bench", tmp_path, model, BENCH)
     assert not list(tmp_path.glob("out*"))

@@ -26,11 +26,11 @@ PATHS = 1000  # near-ties of near-ties that are followed
 def pursue(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> tuple[np.ndarray, np.ndarray]:
     """`x [V, d]`, `atoms [N, d]` -> index, coefficient `[V, steps]`; of equal correlations the first."""
     index, coefficient = np.zeros((len(x), steps), dtype=int), np.zeros((len(x), steps))
-    residual = x.copy()
+    residual, rows = x.copy(), np.arange(len(x))
     for step in range(steps):
         correlation = residual @ atoms.T
         index[:, step] = abs(correlation).argmax(1)
-        coefficient[:, step] = np.take_along_axis(correlation, index[:, step : step + 1], 1)[:, 0]
+        coefficient[:, step] = correlation[rows, index[:, step]]
         if orthogonal:
             chosen = atoms[index[:, : step + 1]]
             coefficient[:, : step + 1] = fitted(x, chosen)
@@ -66,12 +66,12 @@ def rebuilt(index: np.ndarray, coefficient: np.ndarray, atoms: np.ndarray) -> np
 def lead(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> np.ndarray:
     """`[V]`: the least distance, relative to |x|, between a correlation that was chosen and the largest that was not."""
     index, coefficient = pursue(x, atoms, steps, orthogonal)
-    size, least = np.linalg.norm(x, axis=1), np.full(len(x), np.inf)
+    size, least, rows = np.linalg.norm(x, axis=1), np.full(len(x), np.inf), np.arange(len(x))
     for step in range(steps):
         part = coefficient[:, :step] if not orthogonal else fitted(x, atoms[index[:, :step]])
         correlation = abs((x - rebuilt(index[:, :step], part, atoms)) @ atoms.T)
-        best = np.take_along_axis(correlation, index[:, step : step + 1], 1)[:, 0]
-        np.put_along_axis(correlation, index[:, step : step + 1], -np.inf, 1)
+        best = correlation[rows, index[:, step]]
+        correlation[rows, index[:, step]] = -np.inf
         least = np.minimum(least, (best - correlation.max(1)) / np.where(size > 0, size, 1))
     return least
 
