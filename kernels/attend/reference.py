@@ -33,6 +33,11 @@ def keys_of_codes(
     """`matrix [kv_heads, D, n + 1]` times the codes of a tile and a 1 behind them, of sizes s times s c, s and 1: float32
     `[..., kv_heads, D, tokens]`. Words and `counts` as in `kernels/pack/heads.py`; `sizes [..., kv_heads, 1, tokens]`."""
     codes = unpack_columns(spread_heads(words, counts), bits, planes(bits) * max(counts))
+    return keys_of_numbers(codes, matrix, sizes)
+
+
+def keys_of_numbers(codes: Tensor, matrix: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """The same of unpacked `codes [..., kv_heads, components, tokens]`."""
     *lead, components, tokens = codes.shape
     numbers = torch.empty(*lead, matrix.shape[-1], tokens, device=codes.device)
     if sizes is None:

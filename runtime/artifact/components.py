@@ -16,7 +16,7 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.component_bits import MOST_BITS, ROLES, Allocator, Words
 from calib.runtime.artifact.transform_tensors import LOSSES, PREDICTED
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
-from calib.runtime.stages.codec import Codec, MixedQuant, Sized
+from calib.runtime.stages.codec import Codec, MixedQuant, Sized, TrellisQuant
 from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Basis, inverse
 
@@ -26,6 +26,7 @@ READER = "klt"  # the method that misses what is missing
 MOST_CONDITION = 1e6  # of a basis: float32 rows say nothing of its inverse beyond
 MOST_REACH = 2.0**20  # of a component's range, in a key's or value's own unit: 16 times the largest number of float16
 MOST_RANGES = 1e12  # of a component, in a standard deviation of a channel
+TRELLIS_STEP = 9 / 16  # of a uniform code's step: Gaussian components want 1 / 2, those of SmolLM2 5 / 8
 LEAST_DEVIATION = 1e-12  # of a component that tells a token's size
 LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # of an error or loss of 0
 MOST_LOG = 700.0  # what float64 has an exponential of
@@ -39,11 +40,13 @@ class Coding:
         rope: "before" or "after": where keys have their components.
         size: whether every token has a size, by which its components are divided.
         predict: whether values are predicted from keys.
+        trellis: whether levels are those of a trellis code, in steps that follow from the tensors'.
     """
 
     rope: str
     size: bool = False
     predict: bool = False
+    trellis: bool = False
 
     def name(self, role: str, kind: str) -> str:
         """Of a stream's tensor."""
@@ -55,18 +58,20 @@ class Coding:
 
     @property
     def plain(self) -> bool:
-        """Neither sizes nor predictions."""
-        return not (self.size or self.predict)
+        """Neither sizes nor predictions, and uniform levels."""
+        return not (self.size or self.predict or self.trellis)
 
 
 # Curves of a model's components, for all budgets that are asked of an artifact.
 _allocators: "WeakKeyDictionary[Artifact, dict[Coding, Allocator]]" = WeakKeyDictionary()
 
 
-def coding_of(artifact: Artifact, rope: str | None = None, size: bool = False, predict: bool = False) -> Coding:
+def coding_of(
+    artifact: Artifact, rope: str | None = None, size: bool = False, predict: bool = False, trellis: bool = False
+) -> Coding:
     """Keys have their components as asked; before RoPE where the artifact has such; else after it."""
     rope = rope or ("before" if artifact.has("keys.klt.before.errors") else "after")
-    return Coding(rope, size, predict)
+    return Coding(rope, size, predict, trellis)
 
 
 def stem_of(role: str, rope: str) -> str:
@@ -119,7 +124,9 @@ def _curve(artifact: Artifact, coding: Coding | None) -> tuple[Tensor, Tensor]:
     usual = coding_of(artifact)
     coding = coding or usual
     if not coding.plain:
-        raise ValueError("loss with size or predict: the fit measured losses without them; give a budget in bits")
+        raise ValueError(
+            "loss with size, predict or trellis: the fit measured losses without them; give a budget in bits"
+        )
     rope = coding.rope
     if rope != usual.rope and not artifact.has(LOSSES[rope]):
         raise ValueError(
@@ -175,18 +182,26 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
     into = torch.zeros(heads, channels, len(words.widths) * most, dtype=torch.float64)
     back = torch.zeros(heads, len(words.widths) * most, channels, dtype=torch.float64)
     weights = torch.zeros(heads, 1, len(words.widths) * most, dtype=torch.float64)
+    reaches = torch.zeros_like(
+        weights
+    )  # errors of all components count the same, and those of y by what it is in units of
     for head, count in enumerate(words.counts):
         coded = min(len(words.widths) * count, channels)
         for plane, width in enumerate(words.widths):
             own = slice(plane * count, min((plane + 1) * count, channels))
             at = slice(plane * most, plane * most + max(0, own.stop - own.start))
-            reach = ranges[head, own, width - 1]  # a step of 2^(1 - width) is this one
+            # A step of 2^(1 - width) is the tensors' own; of a trellis one of 2^-width is TRELLIS_STEP times that.
+            reach = ranges[head, own, width - 1] * (2 * TRELLIS_STEP if coding.trellis else 1)
             into[head, :, at] = (rows[head, own] / reach[:, None]).T
             back[head, at] = (columns[head][:, own] * reach).T
+            reaches[head, 0, at] = reach
             # A component that the corpus did not move says nothing of a token's size.
             told = reach / deviation[head, own].clamp(min=LEAST_DEVIATION) / math.sqrt(coded)
             weights[head, 0, at] = told.where(deviation[head, own] > 0, 0)
-    codes = MixedQuant(words.widths, words.counts)
+    codes: MixedQuant | TrellisQuant = MixedQuant(words.widths, words.counts)
+    if coding.trellis:
+        relative = reaches / reaches.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        codes = TrellisQuant(words.widths, words.counts, relative.float())
     step, least = codes.step(mean.device), codes.least(mean.device)
     found = Basis.of(mean, into, back, spread, step, least, coding.size)
     codec: Codec = Sized(codes, weights.float()) if coding.size else codes

@@ -52,6 +52,8 @@ class Klt(Method):
        know nothing of positions: tiles are put together and rotated. Components after RoPE fold into the query, once a step.
     6. With `size` each token's components are divided by its own size first (`stages/codec/sized.py`); with `predict` values are
        coded less what the codes of their keys predict, and attention mixes these codes as well (`stages/prediction.py`).
+    7. With `trellis` a component has twice as many levels for its bits, of which the bits before it leave half
+       (`stages/codec/trellis.py`).
 
     Needs an artifact: `calib fit` measures the bases, steps and errors.
 
@@ -70,6 +72,8 @@ class Klt(Method):
         size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
             are coded: steps fit the token. With keys before RoPE alone.
         predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`.
+        trellis: whether levels are trellis-coded: at the same bits, narrower steps. Encoding takes longer, and no kernel reads the
+            codes.
         tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
             RoPE every token's position is stored as well, 32 bits a head.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".
@@ -91,6 +95,7 @@ class Klt(Method):
     rope: str | None = None
     size: bool = False
     predict: bool = False
+    trellis: bool = False
     tiers: Sequence[tuple[float, float]] | None = None
     probes: str = "random+recent"
     probe_share: float = 0.1
@@ -118,7 +123,7 @@ class Klt(Method):
             )
         if self.rope is not None:
             check_choice("rope", self.rope, ROPE)
-        for name in ("size", "predict"):
+        for name in ("size", "predict", "trellis"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be True or False, got {printable(getattr(self, name))}")
         if self.predict and not self.size:
@@ -166,6 +171,8 @@ class Klt(Method):
             if self.size:
                 words += 2 * size_words(heads)
                 tables += 4 * (keys + values)  # weights that tell a token's size
+            if self.trellis:
+                tables += 4 * (keys + values)  # what errors count along a path
             if self.predict:
                 tables += 2 * keys * channels + 4 * channels
         row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * words * 2
@@ -190,7 +197,7 @@ class Klt(Method):
         return found.at_bits(low)
 
     def _coding(self, artifact: Artifact) -> Coding:
-        coding = coding_of(artifact, self.rope, self.size, self.predict)
+        coding = coding_of(artifact, self.rope, self.size, self.predict, self.trellis)
         if self.size and coding.rope == "after":
             raise ValueError(
                 "size=True: the artifact has no keys before RoPE, of which sizes are measured; leave size out"

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -119,14 +120,16 @@ def test_sizes_and_predictions_hold_what_the_formulas_say(model, artifact, predi
                 assert float(error.median()) < 3e-3 and float((error > 0.05).double().mean()) < 0.03
 
 
+@pytest.mark.parametrize("trellis", [False, True])
 @pytest.mark.parametrize("corrections", [None, {"outliers": 0.1}, {"residual_bits": 2}], ids=str)
-def test_attention_meets_predicted_values_as_they_decode(corrections):
+def test_attention_meets_predicted_values_as_they_decode(corrections, trellis):
     """A step behind the cache, and behind a DynamicCache of what the cache decodes to; corrections are of what is left."""
     model, ids = random_model("llama"), torch.randint(3, 60, (1, 140), generator=torch.Generator().manual_seed(4))
     options = {
         "bits": 3,
         "size": True,
         "predict": True,
+        "trellis": trellis,
         "window": 0,
         "sinks": 0,
         "block": 20,
@@ -144,16 +147,44 @@ def test_attention_meets_predicted_values_as_they_decode(corrections):
     assert float((found - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
 
 
+@pytest.mark.parametrize("coding", [{}, {"rope": "after"}, {"size": True}], ids=str)
+def test_trellis_levels_are_nearer(artifact, coding):
+    """Of tokens as the artifact says that components vary, in the same words: errors of those that have bits."""
+    draw, errors = torch.Generator().manual_seed(2), {True: 0.0, False: 0.0}
+    found = Coding(coding.get("rope", "before"), coding.get("size", False))
+    for layer, role in product(range(2), ROLES):
+        mean, rows, variance = (
+            artifact.tensor(found.name(role, kind))[layer].double() for kind in ("mean", "basis", "errors")
+        )
+        y = variance[..., 0].sqrt()[:, None] * torch.randn(*mean.shape[:1], 300, *mean.shape[1:], generator=draw)
+        x = (mean[:, None] + y @ torch.linalg.inv(rows).mT).float()[None]
+        for trellis in errors:
+            klt = Klt(bits=2, trellis=trellis, **coding)
+            words = klt.allocations(artifact)[0].streams[role][layer]
+            stages = getattr(klt.plan(layer, None, artifact).tiers[0], role)
+            block = stages.codec.encode(stages.transform.forward(x))
+            held = stages.transform.inverse(stages.codec.decode(block, stages.transform.components))
+            missed = ((held - x)[0].double() @ rows.mT).square().sum(1)
+            for head, own in enumerate(missed):
+                errors[trellis] += float(own[: len(words.bits_of(head))].sum())
+    assert errors[True] < 0.9 * errors[False]
+
+
 @pytest.mark.parametrize("bits", [0.75, 2, 4])
 def test_a_budget_is_what_a_token_takes(model, artifact, bits):
-    for coding in ({}, {"size": True}, {"size": True, "predict": True}):
+    sized = {"size": True, "predict": True}
+    for coding in ({}, {"size": True}, sized, {"trellis": True}, {**sized, "trellis": True}):
         cache = compress(model, "klt", artifact=artifact, bits=bits, **coding)
         cache.release()
         feed(cache, [Tokens.random(model, 150, seed=2)])
         assert cache.memory().marginal_bits == bits
 
 
-@pytest.mark.parametrize("coding", [{}, {"size": True}, {"size": True, "predict": True}], ids=str)
+@pytest.mark.parametrize(
+    "coding",
+    [{}, {"size": True}, {"size": True, "predict": True}, {"size": True, "predict": True, "trellis": True}],
+    ids=str,
+)
 def test_a_budget_in_bytes_holds_and_is_used(model, artifact, coding):
     context, batch, budget = 700, 2, 200_000
     cache = compress(model, "klt", artifact=artifact, bytes=budget, context=context, batch=batch, window=16, **coding)
@@ -269,8 +300,10 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
         ({"size": True, "rope": "after"}, "size=True with rope='after': sizes were measured of keys before RoPE"),
         (
             {"size": True, "loss": 0.01},
-            "loss with size or predict: the fit measured losses without them; give a budget in bits",
+            "loss with size, predict or trellis: the fit measured losses without them; give a budget in bits",
         ),
+        ({"trellis": True, "loss": 0.01}, "loss with size, predict or trellis"),
+        ({"trellis": 1}, "trellis must be True or False, got 1"),
         ({"size": True, "bits": 0.3}, r"bits must be a number from 0.5 \(a word a layer\) to 8, got 0.3"),
         ({"rope": "during"}, "rope must be one of before, after, got 'during'"),
         ({"tiers": [[1, 0.5], [2, 0.5]]}, "tiers must lose bits from one to the next"),

@@ -49,6 +49,8 @@ IN_TILES = [
     "csr-offline",
     "zipcache-before-rope",
     "zipcache-before-frozen",
+    "klt-trellis",
+    "klt-trellis-tiers",
 ]
 
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.

@@ -333,6 +333,22 @@ CASES = [
         {"tiers": [[3, 0.2], [1, 0.8]], "block": 20, "size": True, "predict": True},
         artifact=True,
     ),
+    # Of u and free bits the budget; what a token's path is takes no bit.
+    Case(
+        "klt-trellis",
+        "klt",
+        2,
+        {"bits": 2, "window": 20, "block": 8, "size": True, "predict": True, "trellis": True},
+        artifact=True,
+        contract=True,
+    ),
+    Case(
+        "klt-trellis-tiers",
+        "klt",
+        1.6,
+        {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20, "rope": "after", "trellis": True},
+        artifact=True,
+    ),
     Case("klt-tiers", "klt", 1.65, {"tiers": [[3, 0.2], [1, 0.8]], "block": 20}, artifact=True, contract=True),
     # A fifth at 4 bits, the rest at 1; after RoPE nobody asks for positions.
     Case(

@@ -21,6 +21,7 @@ from calib.runtime.stages.codec import (
     Sized,
     Sparse,
     TokenRange,
+    TrellisQuant,
     UniformQuant,
 )
 from calib.runtime.stages.codec.coefficients import Coefficients
@@ -72,6 +73,11 @@ def size_weights(draw: torch.Generator) -> torch.Tensor:
     return weights
 
 
+def error_weights(draw: torch.Generator) -> torch.Tensor:
+    """What errors of 15 components count."""
+    return 0.3 + 0.7 * torch.rand(HEADS, 1, 15, generator=draw)
+
+
 CODECS = [
     CodecCase("exact", lambda draw: Exact(), 16.0),
     # A scale and a zero point of 16 bits a token: 32/16.
@@ -103,6 +109,14 @@ CODECS = [
     CodecCase(
         "sized",
         lambda draw: Sized(MixedQuant((4, 4, 4, 2, 2), (3, 3)), size_weights(draw)),
+        3.2 + 16 / 30,
+        15,
+        reach=1.0,
+    ),
+    CodecCase("trellis", lambda draw: TrellisQuant((4, 4, 4, 2, 2), (3, 3), error_weights(draw)), 3.2, 15, reach=1.0),
+    CodecCase(
+        "trellis-sized",
+        lambda draw: Sized(TrellisQuant((4, 4, 4, 2, 2), (3, 3), error_weights(draw)), size_weights(draw)),
         3.2 + 16 / 30,
         15,
         reach=1.0,

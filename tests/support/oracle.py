@@ -12,6 +12,7 @@ import torch
 from corrected import corrected
 from pairs import summed
 from torch import Tensor
+from trellis_paths import trellis_components
 
 from calib.runtime.cache import CompressedCache
 from calib.runtime.layer import CompressedLayer
@@ -32,6 +33,7 @@ from calib.runtime.stages.codec import (
     Sized,
     Sparse,
     TokenRange,
+    TrellisQuant,
 )
 from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.tiering import RatioTiers
@@ -135,6 +137,8 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
         number = unpacked(block["sizes"].numpy(), 4, len(codec.codec.counts))[..., 0, :, :]
         size = torch.from_numpy(2.0 ** ((number - 5) / 2)).mT[..., None]
         return size * decoded(codec.codec, block, channels)
+    if isinstance(codec, TrellisQuant):
+        return torch.from_numpy(trellis_components(block["words"].numpy(), codec.widths, codec.counts))
     if isinstance(codec, MixedQuant):
         return torch.from_numpy(mixed(block["words"].numpy(), codec.widths, codec.counts))
     codes = unpacked(block["words"].numpy(), codec.bits, channels).astype(np.float64)
@@ -247,7 +251,10 @@ def in_tiers(store: TieredStore, row: int) -> Held:
             y = decoded(stages.codec, own, tier.widths[role], online)
             part.append(undone(tier.transforms[role], row, y))
             if role == "keys" and tier.plan.prediction is not None:
-                predicted = predictions(tier.plan.prediction, stages.codec.uncorrected.codec.widths, y)
+                codes = stages.codec.uncorrected.codec
+                narrower = 1 if isinstance(codes, TrellisQuant) else 0  # bits, of a step
+                widths = tuple(width + narrower for width in codes.widths)
+                predicted = predictions(tier.plan.prediction, widths, y)
         if tier.plan.prediction is not None:
             parts[1][-1] = parts[1][-1] + predicted
         if tier.knows_positions:  # where nothing says otherwise slot t holds token t of those behind the sinks

@@ -11,6 +11,7 @@ from calib.runtime.stages.codec.scaled_channels import ScaledChannels
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.sparse import Sparse
 from calib.runtime.stages.codec.token_range import TokenRange
+from calib.runtime.stages.codec.trellis import TrellisQuant
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
@@ -27,5 +28,6 @@ __all__ = [
     "Sized",
     "Sparse",
     "TokenRange",
+    "TrellisQuant",
     "UniformQuant",
 ]

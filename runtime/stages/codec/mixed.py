@@ -113,19 +113,21 @@ class MixedQuant(Codec):
 
     def levels(self, device: torch.device) -> Tensor:
         """The largest code of each component: float32 `[components]`."""
-        return _of_widths(self.widths, max(self.counts), device)[0]
+        return of_widths(self.widths, max(self.counts), device)[0]
 
     def step(self, device: torch.device) -> Tensor:
         """The distance of two codes: float32 `[components]`."""
-        return _of_widths(self.widths, max(self.counts), device)[1]
+        return of_widths(self.widths, max(self.counts), device)[1]
 
     def least(self, device: torch.device) -> Tensor:
         """What a code of 0 is: float32 `[components]`."""
-        return _of_widths(self.widths, max(self.counts), device)[2]
+        return of_widths(self.widths, max(self.counts), device)[2]
 
 
 @lru_cache
-def _of_widths(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
+def of_widths(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
+    """Of components in plane form, of so many `words` with fields of these `widths`: the largest code, the step, and what a code of
+    0 is, float32 `[3, components]`."""
     each = [width for width in widths for _ in range(words)]
     most, step = [2.0**width - 1 for width in each], [2.0 ** (1 - width) for width in each]
     return upload([most, step, [one / 2 - 1 for one in step]], torch.float32, device)

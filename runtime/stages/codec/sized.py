@@ -22,6 +22,7 @@ from calib.runtime.device.graph_inputs import upload
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.direction import norm
 from calib.runtime.stages.codec.mixed import MixedQuant
+from calib.runtime.stages.codec.trellis import TrellisQuant
 from calib.runtime.stages.contract import Codec, Segment
 
 PER_OCTAVE = 2
@@ -37,10 +38,13 @@ class Sized(Codec):
             deviation and root of how many there are; 0 for a component that its head has no word for.
     """
 
-    codec: MixedQuant
+    codec: MixedQuant | TrellisQuant
     weights: Tensor
 
-    has_kernel = True
+    @property
+    def has_kernel(self) -> bool:
+        """The codec's."""
+        return self.codec.has_kernel
 
     @property
     def component_codes(self) -> "Sized":
@@ -101,9 +105,10 @@ class Sized(Codec):
         sized = weights * self.sizes(tile)
         return torch.cat([self.codec.mixed_codes(sized, tile), sized.sum(-1, keepdim=True)], -1)
 
-    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
-        """The codec's words, and sizes."""
-        return replace(self.codec.packed(pages, channels, shared), sizes=pages["sizes"])
+    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
+        """The codec's words, and sizes; None where no kernel reads these."""
+        stream = self.codec.packed(pages, channels, shared)
+        return None if stream is None else replace(stream, sizes=pages["sizes"])
 
     def sizes(self, tile: Block) -> Tensor:
         """s of a tile's tokens: float32 `[..., kv_heads, 1, tokens]`."""

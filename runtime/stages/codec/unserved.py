@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable
 
+from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec
 
@@ -13,7 +14,8 @@ def warn_unserved(codecs: Iterable[Codec], before_rope: bool) -> None:
     """A warning for each class of codec that no kernel reads, of keys that are stored `before_rope` or not, the first time that
     one is used in this process."""
     for codec in codecs:
-        own = type(codec.uncorrected)
+        stage = codec.uncorrected
+        own = type(stage.codec if isinstance(stage, Sized) else stage)
         if not codec.has_kernel or (before_rope and own is UniformQuant):
             kept = " of keys before RoPE" if codec.has_kernel else ""
             warn_once(

@@ -1,0 +1,158 @@
+"""Trellis-coded levels for the components of a calibrated basis: at the same bits, a step half as wide.
+
+A component of b bits has 2^(b+1) levels in [-1, 1], as a uniform code of b + 1 bits has (`mixed.py`):
+
+    s = 2^-b        y^ = s i - 1 + s / 2        i = 4 f + 2 z1 + z0
+
+and which half of them it may take follows from the bits before it (`viterbi.py`). Stored are the b bits u + 2 f. One path goes
+through all components of a token and head, word by word, and in a word from the first field; it begins in state 0 for every
+token. So a token's code depends on nothing else, and of a word a reader needs the one or two before it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.operation import PackedStream
+from calib.kernels.attend.reference import keys_of_numbers, rotated_scores
+from calib.kernels.pack.heads import join_heads, spread_heads
+from calib.kernels.pack.reference import pack_away, unpack_columns
+from calib.runtime.device.graph_inputs import upload
+from calib.runtime.paging.field import Block, Field
+from calib.runtime.stages.codec.mixed import of_widths
+from calib.runtime.stages.codec.viterbi import SUBSETS, best_path, nearest_free, subsets_of
+from calib.runtime.stages.contract import Codec, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class TrellisQuant(Codec):
+    """`widths` of a word's fields, and `counts` of words a token for each KV head; y in plane form, as `MixedQuant` has it.
+
+    Args:
+        widths: bits of a word's fields.
+        counts: words of each KV head.
+        weights: float32 `[kv_heads, 1, components]`: what an error of 1 in y counts, from 0; 0 for a component that its head has no
+            word for.
+    """
+
+    widths: tuple[int, ...]
+    counts: tuple[int, ...]
+    weights: Tensor
+
+    piece = 2**17  # of a component there are the errors of four subsets, and the ways into eight states
+
+    @property
+    def component_codes(self) -> "TrellisQuant":
+        """Itself: its codes are the levels' indices."""
+        return self
+
+    @property
+    def components(self) -> int:
+        """Of y."""
+        return len(self.widths) * max(self.counts)
+
+    def token_group(self) -> int:
+        """Every token stands alone."""
+        return 1
+
+    def fields(
+        self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
+    ) -> dict[str, Field]:
+        """The words of all heads, side by side."""
+        return {"words": Field(1, sum(self.counts), torch.int16, "codes", shared=True)}
+
+    def fp32_params(self, x: Tensor) -> bool:
+        """No: there is no parameter."""
+        return False
+
+    def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
+        """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
+        at = (x / self.step(x.device)).add_(self.levels(x.device) / 2)
+        at = self._along_path(at.movedim(-1, 0)).contiguous()  # [components, batch, kv_heads, tokens]
+        top, weight = self._path_tables(x.device)
+        weight = weight[:, None, :, None].expand_as(at)
+        path = best_path(at.flatten(1), top, weight.flatten(1)).view(at.shape)
+        subset = subsets_of(path)
+        free = nearest_free((at - subset).mul_(1 / SUBSETS), top.view(-1, 1, 1, 1))
+        codes = free.to(torch.int16).mul_(2).add_(path)
+        codes = codes.unflatten(0, (-1, len(self.widths))).transpose(0, 1).flatten(0, 1).movedim(0, -1)
+        return {"words": join_heads(pack_away(codes.contiguous(), self.widths), self.counts)}
+
+    def decode(self, block: Block, channels: int) -> Tensor:
+        """y^ float32 `[..., kv_heads, tokens, components]`."""
+        codes = self.codes({"words": block["words"].mT}).mT
+        return codes * self.step(codes.device) + self.least(codes.device)
+
+    def codes(self, tile: Block) -> Tensor:
+        """The indices of the levels of a tile: int16 `[..., kv_heads, components, tokens]`."""
+        stored = unpack_columns(spread_heads(tile["words"], self.counts), self.widths, self.components)
+        along = self._along_path(stored.movedim(-2, 0))
+        found = (along >> 1).mul_(4).add_(subsets_of(along & 1))
+        return found.unflatten(0, (-1, len(self.widths))).transpose(0, 1).flatten(0, 1).movedim(0, -2)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """What half of the levels errs by, from any state, is what the best path errs by at most in all: a component's share of
+        that may be all of it. Of one that counts nothing, nothing is known."""
+        step = self.step(x.device)
+        greedy = (x.float().abs() - 1).clamp(min=0) + 1.5 * step
+        whole = (greedy * self.weights).square().sum(-1, keepdim=True).sqrt()
+        bound = whole * (1 + 2**-10) / self.weights
+        return bound.masked_fill(self.weights == 0, torch.inf)
+
+    def scores(self, query: Tensor, tile: Block) -> Tensor:
+        """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
+        folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
+        return folded @ self.codes(tile).float() + zero
+
+    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
+        mixed = self.mixed_codes(weights, tile) * self.step(weights.device)
+        return mixed + weights.sum(-1, keepdim=True) * self.least(weights.device)
+
+    def turned_scores(
+        self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
+    ) -> Tensor:
+        """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s there are `components + 2` columns,
+        for s c, s and 1."""
+        return rotated_scores(query, keys_of_numbers(self.codes(tile), matrix, sizes), cos, sin)
+
+    def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
+        """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
+        return weights @ self.codes(tile).float().mT
+
+    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
+        """None: no kernel reads it."""
+        return None
+
+    def levels(self, device: torch.device) -> Tensor:
+        """The largest code of each component: float32 `[components]`."""
+        return of_widths(self._index_bits, max(self.counts), device)[0]
+
+    def step(self, device: torch.device) -> Tensor:
+        """The distance of two levels: float32 `[components]`."""
+        return of_widths(self._index_bits, max(self.counts), device)[1]
+
+    def least(self, device: torch.device) -> Tensor:
+        """What level 0 is: float32 `[components]`."""
+        return of_widths(self._index_bits, max(self.counts), device)[2]
+
+    @property
+    def _index_bits(self) -> tuple[int, ...]:
+        return tuple(width + 1 for width in self.widths)
+
+    def _along_path(self, x: Tensor) -> Tensor:
+        """`x [components, ...]` from plane form to the order of the path: word by word."""
+        return x.unflatten(0, (len(self.widths), -1)).transpose(0, 1).flatten(0, 1)
+
+    def _path_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """In the order of the path: the largest f `[components, 1]`, and the weights of squared steps `[components, kv_heads]`."""
+        top = _tops(self.widths, max(self.counts), device)
+        steps = self.weights / self.weights.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        return top, self._along_path((steps * self.step(device)).square().squeeze(1).mT)
+
+
+@lru_cache
+def _tops(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
+    return upload([2.0 ** (width - 1) - 1 for width in widths] * words, torch.float32, device).unsqueeze(1)

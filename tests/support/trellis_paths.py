@@ -1,0 +1,50 @@
+"""Trellis-coded levels in float64, from their definition: what words stand for, and the best of all paths by trying each.
+
+Of component n, in the order of a token's words and of a word's fields, with b bits u + 2 f:
+
+    z0 = u[n-2]        z1 = u[n] ^ u[n-1] ^ u[n-3]        i = 4 f + 2 z1 + z0        y^ = (i + 1/2) 2^-b - 1
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+
+def level(u: Sequence[int], n: int, f: int, bits: int) -> float:
+    """y^ of component n of a path u."""
+
+    def before(back: int) -> int:
+        return int(u[n - back]) if n >= back else 0
+
+    index = 4 * f + 2 * (int(u[n]) ^ before(1) ^ before(3)) + before(2)
+    return (index + 0.5) * 2.0**-bits - 1
+
+
+def trellis_components(words: np.ndarray, widths: tuple[int, ...], counts: tuple[int, ...]) -> np.ndarray:
+    """Components, float64 `[..., kv_heads, T, P max(counts)]` in plane form, of a row of all heads' words `[..., 1, T, W]`; what no
+    word holds is NaN."""
+    most, unsigned = max(counts), words[..., 0, :, :].view(np.uint16).astype(np.int64)
+    found = np.full((*unsigned.shape[:-2], len(counts), unsigned.shape[-2], len(widths) * most), np.nan)
+    for token in np.ndindex(*unsigned.shape[:-1]):
+        for head, count in enumerate(counts):
+            u, number = [], 0
+            for word in range(count):
+                bits = int(unsigned[(*token, sum(counts[:head]) + word)])
+                for plane, width in enumerate(widths):
+                    code = bits >> sum(widths[:plane]) & 2**width - 1
+                    u.append(code & 1)
+                    found[(*token[:-1], head, token[-1], plane * most + word)] = level(u, number, code >> 1, width)
+                    number += 1
+    return found
+
+
+def least_cost(y: np.ndarray, widths: Sequence[int], weights: np.ndarray) -> float:
+    """The least sum of squared errors times squared weights of any path, components `y [n]` in the order of the path."""
+    return min(
+        sum(
+            min((weights[n] * (level(u, n, f, width) - y[n])) ** 2 for f in range(2 ** (width - 1)))
+            for n, width in enumerate(widths)
+        )
+        for u in product((0, 1), repeat=len(y))
+    )
