@@ -72,6 +72,14 @@ class Components(Statistic):
         self.bases = self.bases or self.find()
         return self.bases
 
+    def signature(self) -> Tensor:
+        """What other bases would not give, float64 `[streams, L, H, D]`: errors of one component add up only to themselves.
+
+        T applied to one vector, so that components that are another's, or mixtures, show.
+        """
+        transform = self.found().transform
+        return transform @ torch.linspace(0.5, 1.5, transform.shape[-1], dtype=transform.dtype)
+
     def observe(self, sample: LayerSample) -> None:
         """Adds the errors of every third token."""
         layer, bases, device = sample.layer, self.found(), sample.keys.device
