@@ -23,9 +23,10 @@ from calib.runtime.files import canonical_json
 from calib.runtime.messages.printable import printable
 from calib.statistics.components import Components
 
-# Of the largest entry: how far bases may be apart that two machines make of the same sums. Rounding gives 1e-13; where two
-# components vary equally much, another processor may take other ones, and their errors may not be added up.
-SAME_BASES = 1e-6
+# How far bases may be apart that two machines make of the same sums, of a head's largest entry. Components turned by less are
+# quantised with the same errors to as much. Where two of them vary equally much, another processor may take other ones, or in
+# another order: those differ by about 1, and their errors may not be added up.
+SAME_BASES = 1e-3
 LISTED = 8  # shards in a message
 
 
@@ -56,8 +57,8 @@ def arrange(calibration: Calibration, files: Sequence[ShardFile]) -> list[Round]
         names = [stage.name for stage in stages]
         mine = [file for file in left if file.document["stages"] == names]
         if not mine:
-            wanted = f"there is no shard of {in_words(names)}, which comes before it" if names else "no stage is left"
-            raise UsageError(f"{left[0].path}: has {in_words(left[0].document['stages'])}, and {wanted}")
+            wanted = f"measure {in_words(names)} before, of which there is no shard" if names else "have no such stage"
+            raise UsageError(f"{left[0].path}: has {in_words(left[0].document['stages'])}, and these options {wanted}")
         for file in mine:
             left.remove(file)
             if file.document["base"] != base_of(rounds):
@@ -138,7 +139,7 @@ def check_bases(mine: Tensor, files: Sequence[ShardFile]) -> None:
     """UsageError where a shard measured in other bases of `klt` than this machine makes of the same sums."""
     for file in files:
         theirs = file.tensor(SIGNATURE, mine)
-        apart = float((theirs - mine).abs().max() / mine.abs().max())
+        apart = float(((theirs - mine).abs().amax(-1) / mine.abs().amax(-1)).max())
         if not apart <= SAME_BASES:
             raise UsageError(
                 f"{file.path}: was measured in bases of klt that differ by {apart:.1e} from those made here of the same "

@@ -73,11 +73,12 @@ class Components(Statistic):
         return self.bases
 
     def signature(self) -> Tensor:
-        """What other bases would not give, float64 `[streams, L, H, D]`: errors of one component add up only to themselves.
+        """What other bases would not give, float64 `[streams, L, H, D]`: a component's errors add up with its own alone.
 
-        T applied to one vector, so that components that are another's, or mixtures, show.
+        T of each stream, and of what is left of predicted values, applied to one vector: other components show, and their order.
         """
-        transform = self.found().transform
+        bases = self.found()
+        transform = torch.cat([bases.transform, *([bases.rest.transform[None]] if bases.rest is not None else [])])
         return transform @ torch.linspace(0.5, 1.5, transform.shape[-1], dtype=transform.dtype)
 
     def observe(self, sample: LayerSample) -> None:

@@ -203,7 +203,7 @@ REFUSED = {
     "a round missing": (
         lambda: None,
         FILES[2:],
-        "there is no shard of statistics and sensitivity, which comes before it",
+        "has clip, and these options measure statistics and sensitivity before, of which there is no shard",
     ),
     "twice": (
         lambda: shutil.copy(FILES[0], "again.safetensors"),
@@ -217,7 +217,11 @@ REFUSED = {
     ),
     "other base": (lambda: rewrite(FILES[2], base="0"), FILES, "clip was measured after other shards than those given"),
     "version": (other_version, FILES, "first.2.safetensors: was measured with version of torch = '1.0', here it is"),
-    "stage": (lambda: rewrite(FILES[2], stages=["knit"]), FILES[:3], "has knit, and there is no shard of clip"),
+    "stage": (
+        lambda: rewrite(FILES[2], stages=["knit"]),
+        FILES[:3],
+        "has knit, and these options measure clip before, of which there is no shard",
+    ),
     "format": (lambda: rewrite(FILES[0], format="2"), FILES, "has format '2', expected '1'"),
     "kind": (lambda: rewrite(FILES[0], sums=[]), FILES, "its 'sums' is []"),
     "number": (lambda: rewrite(FILES[0], shard="3/2"), FILES, "shard='3/2': expected K/N"),
