@@ -22,6 +22,7 @@ from calib.interrupts import Interrupted, first_process, leave, listening, name_
 
 COMMANDS = {
     "fit": "measure a model's keys and values and write one artifact",
+    "merge": "make one artifact of what was measured on shards of a corpus",
     "inspect": "show what an artifact holds",
     "methods": "list the compression methods and their options",
     "tune": "choose a method's options for a budget of bits, layer by layer",

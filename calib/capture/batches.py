@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from calib.capture.capture import stream
 from calib.capture.gradients import stream_gradients
 from calib.capture.sample import Sink
+from calib.capture.shard import WHOLE, Shard
 
 GOLDEN = (5**0.5 - 1) / 2  # its multiples, less their whole parts, never leave a gap much wider than the others
 
@@ -51,7 +52,7 @@ class CapturedBatch:
 
 
 class TokenBatches:
-    """The batches of one process: sequences `[count, length]` in order, every `processes`-th batch from `rank` on.
+    """The batches of one process: sequences `[count, length]` in order, every `processes`-th batch of the shard from `rank` on.
 
     Args:
         sequences: int64 `[count, length]`.
@@ -62,6 +63,7 @@ class TokenBatches:
         positions: sequences begin anywhere at which all of their positions are below this; 0: all begin at 0.
         processes: how many there are. Each batch is read by exactly one; where they do not share out evenly the last
             ones get an empty batch, because Lightning's processes keep step.
+        shard: what this machine reads of the corpus. Each batch is in exactly one shard, whatever the machines' processes.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class TokenBatches:
         rank: int = 0,
         processes: int = 1,
         positions: int = 0,
+        shard: Shard = WHOLE,
     ) -> None:
         self.sequences, self.first, self.batch_size = sequences, first, batch_size
         self.room = max(0, positions - sequences.shape[1])
-        starts = range(0, len(sequences) + (processes - 1) * batch_size, batch_size)
-        self.starts = starts[rank : len(starts) // processes * processes : processes][skip:]
+        mine = dealt(range(0, len(sequences), batch_size), shard.number - 1, shard.count)
+        self.starts = dealt(mine, rank, processes)[skip:]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -89,6 +92,12 @@ class TokenBatches:
             number = torch.arange(self.first + start, self.first + start + len(tokens))
             index = number[:, None] * length + torch.arange(length)
             yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), index, begins(number, self.room))
+
+
+def dealt(starts: range, number: int, count: int) -> range:
+    """Every `count`-th of `starts` from `number` on, as many for each number: those beyond the last one begin empty batches."""
+    padded = range(starts.start, starts.stop + (count - 1) * starts.step, starts.step)
+    return padded[number : len(padded) // count * count : count]
 
 
 def begins(number: Tensor, room: int) -> Tensor:

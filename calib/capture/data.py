@@ -12,6 +12,7 @@ from calib.capture.corpus import Corpus, divide, text_files, text_sequences, tok
 from calib.capture.device_map import DeviceMap, MaxMemory, check_device_map, check_one_process
 from calib.capture.generated import first_token, generated_sequences, sampled_text, spread
 from calib.capture.language_model import check_dtype, load, without_waiting_for_the_hub
+from calib.capture.shard import WHOLE
 from calib.documents.corpus import TextSource, text_hash
 from calib.errors import UsageError
 from calib.runtime.messages.printable import printable
@@ -104,6 +105,7 @@ class CaptureData(LightningDataModule):
         self.heldout_split, self.length, self.sampled = heldout_split, length, sampled
         self.positions, self.sampled_length = positions, sampled_length
         self.sequences, self.heldout_sequences, self.batch_size = sequences, heldout_sequences, batch_size
+        self.shard = WHOLE  # of each stage's batches
         self.notes: list[str] = []
         self.tell: Callable[[str], None] = silent  # of what is under way, in a line
         self.model: PreTrainedModel | None = None
@@ -150,7 +152,7 @@ class CaptureData(LightningDataModule):
         part, count, skip = self.reading
         sequences, first = (corpus.train, 0) if part == "train" else (corpus.heldout, len(corpus.train))
         rank, processes = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        asked = (self.batch_size, skip, rank, processes, self.positions or 0)
+        asked = (self.batch_size, skip, rank, processes, self.positions or 0, self.shard)
         return TokenBatches(sequences[:count], first, *asked)
 
     def on_after_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> CapturedBatch:

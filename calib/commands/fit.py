@@ -1,19 +1,26 @@
 """`calib fit --config tiny.yaml`: measure a model's keys and values and write one artifact; `--plan` tells what that takes."""
 
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 
 from calib.interrupts import goes_on_with
 
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns the exit status."""
+    return run_fit(argv)
+
+
+def run_fit(argv: list[str], shards: Sequence[Path] = ()) -> int:
+    """Runs a fit that begins with what the files of `shards` hold; returns the exit status."""
     if "--plan" not in argv:
         goes_on_with("--ckpt_path", "last")
     from calib.fit.options import FitCLI
 
     for text in (".*configure_optimizers.* returned `None`.*", ".*does not have a .*val_dataloader.*"):
         warnings.filterwarnings("ignore", message=text)
-    cli = FitCLI(argv)
+    cli = FitCLI(argv, shards)
     if cli.config.plan:
         from calib.plan.command import tell
 

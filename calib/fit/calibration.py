@@ -1,6 +1,6 @@
 """The LightningModule of a fit: feeds each captured batch to the statistics of the stage under way."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -144,6 +144,23 @@ class Calibration(LightningModule):
     def stages(self) -> list[Stage]:
         """The stages of this fit, in order."""
         return [stage for stage in STAGES if self.fills(stage)]
+
+    def round_after(self, measured: Collection[str]) -> list[Stage]:
+        """The stages that shards measure next, each shard by itself: up to the first one that needs the whole of another's.
+
+        Args:
+            measured: names of the stages whose statistics are complete.
+        """
+        found: list[Stage] = []
+        filled: set[str] = set()
+        for stage in self.stages():
+            if stage.name in measured:
+                continue
+            if filled & {*stage.needs, *stage.made_of}:
+                break
+            found.append(stage)
+            filled |= {*self.fills(stage)}
+        return found
 
     def prepare(self, model: PreTrainedModel, seed: int) -> None:
         """Makes the statistics for a model's sizes; called once, before the first stage."""

@@ -1,6 +1,7 @@
-"""What `calib fit` does: load, run the stages, write the artifact, tell what was found."""
+"""What `calib fit` and `calib merge` do: load, run the stages, write the artifact or a shard, tell what was found."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.capture.data import CaptureData
+from calib.capture.shard import WHOLE, Shard
+from calib.errors import UsageError
 from calib.fit.calibration import Calibration
 from calib.fit.dictionaries import fit_dictionaries
 from calib.fit.dictionary_tasks import check_dictionaries
@@ -17,11 +20,15 @@ from calib.fit.loss_curve import BITS, loss_curve
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
 from calib.fit.provenance import provenance, settings
+from calib.fit.shard_file import ShardFile
+from calib.fit.shards import Round, arrange, base_of, in_words, merge_shards, stages_of, write_shard
+from calib.fit.stage import Stage
 from calib.fit.stages import run_stages
 from calib.fit.table import print_groups, print_table
 from calib.loggers import OfflineFirstWandbLogger, TableCSVLogger
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
+from calib.runtime.files import canonical_json
 
 
 def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
@@ -31,6 +38,8 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     if resume and not list(folder.glob("*.ckpt")):
         say(f"calib: no unfinished run in {folder}; starting anew")
     say(f"fit of {data.model_path} on {data.source.label}; writes {output}, and its run into {folder}")
+    rounds = arrange(calibration, [ShardFile.open(path) for path in cli.shards])
+    stages = left_to_run(cli.shard, calibration, rounds)  # refused, where it is, before a large model is loaded
     data.trainer, data.tell = cli.trainer, under_way
     model, _, corpus = data.load()
     config = settings(calibration, corpus, seed, data.batch_size)
@@ -43,14 +52,26 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     for logger in cli.trainer.loggers:
         logger.log_hyperparams(config)
     save_config(cli, folder)
-    plan = {
+    shared = {
         **flat(config),
-        "trainer.devices": cli.trainer.world_size,
         "weights": identity["weights"]["float32"],
         "config_hash": identity["config_hash"],
     }
-    run_stages(calibration, data, cli.stage_trainer, folder, plan, resume)
+    if rounds:
+        under_way(f"merging {len(cli.shards)} files")
+    merge_shards(calibration, rounds, canonical_json.plain(shared, "settings"))
+    plan = {
+        **shared,
+        "trainer.devices": cli.trainer.world_size,
+        **({"shard": str(cli.shard)} if cli.shard else {}),
+        **({"base": base_of(rounds)} if rounds else {}),
+    }
+    data.shard = cli.shard or WHOLE
+    run_stages(calibration, data, cli.stage_trainer, folder, plan, resume, stages)
     tell(calibration.notes)
+    if cli.shard:
+        report_shard(cli, calibration, stages, canonical_json.plain(shared, "settings"), base_of(rounds))
+        return
     if calibration.dictionary.atoms:
         under_way("comparing layers for their dictionaries")
     dictionaries = fit_dictionaries(calibration, cli.stage_trainer, folder, plan, seed, resume)
@@ -61,6 +82,17 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
         under_way(f"measuring the loss of klt at {len(BITS)} budgets")
         artifact = with_losses(artifact, model, corpus.heldout)
     report(cli, artifact, metrics, output, calibration)
+
+
+def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[Round]) -> list[Stage]:
+    """The stages that no shards have measured; of a shard those that it can measure alone. Raises UsageError where it has none."""
+    measured = stages_of(rounds)
+    if shard is None:
+        return [stage for stage in calibration.stages() if stage.name not in measured]
+    found = calibration.round_after(measured)
+    if not found:
+        raise UsageError(f"shard={shard}: these files have every stage; leave it out, and the artifact is written")
+    return found
 
 
 def with_losses(artifact: Artifact, model: PreTrainedModel, heldout: Tensor) -> Artifact:
@@ -92,13 +124,34 @@ def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Pat
         print_groups(metrics["dictionaries"])
     size = os.path.getsize(output)
     print(f"wrote {output} ({size / 1e3:.1f} kB, {len(artifact.tensors)} tensors); figures in {cli.folder}")
+    tell_checkpoints(cli)
+    print(f"next: calib generate --model {calibration.path} --artifact {output} --method kivi --bits 2")
+
+
+@rank_zero_only
+def report_shard(
+    cli: FitCLI, calibration: Calibration, stages: Sequence[Stage], shared: Mapping[str, Any], base: str
+) -> None:
+    """Writes the shard's file and says what to do with it."""
+    assert cli.shard is not None
+    output, names = Path(cli.config.output), [stage.name for stage in stages]
+    write_shard(calibration, output, cli.shard, stages, shared, base)
+    for logger in cli.trainer.loggers:
+        if isinstance(logger, OfflineFirstWandbLogger | TableCSVLogger):
+            logger.close()
+    print(f"wrote {output} ({os.path.getsize(output) / 1e6:.1f} MB: shard {cli.shard}, {in_words(names)})")
+    tell_checkpoints(cli)
+    print(f"next: calib merge with the {cli.shard.count} shards' files of {in_words(names)}, and the same options")
+
+
+def tell_checkpoints(cli: FitCLI) -> None:
+    """What the run has left, and what that is good for."""
     if left := sorted(cli.folder.glob("*.ckpt")):
         taken = sum(path.stat().st_size for path in left)
         print(
             f"left in {cli.folder}: {', '.join(path.name for path in left)} ({taken / 1e6:.1f} MB); only --ckpt_path last reads "
-            "them, the artifact does not need them"
+            f"them, {cli.config.output} does not need them"
         )
-    print(f"next: calib generate --model {calibration.path} --artifact {output} --method kivi --bits 2")
 
 
 def tell(notes: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The options of `calib fit`, and the Trainers they describe."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from calib.capture.data import CaptureData
 from calib.capture.model_files import model_name
+from calib.capture.shard import Shard
 from calib.errors import UsageError
 from calib.fit.calibration import Calibration
 from calib.fit.processes import check_strategy, merging_strategy
@@ -19,11 +21,17 @@ SUFFIX = ".calib.safetensors"
 
 
 class FitCLI(CalibCLI):
-    """The options of `calib fit`: `model.*`, `data.*`, `trainer.*`, `seed_everything`, `output`, `plan*`."""
+    """The options of `calib fit`: `model.*`, `data.*`, `trainer.*`, `seed_everything`, `output`, `shard`, `plan*`.
 
-    def __init__(self, argv: list[str]) -> None:
+    Args:
+        argv: the words after the command.
+        shards: files of shards that `calib merge` was given.
+    """
+
+    def __init__(self, argv: list[str], shards: Sequence[Path] = ()) -> None:
+        self.shards = tuple(shards)
         super().__init__(
-            "fit",
+            "merge" if shards else "fit",
             Calibration,
             CaptureData,
             argv,
@@ -46,6 +54,12 @@ class FitCLI(CalibCLI):
             type=str | None,
             default=None,
             help=f"the artifact to write (default: the model's name, as NAME{SUFFIX})",
+        )
+        parser.add_argument(
+            "--shard",
+            type=str | None,
+            default=None,
+            help="K/N: measure the K-th of N parts, as far as one can alone, and write that to --output for `calib merge`",
         )
         parser.add_argument(
             "--plan", action="store_true", help="tell what the fit captures, holds, writes and takes, and run nothing"
@@ -71,6 +85,13 @@ class FitCLI(CalibCLI):
         if self.config.ckpt_path not in (None, "last"):
             raise UsageError(
                 f"ckpt_path={printable(self.config.ckpt_path)}: a fit continues with --ckpt_path last, from its own run folder"
+            )
+        self.shard = None if self.config.shard is None else Shard.of(self.config.shard)
+        if self.config.plan and (self.shard or self.shards):
+            raise UsageError("plan=True: it tells of a whole fit on one machine; leave shards out of it")
+        if self.shard and self.config.output is None:
+            raise UsageError(
+                f"shard={self.shard}: name the file to write as well, such as --output first.{self.shard.number}.safetensors"
             )
         if self.config.output is None:
             self.config.output = f"{model_name(self.config.model.path)}{SUFFIX}".replace("/", "--")

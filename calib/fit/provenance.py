@@ -36,14 +36,18 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
     }
 
 
+def versions() -> dict[str, str]:
+    """Of the software that the statistics depend on."""
+    return {"calib": __version__} | {name: version(name) for name in ("torch", "transformers", "lightning")}
+
+
 def provenance(config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
     """The artifact's `provenance`: data, seed, versions, metrics, config."""
     rest = {key: value for key, value in config.items() if key not in ("data", "seed")}
-    versions = {"calib": __version__} | {name: version(name) for name in ("torch", "transformers", "lightning")}
     return {
         "data": config["data"],
         "seed": config["seed"],
-        "versions": versions,
+        "versions": versions(),
         "metrics": metrics,
         "config": rest,
     }

@@ -12,12 +12,14 @@ class Stage:
         part: `train` or `heldout`.
         statistics: the entries of `Calibration.statistics` that it fills, as far as the fit has them.
         needs: the entries whose tensors it reads.
+        made_of: further entries that what it fills is made of.
     """
 
     name: str
     part: str
     statistics: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    made_of: tuple[str, ...] = ()
 
 
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
@@ -31,7 +33,13 @@ STAGES = (
         "train",
         (*MEASURED, "outlier_thresholds", "vectors", "second_moments", ROTATIONS, "nuq_ranges"),
     ),
-    Stage(SENSITIVITY, "train", (SENSITIVITY, "nuq_levels")),
-    Stage("clip", "train", ("clip", "residual_basis", "components"), needs=MEASURED),
+    Stage(SENSITIVITY, "train", (SENSITIVITY, "nuq_levels"), made_of=("nuq_ranges",)),
+    Stage(
+        "clip",
+        "train",
+        ("clip", "residual_basis", "components"),
+        needs=MEASURED,
+        made_of=("second_moments", SENSITIVITY),
+    ),
     Stage("evaluate", "heldout", ("heldout", "heldout_vectors"), needs=(*MEASURED, "clip")),
 )

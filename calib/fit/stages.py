@@ -9,7 +9,7 @@ in the same order and sums are carried in full, so the artifact has the bytes of
 after the batch under way, and saves it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from calib.capture.data import CaptureData
 from calib.fit.calibration import Calibration
 from calib.fit.processes import together
+from calib.fit.stage import Stage
 from calib.interrupts import held
 from calib.stage_checkpoint import StageCheckpoint, load_checkpoint
 
@@ -32,8 +33,9 @@ def run_stages(
     folder: Path,
     plan: Mapping[str, Any],
     resume: bool,
+    stages: Sequence[Stage],
 ) -> None:
-    """Runs what is left of the stages; afterwards every statistic of `calibration` is complete.
+    """Runs what is left of the stages; afterwards the statistics of `calibration` that they fill are complete.
 
     Args:
         calibration: prepared for the model.
@@ -42,10 +44,11 @@ def run_stages(
         folder: the run's folder.
         plan: what the statistics depend on: plain numbers and texts.
         resume: go on from the checkpoints in `folder`; otherwise they are removed.
+        stages: of the fit, in order: all of them, or those that no shards have measured.
     """
     calibration.plan = dict(plan)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {stage.name: folder / f"{stage.name}.ckpt" for stage in calibration.stages()}
+    paths = {stage.name: folder / f"{stage.name}.ckpt" for stage in stages}
     done = dict.fromkeys(paths, 0)
     finished: set[str] = set()
     if resume:
@@ -54,7 +57,7 @@ def run_stages(
             finished |= {name} if progress["finished"] else set()
     else:
         remove(folder)
-    for stage in calibration.stages():
+    for stage in stages:
         if stage.name in finished:
             continue
         data.read(stage.part, calibration.limits.get(stage.name), skip=done[stage.name])

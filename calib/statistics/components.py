@@ -72,6 +72,15 @@ class Components(Statistic):
         self.bases = self.bases or self.find()
         return self.bases
 
+    def signature(self) -> Tensor:
+        """What other bases would not give, float64 `[streams, L, H, D]`: a component's errors add up with its own alone.
+
+        T of each stream, and of what is left of predicted values, applied to one vector: other components show, and their order.
+        """
+        bases = self.found()
+        transform = torch.cat([bases.transform, *([bases.rest.transform[None]] if bases.rest is not None else [])])
+        return transform @ torch.linspace(0.5, 1.5, transform.shape[-1], dtype=transform.dtype)
+
     def observe(self, sample: LayerSample) -> None:
         """Adds the errors of every third token."""
         layer, bases, device = sample.layer, self.found(), sample.keys.device

@@ -41,8 +41,12 @@ class Statistic(nn.Module, ABC):
 
     def merge(self, other: "Statistic") -> None:
         """Takes in the statistic of another part of the corpus."""
+        self.merge_buffers(dict(other.named_buffers()))
+
+    def merge_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Takes in another part's buffers, by their names in this module: what a process on another machine has measured."""
         for name, reduction in self.reductions.items():
-            mine, theirs = getattr(self, name), getattr(other, name)
+            mine, theirs = getattr(self, name), buffers[name]
             merged = {"min": torch.minimum, "max": torch.maximum, "sum": torch.add}[reduction](mine, theirs)
             setattr(self, name, merged)
 

@@ -28,6 +28,7 @@ OUTPUTS = ("--output", "--out", "--html", "--write-cases", "--plan_json")
 # What is put behind a command's own words, where the last one counts. By kind; every kind is in use.
 ADDITIONS: dict[str, dict[str, object]] = {
     "fit": SMALL_FIT,
+    "merge": SMALL_FIT,
     "eval": {
         "limit": 1
     },  # and --only, where it is not given: three rows; --config without rows that need what is missing
@@ -85,10 +86,11 @@ def additions(command: Command, folder: Path) -> list[str]:
         if possible != rows:
             found += ["--config", save_rows(possible, command.values("--config")[-1], folder)]
         found += [] if command.values("--only") else ["--only", *some(possible)]
-    if kind == "fit" and not find_spec("accelerate"):
+    fits = kind in ("fit", "merge")
+    if fits and not find_spec("accelerate"):
         found += as_words(WITHOUT_ACCELERATE)
     if not torch.cuda.is_available():
-        found += as_words(WITHOUT_GPUS) if kind == "fit" else []
+        found += as_words(WITHOUT_GPUS) if fits else []
         found += as_words(WITHOUT_GPU) if "cuda" in command.values("--device") else []
     return found
 

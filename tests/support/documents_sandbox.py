@@ -148,8 +148,19 @@ class Sandbox:
             self.put(folder / name, lambda path: path.write_text(json.dumps(toy_run())))
         for name in command.values("--bench"):
             self.put(folder / name, lambda path: path.write_text(json.dumps(made_up())))
+        if "merge" in command.words[:2]:
+            self.put_shards(command, folder)
         if "convert" in command.words[:2]:
             self.put(folder / command.words[3], {"baichuan2": baichuan2.save, "gguf": save_gguf}[command.words[2]])
+
+    def put_shards(self, command: Command, folder: Path) -> None:
+        """The first round of shards that the command merges, measured with the command's own options."""
+        end = next(position for position, word in enumerate(command.words) if word.startswith("--"))
+        files, options = command.words[2:end], command.words[end:]
+        for number, name in enumerate(files, 1):
+            words = ["fit", *options, *as_words(SMALL_FIT), "--shard", f"{number}/{len(files)}", "--output", name]
+            with chdir(folder):
+                self.put(Path(name), lambda _, words=words: main(words))
 
     def put_config(self, name: str, command: str, folder: Path) -> None:
         """The configuration, where neither the package nor the folder has it, and the model and artifact that it names.
