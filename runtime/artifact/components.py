@@ -182,9 +182,8 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
     into = torch.zeros(heads, channels, len(words.widths) * most, dtype=torch.float64)
     back = torch.zeros(heads, len(words.widths) * most, channels, dtype=torch.float64)
     weights = torch.zeros(heads, 1, len(words.widths) * most, dtype=torch.float64)
-    reaches = torch.zeros_like(
-        weights
-    )  # errors of all components count the same, and those of y by what it is in units of
+    # What a component is in units of, by which a path weighs errors: in their own unit those of all components count the same.
+    reaches = torch.zeros_like(weights)
     for head, count in enumerate(words.counts):
         coded = min(len(words.widths) * count, channels)
         for plane, width in enumerate(words.widths):
