@@ -52,7 +52,10 @@ def long_cells(cells: Cells) -> dict[str, str]:
     found = {length: cells[length]["figures"] if length in cells else None for length in LENGTHS}
     return {
         **{f"KL, {length}": f"{figures['kl']:.4f}" if figures else "" for length, figures in found.items()},
-        **{f"same token, {length}": f"{figures['agreement']:.3f}" if figures else "" for length, figures in found.items()},
+        **{
+            f"same token, {length}": f"{figures['agreement']:.3f}" if figures else ""
+            for length, figures in found.items()
+        },
         **_bits(cells[LENGTHS[1]]["sizes"]),
     }
 
