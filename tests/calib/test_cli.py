@@ -43,7 +43,7 @@ def test_the_version(capsys):
     [
         (["fitt"], "unknown command 'fitt' (did you mean 'fit'?)"),
         (["GENERATE"], "unknown command 'GENERATE'"),
-        (["zzz"], "unknown command 'zzz' (one of fit, inspect"),
+        (["zzz"], "unknown command 'zzz' (one of fit, merge, inspect"),
         (["--bits", "2"], "unknown command '--bits'"),
     ],
 )

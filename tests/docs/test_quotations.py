@@ -51,7 +51,10 @@ def known_options(command: Command) -> set[str]:
     if command.values("--format"):
         own += ("--format", *command.values("--format"))
     further = [f"--{name.replace('_', mark)}" for name in FURTHER.get(kind_of(command), ()) for mark in "_-"]
-    return {*re.findall(r"--[\w.-]+", help_text(own)), *further}
+    told = help_text(own) + (
+        help_text(("calib", "fit")) if kind_of(command) == "merge" else ""
+    )  # whose options it takes
+    return {*re.findall(r"--[\w.-]+", told), *further}
 
 
 OURS = [one for one in QUOTED + BLOCKS if one.words[0] == "calib"]
