@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile lmcache clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile lmcache clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -94,6 +94,15 @@ smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on 
 	$(BIN)/calib eval --config runs/eval/smollm2_other_text.yaml --model $(SMOLLM2) --output runs/eval/smollm2_other_text
 	sed "3s|.*|    make $@|" runs/eval/smollm2_other_text/report.md > docs/results/smollm2/other_text.md
 	cp runs/eval/smollm2_other_text/results.json benchmarks/results/smollm2_other_text.json
+	$(BIN)/python benchmarks/smollm2_summary.py
+
+smollm2-trellis: $(SMOLLM2)/config.json  ## klt with and without trellis-coded levels, behind `make smollm2`; ten minutes, TEST and CODE as above
+	mkdir -p runs/eval
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
+		-e '' configs/eval/smollm2_trellis.yaml > runs/eval/smollm2_trellis.yaml
+	$(BIN)/calib eval --config runs/eval/smollm2_trellis.yaml --model $(SMOLLM2) --output runs/eval/smollm2_trellis
+	sed "3s|.*|    make $@|" runs/eval/smollm2_trellis/report.md > docs/results/smollm2/trellis.md
+	cp runs/eval/smollm2_trellis/results.json benchmarks/results/smollm2_trellis.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 
 smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens; an hour, behind `make smollm2`; TEST and ONLY as above

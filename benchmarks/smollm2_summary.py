@@ -2,8 +2,8 @@
 
     python benchmarks/smollm2_summary.py
 
-Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-long`, `smollm2-lm-eval`, `short-prompt` and
-`smollm2-decode` in `benchmarks/results` alone, and writes between the page's markers.
+Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-trellis`, `smollm2-long`, `smollm2-lm-eval`, `short-prompt`
+and `smollm2-decode` in `benchmarks/results` alone, and writes between the page's markers.
 """
 
 import json
@@ -44,6 +44,16 @@ def other_text_cells(cells: Cells) -> dict[str, str]:
         f"KL, {text}": f"{cells[column]['figures']['kl']:.4f} ({usual[cells[column]['name'], column]['kl']:.4f})"
         for text in TEXTS
         for column in [f"agreement on {text}"]
+    }
+
+
+def trellis_cells(cells: Cells) -> dict[str, str]:
+    """A row of uniform or trellis-coded levels."""
+    found = {text: cells[f"agreement on {text}"]["figures"] for text in TEXTS[:2]}
+    return {
+        **{f"KL, {text}": f"{figures['kl']:.4f}" for text, figures in found.items()},
+        **{f"same token, {text}": f"{figures['agreement']:.3f}" for text, figures in found.items()},
+        **_bits(cells[f"agreement on {TEXTS[0]}"]["sizes"]),
     }
 
 
@@ -132,6 +142,10 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
     "other text table": (
         "smollm2_other_text.json",
         partial(of_cells, other_text_cells, {f"agreement on {text}" for text in TEXTS}),
+    ),
+    "trellis table": (
+        "smollm2_trellis.json",
+        partial(of_cells, trellis_cells, {f"agreement on {text}" for text in TEXTS[:2]}),
     ),
     "long table": ("smollm2_long.json", partial(of_cells, long_cells, {*LENGTHS[:2]})),
     "last word table": ("smollm2_lm_eval.json", partial(of_cells, last_word_cells, {"last_word"})),
