@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from one_line import message
-from placed_chunks import fitted, placed
+from placed_chunks import placed
 
 from calib.runtime import Artifact, Codec
 from calib.serve.lmcache.layout import Layout
@@ -37,19 +37,6 @@ SHAPES = {
     "packed": ((1, LAYERS, TOKENS, HEADS * 2 * D), None),
     "cpu": ((LAYERS, TOKENS, HEADS * 2 * D), 16),
 }
-
-
-@pytest.fixture(scope="module")
-def artifact():
-    return fitted()
-
-
-@pytest.fixture(scope="module")
-def path(artifact, tmp_path_factory):
-    """The artifact as a file."""
-    found = tmp_path_factory.mktemp("artifact") / "a.calib.safetensors"
-    artifact.save(found)
-    return str(found)
 
 
 def chunks_of(path, **options):

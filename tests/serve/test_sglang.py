@@ -3,7 +3,7 @@
 import pytest
 import torch
 from one_line import message
-from placed_chunks import fitted, placed
+from placed_chunks import placed
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 from sglang_stand_in import HostPool
 
@@ -15,18 +15,6 @@ pytestmark = pytest.mark.arithmetic
 
 LAYERS, HEADS, D, PAGE, BITS = 2, 2, 32, 32, 3
 KEYS = ["aa", "bb", "../cc"]
-
-
-@pytest.fixture(scope="module")
-def artifact():
-    return fitted()
-
-
-@pytest.fixture(scope="module")
-def path(artifact, tmp_path_factory):
-    found = tmp_path_factory.mktemp("artifact") / "a.calib.safetensors"
-    artifact.save(found)
-    return str(found)
 
 
 def config(path, into, rank=0, ranks=1, **fields):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from one_line import message
-from placed_chunks import fitted, placed
+from placed_chunks import placed
 
 from calib.runtime import Codec
 from calib.serve.starts import Starts
@@ -21,11 +21,6 @@ class Watched:
     def start_of(self, chunk, candidates):
         self.looked.append(len({*candidates}))
         return self._codec.start_of(chunk, candidates)
-
-
-@pytest.fixture(scope="module")
-def artifact():
-    return fitted()
 
 
 @pytest.fixture(scope="module")
