@@ -56,6 +56,14 @@ def test_a_sample_has_every_kind_and_every_value_and_another_case_for_another_fu
     assert {item.callspec.params["case"].name for taken in functions for item in taken} == set(kinds())
 
 
+def test_a_value_that_few_cases_have_is_in_a_sample():
+    """More values than kinds, each beside one case."""
+    lengths = [f"length {number}" for number in range(2 * len(set(kinds().values())))]
+    items = product(case=CASES, length=lengths)
+    rare = [item for item in items if item.callspec.indices["case"] == item.callspec.indices["length"]]
+    assert {item.callspec.params["length"] for item in of_each_kind(rare)} == {*lengths}
+
+
 def test_a_sample_has_every_other_parameter():
     everything = product(bits=[1, 2, 4, 8], group=["a", "b"])
     assert of_each_kind(everything) == everything

@@ -98,6 +98,11 @@ class FitCLI(CalibCLI):
         output = Path(self.config.output)
         if not output.name.endswith(".safetensors") or output.is_dir():
             raise UsageError(f"output '{output}' must name a file that ends in {SUFFIX}")
+        if self.shard and output.name.endswith(SUFFIX):  # a configuration's own, most likely, which is there already
+            raise UsageError(
+                f"output '{output}' is an artifact's name, and shard {self.shard} is none; name another file, such as --output "
+                f"first.{self.shard.number}.safetensors"
+            )
         check_strategy(self.config.trainer.strategy)
         for option in ("plan_batch", "plan_context"):
             if self.config[option] < 1:

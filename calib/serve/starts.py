@@ -1,9 +1,9 @@
 """Where a chunk begins, where an engine does not say: told from its keys, among the multiples of its length.
 
-Engines cut texts from their first token on into chunks of one length, and store a request's in order. So 0 and the place behind
-the chunk before are tried first; all other multiples only where neither fits, which takes as long as there are multiples. Of the
-embedded model's and of SmolLM2's chunks of 128 and 256 tokens the right start was always the clear one; a chunk that fits none is
-of another model or layout (`runtime/storage/start.py`).
+Engines cut texts from their first token on into chunks of one length, and store a request's in order. So 0 and the position
+behind the chunk before are tried first; all other multiples only where neither fits, which takes as long as there are multiples.
+Of the embedded model's and of SmolLM2's chunks of 128 and 256 tokens the right start was always the clear one; a chunk that fits
+none is of another model or layout (`runtime/storage/start.py`).
 """
 
 from torch import Tensor

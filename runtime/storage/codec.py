@@ -72,6 +72,8 @@ class Codec:
         sized, predicts: the forms of its codes, `size` and `predict` of `klt`.
         bytes_per_token: of a chunk, the header apart.
         rotation: the model's RoPE.
+        identity: a line for the artifact, its model, the options and how bits were shared out, the same for all slices of heads.
+            Codecs of one identity and one slice read each other's blobs.
     """
 
     def __init__(self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation, fixed_size: bool) -> None:
@@ -107,6 +109,8 @@ class Codec:
             artifact=artifact_hash(artifact, klt),
             layout=layout_hash(allocation),
         )
+        header = self._header
+        self.identity = f"{header.artifact.hex()} {header.layout.hex()} {header.bits!r} {header.sinks} {fixed_size}"
 
     @classmethod
     def from_artifact(

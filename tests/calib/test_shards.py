@@ -285,3 +285,14 @@ def test_a_command_without_files_or_without_a_name_for_its_own(toy, capsys):
     assert "shard=1/2: name the file to write as well" in capsys.readouterr().err
     with pytest.raises(UsageError, match="shard='2 of 8'"):
         Shard.of("2 of 8")
+
+
+def test_a_shard_does_not_take_an_artifacts_name(toy, tmp_path, monkeypatch, capsys):
+    """A configuration's own name, of an artifact that is there."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("output: mine.calib.safetensors\n")
+    Path("mine.calib.safetensors").write_bytes(b"an artifact")
+    assert main(["fit", "--config=mine.yaml", *words(toy, "--shard=1/2")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "output 'mine.calib.safetensors' is an artifact's name" in error and "--output first.1.safetensors" in error
+    assert Path("mine.calib.safetensors").read_bytes() == b"an artifact"

@@ -109,10 +109,19 @@ def test_what_cannot_be_used_is_a_miss_and_can_be_stored_again(artifact, path, t
     assert bool((pool.by_slot()[:, :, 4 * PAGE :] == 7).all())  # nothing written
     assert own.batch_exists(KEYS) == 1
     assert all(own.batch_set_v1(KEYS, slots(0, 1, 2), told(0))) and all(own.batch_get_v1(KEYS, slots(3, 4, 3), told(0)))
-    other = storage(path, tmp_path, pool, bits=2)
-    assert other.batch_get_v1(KEYS[:1], slots(4), told(0)) == [False]
     own.clear()
     assert own.batch_exists(KEYS) == 0
+
+
+def test_engines_of_another_budget_share_the_folder(artifact, path, tmp_path):
+    (chunk,), pool = texts(artifact, 0, 1), pool_of()
+    pool.put(0, chunk)
+    own, other = storage(path, tmp_path, pool), storage(path, tmp_path, pool, bits=2)
+    assert own.batch_set_v1(KEYS[:1], slots(0), told(0)) == [True] and other.batch_exists(KEYS[:1]) == 0
+    assert other.batch_get_v1(KEYS[:1], slots(1), told(0)) == [False]
+    assert other.batch_set_v1(KEYS[:1], slots(0), told(0)) == [True]
+    assert all(one.batch_get_v1(KEYS[:1], slots(1), told(0)) == [True] for one in (own, other))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_pages_of_no_text_are_not_stored(artifact, path, tmp_path):

@@ -4,8 +4,6 @@ Failures are exceptions here, which LMCache catches: of a batch that it stores o
 was found, and the engine computes the tokens. It reports one for all objects of a batch, so one bad blob is a miss of its batch.
 """
 
-import threading
-
 import torch
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -17,6 +15,7 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.storage import Codec
 from calib.serve.lmcache.layout import Layout
 from calib.serve.lmcache.options import Options
+from calib.serve.refusals import Refusals
 from calib.serve.slices import Slices
 from calib.serve.starts import Starts
 
@@ -41,8 +40,7 @@ class Chunks:
             found["kv_heads"],
         )
         self.slices.codec(range(found["kv_heads"]))
-        self._refused = set[str]()
-        self._lock = threading.Lock()
+        self.refusals = Refusals(logger, "serde calib refuses a chunk")
 
     def layout(self, desc: MemoryLayoutDesc) -> Layout:
         return Layout.of(desc.shapes, desc.dtypes, self.layers, self.head_dim, self.options.cpu_block)
@@ -60,14 +58,6 @@ class Chunks:
         if tensor is None:
             raise ValueError("the chunk has no memory any more, expected an object that LMCache holds")
         return layout, self.slices.codec(heads), tensor
-
-    def refuse(self, error: ValueError) -> None:
-        """Says in the log why, once for each reason."""
-        with self._lock:
-            if str(error) in self._refused:
-                return
-            self._refused.add(str(error))
-        logger.warning("serde calib refuses a chunk: %s", error)
 
 
 class CalibSerializer(Serializer):
@@ -88,7 +78,7 @@ class CalibSerializer(Serializer):
             start = self._starts.of(codec, chunk)
             blob = codec.encode(chunk, start)
         except ValueError as error:
-            self._chunks.refuse(error)
+            self._chunks.refusals.tell(error)
             raise
         size = self._chunks.slices.size(layout.heads, layout.tokens, layout.dtype)
         into = _bytes_of(dst)[:size]
@@ -105,7 +95,7 @@ class CalibSerializer(Serializer):
             layout = self._chunks.layout(layout_desc)
             return self._chunks.slices.size(layout.heads, layout.tokens, layout.dtype)
         except ValueError as error:
-            self._chunks.refuse(error)
+            self._chunks.refusals.tell(error)
             return 1
 
 
@@ -129,7 +119,7 @@ class CalibDeserializer(Deserializer):
             else:
                 layout.write(tensor, codec.decode(blob, out=torch.empty(layout.chunk_shape, dtype=layout.dtype)))
         except ValueError as error:
-            self._chunks.refuse(error)
+            self._chunks.refusals.tell(error)
             raise
 
 

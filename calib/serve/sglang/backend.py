@@ -7,7 +7,6 @@ written to the engine's memory then.
 
 import hashlib
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.files.atomic_file import write_atomically
 from calib.runtime.storage import Codec
+from calib.serve.refusals import Refusals
 from calib.serve.sglang.options import Options
 from calib.serve.sglang.pages import Pages
 from calib.serve.slices import Slices
@@ -56,13 +56,12 @@ class Storage(HiCacheStorage):
         self._slices = Slices(
             lambda heads: Codec.from_artifact(artifact, bits=self._options.bits, heads=heads), found["kv_heads"]
         )
-        self._slices.codec(range(found["kv_heads"]))
+        self._identity = self._slices.codec(range(found["kv_heads"])).identity
         self._starts = Starts(self._positions)
         self._rank, self._world = config.tp_rank, config.tp_size
         self._folder = Path(self._options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._refused = set[str]()
-        self._lock = threading.Lock()
+        self._refusals = Refusals(logger, "calib refuses a page")
         self._pages: Pages | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -107,7 +106,7 @@ class Storage(HiCacheStorage):
         return self._path(key).exists()
 
     def clear(self) -> None:
-        """Removes all pages of the folder."""
+        """Removes all pages of the folder, other engines' as well."""
         for path in self._folder.glob(f"*{SUFFIX}"):
             path.unlink(missing_ok=True)
 
@@ -152,7 +151,7 @@ class Storage(HiCacheStorage):
             blob = self._codec.encode(chunk, self._starts.of(self._codec, chunk) if start is None else start)
             write_atomically(path, blob.numpy().tobytes())
         except (ValueError, OSError) as error:
-            self._refuse(error)
+            self._refusals.tell(error)
             return False
         return True
 
@@ -167,19 +166,11 @@ class Storage(HiCacheStorage):
                 blob, out=torch.empty(2, self._layers, pages.page, pages.heads * self._head_dim, dtype=pages.dtype)
             )
         except ValueError as error:
-            self._refuse(error)
+            self._refusals.tell(error)
             path.unlink(missing_ok=True)  # so that it is stored again
             return None
 
     def _path(self, key: str) -> Path:
-        """Of a key, which is untrusted, on this rank."""
-        name = hashlib.sha256(f"{key} {self._rank} {self._world}".encode()).hexdigest()
+        """Of a key, which is untrusted, on this rank; of this artifact and budget alone, so that engines may share a folder."""
+        name = hashlib.sha256(f"{self._identity} {self._rank} {self._world} {key}".encode()).hexdigest()
         return self._folder / f"{name}{SUFFIX}"
-
-    def _refuse(self, error: Exception) -> None:
-        """Says in the log why, once for each reason."""
-        with self._lock:
-            if str(error) in self._refused:
-                return
-            self._refused.add(str(error))
-        logger.warning("calib refuses a page: %s", error)

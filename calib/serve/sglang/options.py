@@ -18,7 +18,7 @@ class Options:
         artifact: path of an artifact of `calib fit`.
         folder: where pages are stored. It is made.
         bits: the budget in bits per value, keys and values together.
-        positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. Looked at only where
+        positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. Read only where
             SGLang does not tell the pages before (`hicache_storage_pass_prefix_keys`).
     """
 

@@ -8,7 +8,6 @@ Words lie as `kernels/pack` says: all words of a layer's stream have the same fi
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,47 +17,16 @@ from calib.kernels.attend.products import code_mix, code_scores, turned_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns
 from calib.runtime.device.graph_inputs import upload
-from calib.runtime.paging.field import Block, Field
-from calib.runtime.stages.contract import Codec, Segment
+from calib.runtime.paging.field import Block
+from calib.runtime.stages.codec.word_codes import WordCodes
 
 
 @dataclass(frozen=True)
-class MixedQuant(Codec):
-    """`widths` of a word's fields, and `counts` of words a token for each KV head.
-
-    y comes in plane form: component p W + w is field p of word w, W being the most words of any head; a head with fewer has
-    nothing in the others.
-    """
-
-    widths: tuple[int, ...]
-    counts: tuple[int, ...]
+class MixedQuant(WordCodes):
+    """Uniform codes."""
 
     has_kernel = True
     piece = 2**18  # components in float64 are four times as large as tokens
-
-    @property
-    def component_codes(self) -> "MixedQuant":
-        """Itself."""
-        return self
-
-    @property
-    def components(self) -> int:
-        """Of y."""
-        return len(self.widths) * max(self.counts)
-
-    def token_group(self) -> int:
-        """Every token stands alone."""
-        return 1
-
-    def fields(
-        self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
-    ) -> dict[str, Field]:
-        """The words of all heads, side by side."""
-        return {"words": Field(1, sum(self.counts), torch.int16, "codes", shared=True)}
-
-    def fp32_params(self, x: Tensor) -> bool:
-        """No: there is no parameter."""
-        return False
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
@@ -96,11 +64,6 @@ class MixedQuant(Codec):
         folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
         return code_scores(folded, tile["words"], self.widths, self.counts) + zero
 
-    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
-        mixed = self.mixed_codes(weights, tile) * self.step(weights.device)
-        return mixed + weights.sum(-1, keepdim=True) * self.least(weights.device)
-
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
         return code_mix(weights, tile["words"], self.widths, self.components, self.counts)
@@ -110,24 +73,3 @@ class MixedQuant(Codec):
         words = pages["words"]
         fixed = self.step(words.device), self.least(words.device)
         return PackedStream(self.widths, words, channels, fixed=fixed, counts=self.counts)
-
-    def levels(self, device: torch.device) -> Tensor:
-        """The largest code of each component: float32 `[components]`."""
-        return of_widths(self.widths, max(self.counts), device)[0]
-
-    def step(self, device: torch.device) -> Tensor:
-        """The distance of two codes: float32 `[components]`."""
-        return of_widths(self.widths, max(self.counts), device)[1]
-
-    def least(self, device: torch.device) -> Tensor:
-        """What a code of 0 is: float32 `[components]`."""
-        return of_widths(self.widths, max(self.counts), device)[2]
-
-
-@lru_cache
-def of_widths(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
-    """Of components in plane form, of so many `words` with fields of these `widths`: the largest code, the step, and what a code of
-    0 is, float32 `[3, components]`."""
-    each = [width for width in widths for _ in range(words)]
-    most, step = [2.0**width - 1 for width in each], [2.0 ** (1 - width) for width in each]
-    return upload([most, step, [one / 2 - 1 for one in step]], torch.float32, device)

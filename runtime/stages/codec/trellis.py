@@ -20,15 +20,14 @@ from calib.kernels.attend.reference import keys_of_numbers, rotated_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
 from calib.kernels.pack.reference import pack_away, unpack_columns
 from calib.runtime.device.graph_inputs import upload
-from calib.runtime.paging.field import Block, Field
-from calib.runtime.stages.codec.mixed import of_widths
+from calib.runtime.paging.field import Block
 from calib.runtime.stages.codec.viterbi import SUBSETS, best_path, nearest_free, subsets_of
-from calib.runtime.stages.contract import Codec, Segment
+from calib.runtime.stages.codec.word_codes import WordCodes
 
 
 @dataclass(frozen=True, eq=False)
-class TrellisQuant(Codec):
-    """`widths` of a word's fields, and `counts` of words a token for each KV head; y in plane form, as `MixedQuant` has it.
+class TrellisQuant(WordCodes):
+    """Trellis-coded levels.
 
     Args:
         widths: bits of a word's fields.
@@ -37,35 +36,14 @@ class TrellisQuant(Codec):
             word for.
     """
 
-    widths: tuple[int, ...]
-    counts: tuple[int, ...]
     weights: Tensor
 
     piece = 2**17  # of a component there are the errors of four subsets, and the ways into eight states
 
     @property
-    def component_codes(self) -> "TrellisQuant":
-        """Itself: its codes are the levels' indices."""
-        return self
-
-    @property
-    def components(self) -> int:
-        """Of y."""
-        return len(self.widths) * max(self.counts)
-
-    def token_group(self) -> int:
-        """Every token stands alone."""
-        return 1
-
-    def fields(
-        self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
-    ) -> dict[str, Field]:
-        """The words of all heads, side by side."""
-        return {"words": Field(1, sum(self.counts), torch.int16, "codes", shared=True)}
-
-    def fp32_params(self, x: Tensor) -> bool:
-        """No: there is no parameter."""
-        return False
+    def level_bits(self) -> tuple[int, ...]:
+        """One more than a field has: twice as many levels."""
+        return tuple(width + 1 for width in self.widths)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
@@ -106,11 +84,6 @@ class TrellisQuant(Codec):
         folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
         return folded @ self.codes(tile).float() + zero
 
-    def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
-        mixed = self.mixed_codes(weights, tile) * self.step(weights.device)
-        return mixed + weights.sum(-1, keepdim=True) * self.least(weights.device)
-
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
@@ -125,22 +98,6 @@ class TrellisQuant(Codec):
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
         """None: no kernel reads it."""
         return None
-
-    def levels(self, device: torch.device) -> Tensor:
-        """The largest code of each component: float32 `[components]`."""
-        return of_widths(self._index_bits, max(self.counts), device)[0]
-
-    def step(self, device: torch.device) -> Tensor:
-        """The distance of two levels: float32 `[components]`."""
-        return of_widths(self._index_bits, max(self.counts), device)[1]
-
-    def least(self, device: torch.device) -> Tensor:
-        """What level 0 is: float32 `[components]`."""
-        return of_widths(self._index_bits, max(self.counts), device)[2]
-
-    @property
-    def _index_bits(self) -> tuple[int, ...]:
-        return tuple(width + 1 for width in self.widths)
 
     def _along_path(self, x: Tensor) -> Tensor:
         """`x [components, ...]` from plane form to the order of the path: word by word."""
