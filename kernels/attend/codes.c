@@ -198,7 +198,7 @@ INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, i
         for (int w = 0; w < count; w++) axes[own++] = matrix + ((int64_t)field * codes->wide + w) * head_dim;
     for (int more = codes->channels; more < columns; more++) axes[own++] = matrix + (int64_t)more * head_dim;
     for (int v = 0; v < BATCH; v++) {
-        floats size = sizes ? load(sizes + v * LANES, left - v * LANES) : (floats){0} + 1;
+        floats size = sizes && left > v * LANES ? load(sizes + v * LANES, left - v * LANES) : (floats){0} + 1;
         float *to = tile + v * LANES;
         for (int field = 0; field * codes->wide < codes->channels; field++)
             for (int w = 0; w < count; w++, to += wide) {
