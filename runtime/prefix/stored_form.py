@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.runtime.files import canonical_json
-from calib.runtime.files.state import State, StateError, branch, fitting, named, whole, wholes
+from calib.runtime.files.state import State, StateError, branch, check_values, fitting, named, whole, wholes
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.messages.printable import printable
 from calib.runtime.prefix.file import AGAIN
@@ -124,6 +124,7 @@ def _chunk(cache: "CompressedCache", codec: Codec, row: int) -> Tensor:
                 )
                 raise StateError(f"layer {number} has {own} channels, expected {wanted} as in the artifact; {WITHOUT}")
             stream[number] = held.transpose(0, 1)
+    check_values(f"{CHUNKS}/{row}", chunk)  # what would be refused when it is read
     return chunk.flatten(3)
 
 
@@ -146,4 +147,7 @@ def _chunks(
         if found != expected:
             there, here = (f"{count} {named(dtype)} tokens from {start}" for count, start, dtype in (found, expected))
             raise StateError(f"the chunk of row {row} has {there}, expected {here}; {AGAIN}")
-    return [codec.decode(chunk).unflatten(-1, (codec.kv_heads, codec.head_dim)) for chunk in chunks]
+    decoded = [codec.decode(chunk).unflatten(-1, (codec.kv_heads, codec.head_dim)) for chunk in chunks]
+    for row, tokens in enumerate(decoded):
+        check_values(f"{CHUNKS}/{row}", tokens)  # exact ones may be too large for attention
+    return decoded

@@ -2,14 +2,17 @@
 
 import copy
 import json
+import struct
 from functools import cache
 
 import pytest
 import torch
 from cases import BY_NAME, CASES, calibrated_artifact
+from damaged_blobs import resealed
 from layer_walk import Tokens, differing, feed, stored
 from one_line import message
 from saved_prefixes import File
+from stored_chunks import HEADER
 from tolerances import FLOAT32_ATTENTION
 from toy_models import NEW, left_padded, random_model
 from transformers import DynamicCache
@@ -350,6 +353,22 @@ def test_a_file_that_was_changed_is_refused(model, saved, tmp_path, change, word
     with pytest.raises(PrefixError) as error:
         opened(BY_NAME["kivi-2-clipped"], model, prefix=path)
     assert words in message(error)
+
+
+@pytest.mark.arithmetic
+def test_exact_tokens_that_attention_has_no_room_for_are_refused(model, saved, tmp_path):
+    """Finite ones, with every sum made right; and they are not saved either."""
+    file, path = File.of(saved.read_bytes()), tmp_path / "p"
+    blob = bytearray(file.tensors["chunks/1"].numpy().tobytes())
+    struct.pack_into("<f", blob, HEADER, 3e38)
+    file.tensors["chunks/1"] = torch.frombuffer(bytearray(resealed(bytes(blob))), dtype=torch.uint8)
+    path.write_bytes(file.data())
+    with pytest.raises(PrefixError, match=r"'chunks/1' has values from .* expected finite ones of 4.295e.09 at most"):
+        opened(BY_NAME["full"], model, prefix=path)
+    with opened(BY_NAME["full"], model) as cache:
+        feed(cache, [Tokens.random(model, 40, seed=1, magnitude=1e12)])
+        with pytest.raises(PrefixError, match="cannot be saved: 'chunks/0' has values"):
+            cache.save(path, storage_bits=2)
 
 
 @pytest.mark.arithmetic
