@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile lmcache clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -190,11 +190,20 @@ bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, w
 	$(BIN)/python benchmarks/run_plan_cpu.py --write
 	$(BIN)/python benchmarks/klt_cpu.py --write
 
-hostile: .venv/dev.stamp  ## damaged artifacts and prefix files, and fits that are killed; writes docs/results/hostile.md, an hour
+hostile:  ## damaged artifacts, prefix files and blobs, and fits that are killed; writes docs/results/hostile.md, an hour
+	$(MAKE) hostile-artifacts
+	$(MAKE) hostile-prefixes
+	$(MAKE) hostile-blobs
+	$(MAKE) hostile-kills
+
+hostile-artifacts: HOSTILE := 10000
+hostile-prefixes: HOSTILE := 3000
+hostile-blobs: HOSTILE := 10000
+hostile-kills: HOSTILE := 50
+hostile-artifacts hostile-prefixes hostile-blobs hostile-kills: hostile-%: .venv/dev.stamp  ## one of them; its counts alone are renewed
+	rm -f runs/hostile/*.json
 	mkdir -p runs/hostile
-	OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/campaign_artifacts.py --cases 10000 --seed 1 --json runs/hostile/artifacts.json
-	OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/campaign_prefixes.py --cases 3000 --seed 1 --json runs/hostile/prefixes.json
-	OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/campaign_kills.py --cases 50 --seed 1 --json runs/hostile/kills.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/campaign_$*.py --cases $(HOSTILE) --seed 1 --json runs/hostile/$*.json
 	$(BIN)/python tests/hostile/report.py runs/hostile
 
 lmcache: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU behind LMCache: files of codes, reused by a fresh server and engine; ten minutes

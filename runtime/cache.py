@@ -172,7 +172,12 @@ class CompressedCache(Cache):
         self.input_ids = None
         self._forget()
 
-    def save(self, path: str | os.PathLike[str], input_ids: Tensor | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        input_ids: Tensor | None = None,
+        storage_bits: float | None = None,
+    ) -> None:
         """Writes everything stored to one safetensors file, for `compress(..., prefix=path)`; confirms drafts.
 
         The file appears only when all of it is written.
@@ -181,11 +186,17 @@ class CompressedCache(Cache):
             path: of the file.
             input_ids: integers `[rows, columns seen]`, which come back as `cache.input_ids`. Append a question to these ids and
                 not to the text: the tokens of a longer text need not begin with those of a shorter one.
+            storage_bits: instead of what the cache holds, its keys and values as codes of `klt`, so many bits a value (`Codec`),
+                the first 4 tokens exact. The cache that loads them may be of another method, of any that needs no queries for
+                it, and is filled as by a prefill. What this cache has encoded counts as it decodes. Needs klt's numbers in
+                the artifact.
 
         Raises:
-            PrefixError: the cache is empty, its model is gone, or the file cannot be written.
+            PrefixError: the cache is empty, its model is gone, or the file cannot be written; with `storage_bits` also a cache that
+                has dropped tokens or decides by queries what it stores, layers that slide beside others, no artifact, and a
+                budget out of its range.
         """
-        prefix.save(self, path, input_ids)
+        prefix.save(self, path, input_ids, storage_bits)
 
     def state(self) -> State:
         """Everything stored, as a tree."""

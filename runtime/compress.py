@@ -51,7 +51,7 @@ def compress(
         allow_finetuned: accept an artifact of a fine-tuned relative, and a prefix whose weights cannot be compared.
         graphs: on a GPU, replay decode steps from CUDA graphs, one launch a step.
         prefix: a file of `cache.save`, which the cache begins with. Model, method, options, seed and artifact must be the
-            same as when it was saved.
+            same as when it was saved; of one with `storage_bits` the model and the artifact.
         tokenizer: the model's, for methods that ask which tokens are special (`zipcache` with `probes="special"`).
         options: the method's own, such as `bits=2`; or `tuned=2.5` alone, for the options that `calib tune` chose for that
             budget and wrote into the artifact.
@@ -114,7 +114,7 @@ def compress(
     speculator = Speculator(sequences, layers) if speculative else None
     replays = graphs_for(model, sequences, layers) if graphs else None
     attachment = Attachment(model, sequences if needs_token_ids else None, speculator, graphs)
-    origin = Origin(method, seed, options_asked(built), weakref.ref(model))
+    origin = Origin(method, seed, options_asked(built), weakref.ref(model), artifact)
     cache = CompressedCache(layers, sequences, origin, attachment, speculator, replays)
     if prefix is not None:
         try:

@@ -121,6 +121,23 @@ class CompressedLayer(CacheLayerMixin):
         self.store.restore(own)
         self.seen, self.steps = seen, 1
 
+    @with_ordinary_tensors
+    def fill(self, keys: Tensor, values: Tensor, mask: Tensor | None, seen: int) -> None:
+        """Stores a prompt that nobody attends, where the plan does not observe: an empty layer is then as behind a prefill of it.
+
+        `keys`, `values [rows, kv_heads, n, head_dim]`; `mask [rows, n]` is 0 for padding, None where there is none; the rows have
+        `seen` so many columns.
+        """
+        self.update(keys, values)
+        assert self._arrived is not None and self.store is not None and not self.store.observes
+        arrived, self._arrived = self._arrived, None
+        forward = self.sequences.begin(self.steps + 1, len(keys), keys.shape[2], mask)
+        self.steps += 1
+        self.store.prepare(forward)
+        self._store(self.store, forward, QKV(keys[:, :, :0], *arrived))
+        forward.stored()
+        self.seen = seen
+
     def replayed(self, forward: Forward) -> None:
         """A step of this layer has been done on the device alone; the host counts it."""
         self.steps += 1

@@ -93,6 +93,11 @@ class Store(Protocol):
         """
         ...
 
+    def read_back(self, row: int) -> tuple[Tensor, Tensor]:
+        """Keys behind RoPE and values of a row, `[kv_heads, length, head_dim]` in the model's dtype, in order: what codes say, and
+        exact ones. Of a store that has every token, and whose plan does not observe."""
+        ...
+
     def footprint(self) -> Footprint:
         """What this layer weighs, from shapes alone."""
         ...

@@ -92,21 +92,8 @@ def page_bits(store: OrderedStore | TieredStore, row: int) -> dict[str, float]:
 
 
 def _of_stream(store: OrderedStore, stream: Stream, row: int) -> Stored:
-    pool, group = stream.pool, stream.plan.codec.token_group()
-    packed = stream.plan.schedule.packed(store.sequences.lengths[row])
-    tokens = torch.zeros(pool.kv_heads, 0, stream.head_dim, device=pool.device)
-    if packed:
-        whole = -(-packed // group) * group  # codes of a group come with its parameters
-        pages = store.sequences.table.pages(row, 0, -(-packed // pool.page_tokens))
-        block = {
-            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : whole // pool.rows_of(pool.fields[name])]
-            for name, tensor in pool.tensors.items()
-        }
-        decoded = stream.plan.codec.decode(block, stream.head_dim)
-        tokens = stream.plan.transform.inverse(decoded)[0, :, :packed].to(pool.device)
-        tokens = tokens if stream.bias is None else stream.bias.whole(tokens)
-    positions = torch.arange(packed, device=pool.device).expand(tokens.shape[:2])
-    return Stored(tokens, positions)
+    tokens = stream.decoded(store.sequences.table, row, store.sequences.lengths[row])
+    return Stored(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2]))
 
 
 def _used(pool: PagePool, tokens: int) -> dict[str, int]:

@@ -120,6 +120,11 @@ class OffloadStore(ABC):
         self.host.restore(branch(state, "host"))
         self.pool.restore(branch(state, "residents"), self.sequences.lengths, self.policy.entries)
 
+    def read_back(self, row: int) -> tuple[Tensor, Tensor]:
+        """See `Store.read_back`: exact, from the host."""
+        self.pool.side.wait()
+        return self.host.read_back(row)
+
     def footprint(self) -> Footprint:
         """Of the device's part, with the fetched tokens; the host's apart."""
         weight = self.low.footprint()

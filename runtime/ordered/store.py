@@ -204,6 +204,12 @@ class OrderedStore:
         for stream in self.streams:
             stream.restore(branch(state, stream.role), self.sequences.table, self.sequences.lengths)
 
+    def read_back(self, row: int) -> tuple[Tensor, Tensor]:
+        """See `Store.read_back`."""
+        length, table = self.sequences.lengths[row], self.sequences.table
+        keys, values = (stream.read_back(table, row, length) for stream in self.streams)
+        return keys, values
+
     def footprint(self) -> Footprint:
         """Pages, windows and drafts of both streams."""
         weight = Footprint()

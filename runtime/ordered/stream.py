@@ -71,6 +71,27 @@ class Stream:
         assert self.rotation is not None, "a folded bias without the model's RoPE"
         return BiasAtPositions(stage, self.rotation)
 
+    def decoded(self, table: PageTable, row: int, length: int) -> Tensor:
+        """What the codes of a row of `length` tokens say, in order: float32 `[kv_heads, packed tokens, head_dim]`."""
+        pool, group, packed = self.pool, self.plan.codec.token_group(), self.plan.schedule.packed(length)
+        if not packed:
+            return torch.zeros(pool.kv_heads, 0, self.head_dim, device=pool.device)
+        whole = -(-packed // group) * group  # codes of a group come with its parameters
+        pages = table.pages(row, 0, -(-packed // pool.page_tokens))
+        block = {
+            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : whole // pool.rows_of(pool.fields[name])]
+            for name, tensor in pool.tensors.items()
+        }
+        tokens = self.plan.transform.inverse(self.plan.codec.decode(block, self.head_dim))[0, :, :packed].to(
+            pool.device
+        )
+        return tokens if self.bias is None else self.bias.whole(tokens)
+
+    def read_back(self, table: PageTable, row: int, length: int) -> Tensor:
+        """All tokens of a row in order, `[kv_heads, length, head_dim]` in the model's dtype: what codes say, then the window."""
+        decoded = self.decoded(table, row, length).to(self.window.tokens.device, self.window.tokens.dtype)
+        return torch.cat([decoded, self.window.in_order([row], decoded.shape[1], length)[0]], 1)
+
     def prepare(self, forward: Forward, table: PageTable) -> None:
         """Room for what the forward adds; pages that were shared and will be written are duplicated."""
         self.pool.grow(table.capacity, table.page_tokens)

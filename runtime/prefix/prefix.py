@@ -5,6 +5,10 @@
 
 One safetensors file: the packed pages, windows and parameters as they lie in memory, and one line of JSON with what made them
 and with lengths and page numbers. What the artifact gave is not in it but as a hash: it must be given again, the same.
+
+    cache.save("prompt.safetensors", storage_bits=1.5)
+
+makes the other form of it, keys and values as codes of `klt` for any method that takes them (`stored_form.py`).
 """
 
 import os
@@ -18,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.file import digest
 from calib.runtime.artifact.fingerprint import FIELDS, ROUNDINGS, fingerprint, first_difference
 from calib.runtime.files import canonical_json
@@ -25,12 +30,14 @@ from calib.runtime.files.state import State, StateError, check_values, flat, nam
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 from calib.runtime.methods import Geometry, later_options
 from calib.runtime.prefix import file as prefix_file
+from calib.runtime.prefix import stored_form
 from calib.runtime.prefix.file import AGAIN
 
 if TYPE_CHECKING:
     from calib.runtime.cache import CompressedCache
 
 IDS = "input_ids"
+STORED = "storage_bits"  # in what made it: keys and values, of no method
 
 
 class PrefixError(ValueError):
@@ -39,40 +46,51 @@ class PrefixError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a cache: the method with all its options (plain JSON), the seed, and the model, which it does not keep alive."""
+    """What made a cache: the method with all its options (plain JSON), the seed, the model, which it does not keep alive, and the
+    artifact, if there was one. Copies of a cache share it."""
 
     method: str
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     model: "weakref.ref[PreTrainedModel] | None" = None
+    artifact: Artifact | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
+        return self
 
 
-def save(cache: "CompressedCache", path: str | os.PathLike[str], input_ids: Tensor | None = None) -> None:
-    """Writes everything that `cache` holds; see `CompressedCache.save`."""
+def save(
+    cache: "CompressedCache",
+    path: str | os.PathLike[str],
+    input_ids: Tensor | None = None,
+    storage_bits: float | None = None,
+) -> None:
+    """Writes everything that `cache` holds, or with `storage_bits` its keys and values; see `CompressedCache.save`."""
     model = None if cache.origin.model is None else cache.origin.model()
     if model is None:
         raise PrefixError(f"{path}: the model of this cache is gone, and a prefix says whose it is; save it before")
     cache.sequences.confirm()
     if not any(cache.sequences.lengths):
         raise PrefixError(f"{path}: the cache holds no tokens; run a prompt through the model first")
-    state = cache.state()
-    if input_ids is not None:
-        state[IDS] = _checked_ids(input_ids, len(cache.sequences.lengths), cache.get_seq_length(), path)
-    tensors, numbers = flat(state)
-    # No two share memory then: the streams of host memory are views of one tensor, a token's key beside its value.
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    document = {
-        "fingerprint": fingerprint(model),
-        "made": _made(cache.origin, model),
-        "stages": stages(cache),
-        "numbers": numbers,
-    }
     try:
+        if storage_bits is None:
+            state, meaning, made = cache.state(), stages(cache), _made(cache.origin, model)
+        else:
+            state, meaning = stored_form.save(cache, model, storage_bits)
+            made = {STORED: storage_bits, "dtype": named(model.dtype)}
+        if input_ids is not None:
+            state[IDS] = _checked_ids(input_ids, len(cache.sequences.lengths), cache.get_seq_length(), path)
+        tensors, numbers = flat(state)
+        # No two share memory then: the streams of host memory are views of one tensor, a token's key beside its value.
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         for name, tensor in stored.items():
             check_values(name, tensor)  # what would be refused when it is read
         _check_tokens(state, model)
+        document = {"fingerprint": fingerprint(model), "made": made, "stages": meaning, "numbers": numbers}
         prefix_file.write(path, document, stored)
-    except StateError as error:
+    except PrefixError:
+        raise
+    except ValueError as error:
         raise PrefixError(f"{path}: cannot be saved: {error}") from error
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -89,21 +107,26 @@ def load(cache: "CompressedCache", path: str | os.PathLike[str], unseen_weights:
     assert model is not None
     try:
         document, tensors = prefix_file.read(path)
-        _check_origin(document, cache.origin, model, unseen_weights)
+        _check_model(document["fingerprint"], model, unseen_weights)
+        stored = STORED in document["made"]
+        _check_made(document["made"], {"dtype": named(model.dtype)} if stored else _made(cache.origin, model))
         state = nested([*document["numbers"].items(), *tensors.items()])
         _check_tokens(state, model)
-        cache.restore(state, _like(model))
-        if document["stages"] != stages(cache):
-            raise StateError(
-                "the numbers that the method takes from its artifact differ; give the artifact that the prefix was made with, or "
-                f"{AGAIN}"
-            )
+        if stored:
+            stored_form.fill(cache, model, state, document["stages"], _like(model))
+        else:
+            cache.restore(state, _like(model))
+            if document["stages"] != stages(cache):
+                raise StateError(
+                    "the numbers that the method takes from its artifact differ; give the artifact that the prefix was made with, "
+                    f"or {AGAIN}"
+                )
         if IDS in state:
             like = torch.zeros((), dtype=torch.int64, device=model.device)
             cache.input_ids = tensor_like(state, IDS, like.expand(len(cache.sequences.lengths), cache.get_seq_length()))
     except OSError as error:
         raise PrefixError(f"{path}: cannot be read ({error.strerror or error}); name a file of `cache.save`") from error
-    except StateError as error:
+    except ValueError as error:  # of states, blobs and codecs
         raise PrefixError(f"{path}: {error}") from error
 
 
@@ -133,11 +156,9 @@ def _made(origin: Origin, model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _check_origin(
-    document: Mapping[str, Any], origin: Origin, model: PreTrainedModel, unseen_weights: bool = False
-) -> None:
-    """The same model, method, options, seed and dtype; `unseen_weights` accepts such as neither time could be read."""
-    running, saved = fingerprint(model), document["fingerprint"]
+def _check_model(saved: Mapping[str, Any], model: PreTrainedModel, unseen_weights: bool) -> None:
+    """The same model; `unseen_weights` accepts such as neither time could be read."""
+    running = fingerprint(model)
     for name in FIELDS[:-1]:
         if saved.get(name) != running[name]:
             told = {"config_hash": "config"}.get(name, name)
@@ -152,10 +173,14 @@ def _check_origin(
         )
     if ours != theirs and not any(ours[name] == theirs[name] is not None for name in ROUNDINGS):
         raise StateError("the model's weights are not those that made the prefix; load the model that made it")
-    for name, asked in _made(origin, model).items():
-        made = document["made"].get(name)
-        if name == "options" and isinstance(made, dict) and document["made"].get("method") == origin.method:
-            made = _plain(later_options(origin.method, made)) | made
+
+
+def _check_made(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """What made it is what is asked for: method, options, seed and dtype; of a stored one the dtype."""
+    for name, asked in wanted.items():
+        made = said.get(name)
+        if name == "options" and isinstance(made, dict) and said.get("method") == wanted["method"]:
+            made = _plain(later_options(wanted["method"], made)) | made
         if made != asked:
             there, here = _difference(made, asked)
             raise StateError(

@@ -247,6 +247,32 @@ class TieredStore(ABC):
             found.append((keys, values))
         return found
 
+    def read_back(self, row: int) -> tuple[Tensor, Tensor]:
+        """See `Store.read_back`. Tiers that do not know their positions take tokens in order, one after the other."""
+        tier, length, at = self.tiers[0], self.sequences.lengths[row], self.sequences.sinks
+        keys, values = (
+            torch.empty(self.heads, length, n, dtype=tier.dtype, device=tier.pool.device) for n in self.widths
+        )
+        for number, held in enumerate(self.decoded(row)):
+            count = held[0].shape[1]
+            positions = torch.arange(at, at + count, device=keys.device).expand(self.heads, -1)
+            if self.tiers[number].knows_positions:
+                positions = self.positions(row, number)
+            for whole, part in zip((keys, values), held, strict=True):
+                whole.scatter_(1, positions[..., None].expand_as(part), part.to(whole.dtype))
+            at += count
+        exact = self._exact_positions(row).to(keys.device)
+        for whole, window in zip((keys, values), self.windows or (), strict=False):
+            whole[:, exact] = window.tokens[row, :, : len(exact)]
+        return keys, values
+
+    def _exact_positions(self, row: int) -> Tensor:
+        """Of the tokens in the exact window, its sinks and the newest: int64 `[n]` on the host."""
+        length = self.sequences.lengths[row]
+        exact = 0 if self.windows is None else self.sequences.exact(row, length)
+        first = min(self.sequences.sinks, exact)
+        return torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
+
     def positions(self, row: int, number: int) -> Tensor:
         """Which tokens of a row those of a tier that is `placed` are: int64 `[kv_heads, count]`."""
         tier, pages, count = self.tiers[number], self.sequences.tables[number].rows[row], self.counts(row)[number]
@@ -262,13 +288,8 @@ class TieredStore(ABC):
             keys, values = (tier.pool.bits_per_value(width, f"{role}.") for role, width in tier.widths.items())
             positions = self.positions(row, number).sort(-1).values if tier.knows_positions else None
             found.append(HeldTier(count, keys, values, positions))
-        length, bits = self.sequences.lengths[row], 8.0 * self.itemsize
-        exact = 0 if self.windows is None else self.sequences.exact(row, length)
-        if exact:
-            first = min(self.sequences.sinks, exact)
-            newest = torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
-            own = newest.to(self.tiers[0].pool.device).expand(self.heads, -1)
-            found.append(HeldTier(exact, bits, bits, own))
+        exact, bits = self._exact_positions(row).to(self.tiers[0].pool.device), 8.0 * self.itemsize
+        found.append(HeldTier(len(exact), bits, bits, exact.expand(self.heads, -1)))
         return [tier for tier in found if tier.count]
 
     def footprint(self) -> Footprint:

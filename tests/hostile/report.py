@@ -2,8 +2,8 @@
 
     python tests/hostile/report.py runs/hostile
 
-Reads `artifacts.json`, `prefixes.json` and `kills.json` of that folder; writes `benchmarks/results/hostile.json` and
-`docs/results/hostile.md`. Status 1 where any count that must be 0 is not.
+Reads `artifacts.json`, `prefixes.json`, `blobs.json` and `kills.json` of that folder; of what is not there the last run stays.
+Writes `benchmarks/results/hostile.json` and `docs/results/hostile.md`. Status 1 where any count that must be 0 is not.
 """
 
 import json
@@ -21,23 +21,29 @@ RUN = ROOT / "benchmarks/results/hostile.json"
 PAGE = ROOT / "docs/results/hostile.md"
 FILES = ("refused", "accepted", "tracebacks", "hangs", "over_memory", "nan")
 KILLS = ("kills", "resumed_to_same_bytes", "wrong_status", "wrong_lines", "tracebacks", "hangs", "left_files")
+CAMPAIGNS = ("artifacts", "prefixes", "blobs", "kills")
 MUST_BE_0 = {"tracebacks", "hangs", "over_memory", "nan", "wrong_status", "wrong_lines", "left_files"}
 HEAD = """# Hostile files and interrupts
 
     make hostile
 
-Three campaigns (`tests/hostile`); a sample of each is part of every test run. Every case has a number, and a seed and a number
-give the case again. The run is `benchmarks/results/hostile.json`.
+Four campaigns (`tests/hostile`); a sample of each is part of every test run. Every case has a number, and a seed and a number
+give the case again. The runs are in `benchmarks/results/hostile.json`, each with the versions that it ran with.
+`make hostile-blobs` renews one of them, in minutes.
 
 - **Artifacts** and **prefix files** are damaged byte by byte, cut, or forged with valid checksums: numbers (NaN, infinity, 3e38,
   1e-38), shapes, dtypes, names, page tables, indices, nested documents. Each file is loaded and, where it is accepted, used for a
   prompt and a few steps. It must be refused in one printable line of at most 400 characters or give finite logits, within a time
   limit and a memory limit.
+- **Blobs** of [stored chunks](../serve/storage.md) are damaged as well: bits, numbers of the header, lengths that agree with
+  each other, parts of other blobs, NaN in exact tokens; three of four get the checksum that fits. Each is decoded by the codec
+  that made it: refused in such a line, with nothing written to the memory it was for, or finite. A fifth of the cases are prefix
+  files of `cache.save(..., storage_bits=2)`, with a damaged blob or damaged otherwise, loaded and used as above.
 - **Kills**: `calib fit` gets SIGKILL, SIGTERM or SIGINT at random moments, up to three times, and goes on with `--ckpt_path last`.
   The artifact must come out byte for byte as that of an undisturbed fit; statuses must be 143 and 130; no temporary file may be
   left.
 
-All three are seed 1. Kills ran three times more on the same code, seeds 5, 8 and 9 (the last two at once, beside prefix files, on
+All are seed 1. Kills ran three times more on the same code, seeds 5, 8 and 9 (the last two at once, beside prefix files, on
 two cores): 150 fits, 279 kills, all to the same bytes, nothing else.
 
 Earlier runs were not clean, and why is known by now:
@@ -62,7 +68,7 @@ def table(names: tuple[str, ...], rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page."""
-    files = {"artifacts": found["artifacts"], "prefix files": found["prefixes"]}
+    files = {"artifacts": found["artifacts"], "prefix files": found["prefixes"], "blobs": found["blobs"]}
     return f"{HEAD}\n{table(FILES, files)}\n{table(KILLS, {'kills': found['kills']})}"
 
 
@@ -76,14 +82,17 @@ def wrong(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Writes both files from a folder's runs."""
-    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("artifacts", "prefixes", "kills")}
+    """Writes both files from a folder's runs, and the last ones where it has none."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    RUN.write_text(json.dumps({"versions": versions, **found}, indent=1) + "\n")
+    found = json.loads(RUN.read_text())
+    for name in CAMPAIGNS:
+        if (folder / f"{name}.json").exists():
+            found[name] = {"versions": versions, **json.loads((folder / f"{name}.json").read_text())}
+    RUN.write_text(json.dumps({name: found[name] for name in CAMPAIGNS}, indent=1) + "\n")
     PAGE.write_text(page(found))
     for line in wrong(found):
         print(line, file=sys.stderr)

@@ -26,12 +26,12 @@ CASES, SEED = 240, 5
 
 
 @pytest.mark.full
-def test_damaged_files_are_refused_in_a_line_or_used_without_harm(tmp_path):
+def test_damaged_files_are_refused_in_a_line_or_used_without_harm():
     assert {*SAMPLE} <= {*BASES}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = campaign(range(CASES), SEED, SAMPLE, tmp_path)
+        found = campaign(range(CASES), SEED, chosen=SAMPLE)
     finally:
         torch.set_num_threads(threads)
     assert not found["wrong"], found["wrong"][:3]

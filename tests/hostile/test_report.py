@@ -12,7 +12,7 @@ from report import PAGE, RUN, page, wrong
 
 @pytest.fixture
 def found():
-    return {name: part for name, part in json.loads(RUN.read_text()).items() if name != "versions"}
+    return json.loads(RUN.read_text())
 
 
 def test_the_page_is_that_of_the_run(found):
@@ -21,11 +21,14 @@ def test_the_page_is_that_of_the_run(found):
 
 def test_the_run_is_whole_and_clean(found):
     assert found["artifacts"]["cases"] >= 10_000
+    assert found["blobs"]["cases"] >= 10_000
     assert found["prefixes"]["cases"] >= 3_000 and found["kills"]["cases"] >= 50
     assert wrong(found) == []
 
 
-@pytest.mark.parametrize(("part", "kind"), [("artifacts", "nan"), ("prefixes", "hangs"), ("kills", "left_files")])
+@pytest.mark.parametrize(
+    ("part", "kind"), [("artifacts", "nan"), ("prefixes", "hangs"), ("blobs", "over_memory"), ("kills", "left_files")]
+)
 def test_a_count_that_must_be_0_is_seen(found, part, kind):
     found[part][kind] = 2
     assert wrong(found) == [f"{part}: {kind} 2"]

@@ -1,12 +1,12 @@
 """Blobs of a shared store: whatever is not a whole blob of this codec is refused in a line, before anything is allocated for it."""
 
-import hashlib
 import struct
 from random import Random
 
 import pytest
 import torch
 from cases import calibrated_artifact
+from damaged_blobs import NUMBERS, resealed
 from one_line import message
 from stored_chunks import HEADER, chunk_of
 from toy_models import random_model
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.arithmetic
 
 TOKENS = 9
 EXACT = 2 * 2 * 64 * 4  # bytes of an exact token: keys and values, layers, channels, float32
-# Where the header's numbers lie, as its documentation says.
-NUMBERS = {
-    "version": ("<H", 8), "header": ("<H", 10), "dtype": ("<B", 12), "forms": ("<B", 13), "sinks": ("<H", 14),
-    "layers": ("<I", 16), "kv_heads": ("<I", 20), "first": ("<I", 24), "heads": ("<I", 28), "head_dim": ("<I", 32),
-    "tokens": ("<I", 36), "start": ("<Q", 40), "bits": ("<d", 48), "payload": ("<Q", 56),
-}  # fmt: skip
 WHOLE = {"<B": [0, 4, 255], "<H": [0, 2, 2**16 - 1], "<I": [0, 1, 3, 2**16, 2**31 - 1, 2**31, 2**32 - 1]}
 HUGE = {
     "<Q": [2**30 - TOKENS + 1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1],
@@ -46,12 +40,6 @@ def codec(model):
 def blob(codec, model):
     """Of a chunk that begins within the first tokens of a text: two of them are exact."""
     return codec.encode(chunk_of(model, TOKENS), 2).numpy().tobytes()
-
-
-def resealed(data: bytes) -> bytes:
-    """With the checksum that belongs to it: who writes a blob can do that."""
-    found = hashlib.blake2b(data[:112] + data[HEADER:], digest_size=16).digest()
-    return data[:112] + found + data[HEADER:]
 
 
 @pytest.fixture

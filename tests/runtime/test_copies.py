@@ -103,6 +103,8 @@ def test_everything_moves(model, case):
 
 def positions_but(left: set[int], holder, cache) -> set[str]:
     """Devices of all tensors reachable from `holder`, but for those `left` and what a cache keeps on the host on purpose."""
+    artifact = cache.origin.artifact
+    left = left | {tensor.data_ptr() for tensor in ({} if artifact is None else artifact.tensors).values()}
     left = left | {
         part.untyped_storage().data_ptr()
         for layer in cache.compressed

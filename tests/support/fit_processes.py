@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,32 +26,48 @@ class End(NamedTuple):
 
 def fit_in_processes(argv: list[str], folder: Path, *cuts: Cut, processes: int = 2, seconds: float = 90) -> list[End]:
     """Runs `calib ARGV --trainer.devices PROCESSES` in `folder`; the status of a process that did not end is None."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["calib.fit.command"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [*argv, f"--trainer.devices={processes}"]
-    runs = [context.Process(target=run, args=(words, folder, rank, port, cuts)) for rank in range(processes)]
+    return ends(run, [(words, folder, rank, port, cuts) for rank in range(processes)], folder, seconds)
+
+
+def at_once(commands: list[list[str]], folder: Path, seconds: float = 200) -> list[End]:
+    """Runs `calib ARGV` of each, processes that know nothing of each other, at the same time in `folder`."""
+    return ends(run_alone, [(argv, folder, number) for number, argv in enumerate(commands)], folder, seconds)
+
+
+def ends(target: Callable[..., None], given: list[tuple[Any, ...]], folder: Path, seconds: float) -> list[End]:
+    """A process for each of what is `given` to `target`, all at the same time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["calib.fit.command"])
+    runs = [context.Process(target=target, args=own) for own in given]
     for one in runs:
         one.start()
     deadline = time.monotonic() + seconds
     for one in runs:
         one.join(max(0, deadline - time.monotonic()))
-    ends = [End(one.exitcode, (folder / f"stderr-{rank}").read_text()) for rank, one in enumerate(runs)]
+    found = [End(one.exitcode, (folder / f"stderr-{number}").read_text()) for number, one in enumerate(runs)]
     for one in runs:
         one.kill()
         one.join()
-    return ends
+    return found
+
+
+def run_alone(argv: list[str], folder: Path, number: int) -> None:
+    """One process of those that are on their own."""
+    os.chdir(folder)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{name}-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    from calib.cli import main
+
+    sys.exit(main(argv))
 
 
 def run(argv: list[str], folder: Path, rank: int, port: int, cuts: tuple[Cut, ...]) -> None:
-    """One process."""
-    os.chdir(folder)
+    """One process of a fit in several."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    from calib.cli import main
     from calib.fit.calibration import Calibration
 
     step = Calibration.training_step
@@ -61,4 +78,4 @@ def run(argv: list[str], folder: Path, rank: int, port: int, cuts: tuple[Cut, ..
         step(self, batch, batch_idx)
 
     Calibration.training_step = cut_step  # type: ignore[method-assign]
-    sys.exit(main(argv))
+    run_alone(argv, folder, rank)

@@ -99,8 +99,8 @@ class Base:
     data: bytes
 
     @staticmethod
-    def saved(case: str, family: str, magnitude: float, folder: Any) -> "Base":
-        """Two rows, of which one is padded, and some decode steps."""
+    def saved(case: str, family: str, magnitude: float, folder: Any, storage_bits: float | None = None) -> "Base":
+        """Two rows, of which one is padded, and some decode steps; with `storage_bits` as keys and values."""
         model, path = random_model(family), folder / f"{case}-{family}-{magnitude}.safetensors"
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.data *= magnitude
@@ -108,5 +108,5 @@ class Base:
         inputs = left_padded([150, 70])
         with BY_NAME[case].open(model) as cache:
             first = model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
-            cache.save(path, input_ids=first[:, :-1])
+            cache.save(path, input_ids=first[:, :-1], storage_bits=storage_bits)
         return Base(BY_NAME[case], model, path.read_bytes())
