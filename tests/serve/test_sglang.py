@@ -101,7 +101,7 @@ def test_what_cannot_be_used_is_a_miss_and_can_be_stored_again(artifact, path, t
         pool.put(page * PAGE, chunk)
     own = storage(path, tmp_path, pool)
     assert all(own.batch_set_v1(KEYS, slots(0, 1, 2), told(0)))
-    damaged = own._path(KEYS[1])
+    damaged = own._folder._path(KEYS[1])
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
