@@ -1,8 +1,8 @@
 """Blobs as files of one folder: what is not there, or cannot be read, is a miss; what cannot be written is said once.
 
 A file's name is a hash of what identifies the codec and of the engine's key, which is untrusted. So engines may share a folder, and
-one codec never meets another's files. Files are written whole or not at all (`runtime/files/atomic_file.py`); nothing bounds the
-folder's size.
+one codec never meets another's files. They lie in subfolders by the name's first two digits, so that none gets long. Files are
+written whole or not at all (`runtime/files/atomic_file.py`); nothing bounds the folder's size.
 """
 
 import hashlib
@@ -67,9 +67,9 @@ class BlobFolder:
 
     def clear(self) -> None:
         """Removes all blobs of the folder, other engines' as well."""
-        for path in self._folder.glob(f"*{SUFFIX}"):
+        for path in self._folder.glob(f"*/*{SUFFIX}"):
             path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(f"{self._identity} {key}".encode()).hexdigest()
-        return self._folder / f"{name}{SUFFIX}"
+        return self._folder / name[:2] / f"{name}{SUFFIX}"

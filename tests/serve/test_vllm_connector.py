@@ -1,10 +1,11 @@
 """vLLM's KV connector: prefixes that are stored as they are computed, and come back."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_serving import BITS, BLOCK, BLOCKS, CHUNK, NAMES, filled, request, wanted
+from vllm_serving import BITS, BLOCK, BLOCKS, CHUNK, NAMES, file_of, filled, request, wanted
 
 from calib.runtime import Codec
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.arithmetic
 
 
 def files(folder):
-    return sorted((folder / "store").glob("*.klt"))
+    return sorted((folder / "store").glob("*/*.klt"))
 
 
 @pytest.mark.parametrize("pieces", [None, [50, 100, 1, 1, 100, 24], [1] * 276])
@@ -99,8 +100,9 @@ def test_a_preempted_request_loads_what_it_had_stored(serving, tmp_path, text):
     one, own = serving(), request(text)
     assert one.engine.begin(own) == 0
     one.engine.run(own, [200])
-    while len(files(tmp_path)) < 3:
-        pass
+    written = file_of(one, own, 2)
+    while not written.exists():
+        time.sleep(0.01)
     one.engine.free += one.engine.tables.pop("one")
     assert one.engine.begin(own) == 3 * CHUNK
     one.engine.run(own, [text.shape[2] - 3 * CHUNK])

@@ -68,3 +68,6 @@ def test_tokens_that_come_later_are_seen_and_embeddings_have_no_keys():
     request.all_token_ids += IDS[5:]
     assert [found[index] for index in range(found.whole)] == keys()
     assert keys(prompt_embeds=object()) == []
+    embedded = Keys(request := Request("any", IDS, prompt_embeds=object()), "model", CHUNK)
+    request.prompt_embeds = None  # an engine may drop them once they are computed
+    assert embedded.whole == 0

@@ -7,7 +7,7 @@ import torch
 from one_line import message
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
-from vllm_serving import BLOCK, BLOCKS, HEADS, NAMES, SPEC, D, config, groups
+from vllm_serving import BLOCK, BLOCKS, CHUNK, HEADS, NAMES, SPEC, D, config, filled, groups, request
 
 from calib.serve.vllm import connector as module
 from calib.serve.vllm.connector import CalibConnector
@@ -58,4 +58,14 @@ def test_memory_of_another_model_is_one_line(path, tmp_path, monkeypatch):
     made = CalibConnector(config(path, tmp_path), KVConnectorRole.WORKER, groups())
     with pytest.raises(ValueError, match="plain attention") as error:
         made.register_kv_caches({name: torch.zeros(BLOCKS, HEADS - 1, BLOCK, 2 * D).half() for name in NAMES})
+    message(error)
+
+
+def test_an_engine_that_takes_part_of_a_chunk_is_one_line(serving, text):
+    filled(serving(), text)
+    scheduler, own = serving().engine.scheduler, request(text)
+    assert scheduler.get_num_new_matched_tokens(own, 0) == (4 * CHUNK, True)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([0, 1, 2],))
+    with pytest.raises(ValueError, match="96 stored tokens") as error:
+        scheduler.update_state_after_alloc(own, blocks, 3 * BLOCK)
     message(error)

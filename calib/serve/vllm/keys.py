@@ -23,6 +23,7 @@ class Keys:
 
     def __init__(self, request: Any, model: str, chunk: int) -> None:
         self._request, self._chunk, self._found = request, chunk, list[str]()
+        self._tokens = request.prompt_embeds is None
         adapter = request.lora_request
         self._root = _hashed(
             model,
@@ -33,7 +34,7 @@ class Keys:
     @property
     def whole(self) -> int:
         """Chunks that are full of tokens."""
-        return 0 if self._request.prompt_embeds is not None else len(self._request.all_token_ids) // self._chunk
+        return len(self._request.all_token_ids) // self._chunk if self._tokens else 0
 
     def __getitem__(self, index: int) -> str:
         """Of a chunk below `whole`."""

@@ -83,11 +83,20 @@ class SchedulerSide:
         return max(0, at * self._chunk - local)
 
     def load(self, request: Any, blocks: list[int], tokens: int) -> None:
-        """The engine has taken `blocks` for the request, and expects so many tokens behind its own to be loaded."""
+        """The engine has taken `blocks` for the request, and expects so many tokens behind its own to be loaded.
+
+        Raises ValueError where these are not what `stored` said.
+        """
         if not tokens:
             return
         own, chunks = self.follow(request), list[Chunk]()
-        for index in range(own.local // self._chunk, (own.local + tokens) // self._chunk):
+        end = own.local + tokens
+        if end % self._chunk:
+            raise ValueError(
+                f"the engine takes {tokens} stored tokens behind {own.local}, expected up to a multiple of {self._chunk}, as it "
+                "was told; serve it with another connector"
+            )
+        for index in range(own.local // self._chunk, end // self._chunk):
             held = max(0, own.local - index * self._chunk) // self._block
             chunks.append(self._chunk_of(own, index, blocks, held))
         self._transfers.loads[request.request_id] = chunks

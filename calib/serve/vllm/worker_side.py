@@ -7,7 +7,7 @@ cannot be loaded ends its request's load: its blocks and those behind are report
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,11 +19,7 @@ from calib.serve.vllm.transfers import Chunk
 MOST_WAITING = 8  # chunks that wait to be stored; then the engine waits as well
 
 
-@dataclass
-class Load:
-    """Of one request: chunks, and what becomes of them, in order."""
-
-    chunks: deque[tuple[Chunk, "Future[Tensor | None]"]]
+Load: TypeAlias = "deque[tuple[Chunk, Future[Tensor | None]]]"  # of one request, in order
 
 
 class WorkerSide:
@@ -46,20 +42,20 @@ class WorkerSide:
 
     def load(self, name: str, chunks: Sequence[Chunk]) -> None:
         """Begins to load a request's chunks."""
-        self._loads[name] = Load(deque((chunk, self._reader.submit(self._read, chunk)) for chunk in chunks))
+        self._loads[name] = deque((chunk, self._reader.submit(self._read, chunk)) for chunk in chunks)
 
     def finished(self) -> set[str]:
         """The requests that are done: writes what has been decoded since the last call into the paged memory."""
         found = set[str]()
         for name, load in self._loads.items():
-            while load.chunks and load.chunks[0][1].done():
-                chunk, read = load.chunks.popleft()
+            while load and load[0][1].done():
+                chunk, read = load.popleft()
                 rows = read.result()
                 if rows is None:
                     self._give_up(load, chunk)
                 else:
                     self._write(chunk, rows)
-            if not load.chunks:
+            if not load:
                 found.add(name)
         for name in found:
             del self._loads[name]
@@ -95,7 +91,7 @@ class WorkerSide:
 
     def _give_up(self, load: Load, chunk: Chunk) -> None:
         self._failed.update(chunk.blocks[chunk.held :])
-        while load.chunks:
-            behind, read = load.chunks.popleft()
+        while load:
+            behind, read = load.popleft()
             read.cancel()
             self._failed.update(behind.blocks[behind.held :])
