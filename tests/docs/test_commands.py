@@ -10,7 +10,8 @@ from documented_runs import ADDITIONS, kind_of, run
 # What is not run here, and why; a pattern of the whole command.
 NOT_RUN = {
     r"make .*": "two of them are what CI runs, the others take minutes to hours: test_quotations.py checks their recipes",
-    r"vllm serve .*": "an engine for GPUs; tests/export reads the same folder with the loader of compressed-tensors",
+    r"vllm serve .*": "an engine, which `make vllm` and `make lmcache` run; tests/export reads exported folders with "
+    "the loader of compressed-tensors",
     r"(python3 -m venv|\S*pip install) .*": "it installs, which .ci/run does by the Makefile",
     r"hf (auth|download) .*": "it asks the hub",
     r"\S*python -m benchmarks\.peers\.kvpress .* --press (?!none).*": "kvpress needs another transformers; "

@@ -32,7 +32,7 @@ def test_pages_come_back_as_the_codec_has_them_and_nothing_else_is_touched(artif
     for page in (2, 4):
         assert bool((found[:, :, page * PAGE : (page + 1) * PAGE] == 7).all())
     size = codec.size(PAGE, 2 * PAGE, torch.float16)
-    assert [file.stat().st_size for file in tmp_path.iterdir()] == [size] * 3 and size < chunks[0].nbytes / 4
+    assert [file.stat().st_size for file in tmp_path.rglob("*.klt")] == [size] * 3 and size < chunks[0].nbytes / 4
 
 
 def test_ranks_of_tensor_parallelism_have_files_and_heads_of_their_own(artifact, path, tmp_path):
@@ -45,7 +45,7 @@ def test_ranks_of_tensor_parallelism_have_files_and_heads_of_their_own(artifact,
         own = storage(path, tmp_path, pool, rank=rank, ranks=2)
         assert own.batch_set_v1(["aa"], slots(0), told(1)) == own.batch_get_v1(["aa"], slots(1), told(1)) == [True]
         assert torch.equal(pool.by_slot()[:, :, PAGE : 2 * PAGE, 0], whole[..., rank, :])
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.rglob("*.klt"))) == 2
 
 
 def test_what_cannot_be_used_is_a_miss_and_can_be_stored_again(artifact, path, tmp_path):
@@ -54,7 +54,7 @@ def test_what_cannot_be_used_is_a_miss_and_can_be_stored_again(artifact, path, t
         pool.put(page * PAGE, chunk)
     own = storage(path, tmp_path, pool)
     assert all(own.batch_set_v1(KEYS, slots(0, 1, 2), told(0)))
-    damaged = own._path(KEYS[1])
+    damaged = own._folder._path(KEYS[1])
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
@@ -74,7 +74,7 @@ def test_engines_of_another_budget_share_the_folder(artifact, path, tmp_path):
     assert other.batch_get_v1(KEYS[:1], slots(1), told(0)) == [False]
     assert other.batch_set_v1(KEYS[:1], slots(0), told(0)) == [True]
     assert all(one.batch_get_v1(KEYS[:1], slots(1), told(0)) == [True] for one in (own, other))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.rglob("*.klt"))) == 2
 
 
 def test_pages_of_no_text_are_not_stored(artifact, path, tmp_path):
@@ -84,7 +84,7 @@ def test_pages_of_no_text_are_not_stored(artifact, path, tmp_path):
     own = storage(path, tmp_path, pool)
     assert own.batch_set_v1(KEYS[:1], slots(0)) == [False]  # keys that fit no position
     assert own.batch_set_v1(KEYS[:1], slots(1), told(0)) == [False]
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.klt"))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """The fields of `"serde": {"type": "calib", ...}` in an adapter's JSON."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from calib.runtime.messages.printable import printable
-from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.klt import BITS
+from calib.serve import fields
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,6 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
         """Raises ValueError for a field that is unknown, missing or out of its range."""
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ValueError(
-                f"serde calib has no field {printable(unknown[0])}, expected one of {', '.join(known)}; remove it"
-            )
-        for name in ("artifact", "model"):
-            if not isinstance(given.get(name), str) or not given[name]:
-                raise ValueError(f'serde calib has no {name}, expected a string; add "{name}": "..."')
-        for name, least in (("positions", 1), ("cpu_block", 1), ("max_workers", 1)):
-            if given.get(name) is not None:
-                check_whole(name, given[name], least, f"a whole number, at least {least}")
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return fields.read(
+            cls, given, "serde calib", texts=("artifact", "model"), wholes=("positions", "cpu_block", "max_workers")
+        )

@@ -11,12 +11,11 @@ from lmcache.v1.distributed.serde import Deserializer, Serializer
 from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
-from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.storage import Codec
+from calib.serve.fitted_model import FittedModel
 from calib.serve.lmcache.layout import Layout
 from calib.serve.lmcache.options import Options
 from calib.serve.refusals import Refusals
-from calib.serve.slices import Slices
 from calib.serve.starts import Starts
 
 logger = init_logger(__name__)
@@ -31,15 +30,9 @@ class Chunks:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        artifact = Artifact.load(options.artifact)
-        found = artifact.fingerprint
-        self.layers, self.head_dim = found["layers"], found["head_dim"]
-        self.positions = options.positions or found["config"]["max_position_embeddings"]
-        self.slices = Slices(
-            lambda heads: Codec.from_artifact(artifact, bits=options.bits, heads=heads, fixed_size=True),
-            found["kv_heads"],
-        )
-        self.slices.codec(range(found["kv_heads"]))
+        model = FittedModel(options.artifact, options.bits, fixed_size=True)
+        self.layers, self.head_dim, self.slices = model.layers, model.head_dim, model.slices
+        self.positions = options.positions or model.positions
         self.refusals = Refusals(logger, "serde calib refuses a chunk")
 
     def layout(self, desc: MemoryLayoutDesc) -> Layout:

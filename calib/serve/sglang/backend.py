@@ -5,27 +5,22 @@ is not there, damaged, or of another artifact or budget is a miss: the engine co
 written to the engine's memory then.
 """
 
-import hashlib
 import logging
-from pathlib import Path
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 from torch import Tensor
 
-from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.files.atomic_file import write_atomically
-from calib.runtime.storage import Codec
+from calib.serve.blob_folder import BlobFolder
+from calib.serve.fitted_model import FittedModel
 from calib.serve.refusals import Refusals
 from calib.serve.sglang.options import Options
 from calib.serve.sglang.pages import Pages
-from calib.serve.slices import Slices
 from calib.serve.starts import Starts
+from calib.serve.stored_chunks import StoredChunks
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".klt"
 OTHER_INTERFACE = (
     'whole pages are asked for by batch_get_v1 and batch_set_v1; add "interface_v1": 1 to the extra config'
 )
@@ -49,26 +44,21 @@ class Storage(HiCacheStorage):
                 "the engine has latent attention, pipeline stages or context parallelism, expected plain attention and tensor "
                 "parallelism alone; serve it with another backend"
             )
-        artifact = Artifact.load(self._options.artifact)
-        found = artifact.fingerprint
-        self._layers, self._head_dim = found["layers"], found["head_dim"]
-        self._positions = self._options.positions or found["config"]["max_position_embeddings"]
-        self._slices = Slices(
-            lambda heads: Codec.from_artifact(artifact, bits=self._options.bits, heads=heads), found["kv_heads"]
-        )
-        self._identity = self._slices.codec(range(found["kv_heads"])).identity
-        self._starts = Starts(self._positions)
+        self._model = FittedModel(self._options.artifact, self._options.bits)
+        self._starts = Starts(self._options.positions or self._model.positions)
         self._rank, self._world = config.tp_rank, config.tp_size
-        self._folder = Path(self._options.folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._refusals = Refusals(logger, "calib refuses a page")
+        identity = f"{self._model.identity} {self._rank} {self._world}"
+        self._folder = BlobFolder(self._options.folder, identity, self._refusals)
         self._pages: Pages | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes the memory that pages are read from and written to. Raises ValueError where it is not of this artifact's model."""
         super().register_mem_pool_host(mem_pool_host)
-        pages = Pages(mem_pool_host, self._layers, self._head_dim)
-        self._codec = self._slices.codec(self._slices.of_rank(pages.heads, self._world, self._rank))
+        pages = Pages(mem_pool_host, self._model.layers, self._model.head_dim)
+        slices = self._model.slices
+        self._codec = slices.codec(slices.of_rank(pages.heads, self._world, self._rank))
+        self._chunks = StoredChunks(self._codec, self._folder, self._refusals)
         self._pages = pages
 
     def batch_set_v1(
@@ -95,7 +85,7 @@ class Storage(HiCacheStorage):
         """Writes pages into the host pool, from the first on until one is missing; returns whether each is there."""
         pages, found = self._registered(), list[bool]()
         for key, slot in zip(keys, self._slots(host_indices, pages), strict=True):
-            chunk = self._loaded(key, pages) if all(found) else None
+            chunk = self._chunks.load(key, pages.page, pages.dtype) if all(found) else None
             if chunk is not None:
                 pages.write(slot, chunk)
             found.append(chunk is not None)
@@ -103,12 +93,11 @@ class Storage(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Whether the page's file is there; whether it can be used is seen when it is read."""
-        return self._path(key).exists()
+        return self._folder.has(key)
 
     def clear(self) -> None:
         """Removes all pages of the folder, other engines' as well."""
-        for path in self._folder.glob(f"*{SUFFIX}"):
-            path.unlink(missing_ok=True)
+        self._folder.clear()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
         """As all of the interface without shapes, refused: `Options.of` asks for the other."""
@@ -144,33 +133,11 @@ class Storage(HiCacheStorage):
         return host_indices[:: pages.page].tolist()
 
     def _stored(self, key: str, chunk: Tensor, start: int | None) -> bool:
-        path = self._path(key)
-        if path.exists():
+        if self._folder.has(key):
             return True
         try:
-            blob = self._codec.encode(chunk, self._starts.of(self._codec, chunk) if start is None else start)
-            write_atomically(path, blob.numpy().tobytes())
-        except (ValueError, OSError) as error:
-            self._refusals.tell(error)
-            return False
-        return True
-
-    def _loaded(self, key: str, pages: Pages) -> Tensor | None:
-        path = self._path(key)
-        try:
-            blob = path.read_bytes()
-        except OSError:
-            return None
-        try:
-            return self._codec.decode(
-                blob, out=torch.empty(2, self._layers, pages.page, pages.heads * self._head_dim, dtype=pages.dtype)
-            )
+            start = self._starts.of(self._codec, chunk) if start is None else start
         except ValueError as error:
             self._refusals.tell(error)
-            path.unlink(missing_ok=True)  # so that it is stored again
-            return None
-
-    def _path(self, key: str) -> Path:
-        """Of a key, which is untrusted, on this rank; of this artifact and budget alone, so that engines may share a folder."""
-        name = hashlib.sha256(f"{self._identity} {self._rank} {self._world} {key}".encode()).hexdigest()
-        return self._folder / f"{name}{SUFFIX}"
+            return False
+        return self._chunks.store(key, chunk, start)

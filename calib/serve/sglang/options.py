@@ -1,13 +1,11 @@
 """The fields of `--hicache-storage-backend-extra-config` that are ours."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.klt import BITS
-
-TEXTS = ("artifact", "folder")
+from calib.serve import fields
 
 
 @dataclass(frozen=True)
@@ -30,15 +28,12 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
         """Raises ValueError for a field that is missing or out of its range, and without SGLang's interface of whole pages."""
-        for name in TEXTS:
-            if not isinstance(given.get(name), str) or not given[name]:
-                raise ValueError(f'the extra config has no {name}, expected a string; add "{name}": "..."')
+        found = fields.read(
+            cls, given, "the extra config", texts=("artifact", "folder"), wholes=("positions",), alone=False
+        )
         if given.get("interface_v1") not in (1, True):
             raise ValueError(
                 f"interface_v1 is {given.get('interface_v1')!r}, expected 1: without it SGLang hands over bytes of no shape; add "
                 '"interface_v1": 1'
             )
-        if given.get("positions") is not None:
-            check_whole("positions", given["positions"], 1, "a whole number, at least 1")
-        own = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in own and value is not None})
+        return found

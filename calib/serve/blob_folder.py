@@ -1,0 +1,75 @@
+"""Blobs as files of one folder: what is not there, or cannot be read, is a miss; what cannot be written is said once.
+
+A file's name is a hash of what identifies the codec and of the engine's key, which is untrusted. So engines may share a folder, and
+one codec never meets another's files. They lie in subfolders by the name's first two digits, so that none gets long. Files are
+written whole or not at all (`runtime/files/atomic_file.py`); nothing bounds the folder's size.
+"""
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from calib.runtime.files.atomic_file import write_atomically
+from calib.serve.refusals import Refusals
+
+SUFFIX = ".klt"
+
+
+class BlobFolder:
+    """The files of one codec; threads and engines may share it.
+
+    Args:
+        folder: is made. Raises ValueError where it cannot be.
+        identity: of the codec, and of whatever else must not be mixed.
+        refusals: where it is said that the folder takes no files.
+    """
+
+    def __init__(self, folder: str, identity: str, refusals: Refusals) -> None:
+        self._folder, self._identity, self._refusals = Path(folder), identity, refusals
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"folder {folder} cannot be made ({error.strerror}), expected a folder or the name of a new one; give another"
+            ) from error
+
+    def has(self, key: str) -> bool:
+        """Whether the blob's file is there; whether it can be used is seen when it is read."""
+        return self._path(key).exists()
+
+    def read(self, key: str) -> bytes | None:
+        """The blob, or None where it is not there or cannot be read."""
+        try:
+            return self._path(key).read_bytes()
+        except OSError:
+            return None
+
+    def write(self, key: str, blob: Tensor) -> bool:
+        """Stores a blob, uint8 `[bytes]` in host memory; whether it could be."""
+        try:
+            write_atomically(self._path(key), blob.numpy().tobytes())
+        except OSError as error:
+            self._refusals.tell(
+                ValueError(
+                    f"folder {self._folder} takes no file ({error.strerror}), expected room and permission to write; make room or "
+                    "give another"
+                )
+            )
+            return False
+        return True
+
+    def remove(self, key: str) -> None:
+        """So that it is stored again; left where that is not permitted."""
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def clear(self) -> None:
+        """Removes all blobs of the folder, other engines' as well."""
+        for path in self._folder.glob(f"*/*{SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        name = hashlib.sha256(f"{self._identity} {key}".encode()).hexdigest()
+        return self._folder / name[:2] / f"{name}{SUFFIX}"

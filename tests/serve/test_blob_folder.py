@@ -1,0 +1,76 @@
+"""The folder of blobs: names, whole files, and what is said where it takes none."""
+
+import logging
+import os
+import threading
+
+import pytest
+import torch
+from one_line import message
+
+from calib.serve.blob_folder import SUFFIX, BlobFolder
+from calib.serve.refusals import Refusals
+
+BLOB = torch.arange(200, dtype=torch.uint8)
+
+
+def folder(path, identity="codec"):
+    return BlobFolder(str(path), identity, Refusals(logging.getLogger("folder"), "calib refuses a chunk"))
+
+
+def files(folder, pattern=f"*{SUFFIX}"):
+    return [path for path in folder.rglob(pattern) if path.is_file()]
+
+
+def test_a_blob_comes_back_under_its_key_and_identity_alone(tmp_path):
+    own, other = folder(tmp_path / "new" / "one"), folder(tmp_path / "new" / "one", "another codec")
+    assert own.write("../a", BLOB) and own.has("../a") and own.read("../a") == BLOB.numpy().tobytes()
+    assert other.read("../a") is None and not other.has("../a") and not own.has("a")
+    assert other.write("../a", BLOB[:3]) and own.read("../a") == BLOB.numpy().tobytes()
+    assert len(files(tmp_path / "new" / "one")) == 2
+    own.remove("../a")
+    own.remove("never there")
+    assert not own.has("../a") and other.has("../a")
+    (tmp_path / "new" / "one" / "mine.txt").write_text("kept")
+    own.clear()
+    assert [path.name for path in files(tmp_path / "new" / "one", "*")] == ["mine.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be made") as error:
+        folder(tmp_path / "file" / "below")
+    message(error)
+
+
+def test_a_full_disk_is_said_once_and_nothing_is_left(tmp_path, monkeypatch, caplog):
+    own = folder(tmp_path)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device", "a name of its own for each file")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with caplog.at_level(logging.WARNING):
+        assert [own.write(key, BLOB) for key in "abc"] == [False] * 3
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage() and "\n" not in record.getMessage()
+    assert not files(tmp_path, "*") and own.read("a") is None
+
+
+def test_readers_beside_writers_see_a_whole_blob_or_none(tmp_path):
+    own, seen, over = folder(tmp_path), set(), threading.Event()
+    blobs = [torch.full((100_000,), value, dtype=torch.uint8) for value in range(4)]
+
+    def read():
+        while not over.is_set():
+            seen.add(own.read("a"))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(40):
+        assert own.write("a", blobs[turn % 4])
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert seen <= {None, *(blob.numpy().tobytes() for blob in blobs)} and len(seen) > 1

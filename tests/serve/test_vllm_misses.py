@@ -1,0 +1,87 @@
+"""vLLM's KV connector where files are damaged, missing, or cannot be written: nothing wrong is served, and the engine goes on."""
+
+import logging
+import os
+
+import pytest
+import torch
+from vllm_serving import CHUNK, file_of, filled, request, wanted
+
+pytestmark = pytest.mark.arithmetic
+
+
+def files(folder):
+    return sorted((folder / "store").glob("*/*.klt"))
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [flip, lambda file: file.write_bytes(b""), lambda file: file.write_bytes(b"x" * 500)])
+@pytest.mark.parametrize("which", [0, 2, 3])
+def test_a_damaged_file_is_computed_again_and_stored_again(artifact, serving, tmp_path, text, harm, which):
+    writer = serving()
+    own, whole = filled(writer, text), [file.read_bytes() for file in files(tmp_path)]
+    harm(file_of(writer, own, which))
+    fresh, own = serving(), request(text)
+    assert fresh.engine.begin(own) == which * CHUNK
+    blocks = fresh.engine.tables["one"]
+    assert torch.equal(fresh.held(0, blocks[: 2 * which]), wanted(artifact, text, range(4))[:, :, : which * CHUNK])
+    assert bool((fresh.held(0, blocks[2 * which : 8]) == 7).all())  # nothing written
+    fresh.engine.run(own, [text.shape[2] - which * CHUNK])
+    fresh.engine.close()
+    assert [file.read_bytes() for file in files(tmp_path)] == whole
+
+
+def test_a_file_that_goes_between_lookup_and_load_is_computed_again(serving, tmp_path, text):
+    filled(serving(ranks=2), text)
+    fresh, own = serving(ranks=2), request(text)
+    looked = fresh.engine.scheduler.get_num_new_matched_tokens
+    gone = files(tmp_path)
+
+    def racing(*asked):
+        found = looked(*asked)
+        for file in gone:
+            file.unlink(missing_ok=True)
+        return found
+
+    fresh.engine.scheduler.get_num_new_matched_tokens = racing
+    assert fresh.engine.begin(own) == 0
+    fresh.engine.run(own, [text.shape[2]])
+    fresh.engine.close()
+    assert files(tmp_path) == gone
+
+
+def test_what_cannot_be_loaded_nor_removed_is_not_tried_for_ever(serving, tmp_path, text, monkeypatch):
+    filled(serving(), text)
+    for file in files(tmp_path):
+        flip(file)
+    fresh, own = serving(), request(text)
+    monkeypatch.setattr(type(fresh.engine.scheduler._folder), "remove", lambda self, key: None)
+    assert fresh.engine.begin(own) == 0
+    assert fresh.engine.scheduler.get_num_new_matched_tokens(own, 0) == (0, False)
+    other = request(text, "two")
+    assert fresh.engine.scheduler.get_num_new_matched_tokens(other, 0)[0] == 4 * CHUNK
+
+
+def test_a_file_under_another_chunks_name_is_refused(serving, text):
+    writer = serving()
+    own = filled(writer, text)
+    file_of(writer, own, 1).write_bytes(file_of(writer, own, 2).read_bytes())
+    assert serving().engine.begin(request(text)) == CHUNK
+
+
+def test_a_full_disk_is_said_once_and_the_engine_goes_on(serving, tmp_path, text, monkeypatch, caplog):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        one = serving()
+        filled(one, text)
+    assert len([record for record in caplog.records if "No space left" in record.getMessage()]) == 1
+    assert one.computed == [("one", 0, 276)] and not [found for found in tmp_path.rglob("*") if found.is_file()]

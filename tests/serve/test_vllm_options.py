@@ -1,0 +1,44 @@
+"""The fields of kv_connector_extra_config: defaults, and what is refused before an engine starts."""
+
+import pytest
+from one_line import message
+
+from calib.runtime.methods.klt import BITS
+from calib.serve.vllm.options import Options
+
+GIVEN = {"artifact": "my.calib.safetensors", "folder": "/cache"}
+
+
+def test_defaults():
+    assert Options.of(GIVEN) == Options("my.calib.safetensors", "/cache", BITS, None)
+    assert Options.of({**GIVEN, "bits": 1.5, "chunk": 64}) == Options("my.calib.safetensors", "/cache", 1.5, 64)
+
+
+@pytest.mark.parametrize(("block", "tokens"), [(16, 256), (128, 256), (48, 288), (256, 256), (544, 544)])
+def test_a_chunk_is_whole_blocks(block, tokens):
+    assert Options.of(GIVEN).tokens(block) == tokens
+    assert Options.of({**GIVEN, "chunk": 3 * block}).tokens(block) == 3 * block
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "word"),
+    [
+        ("artifact", None, "no artifact"),
+        ("folder", "", "no folder"),
+        ("folder", 3, "no folder"),
+        ("bit", 2, "no field 'bit'"),
+        ("positions", 2, "no field 'positions'"),
+        ("chunk", 0, "chunk must be"),
+        ("chunk", "64", "chunk must be"),
+    ],
+)
+def test_what_is_refused(field, given, word):
+    with pytest.raises(ValueError, match=word) as error:
+        Options.of({**GIVEN, field: given})
+    message(error)
+
+
+def test_a_chunk_that_cuts_blocks_is_refused():
+    with pytest.raises(ValueError, match="chunk is 100") as error:
+        Options.of({**GIVEN, "chunk": 100}).tokens(16)
+    message(error)
