@@ -243,7 +243,7 @@ def main() -> None:
 def sizes_of(asked: argparse.Namespace) -> dict[str, object]:
     """What the run was asked for, for its file."""
     names = [text.split("=", 1)[0] + "=" + Path(text).name for text in asked.text]
-    sizes = {name: getattr(asked, name) for name in ("sequences", "differentiated", "rows")}
+    sizes = {"sequences": asked.sequences, "differentiated": asked.differentiated, "rows_of_a_text": asked.rows}
     return {"fit": asked.fit.name, "text": names, "prefix": PREFIX, "question": QUESTION, **sizes}
 
 
