@@ -16,7 +16,7 @@ from calib.capture.output_projection import output_weights
 from calib.capture.sample import LayerSample
 from calib.capture.shape import Shape
 from calib.errors import UsageError
-from calib.fit.stage import NON_UNIFORM, ROTATIONS, SENSITIVITY, STAGES, TRANSFORMS, Stage
+from calib.fit.stage import NON_UNIFORM, ROTATIONS, SENSITIVITY, STAGES, STORAGE, TRANSFORMS, Stage
 from calib.neural_dict.options import DictionaryOptions
 from calib.runtime.rotation import Rotation
 from calib.statistics.attention_rotation import AttentionRotations
@@ -35,7 +35,8 @@ from calib.statistics.residual_basis import BITS as RESIDUAL_BITS
 from calib.statistics.residual_basis import FORMS, RANK, ResidualBasis
 from calib.statistics.second_moments import SecondMoments
 from calib.statistics.sensitivity import Sensitivity
-from calib.statistics.transform_basis import bases
+from calib.statistics.storage_codes import StorageCodes
+from calib.statistics.transform_basis import bases, errors_weight
 from calib.statistics.transformed_streams import rotation_of
 from calib.statistics.vector_samples import VectorSamples
 
@@ -61,6 +62,8 @@ class Calibration(LightningModule):
             fit, and its components' errors: 1.4 GB for Llama 2 7B.
         sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to know which errors of `klt`
             (and, with `nuq`, of `kvquant`) matter; null for all, 0 for none: then queries and output projections alone tell.
+        storage: fit what stored chunks need for the profile "storage" (`Codec`), with `klt`: 12,288 tokens of keys and values in
+            the model's dtype throughout the fit, 1.6 GB for Llama 3 8B.
         nuq: shares of outliers for which the levels of `kvquant` are fitted, increasing from 0, such as [0.01]; none where empty.
             They need derivatives of the model on `sensitivity_sequences`, and 2,048 tokens of keys in float32 throughout the fit:
             1.1 GB for Llama 2 7B.
@@ -90,6 +93,7 @@ class Calibration(LightningModule):
         clip_sequences: int | None = 32,
         klt: bool = True,
         sensitivity_sequences: int | None = 16,
+        storage: bool = False,
         rotations: bool = False,
         nuq: list[float] = [],  # noqa: B006
         query_rows: int = 32,
@@ -114,6 +118,7 @@ class Calibration(LightningModule):
         self.bits, self.clip_factors, self.query_rows = tuple(bits), tuple(clip_factors), query_rows
         self.limits = {"clip": clip_sequences, SENSITIVITY: sensitivity_sequences}
         self.klt, self.rotations, self.checkpoint_batches = klt, rotations, checkpoint_batches
+        self.storage = storage
         self.outlier_shares, self.nuq = tuple(outlier_shares), tuple(nuq)
         self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
         self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
@@ -122,6 +127,10 @@ class Calibration(LightningModule):
         ClipFactors(Shape(1, 1, 1, 32), self.bits, self.clip_factors, query_rows)
         OutlierThresholds(Shape(1, 1, 1, 1), 0, self.outlier_shares)
         NuqRanges(Shape(1, 1, 1, 1), 0, self.nuq, None)
+        if storage and not klt:
+            raise UsageError(
+                "model.storage=True with model.klt=False: its bases weigh errors as those of klt; leave klt on"
+            )
         if self.nuq and sensitivity_sequences == 0:
             raise UsageError(
                 f"model.nuq={list(nuq)} with model.sensitivity_sequences=0: levels are weighted by derivatives; give some, 16 is "
@@ -137,6 +146,7 @@ class Calibration(LightningModule):
         """The statistics that `stage` fills in this fit."""
         without = () if self.dictionary.atoms else ("vectors", "heldout_vectors")
         without += TRANSFORMS if not self.klt else () if self.limits[SENSITIVITY] != 0 else (SENSITIVITY,)
+        without += () if self.storage else (STORAGE,)
         without += () if self.rotations else (ROTATIONS,)
         without += () if self.nuq else NON_UNIFORM
         return tuple(name for name in stage.statistics if name not in without)
@@ -205,6 +215,10 @@ class Calibration(LightningModule):
             self.statistics[SENSITIVITY] = sensitivity = Sensitivity(self.shape, rotation)
         find = partial(bases, moments, sensitivity, output)
         self.statistics["components"] = Components(self.shape, rotation, find)
+        if self.storage:
+            turn = Rotation.of(model, "fit without --model.storage")
+            weigh = partial(errors_weight, moments, sensitivity, output)
+            self.statistics[STORAGE] = StorageCodes(self.shape, self.seed, model.dtype, turn, weigh)
 
     def begin(self, stage: Stage, seen: int = 0, first: bool = True) -> None:
         """Makes `stage` the one under way.

@@ -21,6 +21,7 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
         "klt": calibration.klt,
         "sensitivity_sequences": calibration.limits["sensitivity"] if calibration.klt or calibration.nuq else 0,
         # Named where it is asked for: what is not measured leaves no trace in the bytes.
+        **({"storage": True} if calibration.storage else {}),
         **({"rotations": True} if calibration.rotations else {}),
         **({"nuq": list(calibration.nuq)} if calibration.nuq else {}),
         "query_rows": calibration.query_rows,

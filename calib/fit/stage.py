@@ -25,13 +25,14 @@ class Stage:
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
 SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and what `klt` measures in it
 TRANSFORMS = ("second_moments", SENSITIVITY, "components")  # what `klt` alone needs
+STORAGE = "storage_codes"  # what the profile "storage" of stored chunks needs
 ROTATIONS = "rotations"  # what `oscar` alone needs
 NON_UNIFORM = ("nuq_ranges", "nuq_levels")  # what `kvquant` alone needs
 STAGES = (
     Stage(
         "statistics",
         "train",
-        (*MEASURED, "outlier_thresholds", "vectors", "second_moments", ROTATIONS, "nuq_ranges"),
+        (*MEASURED, "outlier_thresholds", "vectors", "second_moments", STORAGE, ROTATIONS, "nuq_ranges"),
     ),
     Stage(SENSITIVITY, "train", (SENSITIVITY, "nuq_levels"), made_of=("nuq_ranges",)),
     Stage(

@@ -78,6 +78,14 @@ def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tenso
         sensitivity: None or of no sequence: W is P alone, and every head and stream counts the same.
         output: sum_h Wo_h^T Wo_h, float64 `[L, H, D, D]` (`output_projection.py`).
     """
+    weight, covariance = errors_weight(moments, sensitivity, output), moments.covariance()
+    transform, deviation = principal(weight, covariance)
+    rest = None if len(covariance) == 2 else rest_of_values(moments, weight[1], covariance, transform[2], deviation[2])
+    return Bases(moments.mean(), transform, deviation, rest)
+
+
+def errors_weight(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tensor) -> Tensor:
+    """W of every stream, layer and head, float64 `[S, L, H, D, D]`; arguments as in `bases`."""
     covariance, asked = moments.covariance(), moments.asked()
     papers = torch.stack([asked[0], output, *asked[1:]])
     if sensitivity is None or not bool(sensitivity.sequences.any()):
@@ -88,10 +96,7 @@ def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tenso
         share = traced(measured, covariance)
         share = share.clamp(min=LEAST * float(share.mean()))
         weight = MEASURED * measured + (1 - MEASURED) * scaled(papers, covariance, share)
-    weight = shrunk(weight)
-    transform, deviation = principal(weight, covariance)
-    rest = None if len(covariance) == 2 else rest_of_values(moments, weight[1], covariance, transform[2], deviation[2])
-    return Bases(moments.mean(), transform, deviation, rest)
+    return shrunk(weight)
 
 
 def principal(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,15 +41,20 @@ class Coding:
         size: whether every token has a size, by which its components are divided.
         predict: whether values are predicted from keys.
         trellis: whether levels are those of a trellis code, in steps that follow from the tensors'.
+        joint: whether all heads of a layer have one basis, as stored chunks may (`runtime/storage/joint_layer.py`); with `size` and
+            `predict`.
     """
 
     rope: str
     size: bool = False
     predict: bool = False
     trellis: bool = False
+    joint: bool = False
 
     def name(self, role: str, kind: str) -> str:
         """Of a stream's tensor."""
+        if self.joint:
+            return f"{role}.storage.{kind}"
         if self.predict and role == "values" and kind != "mean":
             return f"{PREDICTED}.{kind}"
         if self.size and kind in ("steps", "errors"):

@@ -9,7 +9,7 @@ Every limit is far outside what a model has, and narrow enough that what is comp
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, float32
@@ -30,7 +30,7 @@ from calib.runtime.artifact.tensor_relations import (
     check_orthonormal,
     check_shares,
 )
-from calib.runtime.artifact.transform_tensors import LOSSES, STREAM_KINDS, check_complete
+from calib.runtime.artifact.transform_tensors import KINDS, LOSSES, STORAGE, STREAM_KINDS, check_complete
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.messages.printable import printable
 
@@ -76,6 +76,7 @@ OPTIONS: Mapping[str, str] = {
     "rotations": "--model.rotations true",
     "nuq_ranges": NUQ_OPTION,
     "nuq_levels": NUQ_OPTION,
+    "storage_codes": "--model.storage true",
 }
 
 PER_CHANNEL = ("layers", "kv_heads", "head_dim")
@@ -137,6 +138,18 @@ def _of_transform(stream: str, names: Sequence[str]) -> dict[str, Registered]:
     return {f"{stream}.{kind}": kinds[kind] for kind in names}
 
 
+def _of_storage(stream: str) -> dict[str, Registered]:
+    """The tensors of all heads of a layer together: those of components, and what predicts."""
+    of_heads = dict(zip(PER_CHANNEL[1:], ("1", "width"), strict=True))
+    found = {
+        name: replace(one, calibrator="storage_codes", axes=tuple(of_heads.get(axis, axis) for axis in one.axes))
+        for name, one in _of_transform(stream, KINDS).items()
+    }
+    known = "2 width" if stream.startswith("keys") else "3 width"
+    matrix = Registered("storage_codes", ("layers", known, "width"), -GREATEST_BASIS, GREATEST_BASIS)
+    return {**found, f"{stream}.matrix": matrix}
+
+
 TABLE: dict[str, Registered] = {
     # sqrt(max_t |v|), ZipCache (arXiv:2405.14256) eq. 6
     "values.scale": Registered("channel_scale", PER_CHANNEL, LEAST_SCALE, GREATEST_SCALE),
@@ -152,6 +165,8 @@ for _stream in STREAMS:
     TABLE |= _of_stream(_stream)
 for _stream, _kinds in STREAM_KINDS.items():
     TABLE |= _of_transform(_stream, _kinds)
+for _stream in STORAGE:
+    TABLE |= _of_storage(_stream)
 for _name in LOSSES.values():
     TABLE[_name] = Registered("loss_curve", ("budgets", "2"), 0, GREATEST_ERROR, check=check_curve)
 # `keys.clip.FORM` and `keys.residual.FORM.BITS`, whatever the form.
@@ -203,6 +218,8 @@ def check_registered(
 ) -> None:
     """Raises `ArtifactError` where a registered tensor has not the dtype, shape or values its name promises."""
     sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "len(clip_bits)": len(clip_bits)}
+    width = kv_heads * head_dim
+    sizes |= {"width": width, "2 width": 2 * width, "3 width": 3 * width}
     # First the tensors that say how long axes of others are.
     for name in sorted(tensors, key=lambda name: name not in SHARE_AXES and not name.endswith(".layer_groups")):
         promised = registered(name)

@@ -13,6 +13,13 @@ and of what keys do not predict of values (`runtime/stages/prediction.py`), with
     keys.klt.sized, values.klt.sized   .steps, .errors
     values.klt.predicted               .basis, .steps, .errors, .matrix [L, H, D, D] M: of values, from keys before RoPE
 
+For stored chunks, where a load decodes all of a layer's heads and what is decoded helps (`runtime/storage/joint_layer.py`),
+W = H D channels, keys before RoPE; all or none of a stream:
+
+    keys.storage, values.storage   .mean [L, 1, W], .basis [L, 1, W, W], .steps [L, 1, W, 8], .errors [L, 1, W, 9], as above
+    keys.storage.matrix    [L, 2 W, W]  of keys, from the decoded keys and values of the layer before; 0 in the first layer
+    values.storage.matrix  [L, 3 W, W]  of values, from the same, and behind them the decoded keys of the layer
+
     klt.before.loss  [n, 2]        errors predicted for all layers, keys before RoPE and values together; measured KL, nats a token
     klt.loss         [n, 2]        the same of keys after RoPE
 """
@@ -31,13 +38,14 @@ STREAM_KINDS = {
     **dict.fromkeys(SIZED, ("steps", "errors")),
     PREDICTED: ("basis", "steps", "errors", "matrix"),
 }
+STORAGE = ("keys.storage", "values.storage")
 LOSSES = {"before": "klt.before.loss", "after": "klt.loss"}
 
 
 def check_complete(names: Iterable[str]) -> None:
     """Raises `ArtifactError` where a stream has some of its tensors and not the others."""
     there = set(names)
-    for stream, kinds in STREAM_KINDS.items():
+    for stream, kinds in (*STREAM_KINDS.items(), *((stream, (*KINDS, "matrix")) for stream in STORAGE)):
         found = [kind for kind in kinds if f"{stream}.{kind}" in there]
         missing = [kind for kind in kinds if kind not in found]
         if found and missing:

@@ -36,10 +36,7 @@ class Prediction:
     @classmethod
     def of(cls, half_steps: Tensor) -> "Prediction":
         """From float64 `[kv_heads, N, D]`."""
-        largest = half_steps.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
-        mantissa, exponent = torch.frexp(largest / ENTRY)
-        unit = torch.ldexp(torch.ones_like(mantissa), exponent)
-        return cls((half_steps / unit).round().to(torch.int16), unit.float())
+        return cls(*whole_table(half_steps))
 
     def values(self, codec: Sized, keys: Block) -> Tensor:
         """Of tokens whose keys are encoded, fields `[..., kv_heads or 1, tokens, W]`: float32 `[..., kv_heads, tokens, D]`."""
@@ -61,3 +58,11 @@ class Prediction:
     def _numbers(codec: Sized, codes: Tensor) -> Tensor:
         """2 c - L, whole: how many half steps a code is from the middle."""
         return 2 * codes.double() - codec.codec.levels(codes.device).double()[:, None]
+
+
+def whole_table(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`matrix [..., N, D]` float64 in whole numbers int16, and their unit, float32 `[..., 1, D]`, powers of two."""
+    largest = matrix.abs().amax(-2, keepdim=True).clamp(min=2.0**-100)
+    mantissa, exponent = torch.frexp(largest / ENTRY)
+    unit = torch.ldexp(torch.ones_like(mantissa), exponent)
+    return (matrix / unit).round().to(torch.int16), unit.float()

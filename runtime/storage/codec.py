@@ -6,7 +6,8 @@ head_dim]`. Keys are unrotated by their positions, coded as they were before RoP
     bytes           what
     0-127           the header (`header.py`)
     128-            the first tokens of a text as they are: `[2, layers, n, kv_heads * head_dim]` in the chunk's dtype
-    to the end      for each layer, in order: words of keys, sizes of keys, words of values, sizes of values
+    to the end      for each layer, in order: words of keys, sizes of keys, words of values, sizes of values; in the profile
+                    "storage" words that hold all of these, field behind field (`bit_fields.py`)
 
 All is little endian. Tokens at the first `sinks` positions of a text are attention sinks, which no code of few bits holds
 (`docs/serve/storage.md`): they are exact, and n is how many of them the chunk has. With `fixed_size` n is as if the chunk began a
@@ -33,7 +34,6 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import coding_of
 from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.messages.whole_numbers import MOST, check_whole
-from calib.runtime.methods import Geometry
 from calib.runtime.methods.contract import check_flag
 from calib.runtime.methods.klt import BITS, Klt
 from calib.runtime.paging.field import Block
@@ -52,8 +52,8 @@ from calib.runtime.storage.header import (
     exact_tokens,
     view_of,
 )
-from calib.runtime.storage.heads import heads_of, of_heads
-from calib.runtime.storage.layer import LayerCoder
+from calib.runtime.storage.heads import heads_of
+from calib.runtime.storage.profiles import LayerCoders, coders_of, profile_of
 from calib.runtime.storage.rope import rotation_of
 from calib.runtime.storage.start import StartFinder
 
@@ -70,28 +70,28 @@ class Codec:
         heads: the KV heads of a chunk.
         bits: per value of a chunk of all heads, all that is stored of its tokens counted.
         sized, predicts: the forms of its codes, `size` and `predict` of `klt`.
+        profile: "heads", each coded by itself as in a cache, or "storage", where heads and layers help each other.
         bytes_per_token: of a chunk, the header apart.
         rotation: the model's RoPE.
         identity: a line for the artifact, its model, the options and how bits were shared out, the same for all slices of heads.
             Codecs of one identity and one slice read each other's blobs.
     """
 
-    def __init__(self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation, fixed_size: bool) -> None:
+    def __init__(
+        self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation, fixed_size: bool, profile: str
+    ) -> None:
         """From options that `from_artifact` has checked."""
         found = artifact.fingerprint
-        geometry = Geometry(found["layers"], found["kv_heads"], found["head_dim"])
-        self.layers, self.kv_heads, self.head_dim = geometry.layers, geometry.kv_heads, geometry.head_dim
+        self.layers, self.kv_heads, self.head_dim = found["layers"], found["kv_heads"], found["head_dim"]
         self.heads, self.rotation, self.sized, self.predicts = heads, rotation, klt.size, klt.predict
-        (allocation,) = klt.allocations(artifact)
+        self.profile = profile
+        assert klt.bits is not None
+        coding, allocation, coders = coders_of(profile, artifact, klt, heads)
         self.bits = allocation.bits
-        plans = [klt.plan(layer, geometry, artifact).tiers[0] for layer in range(self.layers)]
-        whole = len(heads) == self.kv_heads
-        coders = [LayerCoder(plan if whole else of_heads(plan, heads)) for plan in plans]
-        self._coders = {torch.device("cpu"): coders}
+        self._coders: dict[torch.device, LayerCoders] = {torch.device("cpu"): coders}
         self._widths = [coder.widths() for coder in coders]
         self.bytes_per_token = WORD_BYTES * sum(sum(own.values()) for own in self._widths)
         self._finder = StartFinder.of(artifact, heads, rotation)
-        assert klt.bits is not None
         self._header = Header(
             dtype=torch.float32,
             size=klt.size,
@@ -106,8 +106,9 @@ class Codec:
             start=0,
             bits=float(klt.bits),
             payload_bytes=0,
-            artifact=artifact_hash(artifact, klt),
+            artifact=artifact_hash(artifact, coding),
             layout=layout_hash(allocation),
+            joint=profile == "storage",
         )
         header = self._header
         self.identity = f"{header.artifact.hex()} {header.layout.hex()} {header.bits!r} {header.sinks} {fixed_size}"
@@ -123,6 +124,7 @@ class Codec:
         sinks: int = SINKS,
         fixed_size: bool = False,
         rotation: Rotation | None = None,
+        profile: str | None = None,
     ) -> "Codec":
         """For the model that the artifact was fitted on.
 
@@ -136,12 +138,19 @@ class Codec:
             fixed_size: every blob of so many tokens has one size, for stores that want to know it before the position: with room
                 for `sinks` exact tokens. Without it only chunks that have such tokens have the room.
             rotation: the model's RoPE; None: that of the configuration in the artifact.
+            profile: "storage": all heads of a layer in one basis, and layers predicted from the one before, which takes fewer
+                bytes; of all heads, with sizes and predictions, and of an artifact of `calib fit --model.storage true`. "heads":
+                each head as in a cache. None: "storage" where it can be had.
 
         Raises:
             ArtifactError: the artifact cannot be read, or lacks a tensor.
             ValueError: an option out of its range, no keys before RoPE in the artifact, or RoPE that cannot be undone.
         """
         artifact = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
+        chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
+        profile = profile_of(profile, artifact, size, predict, chosen)
+        if profile == "storage":
+            size = predict = True
         if size is None:
             size = predict is True or all(artifact.has(f"{stream}.errors") for stream in SIZED)
         if predict is None:
@@ -155,8 +164,7 @@ class Codec:
             raise ValueError(
                 "the artifact has no keys before RoPE, which stored chunks are made of; fit a model whose RoPE can be unrotated"
             )
-        chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
-        return cls(artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size)
+        return cls(artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size, profile)
 
     def size(self, tokens: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes of a blob of so many tokens, at least 1, from position `start` on, in a model of `dtype`. At position 0 they are
@@ -187,10 +195,11 @@ class Codec:
         words = payload if device.type == "cpu" else torch.empty_like(payload, device=device)
         blocks, total = self._blocks(words, tokens), torch.zeros((), device=device)
         for part, cos, sin in self._pieces(start, tokens, device):
+            told: Tensor | None = None  # by a layer to the next
             for layer, coder in enumerate(self._on(device)):
                 keys, values = (self._by_head(stream[layer, part]) for stream in chunk)
                 total += keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32)
-                found = coder.encode(Rotation.rotated(keys.float(), cos, -sin), values)
+                found, told = coder.encode(Rotation.rotated(keys.float(), cos, -sin), values, told)
                 for name, field in blocks[layer].items():
                     field[part] = found[name]
         if not math.isfinite(float(total)):
@@ -235,9 +244,10 @@ class Codec:
         words = _tensor(payload, torch.int16, at, (len(payload) - at) // WORD_BYTES)
         blocks = self._blocks(words.to(out.device), tokens)
         for part, cos, sin in self._pieces(header.start, tokens, out.device):
+            told: Tensor | None = None
             for layer, coder in enumerate(self._on(out.device)):
                 own = {name: field[part] for name, field in blocks[layer].items()}
-                keys, values = coder.decode(own, part.stop - part.start)
+                keys, values, told = coder.decode(own, part.stop - part.start, told)
                 self._by_head(out[0, layer, part]).copy_(Rotation.rotated(keys, cos, sin))
                 self._by_head(out[1, layer, part]).copy_(values)
         if count:
@@ -284,7 +294,7 @@ class Codec:
         """`[tokens, kv_heads * head_dim]` as `[kv_heads, tokens, head_dim]`, the same memory."""
         return rows.unflatten(-1, (len(self.heads), self.head_dim)).transpose(0, 1)
 
-    def _on(self, device: torch.device) -> list[LayerCoder]:
+    def _on(self, device: torch.device) -> LayerCoders:
         """The layers' stages there."""
         if device not in self._coders:
             self._coders[device] = [coder.to(device) for coder in self._coders[torch.device("cpu")]]

@@ -4,18 +4,19 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.component_bits import ROLES, Allocation
 from calib.runtime.artifact.components import Coding
 from calib.runtime.artifact.file import digest
-from calib.runtime.artifact.transform_tensors import KINDS, PREDICTED
+from calib.runtime.artifact.transform_tensors import KINDS, PREDICTED, STORAGE
 from calib.runtime.files import canonical_json
-from calib.runtime.methods.klt import Klt
 
 HASH_BYTES = 16
 
 
-def artifact_hash(artifact: Artifact, klt: Klt) -> bytes:
+def artifact_hash(artifact: Artifact, coding: Coding) -> bytes:
     """16 bytes for the artifact's model, and for every tensor of it that codes depend on."""
-    coding = Coding("before", klt.size, klt.predict)
     names = {coding.name(role, kind) for role in ROLES for kind in KINDS}
-    names |= {f"{PREDICTED}.matrix"} if klt.predict else set()
+    if coding.joint:
+        names |= {f"{stream}.matrix" for stream in STORAGE}
+    elif coding.predict:
+        names.add(f"{PREDICTED}.matrix")
     tensors = {name: digest(artifact.tensor(name)) for name in names}
     return _hashed({"model": artifact.fingerprint, "tensors": tensors})
 

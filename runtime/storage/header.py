@@ -7,7 +7,8 @@ Little endian, without gaps:
     8-9      uint16    format version, 1
     10-11    uint16    bytes of this header, 128
     12       uint8     dtype of the chunk: 1 float32, 2 float16, 3 bfloat16
-    13       uint8     forms: 1 tokens have sizes, 2 values are predicted from keys, 4 room for exact tokens in every blob; added up
+    13       uint8     forms: 1 tokens have sizes, 2 values are predicted from keys, 4 room for exact tokens in every blob,
+                       8 (beside 1 and 2) all heads of a layer have one basis; added up
     14-15    uint16    first positions of a text, whose tokens are exact
     16-19    uint32    layers of the model
     20-23    uint32    KV heads of the model
@@ -45,7 +46,8 @@ FIELDS = struct.Struct("<8sHHBBHIIIIIIQdQ16s16s16s")
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS.size + CHECKSUM_BYTES
 DTYPES = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16}
-SIZE, PREDICT, FIXED = 1, 2, 4  # forms
+SIZE, PREDICT, FIXED, JOINT = 1, 2, 4, 8  # forms
+FORMS = (0, SIZE, SIZE + PREDICT, SIZE + PREDICT + JOINT)
 NOTHING = bytes(16)
 AGAIN = "compute these tokens again"
 
@@ -63,6 +65,7 @@ class Header:
     Attributes:
         dtype: of the chunk: float32, float16 or bfloat16.
         size, predict: the forms of its codes, as `klt` has them.
+        joint: whether all heads of a layer have one basis (`joint_layer.py`).
         sinks: first positions of a text, whose tokens are exact.
         fixed_size: whether there is room for as many exact tokens in a blob that begins behind them.
         layers, kv_heads, head_dim: of the model.
@@ -89,6 +92,7 @@ class Header:
     payload_bytes: int
     artifact: bytes
     layout: bytes
+    joint: bool = False
 
     @property
     def exact(self) -> int:
@@ -98,7 +102,7 @@ class Header:
     def packed(self, payload: memoryview) -> bytes:
         """The header of this payload, its checksum included."""
         dtype = next(code for code, known in DTYPES.items() if known == self.dtype)
-        forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size
+        forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size + JOINT * self.joint
         heads = (self.kv_heads, self.heads.start, len(self.heads), self.head_dim)
         numbers = (self.tokens, self.start, self.bits, self.payload_bytes)
         head = (MAGIC, VERSION, HEADER_BYTES, dtype, forms, self.sinks, self.layers, *heads)
@@ -116,7 +120,7 @@ class Header:
             raise BlobError(f"the blob begins with {printable(magic)}, expected {printable(MAGIC)}; {AGAIN}")
         if version != VERSION:
             raise BlobError(f"the blob has format version {version}, expected {VERSION}; {AGAIN}")
-        if length != HEADER_BYTES or rest != NOTHING or forms & ~FIXED not in (0, SIZE, SIZE + PREDICT):
+        if length != HEADER_BYTES or rest != NOTHING or forms & ~FIXED not in FORMS:
             raise BlobError(f"the blob's header is not one of format version {VERSION}; {AGAIN}")
         if dtype not in DTYPES:
             raise BlobError(f"the blob's dtype is number {dtype}, expected one of {sorted(DTYPES)}; {AGAIN}")
@@ -137,6 +141,7 @@ class Header:
             payload,
             artifact,
             layout,
+            bool(forms & JOINT),
         )
 
 
@@ -178,6 +183,7 @@ def checked(
         "bits",
         "size",
         "predict",
+        "joint",
         "sinks",
         "fixed_size",
         "artifact",

@@ -45,24 +45,25 @@ class LayerCoder:
         """The same with its tables there."""
         return LayerCoder(to_device(self.plan, device))
 
-    def encode(self, keys: Tensor, values: Tensor) -> Block:
-        """Fields int16 `[tokens, width]` of unrotated keys and of values, `[kv_heads, tokens, D]`, float."""
+    def encode(self, keys: Tensor, values: Tensor, before: Tensor | None = None) -> tuple[Block, None]:
+        """Fields int16 `[tokens, width]` of unrotated keys and of values, `[kv_heads, tokens, D]`, float. A layer is told nothing
+        of the one `before`, and tells the next one nothing (`joint_layer.py` does)."""
         found: dict[str, Tensor] = {}
         block = self._encoded("keys", self.plan.keys, keys[None], found)
         if block is not None and self.plan.prediction is not None:
             assert isinstance(self.plan.keys.codec, Sized)
             values = values.float() - self.plan.prediction.values(self.plan.keys.codec, block)[0]
         self._encoded("values", self.plan.values, values[None], found)
-        return found
+        return found, None
 
-    def decode(self, block: Block, tokens: int) -> tuple[Tensor, Tensor]:
+    def decode(self, block: Block, tokens: int, before: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
         """Unrotated keys and values, float32 `[kv_heads, tokens, D]`, of what `encode` gives."""
         keys, values = (self._decoded(stages, named(block, role), tokens) for role, stages in self.plan.streams())
         own = named(block, "keys")
         if own and self.plan.prediction is not None:
             assert isinstance(self.plan.keys.codec, Sized)
             values = values + self.plan.prediction.values(self.plan.keys.codec, own)[0]
-        return keys, values
+        return keys, values, None
 
     @staticmethod
     def _encoded(role: str, stages: TierStages, x: Tensor, found: dict[str, Tensor]) -> Block | None:

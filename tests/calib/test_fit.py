@@ -11,16 +11,16 @@ import pytest
 import torch
 import yaml
 from toy_language_model import save_toy, toy_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.capture.data import CaptureData
 from calib.capture.shape import Shape
 from calib.cli import main
 from calib.fit.calibration import Calibration
 from calib.fit.stage import STAGES
-from calib.runtime import compress
+from calib.runtime import Codec, compress
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.artifact.transform_tensors import STREAM_KINDS
+from calib.runtime.artifact.transform_tensors import KINDS, STORAGE, STREAM_KINDS
 from calib.statistics.channel_range import ChannelRanges
 
 SMALL = [
@@ -246,6 +246,35 @@ def test_rotations_are_measured_where_they_are_asked_for(toy, fitted, tmp_path):
     with compress(model, "oscar", artifact=artifact, sinks=4, window=8) as cache, torch.no_grad():
         model(torch.arange(60)[None], past_key_values=cache)
         assert cache.memory().measured_bytes == cache.memory().predicted_bytes
+
+
+@pytest.mark.full
+def test_codes_are_fitted_where_they_are_asked_for(toy, fitted, tmp_path):
+    """Beside the same other tensors; and at the same bits chunks of such text come back nearer than head by head."""
+    assert main(words(toy, "--model.storage=true", "--trainer.logger=false")) == 0
+    without, artifact = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
+    ours = {f"{stream}.{kind}" for stream in STORAGE for kind in (*KINDS, "matrix")}
+    assert artifact.tensors.keys() - without.tensors.keys() == ours
+    assert all(torch.equal(artifact.tensor(name), tensor) for name, tensor in without.tensors.items())
+    assert artifact.provenance["config"]["storage"] is True and "storage" not in without.provenance["config"]
+    model = AutoModelForCausalLM.from_pretrained(toy / "llama")
+    text = (toy / "text.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(toy / "llama")(text, return_tensors="pt").input_ids[:, -200:]
+    with torch.no_grad():
+        layers = model(ids, use_cache=True).past_key_values.layers
+    both = [torch.stack([getattr(layer, name)[0] for layer in layers]) for name in ("keys", "values")]
+    chunk = torch.stack(both).transpose(2, 3).flatten(3)
+    errors = {}
+    for profile in ("storage", "heads"):
+        codec = Codec.from_artifact(artifact, bits=2, profile=profile)
+        assert codec.bits <= 2
+        errors[profile] = (codec.decode(codec.encode(chunk, 0)) - chunk).square().mean((1, 2, 3))
+    assert bool((errors["storage"] < 0.5 * errors["heads"]).all())
+
+
+def test_a_fit_without_klt_is_refused(toy, capsys):
+    assert main(words(toy, "--model.storage=true", "--model.klt=false")) == 2
+    assert "its bases weigh errors as those of klt; leave klt on" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -67,6 +67,7 @@ def toy_tensors() -> dict[str, torch.Tensor]:
     tensors["later.indices"] = torch.arange(7, dtype=torch.int16)
     tensors |= toy_levels(per_channel, (0.0, 0.01), generator)
     tensors |= toy_predictions(tensors, generator)
+    tensors |= toy_storage(per_channel, generator)
     return tensors
 
 
@@ -104,6 +105,24 @@ def toy_predictions(tensors: dict[str, torch.Tensor], generator: torch.Generator
     found["values.klt.predicted.matrix"] = 0.2 * torch.randn(values.shape, generator=generator)
     for kind in ("steps", "errors"):
         found[f"values.klt.predicted.{kind}"] = 0.8 * tensors[f"values.klt.{kind}"]
+    return found
+
+
+def toy_storage(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What stored chunks read, for channels of about unit variance: axes over all heads, and predictions that help little."""
+    layers, width, found = shape[0], shape[1] * shape[2], {}
+    for role, known in (("keys", 2), ("values", 3)):
+        axes = torch.linalg.qr(torch.randn(layers, 1, width, width, generator=generator)).Q
+        worth = torch.exp(-torch.linspace(0, 3, width) + torch.randn(layers, 1, 1, generator=generator))
+        matrix = 0.3 * torch.randn(layers, known * width, width, generator=generator) / width**0.5
+        matrix[0, : 2 * width] = 0
+        found |= {
+            f"{role}.storage.mean": 0.3 * torch.randn(layers, 1, width, generator=generator),
+            f"{role}.storage.basis": worth[..., None] * axes,
+            f"{role}.storage.steps": 0.9 * worth[..., None] * torch.tensor(STEPS),
+            f"{role}.storage.errors": worth[..., None].square() * torch.tensor(ERRORS),
+            f"{role}.storage.matrix": matrix,
+        }
     return found
 
 

@@ -30,10 +30,13 @@ class MixedQuant(WordCodes):
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
+        return {"words": join_heads(pack_away(self.nearest(x), self.widths), self.counts)}
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The codes of y `[..., components]`, int16."""
         most = self.levels(x.device)
         codes = (x / self.step(x.device)).add_(most / 2).round_().clamp_(min=0)
-        codes = torch.minimum(codes, most, out=codes).to(torch.int16)
-        return {"words": join_heads(pack_away(codes, self.widths), self.counts)}
+        return torch.minimum(codes, most, out=codes).to(torch.int16)
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""

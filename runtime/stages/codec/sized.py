@@ -73,19 +73,23 @@ class Sized(Codec):
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words, and sizes int16 `[batch, 1, tokens, W]`."""
-        number = size_number(norm(x * self.weights))
-        words = self.codec.encode(x / _sizes(x.device)[number])
+        number = self.numbers(x)
+        words = self.codec.encode(x / size_of(number))
         packed = pack_away(number.squeeze(-1).mT.to(torch.int16, copy=True), SIZE_BITS)
         return {**words, "sizes": packed.unsqueeze(1)}
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """The numbers of the sizes of y `[..., kv_heads, tokens, components]`: int64 `[..., kv_heads, tokens, 1]`."""
+        return size_number(norm(x * self.weights))
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""
         number = unpack(block["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
-        return self.codec.decode(block, channels) * _sizes(number.device)[number.mT.int()].unsqueeze(-1)
+        return self.codec.decode(block, channels) * size_of(number.mT).unsqueeze(-1)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """The codec's of y / s, times s."""
-        size = _sizes(x.device)[size_number(norm(x * self.weights))]
+        size = size_of(self.numbers(x))
         return self.codec.error_bound(x / size) * size
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
@@ -113,7 +117,7 @@ class Sized(Codec):
     def sizes(self, tile: Block) -> Tensor:
         """s of a tile's tokens: float32 `[..., kv_heads, 1, tokens]`."""
         number = unpack_columns(tile["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
-        return _sizes(number.device)[number.int()].unsqueeze(-2)
+        return size_of(number).unsqueeze(-2)
 
 
 def size_words(heads: int) -> int:
@@ -126,9 +130,14 @@ def size_number(root_mean_square: Tensor) -> Tensor:
     return torch.bucketize(root_mean_square, _between(root_mean_square.device))
 
 
+def size_of(number: Tensor) -> Tensor:
+    """s of its number, float32."""
+    return _sizes(number.device)[number.int()]
+
+
 def sized(root_mean_square: Tensor) -> Tensor:
     """The nearest size, float32."""
-    return _sizes(root_mean_square.device)[size_number(root_mean_square.float())]
+    return size_of(size_number(root_mean_square.float()))
 
 
 @lru_cache

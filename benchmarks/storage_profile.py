@@ -1,0 +1,251 @@
+"""What stored chunks gain where heads and layers help each other: bytes at equal KL of `Codec`'s profiles, and of their parts.
+
+    python benchmarks/storage_profile.py --model FOLDER --fit wiki.valid.raw --text Wikipedia=wiki.test.raw \\
+        code=HumanEval.jsonl.gz stories=tinystories_valid_head.txt [--bits 3 2 1.5 1 0.5] [--forms] [--write]
+
+FOLDER is SmolLM2 135M as `make smollm2-model` writes it. All is fitted on the same sequences of the text of `--fit` with the same
+weights of errors, those of `calib fit`. `Codec` is its profile "heads", with sizes and predictions, `Codec, storage` the other one.
+
+With `--forms`, instead of the latter, the forms of `joint_codes.py`. They are fitted again for every budget, as no artifact is, and
+show the most that each step can gain. `one fit` is the last of them fitted at 1.5 bits alone, and used at every budget.
+
+A prefix of every text, which no fit has read, is stored and read back but for its first 4 tokens, which are exact in all forms; KL
+of the next tokens' predictions from those behind the uncompressed prefix, float32, in nats a token. Bytes are those of a token's
+codes and sizes. `share` is bytes over `Codec`'s at the same KL, between budgets on a line through logarithms of KL and bytes.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from joint_codes import FORMS, Codes, Form
+from protocol import keep, load
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+
+from calib.capture.capture import stream
+from calib.capture.gradients import stream_gradients
+from calib.capture.output_projection import output_weights
+from calib.capture.sample import SINKS, LayerSample
+from calib.fit.calibration import model_shape
+from calib.runtime import Artifact, Codec
+from calib.runtime.artifact.fingerprint import fingerprint
+from calib.runtime.rotation import Rotation
+from calib.statistics.components import Components
+from calib.statistics.contract import tokens_of
+from calib.statistics.second_moments import SecondMoments
+from calib.statistics.sensitivity import Sensitivity
+from calib.statistics.storage_codes import StorageCodes
+from calib.statistics.transform_basis import bases, errors_weight
+from calib.statistics.transformed_streams import coded, vectors
+
+RESULT, FORMS_RESULT = "storage_profile.json", "storage_forms.json"
+PROFILES = (("Codec", "heads"), ("Codec, storage", "storage"))
+LENGTH, PREFIX, QUESTION = 512, 512, 128
+BATCH = 8
+ONCE = 1.5  # bits of the one fit
+EVERY = 2  # tokens for one that the forms are fitted on
+
+
+def text_of(path: Path) -> str:
+    """A file's text; of HumanEval the prompts with their solutions, of TinyStories the stories without their separators."""
+    if path.suffix == ".gz":
+        rows = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
+        return "\n\n".join(row["prompt"] + row["canonical_solution"] for row in rows)
+    return path.read_text().replace("<|endoftext|>", "")
+
+
+def sequences(tokenizer: object, path: Path, length: int, count: int) -> Tensor:
+    """int64 `[count, length]`, spread evenly over the text."""
+    ids = tokenizer(text_of(path), return_tensors="pt").input_ids[0]  # type: ignore[operator]
+    starts = torch.linspace(0, len(ids) - length, count).long()
+    return torch.stack([ids[start : start + length] for start in starts.tolist()])
+
+
+class Fit:
+    """What all forms are fitted on: `tokens [layers, 2, n, width]`, `weights [layers, 2, heads, D, D]`, and the artifact."""
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, differentiated: int, profile: bool) -> None:
+        shape, self.rotation = model_shape(model), Rotation.of(model, "")
+        moments, sensitivity = SecondMoments(shape, self.rotation), Sensitivity(shape, self.rotation)
+        self.kept: list[list[Tensor]] = [[] for _ in range(shape.layers)]
+
+        def weigh() -> Tensor:
+            return errors_weight(moments, sensitivity, output)
+
+        storage = StorageCodes(shape, 0, model.dtype, self.rotation, weigh) if profile else None
+
+        def first(sample: LayerSample) -> None:
+            moments.observe(sample)
+            if storage is not None:
+                storage.observe(sample)
+            _, values, keys = vectors(sample, self.rotation)
+            both = torch.stack([tokens_of(x, coded(sample)) for x in (keys, values)])[:, :, ::EVERY]
+            self.kept[sample.layer].append(both.transpose(1, 2).flatten(2))
+
+        self._over(model, ids, first)
+        mask, index = torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.numel()).view_as(ids)
+        some = slice(0, differentiated)
+        refused = stream_gradients(model, ids[some], mask[some], index[some], 0, sensitivity.observe)
+        assert not refused, refused
+        output, _ = output_weights(model, shape)
+        self.weights = weigh()[[2, 1]].transpose(0, 1)
+        components = Components(shape, self.rotation, lambda: bases(moments, sensitivity, output))
+        self._over(model, ids[some], components.observe)
+        self.artifact = Artifact(
+            {**components.tensors(), **(storage.tensors() if storage else {})}, fingerprint(model), {}
+        )
+        self.tokens = torch.stack([torch.cat(parts, 1) for parts in self.kept])
+        del self.kept
+
+    @staticmethod
+    def _over(model: PreTrainedModel, ids: Tensor, sink: Callable[[LayerSample], None]) -> None:
+        index = torch.arange(ids.numel()).view_as(ids)
+        for part, numbers in zip(ids.split(BATCH), index.split(BATCH), strict=True):
+            stream(model, part, torch.ones_like(part, dtype=torch.bool), numbers, sink)
+
+
+class Asked:
+    """One kind of text: its prefixes' keys and values, and what the model says behind them.
+
+    Attributes:
+        chunks: `[rows, 2, layers, PREFIX, width]`, keys behind RoPE.
+        said: log-probabilities `[rows, QUESTION, vocabulary]` behind the uncompressed prefix.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, rotation: Rotation) -> None:
+        prefix, self.question = ids.split([PREFIX, QUESTION], 1)
+        layers = model(prefix, use_cache=True, logits_to_keep=1).past_key_values.layers
+        both = [torch.stack([getattr(layer, name) for layer in layers], 1) for name in ("keys", "values")]
+        self.model, self.heads = model, both[0].shape[2]
+        self.turn = rotation.along(0, PREFIX, ids.device)
+        self.chunks = torch.stack(both, 1).transpose(3, 4).flatten(4)
+        self.said = self._predictions(self.chunks)
+
+    def _predictions(self, chunks: Tensor) -> Tensor:
+        cache = DynamicCache(config=self.model.config)
+        for layer, both in enumerate(chunks.unflatten(-1, (self.heads, -1)).transpose(3, 4).unbind(2)):
+            cache.update(both[:, 0].contiguous(), both[:, 1].contiguous(), layer)
+        return self.model(self.question, past_key_values=cache).logits.float().log_softmax(-1)
+
+    def kl(self, chunks: Tensor) -> float:
+        """Of these in place of the prefixes; the first tokens are exact whatever is given."""
+        chunks = chunks.clone()
+        chunks[:, :, :, :SINKS] = self.chunks[:, :, :, :SINKS]
+        return float((self.said.exp() * (self.said - self._predictions(chunks))).sum(-1).mean())
+
+    def turned(self, chunks: Tensor, sign: int) -> Tensor:
+        """Keys moved forward (1) by their positions or back (-1)."""
+        cos, sin = self.turn
+        keys = chunks[:, 0].unflatten(-1, (self.heads, -1)).transpose(2, 3)  # [rows, layers, heads, tokens, D]
+        keys = Rotation.rotated(keys, cos, sign * sin).transpose(2, 3).flatten(3)
+        return torch.stack([keys, chunks[:, 1]], 1)
+
+    def by_codec(self, codec: Codec) -> Tensor:
+        """The chunks as `Codec` gives them back."""
+        return torch.stack([codec.decode(codec.encode(chunk, 0)) for chunk in self.chunks])
+
+    def by_codes(self, codes: Codes) -> Tensor:
+        """The chunks as these codes give them back."""
+        plain = self.turned(self.chunks, -1).permute(2, 1, 0, 3, 4)  # [layers, 2, rows, tokens, width]
+        found = codes.decoded(plain.flatten(2, 3)).unflatten(2, plain.shape[2:4])
+        return self.turned(found.permute(2, 1, 0, 3, 4), 1)
+
+
+def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) -> Iterator[tuple[float, Codes]]:
+    """By budget, fitted at its price of a bit, or at that of `once`: found by the fit before, then once more for the exact one."""
+    codes = Codes.fitted(form, fit.tokens, fit.weights, 0.0)
+    if once is not None:
+        codes = Codes.fitted(form, fit.tokens, fit.weights, codes.price(once))
+    for budget in sorted(bits, reverse=True):
+        if once is None:
+            codes = Codes.fitted(form, fit.tokens, fit.weights, codes.price(budget))
+        yield budget, codes.at(codes.price(budget))
+
+
+def share(rows: list[dict], form: str, text: str) -> dict[str, float]:
+    """By `Codec`'s budget: bytes of the form over `Codec`'s at the KL of `Codec`; none where the form has no KL on both sides."""
+    own = sorted((row["kl"][text], row["bytes_per_token"]) for row in rows if row["form"] == form)
+    found = {}
+    for row in rows:
+        if row["form"] != "Codec" or not own[0][0] <= row["kl"][text] <= own[-1][0]:
+            continue
+        right = max(1, next(number for number, (kl, _) in enumerate(own) if kl >= row["kl"][text]))
+        (k0, b0), (k1, b1) = own[right - 1], own[right]
+        at = math.log(row["kl"][text] / k0) / math.log(k1 / k0)
+        found[f"{row['bits']:g}"] = b0 * (b1 / b0) ** at / row["bytes_per_token"]
+    return found
+
+
+@torch.no_grad()
+def main() -> None:
+    """Fits, measures, prints, and writes the run where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--fit", type=Path, required=True)
+    parser.add_argument("--text", nargs="+", required=True, metavar="NAME=FILE")
+    parser.add_argument("--bits", type=float, nargs="+", default=[3, 2, 1.5, 1, 0.5])
+    parser.add_argument("--sequences", type=int, default=32, help="of the fit")
+    parser.add_argument("--differentiated", type=int, default=16, help="of these, as in `calib fit`")
+    parser.add_argument("--rows", type=int, default=4, help="of each text")
+    parser.add_argument("--forms", action="store_true", help="what the profile is made of, step by step")
+    parser.add_argument(
+        "--write", action="store_true", help=f"keep the run in benchmarks/results: {RESULT}, {FORMS_RESULT}"
+    )
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load(asked.model), AutoTokenizer.from_pretrained(asked.model)
+    began = time.perf_counter()
+
+    def tell(row: object) -> None:
+        print(f"{time.perf_counter() - began:5.0f} s", row, flush=True)
+
+    fit = Fit(model, sequences(tokenizer, asked.fit, LENGTH, asked.sequences), asked.differentiated, not asked.forms)
+    tell(f"fitted on {fit.tokens.shape[2]} tokens")
+    texts = {}
+    for text in asked.text:
+        name, path = text.split("=", 1)
+        ids = sequences(tokenizer, Path(path), PREFIX + QUESTION, asked.rows)
+        texts[name] = Asked(model, ids, fit.rotation)
+    rows = list[dict]()
+    values = fit.tokens.shape[0] * fit.tokens.shape[1] * fit.tokens.shape[3]
+
+    def measured(form: str, budget: float, size: int, back: Callable[[Asked], Tensor]) -> None:
+        kl = {name: text.kl(back(text)) for name, text in texts.items()}
+        rows.append({"form": form, "bits": budget, "bytes_per_token": size, "true_bits": 8 * size / values, "kl": kl})
+        tell(rows[-1])
+
+    for name, profile in PROFILES[:1] if asked.forms else PROFILES:
+        for budget in asked.bits:
+            codec = Codec.from_artifact(fit.artifact, budget, sinks=SINKS, rotation=fit.rotation, profile=profile)
+            assert codec.sized and codec.predicts
+            measured(name, budget, codec.bytes_per_token, lambda text, codec=codec: text.by_codec(codec))
+    shares = {name: {text: share(rows, name, text) for text in texts} for name, _ in PROFILES[1:] if not asked.forms}
+    tell(shares)
+    forms = [(form.name, form, None) for form in FORMS] + [(f"{FORMS[-1].name}, one fit", FORMS[-1], ONCE)]
+    for name, form, once in forms if asked.forms else ():
+        for budget, codes in of_form(form, fit, asked.bits, once):
+            measured(name, budget, codes.bytes_per_token, lambda text, codes=codes: text.by_codes(codes))
+        shares[name] = {text: share(rows, name, text) for text in texts}
+        tell({name: shares[name]})
+    if asked.write:
+        keep(
+            FORMS_RESULT if asked.forms else RESULT,
+            {**sizes_of(asked), "rows": rows, "bytes over Codec's at equal KL": shares},
+        )
+
+
+def sizes_of(asked: argparse.Namespace) -> dict[str, object]:
+    """What the run was asked for, for its file."""
+    names = [text.split("=", 1)[0] + "=" + Path(text).name for text in asked.text]
+    sizes = {"sequences": asked.sequences, "differentiated": asked.differentiated, "rows_of_a_text": asked.rows}
+    return {"fit": asked.fit.name, "text": names, "prefix": PREFIX, "question": QUESTION, **sizes}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What stored chunks need where all heads of a layer have one basis and layers are predicted from the one before.
+
+Tensors, `keys.storage` and `values.storage`, with W = kv_heads head_dim (`calib/runtime/artifact/transform_tensors.py`): `.mean
+[L, 1, W]`, `.basis [L, 1, W, W]`, `.steps [L, 1, W, 8]`, `.errors [L, 1, W, 9]`, `.matrix [L, 2 W or 3 W, W]`.
+
+What a layer is predicted from is what is decoded of the one before, and that hangs on all layers before it: so codes are fitted
+layer by layer on the same tokens, a sample that is held until the fit's end. They are fitted at a price of a bit at which a value
+has `CODED` bits; other budgets are given other widths, and what they decode is near enough.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from calib.capture.reservoir import Reservoir
+from calib.capture.sample import LayerSample
+from calib.capture.shape import Shape
+from calib.runtime.rotation import Rotation
+from calib.statistics.joint_codes import JointCodes, price_of
+from calib.statistics.layer_samples import LayerSamples
+from calib.statistics.transformed_streams import coded, unrotated
+
+TOKENS = 12288  # of the sample
+CODED = 1.5  # bits of a value at which codes are fitted
+ROLES = ("keys", "values")
+
+
+class StorageCodes(LayerSamples):
+    """Per layer, a `Reservoir` of tokens with their keys before RoPE and values of all KV heads; codes are fitted at the end.
+
+    A sequence's first tokens, which stay exact, count nowhere. Held for each layer are 12,288 rows of 2 W numbers: 1.6 GB in 16
+    bits for Llama 3 8B (32 layers, 8 KV heads of 128).
+
+    Args:
+        shape: the model's sizes.
+        seed: of the sample.
+        dtype: in which it is kept: the model's.
+        rotation: the model's RoPE.
+        weigh: gives the weight of errors, float64 `[3, L, H, D, D]` of keys, values and keys before RoPE (`transform_basis.py`),
+            asked for at the end: all that it is made of is measured then.
+    """
+
+    def __init__(
+        self, shape: Shape, seed: int, dtype: torch.dtype, rotation: Rotation, weigh: Callable[[], Tensor]
+    ) -> None:
+        super().__init__()
+        self.rotation, self.weigh, self.width = rotation, weigh, shape.kv_heads * shape.head_dim
+        self.layers = nn.ModuleList(Reservoir(TOKENS, 2 * self.width, seed, dtype) for _ in range(shape.layers))
+
+    def observe(self, sample: LayerSample) -> None:
+        """Offers the layer's tokens; the same ones are kept in every layer."""
+        keys, kept = unrotated(sample.keys, sample.positions, self.rotation), coded(sample)
+        rows = [x.transpose(1, 2)[kept].flatten(1) for x in (keys, sample.values.float())]
+        self.layers[sample.layer].add(sample.index[kept], torch.cat(rows, -1))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Of codes that are fitted twice: on what is exact, to learn what a bit is worth, and then on what is decoded at that."""
+        _, values, before = self.weigh()
+        weights = torch.stack([before, values], 1)
+        first = self._fitted(weights, 0.0)
+        price = price_of([own for both in first for own in both], CODED * 2 * len(self.layers) * self.width)
+        found = dict[str, Tensor]()
+        for role, streams in zip(ROLES, zip(*self._fitted(weights, price), strict=True), strict=True):
+            found |= {
+                f"{role}.storage.mean": torch.stack([own.mean[None] for own in streams]),
+                f"{role}.storage.basis": torch.stack([own.rows for own in streams]),
+                f"{role}.storage.steps": torch.stack([own.steps for own in streams]).float(),
+                f"{role}.storage.errors": torch.stack([own.errors for own in streams]).float(),
+                f"{role}.storage.matrix": torch.stack([self._padded(own.matrix, role) for own in streams]),
+            }
+        return found
+
+    def _fitted(self, weights: Tensor, price: float) -> list[tuple[JointCodes, JointCodes]]:
+        """Codes of keys and values, layer by layer, on what is decoded at this price of a bit."""
+        found, told = list[tuple[JointCodes, JointCodes]](), None
+        for layer, weight in zip(self.layers, weights, strict=True):
+            rows = layer.sample().cpu().float()
+            rows = rows if len(rows) else rows.new_zeros(1, 2 * self.width)  # a layer that nothing reached
+            both = list[JointCodes]()
+            known = rows[:, :0] if told is None or len(told) != len(rows) else told
+            for x, of_heads in zip(rows.chunk(2, -1), weight, strict=True):
+                both.append(JointCodes.fitted(x, known, torch.block_diag(*of_heads)[None], price))
+                known = torch.cat([known, both[-1].decoded(x, known)], -1)
+            told = known[:, -2 * self.width :]
+            found.append((both[0], both[1]))
+        return found
+
+    def _padded(self, matrix: Tensor, role: str) -> Tensor:
+        """With zeros for the layer before where there is none."""
+        rows = (2 if role == "keys" else 3) * self.width
+        return torch.cat([matrix.new_zeros(rows - len(matrix), self.width), matrix])

@@ -1,0 +1,48 @@
+"""Fields of any widths, one behind the other in a token's words of 16 bits, the first in the lowest bits of the first word.
+
+The words of a cache (`kernels/pack/README.md`) have one pattern for all, so that attention finds a component at once. A chunk is
+unpacked as a whole, and a component may have the bits that it is worth.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from calib.kernels.pack.reference import WORD_BITS
+from calib.runtime.device.graph_inputs import upload
+
+
+@dataclass(frozen=True)
+class BitFields:
+    """Fields of these `widths`, 1 ... 8 bits each."""
+
+    widths: tuple[int, ...]
+
+    @cached_property
+    def words(self) -> int:
+        """Of a token."""
+        return -(-sum(self.widths) // WORD_BITS)
+
+    def packed(self, numbers: Tensor) -> Tensor:
+        """`numbers [tokens, fields]`, each below 2^width: int16 `[tokens, words]`."""
+        word, shift, _ = self._places(numbers.device)
+        shifted = numbers.to(torch.int32) << shift
+        # One word more than there are: where the last field's upper part goes, which is nothing.
+        found = torch.zeros(len(numbers), self.words + 1, dtype=torch.int32, device=numbers.device)
+        found.index_add_(1, word, shifted & 0xFFFF).index_add_(1, word + 1, shifted >> WORD_BITS)
+        return found[:, : self.words].to(torch.int16)
+
+    def unpacked(self, words: Tensor) -> Tensor:
+        """int16 `[tokens, words]` -> int32 `[tokens, fields]`."""
+        word, shift, mask = self._places(words.device)
+        whole = torch.nn.functional.pad(words.to(torch.int32) & 0xFFFF, (0, 1))
+        return ((whole[:, word] >> shift) | (whole[:, word + 1] << (WORD_BITS - shift))) & mask
+
+    def _places(self, device: torch.device) -> Tensor:
+        """Of each field the word it begins in, its first bit there, and its mask: int32 `[3, fields]`."""
+        first = list(accumulate(self.widths[:-1], initial=0))
+        words, shifts = [bit // WORD_BITS for bit in first], [bit % WORD_BITS for bit in first]
+        return upload([words, shifts, [(1 << width) - 1 for width in self.widths]], torch.int32, device)

@@ -1,0 +1,69 @@
+"""How a chunk is coded: "heads", each by itself as in a cache, or "storage", where a layer's heads and the layer before help.
+
+A cache's codes are read at every step. A chunk's are decoded once a load, so that they may cost more, and take fewer bytes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.artifact.component_bits import ROLES, Allocation
+from calib.runtime.artifact.component_widths import widths_at
+from calib.runtime.artifact.components import Coding
+from calib.runtime.artifact.transform_tensors import STORAGE
+from calib.runtime.methods import Geometry
+from calib.runtime.methods.contract import check_choice
+from calib.runtime.methods.klt import Klt
+from calib.runtime.storage.heads import of_heads
+from calib.runtime.storage.joint_layer import JOINT, JointLayerCoder
+from calib.runtime.storage.layer import LayerCoder
+
+PROFILES = ("heads", "storage")
+
+LayerCoders: TypeAlias = Sequence[LayerCoder | JointLayerCoder]
+
+
+class Coders(NamedTuple):
+    """What codes a model's layers, the tensors that it is made of, and how bits were shared out."""
+
+    coding: Coding
+    allocation: Allocation
+    layers: LayerCoders
+
+
+def profile_of(asked: str | None, artifact: Artifact, size: bool | None, predict: bool | None, heads: range) -> str:
+    """The profile that was asked for, or that the artifact and the other options allow.
+
+    Raises ValueError for another name, and for "storage" with options that it does not have; ArtifactError where the artifact has
+    no codes for it.
+    """
+    name, whole = f"{STORAGE[0]}.basis", len(heads) == artifact.fingerprint["kv_heads"]
+    if asked is None:
+        return "storage" if artifact.has(name) and whole and size is None and predict is None else "heads"
+    check_choice("profile", asked, PROFILES)
+    if asked == "storage" and not whole:
+        raise ValueError(
+            f"profile='storage' with heads={heads}: its bases are of all KV heads of a layer, "
+            f"{range(artifact.fingerprint['kv_heads'])}; a rank's own take profile='heads'"
+        )
+    if asked == "storage" and not (size is not False and predict is not False):
+        raise ValueError(f"profile='storage' with size={size}, predict={predict}: it has both; leave them out")
+    if asked == "storage":
+        artifact.tensor(name)
+    return asked
+
+
+def coders_of(profile: str, artifact: Artifact, klt: Klt, heads: range) -> Coders:
+    """Of a profile that `profile_of` has given, for the KV heads of a chunk and the budget in `klt`."""
+    sizes = artifact.fingerprint
+    if profile == "storage":
+        assert klt.bits is not None
+        allocation = widths_at({role: artifact.tensor(JOINT.name(role, "errors")) for role in ROLES}, klt.bits)
+        joint = [JointLayerCoder.of(artifact, layer, allocation) for layer in range(sizes["layers"])]
+        return Coders(JOINT, allocation, joint)
+    (allocation,) = klt.allocations(artifact)
+    geometry = Geometry(sizes["layers"], sizes["kv_heads"], sizes["head_dim"])
+    plans = [klt.plan(layer, geometry, artifact).tiers[0] for layer in range(geometry.layers)]
+    if len(heads) < geometry.kv_heads:
+        plans = [of_heads(plan, heads) for plan in plans]
+    return Coders(Coding("before", klt.size, klt.predict), allocation, [LayerCoder(plan) for plan in plans])
