@@ -1,4 +1,5 @@
-"""Calls `search.c`: the words of the best paths, on a CPU. Every token is coded by itself, whatever the number of threads."""
+"""Calls `trellis.c`: the words of the best paths and their levels, on a CPU. Every token stands alone, whatever the number of
+threads."""
 
 import ctypes
 from functools import cache
@@ -12,9 +13,18 @@ from calib.kernels.dispatch import prefers_compiled
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 
-MOST_COMPONENTS = 1024  # of a head, as in search.c
-SOURCE = Path(__file__).with_name("search.c")
+MOST_COMPONENTS = 1024  # of a head, as in trellis.c
+SOURCE = Path(__file__).with_name("trellis.c")
 ROUNDED = ("-ffp-contract=off",)  # products, before they are added: as plain torch has them
+
+
+class _Tile(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("words", "widths", "begins")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "word_stride")),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "tokens", "fields", "wide")),
+        ("levels", ctypes.c_void_p),
+    )
 
 
 class _Search(ctypes.Structure):
@@ -27,14 +37,17 @@ class _Search(ctypes.Structure):
 
 def serves(y: Tensor, weights: Tensor) -> bool:
     """Whether these are coded here."""
-    return (
-        y.ndim == 4
-        and y.dtype == weights.dtype == torch.float32
-        and y.shape[-1] <= MOST_COMPONENTS
-        and prefers_compiled(y.device)
-        and type(y) is Tensor
-        and library(SOURCE, ROUNDED) is not None
-    )
+    return y.ndim == 4 and y.dtype == weights.dtype == torch.float32 and y.shape[-1] <= MOST_COMPONENTS and _serves(y)
+
+
+def reads(words: Tensor) -> bool:
+    """Whether the levels of a tile's `words [batch, 1, W, T]` are found here."""
+    return words.ndim == 4 and words.dtype == torch.int16 and words.stride(3) == 1 and _serves(words)
+
+
+def _serves(part: Tensor) -> bool:
+    """No tensor of a tracer's, and a library."""
+    return prefers_compiled(part.device) and type(part) is Tensor and library(SOURCE, ROUNDED) is not None
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
@@ -44,10 +57,24 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
     words = torch.empty(batch, 1, tokens, sum(counts), dtype=torch.int16)
     sizes = (batch, heads, tokens, len(widths), max(counts))
     at = (y.data_ptr(), weights.data_ptr(), ctypes.addressof(_fields(widths)), begins.data_ptr())
+    _run("trellis_words", _Search(*at, *sizes, words.data_ptr()))
+    return words
+
+
+def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
+    """As `operation.trellis_levels` says; 0 where a head has no word."""
+    batch, _, _, tokens = words.shape
+    sizes = (batch, len(counts), tokens, len(widths), max(counts))
+    levels = torch.empty(batch, len(counts), len(widths) * max(counts), tokens, dtype=torch.int16)
+    at = (words.data_ptr(), ctypes.addressof(_fields(widths)), first_words(counts, words.device).data_ptr())
+    _run("trellis_levels", _Tile(*at, words.stride(0), words.stride(2), *sizes, levels.data_ptr()))
+    return levels
+
+
+def _run(name: str, given: ctypes.Structure) -> None:
     found = library(SOURCE, ROUNDED)
     assert found is not None
-    found.trellis_words(ctypes.byref(_Search(*at, *sizes, words.data_ptr())), ctypes.c_int(torch.get_num_threads()))
-    return words
+    getattr(found, name)(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
 
 
 @cache

@@ -27,5 +27,7 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
 
 def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
     """The numbers i of levels y^ = 2^-b (i + 1/2) - 1: a tile's words `[..., 1, sum(counts), T]` -> int16
-    `[..., kv_heads, components, T]`, in plane form."""
+    `[..., kv_heads, components, T]`, in plane form. Of a component that its head has no word for, any number of that many bits."""
+    if cpu.reads(words):
+        return cpu.trellis_levels(words, widths, counts)
     return reference.trellis_levels(words, widths, counts)

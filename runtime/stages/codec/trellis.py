@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.attend.reference import keys_of_numbers, rotated_scores
+from calib.kernels.attend.products import number_mix, number_scores, turned_number_scores
 from calib.kernels.trellis.operation import trellis_levels, trellis_words
 from calib.runtime.paging.field import Block
 from calib.runtime.stages.codec.word_codes import WordCodes
@@ -66,18 +66,18 @@ class TrellisQuant(WordCodes):
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
         folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
-        return folded @ self.codes(tile).float() + zero
+        return number_scores(folded, self.codes(tile)) + zero
 
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
         """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s there are `components + 2` columns,
         for s c, s and 1."""
-        return rotated_scores(query, keys_of_numbers(self.codes(tile), matrix, sizes), cos, sin)
+        return turned_number_scores(query, self.codes(tile), matrix, cos, sin, sizes)
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
-        return weights @ self.codes(tile).float().mT
+        return number_mix(weights, self.codes(tile))
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
         """None: no kernel reads it."""

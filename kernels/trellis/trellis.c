@@ -1,10 +1,11 @@
-/* Words of the best paths through a trellis, on a CPU, in one pass: what `reference.py` says in plain torch, bit for bit, so products
-   are rounded before they are added (`-ffp-contract=off`).
+/* Trellis-coded levels on a CPU, in one pass: what `reference.py` says in plain torch, bit for bit, so products are rounded before they
+   are added (`-ffp-contract=off`).
 
-   A vector is `LANES` tokens. What a path costs lies in registers, one vector for each of its states; which of two ways was the better
+   Of the search a vector is `LANES` tokens. What a path costs lies in registers, one vector for each of its states; which of two ways was the better
    one is a bit for each state, kept for every component until the path is followed back. */
 
 #include <stdint.h>
+#include <string.h>
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -140,4 +141,51 @@ void trellis_words(const Search *search, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int unit = 0; unit < search->rows * search->heads * tiles; unit++)
         tokens_of(search, unit / tiles, unit % tiles * LANES);
+}
+
+/* The levels of a tile of words, tokens side by side: of row r and head h those that begin at words + r row_stride + begins[h]
+   word_stride. */
+typedef struct {
+    const int16_t *words;
+    const int32_t *widths, *begins;
+    int64_t row_stride, word_stride;
+    int32_t rows, heads, tokens, fields, wide;
+    int16_t *levels; /* [rows][heads][fields * wide][tokens]; 0 where a head has no word */
+} Tile;
+
+typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+
+/* `left` tokens of a head, as many as a vector has at most. */
+INLINE void levels_of(const Tile *tile, const int16_t *words, int count, int16_t *out, int left) {
+    size_t bytes = 2 * (size_t)left;
+    shorts before = {0}, second = {0}, third = {0}; /* u of the components before */
+    for (int w = 0; w < count; w++) {
+        shorts word = {0};
+        memcpy(&word, words + w * tile->word_stride, bytes);
+        int first = 0;
+        for (int field = 0; field < tile->fields; first += tile->widths[field++]) {
+            shorts code = (word >> (int16_t)first) & (int16_t)((1 << tile->widths[field]) - 1), u = code & 1;
+            shorts level = ((code >> 1) << 2) | ((u ^ before ^ third) << 1) | second;
+            memcpy(out + ((int64_t)field * tile->wide + w) * tile->tokens, &level, bytes);
+            third = second, second = before, before = u;
+        }
+    }
+}
+
+void trellis_levels(const Tile *tile, int threads) {
+    int each = 2 * LANES, tiles = (tile->tokens + each - 1) / each, heads = tile->heads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int unit = 0; unit < tile->rows * heads * tiles; unit++) {
+        int item = unit / tiles, at = unit % tiles * each, head = item % heads, left = tile->tokens - at;
+        int begin = tile->begins[head], count = tile->begins[head + 1] - begin;
+        const int16_t *words = tile->words + item / heads * tile->row_stride + begin * tile->word_stride + at;
+        int16_t *out = tile->levels + (int64_t)item * tile->fields * tile->wide * tile->tokens + at;
+        if (left >= each)
+            levels_of(tile, words, count, out, each);
+        else
+            levels_of(tile, words, count, out, left);
+        for (int field = 0; field < tile->fields; field++)
+            for (int w = count; w < tile->wide; w++)
+                memset(out + ((int64_t)field * tile->wide + w) * tile->tokens, 0, 2 * (size_t)(left < each ? left : each));
+    }
 }
