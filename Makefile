@@ -189,6 +189,7 @@ bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, w
 	$(BIN)/python benchmarks/plan_cpu.py --write
 	$(BIN)/python benchmarks/run_plan_cpu.py --write
 	$(BIN)/python benchmarks/klt_cpu.py --write
+	$(BIN)/python benchmarks/klt_cpu.py --trellis --contexts 2048 --write
 
 hostile:  ## damaged artifacts, prefix files and blobs, and fits that are killed; writes docs/results/hostile.md, an hour
 	$(MAKE) hostile-artifacts

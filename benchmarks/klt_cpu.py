@@ -1,38 +1,86 @@
 """Speed of `klt` on the CPU beside `kivi` with codes of the same bits: encoding a prompt's keys and values, and decode steps.
 
-    python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--write]
+    python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--trellis] [--write]
 
 One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random (`bases.py`). Encoding is of all
 layers' streams: ranges, codes and packing for kivi (keys by channel, values by token, groups of 32); keys unrotated,
-projection, codes and packing for klt. `after` is klt with components of keys after RoPE.
+projection, codes and packing for klt. `after` is klt with components of keys after RoPE. With `--trellis` all are
+klt with sizes and predictions, with uniform or trellis-coded levels, and these also by plain torch, which serves where there is no
+C compiler; one thread, processor time.
 """
 
 import argparse
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping
 
 import torch
 from bases import made_up
 from protocol import keep, load, show, turn_by_turn
 from transformers import PreTrainedModel
 
+from calib.kernels.dispatch import VARIABLE
 from calib.runtime import Artifact, compress
 from calib.runtime.methods import Geometry, build
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.encoded import encoded
 
-RESULT = "klt_cpu.json"
+RESULT, TRELLIS_RESULT = "klt_cpu.json", "klt_trellis_cpu.json"
 BITS, TURNS, TOKENS = 2, 15, 4096
 
+Entries = Mapping[str, tuple[str, Mapping[str, object]]]  # methods and options by what a table calls them
 
-def encodings(model: PreTrainedModel, artifact: Artifact) -> dict[str, Callable[[], object]]:
+ENTRIES: Entries = {
+    "kivi": ("kivi", {}),
+    "klt": ("klt", {}),
+    "klt again": ("klt", {}),
+    "after": ("klt", {"rope": "after"}),
+}
+PAIRS = {
+    "klt / kivi": ("klt", "kivi"),
+    "klt again / klt (A/A)": ("klt again", "klt"),
+    "after / kivi": ("after", "kivi"),
+}
+PREDICTED = {"size": True, "predict": True}
+PLAIN = " in plain torch"  # at an entry's end
+TRELLIS_ENTRIES: Entries = {
+    "klt": ("klt", {}),
+    "predicted": ("klt", PREDICTED),
+    "predicted again": ("klt", PREDICTED),
+    "trellis": ("klt", {**PREDICTED, "trellis": True}),
+    f"trellis{PLAIN}": ("klt", {**PREDICTED, "trellis": True}),
+}
+TRELLIS_PAIRS = {
+    "predicted / klt": ("predicted", "klt"),
+    "predicted again / predicted (A/A)": ("predicted again", "predicted"),
+    "trellis / predicted": ("trellis", "predicted"),
+    f"trellis{PLAIN} / predicted": (f"trellis{PLAIN}", "predicted"),
+}
+
+
+def by(name: str, function: Callable[[], object]) -> Callable[[], object]:
+    """An entry's `function`; of one in plain torch, without compiled kernels."""
+
+    def plainly() -> None:
+        os.environ[VARIABLE] = "reference"
+        try:
+            function()
+        finally:
+            del os.environ[VARIABLE]
+
+    return plainly if name.endswith(PLAIN) else function
+
+
+def encodings(model: PreTrainedModel, artifact: Artifact, entries: Entries) -> dict[str, Callable[[], object]]:
     """A prompt's keys and values of every layer into packed words, in pieces as stores encode them."""
     geometry, rotation = Geometry.of(model.config), Rotation.of(model, "")
     x = torch.randn(1, geometry.kv_heads, TOKENS, geometry.head_dim, generator=torch.Generator().manual_seed(1))
     cos, sin = rotation.along(0, TOKENS, x.device)
 
-    def run(name: str, given: Artifact | None, **options: str) -> Callable[[], object]:
+    def run(method: str, options: Mapping[str, object]) -> Callable[[], object]:
+        given = artifact if method == "klt" else None
         plans = [
-            build(name, {"bits": BITS, **options}).plan(layer, geometry, given) for layer in range(geometry.layers)
+            build(method, {"bits": BITS, **options}).plan(layer, geometry, given) for layer in range(geometry.layers)
         ]
         streams = plans if given is None else [plan.tiers[0] for plan in plans]
         before = given is not None and plans[0].before_rope
@@ -45,27 +93,20 @@ def encodings(model: PreTrainedModel, artifact: Artifact) -> dict[str, Callable[
 
         return every
 
-    return {
-        "kivi": run("kivi", None),
-        "klt": run("klt", artifact),
-        "klt again": run("klt", artifact),
-        "after": run("klt", artifact, rope="after"),
-    }
+    return {name: by(name, run(*entry)) for name, entry in entries.items()}
 
 
-def steps(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str, Callable[[], object]]:
+def steps(
+    model: PreTrainedModel, artifact: Artifact, context: int, entries: Entries
+) -> dict[str, Callable[[], object]]:
     """One decode step of caches that hold `context` tokens."""
     prompt = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     token, found = prompt[:, :1], {}
-    for name, method, options in (
-        ("kivi", "kivi", {}),
-        ("klt", "klt", {"artifact": artifact, "window": 128}),
-        ("klt again", "klt", {"artifact": artifact, "window": 128}),
-        ("after", "klt", {"artifact": artifact, "window": 128, "rope": "after"}),
-    ):
-        cache = compress(model, method, bits=BITS, **options)
+    for name, (method, options) in entries.items():
+        own = {"artifact": artifact, "window": 128} if method == "klt" else {}
+        cache = compress(model, method, bits=BITS, **own, **options)
         model(prompt, past_key_values=cache, logits_to_keep=1)
-        found[name] = lambda cache=cache: model(token, past_key_values=cache)
+        found[name] = by(name, lambda cache=cache: model(token, past_key_values=cache))
     return found
 
 
@@ -74,27 +115,25 @@ def main() -> None:
     """Measures, prints, and writes the run where it is asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["artifacts/tiny-llama", "wide"])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--trellis", action="store_true")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    torch.set_num_threads(2)
-    pairs = {
-        "klt / kivi": ("klt", "kivi"),
-        "klt again / klt (A/A)": ("klt again", "klt"),
-        "after / kivi": ("after", "kivi"),
-    }
+    torch.set_num_threads(1 if asked.trellis else 2)
+    clock = time.process_time if asked.trellis else time.perf_counter
+    entries, pairs = (TRELLIS_ENTRIES, TRELLIS_PAIRS) if asked.trellis else (ENTRIES, PAIRS)
     runs = {}
     for name in asked.model:
         model = load(name)
-        artifact = made_up(model)
-        timed = {f"encode {TOKENS} tokens": encodings(model, artifact)}
-        timed |= {f"decode step at {context}": steps(model, artifact, context) for context in asked.contexts}
+        artifact = made_up(model, sized=asked.trellis)
+        timed = {f"encode {TOKENS} tokens": encodings(model, artifact, entries)}
+        timed |= {f"decode step at {context}": steps(model, artifact, context, entries) for context in asked.contexts}
         for what, functions in timed.items():
-            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, pairs)
+            run = turn_by_turn(lambda _, functions=functions: functions, TURNS, pairs, clock=clock)
             show(run, f"{name}, {what}: ")
             runs[f"{name}, {what}"] = run
     if asked.write:
-        keep(RESULT, {"bits": BITS, "runs": runs})
+        keep(TRELLIS_RESULT if asked.trellis else RESULT, {"bits": BITS, "runs": runs})
 
 
 if __name__ == "__main__":

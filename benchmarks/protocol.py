@@ -36,11 +36,16 @@ PAUSE = 0.1  # seconds before a step: threads of numpy and of torch go on spinni
 
 
 def turn_by_turn(
-    steps: Callable[[int], Steps], turns: int, ratios: Mapping[str, tuple[str, str]], warm: int = 2
+    steps: Callable[[int], Steps],
+    turns: int,
+    ratios: Mapping[str, tuple[str, str]],
+    warm: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every step of `steps(turn)`, in another order each turn, and `ratios` (above, below) turn by turn.
 
     All in one process, so that what slows the machine down slows both sides of a ratio; the first `warm` turns are not kept.
+    `clock`: `time.process_time` counts processor time, on a machine that others use as well.
     """
     shuffled, seconds = random.Random(0), dict[str, list[float]]()
     for turn in range(turns + warm):
@@ -48,9 +53,9 @@ def turn_by_turn(
         for name in shuffled.sample(list(timed), len(timed)):
             time.sleep(PAUSE)
             torch.ones(2**17).add_(1)  # torch's own threads sleep by now; waking them takes as long as a small step
-            start = time.perf_counter()
+            start = clock()
             timed[name]()
-            seconds.setdefault(name, []).append(time.perf_counter() - start)
+            seconds.setdefault(name, []).append(clock() - start)
     kept = {name: values[warm:] for name, values in seconds.items()}
     found = {
         name: quartiles([above / below for above, below in zip(kept[one], kept[other], strict=True)])

@@ -20,16 +20,16 @@ SECONDS = 120  # that a compiler gets
 
 
 @cache
-def library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C file, or None where this machine does not compile it."""
+def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The functions of a C file, compiled with `more` options, or None where this machine does not compile it."""
     compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
     if compiler is None:
         return None
     try:
-        said = hashlib.sha256("\0".join([source.read_text(), compiler, *OPTIONS, _processor()]).encode())
+        said = hashlib.sha256("\0".join([source.read_text(), compiler, *OPTIONS, *more, _processor()]).encode())
         kept = _folder() / f"{source.stem}-{said.hexdigest()[:16]}.so"
         if not kept.exists():
-            _compile(compiler, source, kept)
+            _compile([compiler, *OPTIONS, *more], source, kept)
         return ctypes.CDLL(str(kept))
     except (OSError, RuntimeError, subprocess.SubprocessError):  # no home, no room, no OpenMP ...
         return None
@@ -44,13 +44,13 @@ def _folder() -> Path:
     return found
 
 
-def _compile(compiler: str, source: Path, kept: Path) -> None:
+def _compile(compiler: list[str], source: Path, kept: Path) -> None:
     """Under another name first: processes that start together find a whole library or none."""
     handle, part = tempfile.mkstemp(suffix=".so", dir=kept.parent)
     os.close(handle)
     try:
         subprocess.run(
-            [compiler, *OPTIONS, str(source), "-o", part],
+            [*compiler, str(source), "-o", part],
             check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS,
         )  # fmt: skip
         os.replace(part, kept)

@@ -1,7 +1,8 @@
 """Calls `codes.c`: a few query rows against codes as they lie in pages, on a CPU.
 
 Words are int16 `[batch or 1, kv_heads or 1, W, T]` with tokens side by side; with `counts` those of all heads lie in one row
-(`kernels/pack/heads.py`). All else is float32. Every item of the batch is computed by itself, whatever the number of threads.
+(`kernels/pack/heads.py`), and with `bits` None every word is a
+number itself. All else is float32. Every item of the batch is computed by itself, whatever the number of threads.
 """
 
 import ctypes
@@ -56,7 +57,7 @@ def _is_plain(part: Tensor) -> bool:
 def code_scores(
     query: Tensor,
     words: Tensor,
-    bits: int | Widths,
+    bits: int | Widths | None,
     counts: tuple[int, ...] | None = None,
     groups: int = 1,
     block: int | None = None,
@@ -81,7 +82,7 @@ def code_scores(
 def code_mix(
     weights: Tensor,
     words: Tensor,
-    bits: int | Widths,
+    bits: int | Widths | None,
     channels: int,
     counts: tuple[int, ...] | None = None,
     block: int | None = None,
@@ -103,8 +104,8 @@ def code_mix(
 def turned_scores(
     query: Tensor,
     words: Tensor,
-    bits: int | Widths,
-    counts: tuple[int, ...],
+    bits: int | Widths | None,
+    counts: tuple[int, ...] | None,
     matrix: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -116,7 +117,8 @@ def turned_scores(
     """
     batch, heads, rows, head_dim = query.shape
     out = query.new_empty(batch, heads, rows, words.shape[-1])
-    codes = _codes(words, bits, counts, batch, heads, len(pattern(bits)) * max(counts))
+    channels = words.shape[2] if bits is None or counts is None else len(pattern(bits)) * max(counts)
+    codes = _codes(words, bits, counts, batch, heads, channels)
     query, matrix, cos, sin = (part.contiguous() for part in (query, matrix.mT, cos, sin))
     sizes = None if sizes is None else sizes.contiguous()
     strides = [0 if cos.ndim < axis or cos.shape[-axis] == 1 else cos.stride(-axis) for axis in (4, 3)]
@@ -159,19 +161,22 @@ def _function(name: str) -> "ctypes._NamedFuncPointer":
 
 
 @cache
-def _fields(bits: int | Widths) -> "tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_float]]":
+def _fields(bits: int | Widths | None) -> "tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_float]]":
     """Masks and units of a word's fields."""
     masks, units = (ctypes.c_int32 * 16)(), (ctypes.c_float * 16)()
+    if bits is None:
+        masks[0], units[0] = -1, 1.0
+        return masks, units
     for number, (width, first) in enumerate(zip(pattern(bits), first_bits(bits), strict=True)):
         masks[number], units[number] = ((1 << width) - 1) << first, 2.0**-first
     return masks, units
 
 
 def _codes(
-    words: Tensor, bits: int | Widths, counts: tuple[int, ...] | None, batch: int, heads: int, channels: int
+    words: Tensor, bits: int | Widths | None, counts: tuple[int, ...] | None, batch: int, heads: int, channels: int
 ) -> _Codes:
     begins = None if counts is None else first_words(counts, words.device)
-    wide = words_per_token(channels, bits)
+    wide = channels if bits is None else words_per_token(channels, bits)
     row, head = (0 if size == 1 else stride for size, stride in zip(words.shape[:2], words.stride()[:2], strict=True))
     sizes = (row, head, words.stride(2), batch * heads, heads, wide, channels, words.shape[-1])
     return _Codes(words.data_ptr(), _at(begins), *sizes, *_fields(bits))

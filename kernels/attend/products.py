@@ -51,6 +51,29 @@ def turned_scores(
     return reference.rotated_scores(query, keys, cos, sin)
 
 
+def number_scores(query: Tensor, numbers: Tensor) -> Tensor:
+    """q.n: `query [..., rows, D]` float32 against a tile of whole numbers int16 `[..., D, T]` -> `[..., rows, T]` float32."""
+    if cpu.serves(query, numbers):
+        return cpu.code_scores(query, numbers, None).squeeze(2)
+    return query @ numbers.float()
+
+
+def number_mix(weights: Tensor, numbers: Tensor) -> Tensor:
+    """sum_t p_t n_t: `weights [..., rows, T]` float32 -> `[..., rows, D]` float32; as `number_scores` reads them."""
+    if cpu.serves(weights, numbers, numbers.shape[-2]):
+        return cpu.code_mix(weights.unsqueeze(2), numbers, None, numbers.shape[-2])
+    return weights @ numbers.float().mT
+
+
+def turned_number_scores(
+    query: Tensor, numbers: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
+) -> Tensor:
+    """As `turned_scores`, of numbers in place of codes."""
+    if cpu.serves(query, numbers) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
+        return cpu.turned_scores(query, numbers, None, None, matrix, cos, sin, sizes)
+    return reference.rotated_scores(query, reference.keys_of_numbers(numbers, matrix, sizes), cos, sin)
+
+
 def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:
     """q.x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z."""
     channels, tokens = query.shape[-1], words.shape[-1]

@@ -72,8 +72,7 @@ class Klt(Method):
         size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
             are coded: steps fit the token. With keys before RoPE alone.
         predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`.
-        trellis: whether levels are trellis-coded: at the same bits, narrower steps. Encoding takes longer, and no kernel reads the
-            codes.
+        trellis: whether levels are trellis-coded: at the same bits, narrower steps. No kernel of a GPU finds or reads the codes.
         tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
             RoPE every token's position is stored as well, 32 bits a head.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".

@@ -4,24 +4,20 @@ A component of b bits has 2^(b+1) levels in [-1, 1], as a uniform code of b + 1 
 
     s = 2^-b        y^ = s i - 1 + s / 2        i = 4 f + 2 z1 + z0
 
-and which half of them it may take follows from the bits before it (`viterbi.py`). Stored are the b bits u + 2 f. One path goes
+and which half of them it may take follows from the bits before it (`kernels/trellis`). Stored are the b bits u + 2 f. One path goes
 through all components of a token and head, word by word, and in a word from the first field; it begins in state 0 for every
 token. So a token's code depends on nothing else, and of a word a reader needs the one or two before it.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.attend.reference import keys_of_numbers, rotated_scores
-from calib.kernels.pack.heads import join_heads, spread_heads
-from calib.kernels.pack.reference import pack_away, unpack_columns
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.attend.products import number_mix, number_scores, turned_number_scores
+from calib.kernels.trellis.operation import trellis_levels, trellis_words
 from calib.runtime.paging.field import Block
-from calib.runtime.stages.codec.viterbi import SUBSETS, best_path, nearest_free, subsets_of
 from calib.runtime.stages.codec.word_codes import WordCodes
 
 
@@ -47,16 +43,7 @@ class TrellisQuant(WordCodes):
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
-        at = (x / self.step(x.device)).add_(self.levels(x.device) / 2)
-        at = self._along_path(at.movedim(-1, 0)).contiguous()  # [components, batch, kv_heads, tokens]
-        top, weight = self._path_tables(x.device)
-        weight = weight[:, None, :, None].expand_as(at)
-        path = best_path(at.flatten(1), top, weight.flatten(1)).view(at.shape)
-        subset = subsets_of(path)
-        free = nearest_free((at - subset).mul_(1 / SUBSETS), top.view(-1, 1, 1, 1))
-        codes = free.to(torch.int16).mul_(2).add_(path)
-        codes = codes.unflatten(0, (-1, len(self.widths))).transpose(0, 1).flatten(0, 1).movedim(0, -1)
-        return {"words": join_heads(pack_away(codes.contiguous(), self.widths), self.counts)}
+        return {"words": trellis_words(x.float(), self.widths, self.counts, self._of_steps(x.device))}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""
@@ -65,10 +52,7 @@ class TrellisQuant(WordCodes):
 
     def codes(self, tile: Block) -> Tensor:
         """The indices of the levels of a tile: int16 `[..., kv_heads, components, tokens]`."""
-        stored = unpack_columns(spread_heads(tile["words"], self.counts), self.widths, self.components)
-        along = self._along_path(stored.movedim(-2, 0))
-        found = (along >> 1).mul_(4).add_(subsets_of(along & 1))
-        return found.unflatten(0, (-1, len(self.widths))).transpose(0, 1).flatten(0, 1).movedim(0, -2)
+        return trellis_levels(tile["words"], self.widths, self.counts)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """What half of the levels errs by, from any state, is what the best path errs by at most in all: a component's share of
@@ -82,34 +66,24 @@ class TrellisQuant(WordCodes):
     def scores(self, query: Tensor, tile: Block) -> Tensor:
         """`query [..., kv_heads, rows, components]` float32 -> logits `[..., kv_heads, rows, tokens]` from the codes."""
         folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
-        return folded @ self.codes(tile).float() + zero
+        return number_scores(folded, self.codes(tile)) + zero
 
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
         """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s there are `components + 2` columns,
         for s c, s and 1."""
-        return rotated_scores(query, keys_of_numbers(self.codes(tile), matrix, sizes), cos, sin)
+        return turned_number_scores(query, self.codes(tile), matrix, cos, sin, sizes)
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
-        return weights @ self.codes(tile).float().mT
+        return number_mix(weights, self.codes(tile))
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
         """None: no kernel reads it."""
         return None
 
-    def _along_path(self, x: Tensor) -> Tensor:
-        """`x [components, ...]` from plane form to the order of the path: word by word."""
-        return x.unflatten(0, (len(self.widths), -1)).transpose(0, 1).flatten(0, 1)
-
-    def _path_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """In the order of the path: the largest f `[components, 1]`, and the weights of squared steps `[components, kv_heads]`."""
-        top = _tops(self.widths, max(self.counts), device)
-        steps = self.weights / self.weights.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        return top, self._along_path((steps * self.step(device)).square().squeeze(1).mT)
-
-
-@lru_cache
-def _tops(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
-    return upload([2.0 ** (width - 1) - 1 for width in widths] * words, torch.float32, device).unsqueeze(1)
+    def _of_steps(self, device: torch.device) -> Tensor:
+        """Weights of squared steps `[kv_heads, components]`, the largest of a head 1 at most."""
+        relative = self.weights / self.weights.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        return (relative * self.step(device)).square().squeeze(1)
