@@ -2,8 +2,7 @@
 
 Tensors, of the streams `keys.klt`, `values.klt` and `keys.klt.before` (`calib/runtime/artifact/transform_tensors.py`), float32:
 `.mean [L, H, D]`, `.basis [L, H, D, D]`, `.steps [L, H, D, 8]`, `.errors [L, H, D, 9]`. With keys before RoPE also
-steps and errors of tokens over their own size, of uniform and of trellis-coded levels, and all of what keys do not predict of
-values.
+steps and errors of tokens over their own size, and all of what keys do not predict of values.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from calib.runtime.stages.transform import inverse
 from calib.statistics.contract import Statistic, tokens_of
 from calib.statistics.transform_basis import Bases, Rest
 from calib.statistics.transformed_streams import coded, streams, vectors
-from calib.statistics.trellis_levels import trellis_residual
 
 # Steps of 1 ... 8 bits that are best for a Gaussian of deviation 1 (J. Max, Quantizing for minimum distortion, 1960), and
 # the factors on them that are tried: heavy tails want wider ones.
@@ -33,10 +31,7 @@ FACTORS = tuple(2 ** (third / 3) for third in range(-9, 7))
 FARTHER, SHARE, SHIFT = 4.0, 0.02, 6
 # Over their own size tokens are nearly Gaussian: 97 of 100 components of a real model choose a factor of 1.
 SIZED_FACTORS = FACTORS[7:13]
-# Steps of trellis-coded levels that are tried, in those of uniform ones: Gaussian components want half.
-TRELLIS_FACTORS = (0.5, 0.5625, 0.625, 0.75)
 EVERY = 3  # tokens for one that is used: neighbours say much the same, and each costs 128 quantisers
-PATHS_EVERY = 12  # tokens for one of which paths are looked for: each costs as much as eight quantisers
 
 
 class Components(Statistic):
@@ -44,8 +39,7 @@ class Components(Statistic):
 
     The quantiser is the method's: y^ = (clamp(round(y/s + L/2), 0, L) - L/2) s, L = 2^bits - 1. Errors are summed, not read
     off a histogram: tails and the finest steps are as exact as the rest. Held are float64 `[streams, layers, kv_heads,
-    head_dim, 8, factors]`: 134 MB a stream for Llama 2 7B; of three streams of sized tokens 50 MB each, and 34 MB of trellis-coded
-    levels (`trellis_levels.py`).
+    head_dim, 8, factors]`: 134 MB a stream for Llama 2 7B; of three streams of sized tokens 50 MB each.
 
     Args:
         shape: the model's sizes.
@@ -59,8 +53,6 @@ class Components(Statistic):
         "error": "sum",
         "sized_energy": "sum",
         "sized_error": "sum",
-        "trellis_energy": "sum",
-        "trellis_error": "sum",
     }
 
     def __init__(self, shape: Shape, rotation: Rotation | None, find: Callable[[], Bases]) -> None:
@@ -74,11 +66,6 @@ class Components(Statistic):
             energy = torch.zeros(len(names), *sizes, dtype=torch.float64)
             self.register_buffer(f"{prefix}energy", energy)
             self.register_buffer(f"{prefix}error", energy.new_zeros(*energy.shape, len(GAUSSIAN), len(factors)))
-
-        self.register_buffer("trellis_energy", self.sized_energy.clone())
-        self.register_buffer(
-            "trellis_error", self.sized_error.new_zeros(*self.sized_error.shape[:-1], len(TRELLIS_FACTORS))
-        )
 
     def found(self) -> Bases:
         """The bases."""
@@ -95,7 +82,7 @@ class Components(Statistic):
         return transform @ torch.linspace(0.5, 1.5, transform.shape[-1], dtype=transform.dtype)
 
     def observe(self, sample: LayerSample) -> None:
-        """Adds the errors of every third token, of trellis-coded levels those of every twelfth."""
+        """Adds the errors of every third token."""
         layer, bases, device = sample.layer, self.found(), sample.keys.device
         looked_at = coded(sample) & (sample.index % EVERY == 0)
         self.tokens[layer] += looked_at.sum().to(self.tokens.device)
@@ -112,13 +99,10 @@ class Components(Statistic):
         if bases.rest is None:
             return
         measured[PREDICTED] = self._rest(bases, bases.rest, layer, *measured["keys.klt.before"], centred["values.klt"])
-        few = (sample.index % PATHS_EVERY == 0)[looked_at]
         for number, name in enumerate(self.sized):
             y, deviation = measured[SIZED.get(name, name)]
-            sums, size = (self.sized_energy[number, layer], self.sized_error[number, layer]), size_of(y, deviation)
-            add(*sums, y, deviation, SIZED_FACTORS, size)
-            sums = self.trellis_energy[number, layer], self.trellis_error[number, layer]
-            add_trellis(*sums, y[:, few], deviation, size[:, few])
+            sums = self.sized_energy[number, layer], self.sized_error[number, layer]
+            add(*sums, y, deviation, SIZED_FACTORS, size_of(y, deviation))
 
     @staticmethod
     def _rest(
@@ -165,12 +149,6 @@ class Components(Statistic):
             deviation = bases.deviation[self.plain.index(SIZED[name])] if name in SIZED else bases.rest.deviation
             tables = self._steps(self.sized_energy[number], error, error, deviation, SIZED_FACTORS)
             found |= {f"{name}.steps": tables.steps, f"{name}.errors": tables.errors}
-            # Shares of the energy of those tokens, and so of all tokens'.
-            energy = self.trellis_energy[number].cpu().clamp(min=torch.finfo(torch.float64).tiny)
-            whole = self.sized_energy[number].cpu() / energy
-            error = self.trellis_error[number].cpu() * whole[..., None, None]
-            tables = self._steps(self.sized_energy[number], error, error, deviation, TRELLIS_FACTORS)
-            found |= {f"{name}.trellis.steps": tables.steps, f"{name}.trellis.errors": tables.errors}
             if name == PREDICTED:
                 found[f"{name}.basis"] = gathered(bases.rest.transform, tables.order)
                 found[f"{name}.matrix"] = bases.rest.matrix
@@ -212,16 +190,6 @@ def add(
         for column, factor in enumerate(factors):
             missed = residual(y, (gaussian * factor * deviation)[:, None], row + 1)
             error[..., row, column] += squares(missed if size is None else missed.mul_(size)).to(error.device)
-
-
-def add_trellis(energy: Tensor, error: Tensor, y: Tensor, deviation: Tensor, size: Tensor) -> None:
-    """The same sums of trellis-coded levels. On the host, where a path is found fastest."""
-    energy += squares(y).to(energy.device)
-    y, deviation, size = y.cpu() / size.cpu(), deviation.cpu(), size.cpu()
-    for row, gaussian in enumerate(GAUSSIAN):
-        for column, factor in enumerate(TRELLIS_FACTORS):
-            missed = trellis_residual(y, (gaussian * factor * deviation)[:, None], row + 1)
-            error[..., row, column] += squares(missed.mul_(size)).to(error.device)
 
 
 def residual(y: Tensor, steps: Tensor, bits: int) -> Tensor:

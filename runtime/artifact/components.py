@@ -6,7 +6,7 @@ asked of an artifact is asked of those where nothing else is said, if it has the
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +26,7 @@ READER = "klt"  # the method that misses what is missing
 MOST_CONDITION = 1e6  # of a basis: float32 rows say nothing of its inverse beyond
 MOST_REACH = 2.0**20  # of a component's range, in a key's or value's own unit: 16 times the largest number of float16
 MOST_RANGES = 1e12  # of a component, in a standard deviation of a channel
-# Of a uniform code's step, where the fit measured no other: Gaussian components want 1 / 2, those of SmolLM2 5 / 8.
-TRELLIS_STEP = 9 / 16
+TRELLIS_STEP = 9 / 16  # of a uniform code's step: Gaussian components want 1 / 2, those of SmolLM2 5 / 8
 LEAST_DEVIATION = 1e-12  # of a component that tells a token's size
 LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # of an error or loss of 0
 MOST_LOG = 700.0  # what float64 has an exponential of
@@ -41,8 +40,7 @@ class Coding:
         rope: "before" or "after": where keys have their components.
         size: whether every token has a size, by which its components are divided.
         predict: whether values are predicted from keys.
-        trellis: whether levels are those of a trellis code.
-        fitted: whether the fit measured their steps and errors, which else follow from those of uniform levels.
+        trellis: whether levels are those of a trellis code, in steps that follow from the tensors'.
         joint: whether all heads of a layer have one basis, as stored chunks may (`runtime/storage/joint_layer.py`); with `size` and
             `predict`.
     """
@@ -51,20 +49,17 @@ class Coding:
     size: bool = False
     predict: bool = False
     trellis: bool = False
-    fitted: bool = False
     joint: bool = False
 
     def name(self, role: str, kind: str) -> str:
         """Of a stream's tensor."""
         if self.joint:
             return f"{role}.storage.{kind}"
-        told = kind in ("steps", "errors")
-        stem = stem_of(role, self.rope)
         if self.predict and role == "values" and kind != "mean":
-            stem = PREDICTED
-        elif self.size and told:
-            stem = f"{role}.klt.sized"
-        return f"{stem}.trellis.{kind}" if self.fitted and told else f"{stem}.{kind}"
+            return f"{PREDICTED}.{kind}"
+        if self.size and kind in ("steps", "errors"):
+            return f"{role}.klt.sized.{kind}"
+        return f"{stem_of(role, self.rope)}.{kind}"
 
     @property
     def plain(self) -> bool:
@@ -79,12 +74,9 @@ _allocators: "WeakKeyDictionary[Artifact, dict[Coding, Allocator]]" = WeakKeyDic
 def coding_of(
     artifact: Artifact, rope: str | None = None, size: bool = False, predict: bool = False, trellis: bool = False
 ) -> Coding:
-    """Keys have their components as asked; before RoPE where the artifact has such; else after it. Steps of trellis-coded levels
-    are those of the fit, which it measures of tokens with sizes."""
+    """Keys have their components as asked; before RoPE where the artifact has such; else after it."""
     rope = rope or ("before" if artifact.has("keys.klt.before.errors") else "after")
-    coding = Coding(rope, size, predict, trellis, fitted=size and trellis)
-    there = all(artifact.has(coding.name(role, "steps")) for role in ROLES)
-    return coding if there else replace(coding, fitted=False)
+    return Coding(rope, size, predict, trellis)
 
 
 def stem_of(role: str, rope: str) -> str:
@@ -197,14 +189,13 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
     weights = torch.zeros(heads, 1, len(words.widths) * most, dtype=torch.float64)
     # What a component is in units of, by which a path weighs errors: in their own unit those of all components count the same.
     reaches = torch.zeros_like(weights)
-    # A step of uniform levels is 2^(1 - width) in units of ranges, of a trellis' 2^-width.
-    wider = 2 * (1 if coding.fitted else TRELLIS_STEP) if coding.trellis else 1
     for head, count in enumerate(words.counts):
         coded = min(len(words.widths) * count, channels)
         for plane, width in enumerate(words.widths):
             own = slice(plane * count, min((plane + 1) * count, channels))
             at = slice(plane * most, plane * most + max(0, own.stop - own.start))
-            reach = ranges[head, own, width - 1] * wider
+            # A step of 2^(1 - width) is the tensors' own; of a trellis one of 2^-width is TRELLIS_STEP times that.
+            reach = ranges[head, own, width - 1] * (2 * TRELLIS_STEP if coding.trellis else 1)
             into[head, :, at] = (rows[head, own] / reach[:, None]).T
             back[head, at] = (columns[head][:, own] * reach).T
             reaches[head, 0, at] = reach

@@ -13,10 +13,6 @@ and of what keys do not predict of values (`runtime/stages/prediction.py`), with
     keys.klt.sized, values.klt.sized   .steps, .errors
     values.klt.predicted               .basis, .steps, .errors, .matrix [L, H, D, D] M: of values, from keys before RoPE
 
-Of these three, of trellis-coded levels (`kernels/trellis`); artifacts without them serve all the same:
-
-    {stream}.trellis                   .steps, .errors
-
 For stored chunks, where a load decodes all of a layer's heads and what is decoded helps (`runtime/storage/joint_layer.py`),
 W = H D channels, keys before RoPE; all or none of a stream:
 
@@ -37,12 +33,10 @@ TRANSFORMS = ("keys.klt", "values.klt", "keys.klt.before")
 KINDS = ("mean", "basis", "steps", "errors")
 SIZED = {"keys.klt.sized": "keys.klt.before", "values.klt.sized": "values.klt"}  # and whose means and bases they have
 PREDICTED = "values.klt.predicted"
-TRELLIS = tuple(f"{stream}.trellis" for stream in (*SIZED, PREDICTED))
 STREAM_KINDS = {
     **dict.fromkeys(TRANSFORMS, KINDS),
     **dict.fromkeys(SIZED, ("steps", "errors")),
     PREDICTED: ("basis", "steps", "errors", "matrix"),
-    **dict.fromkeys(TRELLIS, ("steps", "errors")),
 }
 STORAGE = ("keys.storage", "values.storage")
 LOSSES = {"before": "klt.before.loss", "after": "klt.loss"}

@@ -12,8 +12,7 @@ from calib.capture.output_projection import output_weights
 from calib.capture.sample import SINKS
 from calib.fit.calibration import model_shape
 from calib.runtime.rotation import Rotation
-from calib.runtime.stages.codec import TrellisQuant
-from calib.statistics.components import FACTORS, GAUSSIAN, SHIFT, SIZED_FACTORS, TRELLIS_FACTORS, Components
+from calib.statistics.components import FACTORS, GAUSSIAN, SHIFT, SIZED_FACTORS, Components
 from calib.statistics.second_moments import SecondMoments
 from calib.statistics.sensitivity import Sensitivity
 from calib.statistics.transform_basis import bases, scaled, shrunk, traced, water_level
@@ -325,41 +324,6 @@ def test_sized_steps_and_errors_are_those_of_brute_force():
                 ]
                 assert any(math.isclose(step, stored, rel_tol=1e-5) for step in grid)
                 assert float(errors[component, bits]) == pytest.approx(min(missed), rel=5e-3)
-
-
-def test_trellis_steps_and_errors_are_those_of_the_codec():
-    """Of every twelfth token; errors of all tokens are as large a share of their energy."""
-    one, moments, sensitivity, output = measured()
-    found = bases(moments, sensitivity, output)
-    tensors = seen(Components(SHAPE, TURN, lambda: found), one).tensors()
-    head, all_tokens, few = 1, [], []
-    for row, t, position in real(one):
-        if int(one.index[row, t]) % 3 == 0:
-            key = turn(position).T @ one.keys[row, head, t].double() - found.mean[2, 0, head]
-            all_tokens.append(found.transform[2, 0, head] @ key)
-            few.append(int(one.index[row, t]) % 12 == 0)
-    deviation, y = found.deviation[2, 0, head], torch.stack(all_tokens)
-    order = y.square().mean(0).argsort(descending=True)
-    octave = (2 * (y / deviation).square().mean(-1, keepdim=True).sqrt().log2()).round().clamp(-5, 10)
-    size, own = torch.exp2(octave / 2)[few], y[few]
-    assert 0 < sum(few) < len(few) / 3
-    errors, steps = (tensors[f"keys.klt.sized.trellis.{kind}"][0, head] for kind in ("errors", "steps"))
-    torch.testing.assert_close(errors[:, 0], tensors["keys.klt.sized.errors"][0, head, :, 0])
-    for bits in (1, 2, 5, 8):
-        missed = []
-        for factor in TRELLIS_FACTORS:
-            reach = GAUSSIAN[bits - 1] * factor * deviation * 2**bits
-            quant = TrellisQuant((bits,), (len(deviation),), torch.ones(1, 1, len(deviation)))
-            held = quant.decode(quant.encode((own / size / reach).float()[None, None]), len(deviation))[0, 0].double()
-            missed.append((held * reach * size - own).square().sum(0) / own.square().sum(0))
-        least = torch.stack(missed)[:, order]
-        chosen = deviation[order] * GAUSSIAN[bits - 1] * torch.tensor(TRELLIS_FACTORS)[least.argmin(0)]
-        torch.testing.assert_close(steps[:, bits - 1].double(), chosen, rtol=1e-3, atol=0)
-        wanted = least.amin(0) * y.square().mean(0)[order]
-        torch.testing.assert_close(errors[:, bits].double(), wanted, rtol=5e-3, atol=0)
-    # By as few tokens a component says little, all of them together that the levels are nearer.
-    uniform, found_ = (tensors[f"keys.klt.sized{part}.errors"][0].flatten(0, 1) for part in ("", ".trellis"))
-    assert bool((found_ / found_[:, :1]).mean(0)[1:5].lt(0.95 * (uniform / uniform[:, :1]).mean(0)[1:5]).all())
 
 
 def test_heavy_tails_have_wider_steps_and_a_bit_that_harms_counts_as_useless():

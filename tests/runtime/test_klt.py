@@ -14,16 +14,7 @@ from transformers import DynamicCache
 
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact.component_bits import ROLES
-from calib.runtime.artifact.components import (
-    Coding,
-    allocator,
-    coding_of,
-    error_at,
-    interpolated,
-    layer_codes,
-    loss_at,
-    stem_of,
-)
+from calib.runtime.artifact.components import Coding, allocator, error_at, interpolated, loss_at, stem_of
 from calib.runtime.methods.klt import Klt
 
 pytestmark = pytest.mark.arithmetic
@@ -177,40 +168,6 @@ def test_trellis_levels_are_nearer(artifact, coding):
             for head, own in enumerate(missed):
                 errors[trellis] += float(own[: len(words.bits_of(head))].sum())
     assert errors[True] < 0.9 * errors[False]
-
-
-def test_trellis_levels_lie_as_far_apart_as_the_fit_says(artifact):
-    """With sizes; without them, and of an artifact that has no such steps, 9/16 of the uniform codes'. Bits are dealt out by what
-    was measured."""
-    older = Artifact(
-        {name: tensor for name, tensor in artifact.tensors.items() if ".trellis." not in name},
-        artifact.fingerprint,
-        artifact.provenance,
-        artifact.clip_bits,
-    )
-    sized = {"size": True, "predict": True}
-    for given, options, kind, share in (
-        (artifact, sized, "trellis.steps", 1),
-        (artifact, {"size": True}, "trellis.steps", 1),
-        (older, sized, "steps", 9 / 16),
-        (artifact, {}, "steps", 9 / 16),
-    ):
-        coding, plain = coding_of(given, **options, trellis=True), coding_of(given, **options)
-        assert coding.fitted == (share == 1)
-        for role in ROLES:
-            words = Klt(bits=2, trellis=True, **options).allocations(given)[0].streams[role][1]
-            found = layer_codes(given, role, 1, words, coding).half_steps
-            rows = given.tensor(plain.name(role, "basis"))[1].double()
-            steps = given.tensor(plain.name(role, "steps").replace("steps", kind))[1].double() * share
-            for head, columns in enumerate(torch.linalg.inv(rows)):
-                for component, width in enumerate(words.bits_of(head)[: rows.shape[-1]]):
-                    plane, word = divmod(component, words.counts[head])
-                    wanted = columns[:, component] * steps[head, component, width - 1] / 2
-                    own = found[head, plane * max(words.counts) + word]
-                    torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-8)
-    trellis, uniform = (Klt(bits=2, trellis=one, **sized).allocations(artifact)[0].error for one in (True, False))
-    assert trellis < 0.9 * uniform
-    assert Klt(bits=2, trellis=True, **sized).allocations(older) == Klt(bits=2, **sized).allocations(older)
 
 
 @pytest.mark.parametrize("bits", [0.75, 2, 4])

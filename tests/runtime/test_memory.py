@@ -9,15 +9,16 @@ from live_tensors import live_tensors
 from tolerances import MEMORY
 from toy_models import left_padded, random_model
 
-from calib.runtime import compress
+from calib.runtime import Artifact, compress
 
 
 def held_bytes(holder) -> int:
-    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk."""
+    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk. An artifact is its loader's;
+    what a cache takes from it lies in the cache as well."""
     storages, seen, waiting = {}, set(), [holder]
     while waiting:
         thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, torch.nn.Module | type):
+        if id(thing) in seen or isinstance(thing, torch.nn.Module | type | Artifact):
             continue
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):

@@ -105,9 +105,6 @@ def toy_predictions(tensors: dict[str, torch.Tensor], generator: torch.Generator
     found["values.klt.predicted.matrix"] = 0.2 * torch.randn(values.shape, generator=generator)
     for kind in ("steps", "errors"):
         found[f"values.klt.predicted.{kind}"] = 0.8 * tensors[f"values.klt.{kind}"]
-    for name in ("keys.klt.sized", "values.klt.sized", "values.klt.predicted"):
-        found[f"{name}.trellis.steps"] = 0.55 * found[f"{name}.steps"]
-        found[f"{name}.trellis.errors"] = found[f"{name}.errors"] * torch.tensor([1.0, *[0.8] * 8])
     return found
 
 
