@@ -13,8 +13,8 @@ from calib.runtime import Artifact, compress
 
 
 def held_bytes(holder) -> int:
-    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk. An artifact is its loader's;
-    what a cache takes from it lies in the cache as well."""
+    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk. An artifact is its
+    loader's; what a cache takes from it lies in the cache as well."""
     storages, seen, waiting = {}, set(), [holder]
     while waiting:
         thing = waiting.pop()
