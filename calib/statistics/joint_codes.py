@@ -97,7 +97,9 @@ def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
     square, cross = (inputs.mT @ inputs).double(), (inputs.mT @ outputs).double()
     # What does not vary predicts nothing.
     ridge = RIDGE * square.diagonal(dim1=-2, dim2=-1) + torch.finfo(torch.float32).tiny
-    return torch.block_diag(*torch.linalg.solve(square + torch.diag_embed(ridge), cross)).float()
+    return torch.block_diag(
+        *torch.cholesky_solve(cross, torch.linalg.cholesky(square + torch.diag_embed(ridge)))
+    ).float()
 
 
 def tables(y: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
