@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -119,6 +119,13 @@ smollm2-needle: $(SMOLLM2)/config.json  ## a number hidden in 512 and 2,048 toke
 	$(BIN)/calib eval --config runs/eval/smollm2_needle.yaml --model $(SMOLLM2) --output runs/eval/smollm2_needle $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_needle/report.md > docs/results/smollm2/needle.md
 	cp runs/eval/smollm2_needle/results.json benchmarks/results/smollm2_needle.json
+
+smollm2-needle-long: $(SMOLLM2)/config.json  ## a number hidden in 4,096 and 8,192 tokens; half an hour on two idle cores, behind `make smollm2`; TEST and ONLY as above
+	mkdir -p runs/eval
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*split: test}|"$(TEST)"|') -e '' configs/eval/smollm2_needle_long.yaml > runs/eval/smollm2_needle_long.yaml
+	$(BIN)/calib eval --config runs/eval/smollm2_needle_long.yaml --model $(SMOLLM2) --output runs/eval/smollm2_needle_long $(if $(ONLY),--only $(ONLY))
+	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_needle_long/report.md > docs/results/smollm2/needle_long.md
+	cp runs/eval/smollm2_needle_long/results.json benchmarks/results/smollm2_needle_long.json
 
 smollm2-lm-eval: $(SMOLLM2)/config.json  ## a task of lm-eval on local text, behind `make smollm2`; an hour, TEST and ONLY as above
 	$(BIN)/python benchmarks/last_word.py --output runs/last_word $(if $(TEST),--text $(TEST))
