@@ -1,9 +1,9 @@
 """C of ours, compiled for this machine at its first use and kept: what plain torch says in many passes over memory.
 
-The library lies in `$XDG_CACHE_HOME/calib/compiled` (`~/.cache`), under a name made of its source, the compiler and the processor:
-another machine that shares the folder has its own. `$CC`, `cc`, `gcc` or `clang` compiles it; where there is none, or it
-fails, there is no library and plain torch serves. OpenMP's functions are those that torch has loaded, so threads are shared.
-"""
+The library lies in `$XDG_CACHE_HOME/calib/compiled` (`~/.cache`), under a name made of its source, the headers beside it, the
+compiler and the processor: another machine that shares the folder has its own. `$CC`, `cc`, `gcc` or `clang` compiles it; where
+there is none, or it fails, there is no library and plain torch serves. OpenMP's functions are those that torch has loaded, so
+threads are shared."""
 
 import ctypes
 import hashlib
@@ -26,7 +26,8 @@ def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        said = hashlib.sha256("\0".join([source.read_text(), compiler, *OPTIONS, *more, _processor()]).encode())
+        texts = [part.read_text() for part in (source, *sorted(source.parent.glob("*.h")))]
+        said = hashlib.sha256("\0".join([*texts, compiler, *OPTIONS, *more, _processor()]).encode())
         kept = _folder() / f"{source.stem}-{said.hexdigest()[:16]}.so"
         if not kept.exists():
             _compile([compiler, *OPTIONS, *more], source, kept)

@@ -1,30 +1,17 @@
 /* Attention's products with packed codes on a CPU, in one pass over the words: what `reference.py` says in plain torch.
 
-   Tokens lie last, so a vector is `LANES` tokens of one channel. A field is masked where it lies in its word, and the factor that it meets
-   is divided by 2^(its first bit), which is exact: one operation fewer for every code. Query rows are few, and a constant of the
-   compiler. `cpu.py` says what shapes are. */
+   Query rows are few, and a constant of the compiler. `cpu.py` says what shapes are. */
 
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-/* A vector is a register, and a tile's sums lie in registers: 32 of 16 numbers, or 16 of 8. */
 #ifdef __AVX512F__
-#define LANES 16
 #define AXES 8      /* channels of keys that are put together at once */
 #define BATCH 2     /* vectors of tokens then */
 #else
-#define LANES 8
 #define AXES 4
 #define BATCH 3
 #endif
-#define VECTORS 4   /* of a tile at most */
 #define CHUNK 256   /* tokens of one unit of work */
-#define MOST_ROWS 8
-#define MOST_CHANNELS 512
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 
 /* A batch of heads, items in all. Channel c is field c / wide of word c % wide; a head with fewer words has no such channel. */
 typedef struct {
@@ -36,46 +23,11 @@ typedef struct {
     float units[16];   /* 2^-(its first bit) */
 } Codes;
 
-#define INLINE __attribute__((always_inline)) static inline
-
 static const int16_t *words_of(const Codes *codes, int item, int *count) {
     int row = item / codes->heads, head = item % codes->heads;
     const int16_t *words = codes->words + row * codes->row_stride;
     *count = codes->begins ? codes->begins[head + 1] - codes->begins[head] : codes->wide;
     return words + (codes->begins ? codes->begins[head] * codes->word_stride : head * codes->head_stride);
-}
-
-/* The first `left` numbers of a vector, and zeros; `LANES` or more are all there. */
-INLINE floats load(const float *from, int left) {
-    floats found = {0};
-    if (left >= LANES)
-        memcpy(&found, from, sizeof found);
-    else
-        memcpy(&found, from, 4 * (size_t)left);
-    return found;
-}
-
-INLINE void store(float *to, floats what, int left) {
-    if (left >= LANES)
-        memcpy(to, &what, sizeof what);
-    else
-        memcpy(to, &what, 4 * (size_t)left);
-}
-
-/* Codes of a vector of tokens, times 2^(first bit). */
-INLINE floats codes_at(const int16_t *words, int32_t mask, int left) {
-    shorts found = {0};
-    if (left >= LANES)
-        memcpy(&found, words, sizeof found);
-    else
-        memcpy(&found, words, 2 * (size_t)left);
-    return __builtin_convertvector(__builtin_convertvector(found, ints) & mask, floats);
-}
-
-INLINE float sum_of(floats x) {
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
-    return sum;
 }
 
 /* Scores of `V` vectors of tokens, of which `left` are asked for and `room` are there, with the channels [from, until) of
@@ -238,19 +190,6 @@ INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, i
         for (int r = 0; r < R; r++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r], left - v * LANES);
     }
 }
-
-/* Calls `function` with the number of rows as a constant. */
-#define BY_ROWS(rows, function, ...)                    \
-    switch (rows) {                                     \
-        case 1: function(1, __VA_ARGS__); break;        \
-        case 2: function(2, __VA_ARGS__); break;        \
-        case 3: function(3, __VA_ARGS__); break;        \
-        case 4: function(4, __VA_ARGS__); break;        \
-        case 5: function(5, __VA_ARGS__); break;        \
-        case 6: function(6, __VA_ARGS__); break;        \
-        case 7: function(7, __VA_ARGS__); break;        \
-        case 8: function(8, __VA_ARGS__); break;        \
-    }
 
 /* out [items][groups][rows][tokens] = start + sum over a group's channels of query [items][rows][channels] scales [items][blocks]
    [channels] code; `scales` and `start [items][rows][blocks]` may be NULL. A block has `block` tokens. */

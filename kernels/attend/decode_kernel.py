@@ -31,12 +31,12 @@ NOWHERE = tl.constexpr(2**31 - 1)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["columns", "table_width", "run", "hidden_row", "hidden_head"])
+@triton.jit(do_not_specialize=["columns", "table_width", "run", "ahead", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, POSITIONS, BACK,
     AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, VALUE_SCALES,
     KEY_SIZES, VALUE_SIZES, TOP, MASS, MIXED, SCORES,
-    heads, query_rows, columns, table_width, run, slots,
+    heads, query_rows, columns, table_width, run, slots, ahead,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, positions_page, positions_head,
@@ -52,10 +52,11 @@ def attend(
     HALF: tl.constexpr, HALFP: tl.constexpr, PAIRS: tl.constexpr, STRIDE: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_CONSTANT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, PRECISE: tl.constexpr,
+    HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, PRECISE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Tokens are the rows of every product and query rows its columns, because a step has few of the latter."""
+    """Tokens are the rows of every product and query rows its columns, because a step has few of the latter. SCORES are those of
+    all `slots`, or with HAS_AHEAD of the `ahead` keys behind the used ones alone."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     FK: tl.constexpr = plane_count(KEY_WIDTHS)
@@ -109,6 +110,8 @@ def attend(
     used = tl.load(USED + row)
     first = split * run * BN
     stop = slots if HAS_SCORES else used
+    if HAS_AHEAD:
+        stop = tl.minimum(used + ahead, slots)
     if RAGGED:
         stop = stop // PAGE * PADDED + stop % PAGE
     stop = tl.minimum(first + run * BN, stop)
@@ -199,12 +202,16 @@ def attend(
             for j in tl.static_range(KEY_RANK):
                 product += tl.load(own + j, mask=at < used, other=0.0).to(tl.float32)[:, None] * shared[j][None, :]
 
-        if HAS_BIAS or HAS_SCORES or SOFTCAP is not None:
+        if HAS_BIAS or HAS_SCORES or HAS_AHEAD or SOFTCAP is not None:
             product = product * scale[None, :] + shift[None, :]
             slots_of = (base + rows)[None, :] * slots + at[:, None]
             there = valid[None, :] & (at < slots)[:, None]
             if HAS_BIAS:
                 product += tl.load(BIAS + slots_of, mask=there, other=0.0)
+            if HAS_AHEAD:
+                behind_used = (at >= used) & (at < tl.minimum(used + ahead, slots))
+                scores_of = (base + rows)[None, :] * ahead + (at - used)[:, None]
+                tl.store(SCORES + scores_of, product, mask=valid[None, :] & behind_used[:, None])
             if SOFTCAP is not None:
                 product = SOFTCAP * (1 - 2 / (1 + tl.exp2(product * (2 * LOG2E / SOFTCAP))))
         seen = (at < used)[:, None]
@@ -220,7 +227,7 @@ def attend(
             back = tl.load(BACK + row * columns + rows % columns, mask=valid, other=-1)
             seen &= position[:, None] > back[None, :]
         product = tl.where(seen, product, float("-inf"))
-        if HAS_BIAS or HAS_SCORES or SOFTCAP is not None:
+        if HAS_BIAS or HAS_SCORES or HAS_AHEAD or SOFTCAP is not None:
             if HAS_SCORES:
                 tl.store(SCORES + slots_of, product, mask=there)
             steepness, lift = tl.full([M], LOG2E, tl.float32), tl.zeros([M], tl.float32)

@@ -1,14 +1,16 @@
-"""Attention of a few query rows over the pages of a tier in one pass, where a kernel serves them.
+"""Attention of a few query rows over the pages of a tier in one pass, and over the exact tokens beside them, where a kernel serves
+them: Triton on a GPU, C on a CPU.
 
-On a CPU, and for what is not `supported`, callers meet the same pages tile by tile (`reference.py`): both give the parts of one
-running softmax.
+For what is not `supported` callers meet the same pages tile by tile (`reference.py`): both give the parts of one running softmax.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from calib.kernels.attend import exact_cpu, pages_cpu
 from calib.kernels.attend.packed_pages import (
     EXACT,
     MOST_RANK,
@@ -16,11 +18,15 @@ from calib.kernels.attend.packed_pages import (
     SIZE_OF_ONE,
     STRIDE,
     Attended,
+    CodeFold,
+    ExactGroup,
+    ExactTokens,
     LowRankTerm,
     PackedStream,
     PageSpan,
     RopeTables,
 )
+from calib.kernels.attend.reference import folded
 from calib.kernels.dispatch import prefers_triton
 
 __all__ = [
@@ -30,21 +36,34 @@ __all__ = [
     "SIZE_OF_ONE",
     "STRIDE",
     "Attended",
+    "CodeFold",
+    "ExactGroup",
+    "ExactTokens",
     "LowRankTerm",
     "PackedStream",
     "PageSpan",
     "RopeTables",
+    "attend_exact",
     "attend_pages",
+    "exact_supported",
     "supported",
 ]
 
 
 def supported(
-    query_rows: int, keys: PackedStream | None, values: PackedStream | None, rope_tables: bool = False
+    query_rows: int,
+    keys: PackedStream | None,
+    values: PackedStream | None,
+    rope_tables: bool = False,
+    first_slots: bool = False,
 ) -> bool:
-    """Whether a kernel reads these streams for so many query rows of a KV head, and rotates the keys if it has to."""
-    if keys is None or values is None or not prefers_triton(keys.pages.device):
+    """Whether a kernel reads these streams for so many query rows of a KV head, and rotates the keys if it has to. `first_slots`: a
+    row's first slots are read, and of their spans neither masks, positions, biases nor scores are asked, which only Triton knows.
+    """
+    if keys is None or values is None:
         return False
+    if not prefers_triton(keys.pages.device):
+        return first_slots and pages_cpu.supports(query_rows, keys, values, rope_tables)
     from calib.kernels.attend import triton
 
     return triton.supports(query_rows, keys, values, rope_tables)
@@ -61,6 +80,8 @@ def attend_pages(
     precise: bool = False,
     rope_tables: RopeTables | None = None,
     mixes_keys: bool = False,
+    fold: CodeFold | None = None,
+    ahead: int = 0,
 ) -> Attended:
     """`query [rows, kv_heads, R, D]` float32, times the scale of the scores, against a tier that is `supported`.
 
@@ -68,8 +89,16 @@ def attend_pages(
     every score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
     rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits. With
     `rope_tables` the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `mixes_keys`
-    the codes of keys that have sizes are mixed as well.
+    the codes of keys that have sizes are mixed as well. With `fold` codes of values, whatever is `fixed`, are brought to channels
+    by it. Scores of the `ahead` next keys are told besides, of those that are in the table: of keys that are not turned and have
+    no coefficients, and where not all scores are asked.
     """
+    if fold is not None:
+        values = replace(values, fixed=None)
+    if not prefers_triton(query.device):
+        return pages_cpu.attend_pages(
+            query, keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
+        )
     from calib.kernels.attend import triton
 
     shared = None if keys.ranked is None else query @ keys.ranked.basis.mT
@@ -79,7 +108,7 @@ def attend_pages(
         query, constant = query * scale, added if constant is None else constant + added
     with torch.cuda.device_of(query):  # Triton launches on the current device
         found = triton.attend_pages(
-            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead
         )
     columns = triton.columns_of(keys, values, mixes_keys)
     mixed, sized_mass, coefficients, mixed_keys = found.mixed.split(columns, -1)
@@ -88,4 +117,27 @@ def attend_pages(
         mixed = mixed * scale + (found.mass if values.sizes is None else sized_mass) * zero
     if values.ranked is not None:
         mixed = mixed + coefficients @ values.ranked.basis
+    if fold is not None:
+        mixed = folded(fold, mixed, found.mass, sized_mass)
     return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)
+
+
+def exact_supported(query: Tensor, tokens: ExactTokens) -> bool:
+    """Whether a kernel meets these tokens and joins other parts with them."""
+    if not prefers_triton(query.device):
+        return exact_cpu.supports(query, tokens)
+    from calib.kernels.attend import exact_triton
+
+    return exact_triton.supports(query, tokens)
+
+
+def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None = None) -> Tensor:
+    """The output of attention over `tokens` that are supported, and over what `parts` of the softmax, 16 at most, have found:
+    float32 `[rows, kv_heads, R, Dv]`. `query [rows, kv_heads, R, D]` float32, times the scale of the scores, is of one column on a
+    CPU, and meets a token at least."""
+    if not prefers_triton(query.device):
+        return exact_cpu.attend_exact(query, tokens, parts, softcap)
+    from calib.kernels.attend import exact_triton
+
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        return exact_triton.attend_exact(query, tokens, parts, softcap)

@@ -168,3 +168,18 @@ def merge_constants(channels: int) -> dict[str, int]:
     """Of the kernel that joins the parts of all runs: channels of a part, and parts read together, 64 numbers of a lane at most."""
     padded = triton.next_power_of_2(channels)
     return {"D": channels, "DP": padded, "AT_ONCE": max(1, MERGED // padded)}
+
+
+def exact_constants(
+    block: int, key_dim: int, value_dim: int, kind: torch.dtype, softcap: float | None, interpreted: bool = INTERPRETED
+) -> dict[str, object]:
+    """Of the kernel that meets exact tokens of type `kind`: channels, query rows of a program, and tokens of a turn, fewer where
+    they take more registers."""
+    padded = {"DKP": max(16, triton.next_power_of_2(key_dim)), "DVP": max(16, triton.next_power_of_2(value_dim))}
+    numbers = max(key_dim, value_dim) * (2 if kind == torch.float32 else 1) * block
+    turn = {"M": block, "BN": 2 * LEAST if numbers <= WIDE * MOST_SIZED else LEAST}
+    return {"DK": key_dim, "DV": value_dim} | padded | turn | {"SOFTCAP": softcap, "INTERPRET": interpreted}
+
+
+# Warps of that kernel, and turns whose loads are under way.
+EXACT_LAUNCH = {"num_warps": 4, "num_stages": 2}

@@ -45,6 +45,9 @@ class PackedStream:
         ranked: what the tokens have beside, or None.
         sizes: s of each token, which is s times what its codes say; of codes without parameters, or None. Numbers of `SIZE_BITS`
             bits, four heads to a word, head h in word h % W: int16 `[pages, 1, page_tokens, W]`.
+        trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
+        number of its
+            level, one bit longer than its field. On a CPU alone.
     """
 
     bits: int | Widths
@@ -57,6 +60,7 @@ class PackedStream:
     scales: Tensor | None = None
     ranked: LowRankTerm | None = None
     sizes: Tensor | None = None
+    trellis: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,50 @@ class RopeTables:
     mean: Tensor
     coarse: Tensor
     fine: Tensor
+
+
+@dataclass(frozen=True)
+class CodeFold:
+    """Values whose codes c are of components: v_t = size B^T c_t + origin, of tokens that have sizes size B^T s_t c_t + s_t (origin
+    - mean) + mean.
+
+    Args:
+        axes: B, float16 `[kv_heads, N, D]`.
+        size: float32 `[kv_heads, 1, 1]`.
+        origin: float32 `[kv_heads, 1, D]`.
+        mean: float32 `[kv_heads, 1, D]`, of tokens that have sizes; or None.
+    """
+
+    axes: Tensor
+    size: Tensor
+    origin: Tensor
+    mean: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExactGroup:
+    """Tokens whose values are as the model made them: `values [rows, kv_heads, n, Dv]`, and `keys [rows, kv_heads, n, D]` or, where
+    these are packed, their `scores`, float32 `[rows, kv_heads, R, n]`. Where some are packed both are given, of m keys `scores
+    [rows, kv_heads, R, m]`, and `index`, int32 `[rows, n]`: a token's number among the scores, or -1 where its key counts. Other
+    keys need not be there. Of the first group alone, and on a GPU."""
+
+    values: Tensor
+    keys: Tensor | None = None
+    scores: Tensor | None = None
+    index: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExactTokens:
+    """Groups of exact tokens that lie apart: a window's slots and the new tokens.
+
+    Args:
+        groups: all of one dtype.
+        hidden: bool `[rows or 1, 1, columns or 1, tokens of all groups]`, those that a query does not see, or None.
+    """
+
+    groups: tuple[ExactGroup, ...]
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,10 +151,13 @@ class PageSpan:
 class Attended:
     """A part of a softmax, float32: the largest score `top`, `mass` = sum exp(score - top) `[rows, kv_heads, R, 1]`, `mixed` =
     sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. Where keys'
-    codes c are mixed by the same weights, `mixed_keys [rows, kv_heads, R, N + 1]`: those of s c, and behind them of s."""
+    codes c are mixed by the same weights, `mixed_keys [rows, kv_heads, R, N + 1]`: those of s c, and behind them of s. `ahead
+    [rows, kv_heads, R, n]`: scores, without a soft cap, of packed keys behind the slots that are attended, where these were asked
+    for."""
 
     top: Tensor
     mass: Tensor
     mixed: Tensor
     scores: Tensor | None
     mixed_keys: Tensor | None = None
+    ahead: Tensor | None = None

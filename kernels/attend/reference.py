@@ -10,6 +10,7 @@ tokens). A tile has its **tokens last**: words `[..., W, T]`, parameters `[..., 
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.packed_pages import Attended, CodeFold
 from calib.kernels.pack.heads import spread_heads
 from calib.kernels.pack.reference import Widths, planes, unpack_columns
 
@@ -62,6 +63,15 @@ def rotated_scores(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Ten
     return found + query[..., 2 * half :] @ rest if rest.shape[-2] else found
 
 
+def folded(fold: CodeFold, mixed: Tensor, mass: Tensor, sized_mass: Tensor) -> Tensor:
+    """sum p v of values whose codes are `mixed [..., rows, N]`, `mass` sum p; of tokens with sizes s sum p s c, and `sized_mass`
+    sum p s `[..., rows, 1]`."""
+    offset = fold.origin * mass
+    if fold.mean is not None:
+        offset = torch.addcmul(fold.mean * mass, fold.origin - fold.mean, sized_mass)
+    return offset.addcmul_(mixed @ fold.axes.float(), fold.size)
+
+
 def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
     """x^ = c s + z of a tile, float32 `[..., D, T]`; `parameters` float32, one s and z for each group of channels x tokens."""
     codes = unpack_columns(words, bits, channels).float()
@@ -83,9 +93,11 @@ class RunningSoftmax:
         self.top: Tensor | None = None
         self.mass: Tensor | None = None
         self.mixed: Tensor | None = None
+        self._waiting: list[Attended] = []
 
     def weights(self, scores: Tensor) -> Tensor:
         """Takes a part's `scores [..., rows, T]` (masked ones -inf), rescales what is there, returns the part's weights."""
+        self._settle()
         # A row that has met only masked tokens has no maximum; a finite stand-in makes its weights 0 instead of NaN.
         top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         if self.top is not None:
@@ -99,19 +111,39 @@ class RunningSoftmax:
         self.top, self.mass = top, mass
         return weights
 
-    def join(self, top: Tensor, mass: Tensor, mixed: Tensor) -> None:
-        """Takes a part that was attended elsewhere: its own `top`, `mass` and `mixed`."""
+    def join(self, part: Attended) -> None:
+        """Takes a part that was attended elsewhere. It waits: where all that follows is attended elsewhere as well, nothing is
+        rescaled here (`parts`)."""
+        self._waiting.append(part)
+
+    def parts(self) -> list[Attended]:
+        """What was taken so far, for who attends the rest."""
         if self.top is None or self.mass is None or self.mixed is None:
-            self.top, self.mass, self.mixed = top, mass, mixed
-            return
-        highest = torch.maximum(self.top, top)
-        stays, comes = torch.exp(self.top - highest), torch.exp(top - highest)
-        self.top = highest
-        self.mass, self.mixed = self.mass * stays + mass * comes, self.mixed * stays + mixed * comes
+            return self._waiting
+        return [Attended(self.top, self.mass, self.mixed, None), *self._waiting]
+
+    def settled(self) -> Attended:
+        """What was taken so far as one part."""
+        self._settle()
+        if self.top is None or self.mass is None or self.mixed is None:
+            raise ValueError("nothing was attended")
+        return Attended(self.top, self.mass, self.mixed, None)
+
+    def _settle(self) -> None:
+        """Joins the parts that wait."""
+        while self._waiting:
+            part = self._waiting.pop(0)
+            if self.top is None or self.mass is None or self.mixed is None:
+                self.top, self.mass, self.mixed = part.top, part.mass, part.mixed
+                continue
+            highest = torch.maximum(self.top, part.top)
+            stays, comes = torch.exp(self.top - highest), torch.exp(part.top - highest)
+            self.top = highest
+            self.mass, self.mixed = self.mass * stays + part.mass * comes, self.mixed * stays + part.mixed * comes
 
     def last_weights(self, scores: Tensor) -> Tensor:
         """`weights` of the last part, which has no masked row; the only part of a short cache is plain softmax."""
-        return self.weights(scores) if self.top is not None else scores.softmax(-1)
+        return self.weights(scores) if self.top is not None or self._waiting else scores.softmax(-1)
 
     def add(self, mixed: Tensor) -> None:
         """Adds the part's weighted values `[..., rows, D]`."""
@@ -123,12 +155,14 @@ class RunningSoftmax:
 
     def normaliser(self) -> Tensor:
         """log-sum-exp of each row `[..., rows, 1]`, once every part was taken."""
+        self._settle()
         if self.top is None or self.mass is None:
             raise ValueError("nothing was attended")
         return self.top + self.mass.log()
 
     def output(self) -> Tensor:
         """Attention output `[..., rows, D]`; 0 for a row that met no token at all (padding)."""
+        self._settle()
         if self.mixed is None:
             raise ValueError("nothing was attended")
         return self.mixed if self.mass is None else self.mixed / self.mass.clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,5 +1,6 @@
 """What the kernel of attention is compiled for without a GPU, and held to (README.md)."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
@@ -8,13 +9,16 @@ import torch
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.decode_kernel import attend
+from calib.kernels.attend.exact_kernel import exact
 from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.options import (
     BLOCK_ROWS,
     CHANNEL,
+    EXACT_LAUNCH,
     NONE,
     TOKEN,
     constants_of,
+    exact_constants,
     merge_constants,
     stages_of,
     turn_of,
@@ -24,7 +28,7 @@ from calib.kernels.attend.options import (
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, LowRankTerm, PackedStream, RopeTables
 from calib.kernels.pack.reference import Widths, words_per_token
 
-POINTERS = {torch.int16: "*i16", torch.bfloat16: "*bf16"}
+POINTERS = {torch.int16: "*i16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
 def stream_of(
@@ -61,12 +65,14 @@ def specialisation(
     rope_tables: RopeTables | None = None,
     block: int = BLOCK_ROWS[0],
     mixes_keys: bool = False,
+    ahead: bool = False,
 ) -> Specialisation:
-    """The kernel for a step of `block` query rows a KV head over such pages."""
+    """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them."""
     turn = turn_of(keys, values, block, rope_tables)
-    absent = ("BIAS", "HIDDEN", "POSITIONS", "BACK", "SCORES")
+    absent = ("BIAS", "HIDDEN", "POSITIONS", "BACK", *(() if ahead else ("SCORES",)))
     constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
+    constants |= {"HAS_SCORES": False, "HAS_AHEAD": ahead}
     constants |= {"HAS_CONSTANT": rope_tables is None, "PRECISE": False}
     constants |= {"CONSTANT": None} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
     constants |= {
@@ -81,7 +87,9 @@ def specialisation(
         for name in attend.arg_names
         if name not in constants
     }
-    types |= dict.fromkeys(("QUERY", "CONSTANT", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
+    types |= dict.fromkeys(
+        ("QUERY", "CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32"
+    )
     types |= {"AXES": "*fp16", "SHARED": "*fp32", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
     types |= {"VALUE_SCALES": "*fp16", "KEY_SIZES": "*i16", "VALUE_SIZES": "*i16"}
     types |= {"TABLE": "*i32", "USED": "*i32"}
@@ -138,6 +146,39 @@ def _merge(channels: int) -> Specialisation:
     return Specialisation(merge, types, constants)
 
 
+def _exact(
+    channels: int,
+    most: float,
+    matrix: float,
+    block: int = BLOCK_ROWS[0],
+    kind: torch.dtype = torch.bfloat16,
+    spilled: int = 0,
+    scored: bool = False,
+) -> Specialisation:
+    """The kernel of a window's slots and new tokens under a mask, joined with two parts of the softmax. `scored`: some slots have
+    scores in place of keys."""
+    constants = exact_constants(block, channels, channels, kind, None, interpreted=False)
+    given = r"[A-Z]+_[23]|SCORES_1" if scored else r"[A-Z]+_[23]|SCORES_\d|INDEX"
+    constants |= dict.fromkeys(name for name in exact.arg_names if re.fullmatch(given, name))
+    types = {name: "*fp32" if name.isupper() else "i32" for name in exact.arg_names if name not in constants}
+    types |= {name: "i32:16" for name in types if re.match("(key|value|mixed)_", name)} | {"HIDDEN": "*i8"}
+    types |= {"INDEX": "*i32"} if scored else {}
+    types |= {name: POINTERS[kind] for name in types if re.match("(KEYS|VALUES)_", name)}
+    # A turn's numbers of keys and of values. Those of 16 bits meet queries and weights in two parts.
+    numbers = 2 * int(str(constants["BN"])) * channels
+    return Specialisation(
+        exact,
+        types,
+        constants,
+        EXACT_LAUNCH["num_warps"],
+        EXACT_LAUNCH["num_stages"],
+        codes=numbers,
+        most=most,
+        matrix=matrix,
+        spilled=spilled,
+    )
+
+
 # What widths that differ are held to: for a word, tokens of as many bits; for a code, words of as many codes.
 _OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrated"}
 _OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
@@ -162,6 +203,9 @@ SPECIALISATIONS = {
     ),
     "2 bits, keys per channel of 32": specialisation(
         stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128)
+    ),
+    "2 bits, per channel, keys ahead": specialisation(
+        stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128), ahead=True
     ),
     "4 bits, blocks of 60": _block(4, 60, 2.8),
     "2 bits, blocks of 40": _block(2, 40, 2.3),
@@ -197,6 +241,15 @@ SPECIALISATIONS = {
     "exact, 256 channels": specialisation(exact_stream(256), exact_stream(256), 1.5, 2.1),
     # For capability 8.0; for 9.0 nothing is spilled, and 4 matrix instructions are enough.
     "exact, 256 channels, 64 rows": specialisation(exact_stream(256), exact_stream(256), 19.5, 18.5, 104, block=64),
+    # A window is some hundred tokens: not its instructions are dear but launches, and what lies in memory for want of registers.
+    "exact tokens joined": _exact(128, 5.7, 1.5),
+    "exact tokens joined, some scored": _exact(128, 7.0, 1.5, scored=True),
+    "exact tokens joined, 16 rows": _exact(128, 9.3, 3, 16),
+    "exact tokens joined, 256 channels": _exact(256, 4.1, 1.5),
+    "exact tokens joined, 256, 16 rows": _exact(256, 8.4, 5, 16),
+    "exact tokens joined, float32": _exact(128, 15, 0, kind=torch.float32),
+    "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
+    "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),
     "merge": _merge(128),
     "merge, 256 channels and rank 4": _merge(260),
 }

@@ -40,7 +40,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
     channels, 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's channels beside tokens'
     parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of such keys, and of values
     that are codes without parameters."""
-    if rope_tables and not _are_plain_codes(keys):
+    if keys.trellis or values.trellis or (rope_tables and not _are_plain_codes(keys)):
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
         return False
@@ -64,6 +64,7 @@ def attend_pages(
     rope_tables: RopeTables | None = None,
     shared: Tensor | None = None,
     mixes_keys: bool = False,
+    ahead: int = 0,
 ) -> Attended:
     """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. What is mixed has
     the columns of `options.columns_of`."""
@@ -79,7 +80,7 @@ def attend_pages(
     wide = sum(columns_of(keys, values, mixes_keys))
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
-    scores = room((rows, heads, asked, slots), query) if scored else None
+    scores = room((rows, heads, asked, ahead or slots), query) if scored or ahead else None
     attend[(splits, rows * heads, blocks)](
         query.contiguous(), keys.pages, _numbers(keys), _first(keys), values.pages, _numbers(values), _first(values),
         span.table, span.used.contiguous(),
@@ -91,21 +92,22 @@ def attend_pages(
         _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values), values.scales,
         keys.sizes, values.sizes,
         top, mass, mixed, scores,
-        heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots,
+        heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots, ahead,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
         *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_strides(_coefficients(values)),
         *_strides(values.scales), _strides(keys.sizes if values.sizes is None else values.sizes)[0],
         **constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys),
         HAS_CONSTANT=constant is not None, HAS_BIAS=span.bias is not None, HAS_HIDDEN=span.hidden is not None,
         HAS_POSITIONS=span.positions is not None, HAS_BACK=span.back is not None, HAS_SCORES=scored,
-        PRECISE=precise,
+        HAS_AHEAD=ahead > 0, PRECISE=precise,
         num_warps=warps_of(block, keys, values, rope_tables), num_stages=stages_of(keys, values, rope_tables),
     )  # fmt: skip
     if splits > 1:
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
         mixed = room((rows, heads, 1, asked, wide), query)
         merge[(rows * heads, asked)](*parts, top, mass, mixed, splits, asked, **merge_constants(wide))
-    return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], scores)
+    of_keys = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
+    return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **of_keys)
 
 
 def room(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calib.kernels.attend.operation import Attended
+from calib.kernels.attend.operation import Attended, ExactTokens, attend_exact
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens, newest
@@ -52,19 +52,22 @@ def attend(held: LayerTokens, observed: Observed | None = None, stats: Attention
         # Query rows of a KV head: group-major, then the tokens of the tile.
         grouped = (tile.float() * held.logits.scale).unflatten(1, (kv_heads, -1)).flatten(2, 3)
         plan = held.plan(queries, grouped.shape[2])
-        softmax, asked = RunningSoftmax(), []
+        softmax, asked, exact = RunningSoftmax(), list[ScoredSpan](), None
         for span in held.spans(grouped, plan, new_keys, new_values, observed):
+            if isinstance(span, ExactTokens):
+                exact = attend_exact(grouped, span, softmax.parts(), held.logits.softcap)
+                break
             if span.is_asked:
                 asked.append(span)
             if isinstance(span.mix, Attended):
-                softmax.join(span.mix.top, span.mix.mass, span.mix.mixed)
+                softmax.join(span.mix)
                 continue
             # Plain softmax where nothing came before; what is asked later needs the normaliser.
             last = span.is_last and not asked
             weights = softmax.last_weights(span.scores) if last else softmax.weights(span.scores)
             for part in span.mix(weights):
                 softmax.add(part)
-        mixed = softmax.output()
+        mixed = softmax.output() if exact is None else exact
         if asked:
             mixed = _corrected(mixed, asked, softmax)
             _add_mass(held.fetched, asked, softmax, heads // kv_heads)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from calib.kernels.attend.operation import ExactTokens
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens
 from calib.runtime.attend.read_plan import ReadPlan
@@ -50,8 +51,9 @@ class LayerTokens(ABC):
     @abstractmethod
     def spans(
         self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan]:
-        """What `query [rows, kv_heads, query rows, D]`, float32 and scaled, meets; those that are `observed` are watched."""
+    ) -> Iterator[ScoredSpan | ExactTokens]:
+        """What `query [rows, kv_heads, query rows, D]`, float32 and scaled, meets; those that are `observed` are watched. Exact
+        tokens that a kernel meets come last."""
 
     def columns_at_once(self, heads: int, columns: int) -> int:
         """How many query columns of so many heads are scored at once, `columns` at most."""

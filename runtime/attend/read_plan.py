@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PageSpan
-from calib.kernels.dispatch import prefers_triton
+from calib.kernels.dispatch import prefers_compiled, prefers_triton
 from calib.runtime.paging.pages import Pages, PageTable
 from calib.runtime.paging.sequence_state import Forward
 
@@ -205,7 +205,8 @@ class _Planner:
 
     def _page_span(self, tier: int, pages: range) -> PageSpan | None:
         """By slots of `pages`: the first of them is slot 0."""
-        if not pages or not prefers_triton(self.asked.device):
+        device = self.asked.device
+        if not pages or not (prefers_triton(device) or prefers_compiled(device)):
             return None
         table, rows = self.state.tables[tier], self.asked.rows
         numbers = table.numbers(self.asked.device)[rows.start : rows.stop, pages.start : pages.stop]

@@ -4,13 +4,22 @@ window, the new tokens and what is fetched beside them: most caches are no longe
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calib.kernels.attend.operation import PackedStream, attend_pages, supported
+from calib.kernels.attend.operation import (
+    Attended,
+    ExactGroup,
+    ExactTokens,
+    PackedStream,
+    PageSpan,
+    attend_pages,
+    exact_supported,
+    supported,
+)
 from calib.kernels.dispatch import prefers_triton
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.layer_tokens import LayerTokens
@@ -37,7 +46,7 @@ class OrderedTokens(LayerTokens):
         """With slices for masks where rows hold equally much and nothing is fetched beside them."""
         device, window = self.keys.pool.device, self.values.window.tokens.shape[2]
         # No kernel adds a folded bias to scores.
-        fused = prefers_triton(device) and self.keys.bias is None and supported(query_rows, *self._streams())
+        fused = prefers_triton(device) and self.keys.bias is None and supported(query_rows, *self._streams)
         trims = not fused and self.fetched is None and self.state.keys.window() == self.state.values.window()
         sizes = self.logits.sliding, self.keys.tile_tokens, window
         return ReadPlan.of(
@@ -46,27 +55,103 @@ class OrderedTokens(LayerTokens):
 
     def spans(
         self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan]:
+    ) -> Iterator[ScoredSpan | ExactTokens]:
         """Nothing is watched: a token lies where its number says."""
         scorer, tiles = _Scorer(self.keys, query, self.forward), plan.tiers[0]
-        if plan.asked.fused and tiles:
-            yield self._in_one(scorer, plan, slice(tiles[0].start, tiles[-1].stop))
-            tiles = []
+        keys, values = plan.read_of(new_keys), plan.read_of(new_values)
+        if plan.trimmed and tiles and (span := plan.page_spans[0]) is not None and self._meets_first_slots(query):
+            found = WindowKeys.of(self.state, self.forward, plan, 0)
+            yield (part := self._in_one(scorer, span, slice(0, tiles[-1].stop), found.ahead))
+            assert isinstance(part.mix, Attended)
+            yield self._exact_groups(plan, found, part.mix.ahead, keys, values)
+            return
+        if plan.asked.fused:
+            scores: Tensor | None = None
+            if tiles:
+                assert plan.page_spans[0] is not None
+                span, slots = plan.page_spans[0], slice(tiles[0].start, tiles[-1].stop)
+                first = tiles[0].start // self.keys.pool.page_tokens
+                yield (part := self._in_one(scorer, span, slots, self._slots_ahead(plan), first))
+                assert isinstance(part.mix, Attended)
+                scores, tiles = part.mix.ahead, []
+            if self.fetched is None and exact_supported(
+                query, exact := self._slots(scorer, plan, keys, values, scores)
+            ):
+                yield exact
+                return
         for tile in tiles[:-1]:
             yield self._tile(scorer, tile)
-        keys, values = plan.read_of(new_keys), plan.read_of(new_values)
         last = self._last_of_equal if plan.trimmed else self._last
         yield last(scorer, plan, tiles[-1:], keys, values)
 
-    def _in_one(self, scorer: "_Scorer", plan: ReadPlan, slots: slice) -> ScoredSpan:
-        """All packed tokens by one kernel."""
-        (keys, values), span, fetched = self._streams(), plan.page_spans[0], self.fetched
-        assert keys is not None and values is not None and span is not None
+    def _meets_first_slots(self, query: Tensor) -> bool:
+        """Whether a kernel of a CPU meets the packed tokens, and what is exact beside them."""
+        exact = ExactTokens((ExactGroup(self.values.window.tokens, self.keys.window.tokens),))
+        return (
+            self.keys.bias is None
+            and exact_supported(query, exact)
+            and supported(query.shape[2], *self._streams, first_slots=True)
+        )
+
+    def _exact_groups(
+        self, plan: ReadPlan, found: WindowKeys, ahead: Tensor | None, new_keys: Tensor, new_values: Tensor
+    ) -> ExactTokens:
+        """The window, the tokens whose keys alone are packed, which have scores `ahead`, and the new ones."""
+        own = slice(self.rows.start, self.rows.stop)
+        held, values = self.keys.window.tokens[own, :, : found.exact], self.values.window.tokens[own, :, : plan.window]
+        groups = [ExactGroup(values[:, :, : found.exact], held)] if found.exact else []
+        if ahead is not None:
+            groups.append(ExactGroup(values[:, :, found.exact :], scores=ahead))
+        return ExactTokens((*groups, ExactGroup(new_values, new_keys)))
+
+    def _slots_ahead(self, plan: ReadPlan) -> int:
+        """For how many keys behind the attended tokens the kernel gives scores: for a whole window where any is packed while its
+        value is exact, whatever the step, so that all steps of a block are alike."""
+        found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2]) if plan.window else None
+        keys, _ = self._streams
+        served = self.fetched is None and keys is not None and keys.ranked is None and self._same_rings()
+        return plan.window if found is not None and found.pages is not None and served else 0
+
+    def _same_rings(self) -> bool:
+        """Whether the exact key of a window's value lies in the same slot: rings are as long."""
+        return self.state.keys.window() == self.state.values.window()
+
+    def _slots(
+        self, scorer: "_Scorer", plan: ReadPlan, new_keys: Tensor, new_values: Tensor, ahead: Tensor | None
+    ) -> ExactTokens:
+        """All slots of the window, under a mask, and the new tokens; `ahead`: scores of the keys behind those attended."""
+        new = ExactGroup(new_values, new_keys)
+        if not plan.window:
+            return ExactTokens((new,), plan.hidden)
+        own = slice(self.rows.start, self.rows.stop)
+        held, values = (stream.window.tokens[own, :, : plan.window] for stream in (self.keys, self.values))
+        found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
+        if ahead is not None:
+            return ExactTokens((ExactGroup(values, held, ahead, found.ahead_index), new), plan.hidden)
+        if found.pages is None and self._same_rings() and held.shape[2] == plan.window:
+            return ExactTokens((ExactGroup(values, held), new), plan.hidden)
+        return ExactTokens((ExactGroup(values, scores=self._window_scores(scorer, found)), new), plan.hidden)
+
+    def _window_scores(self, scorer: "_Scorer", found: WindowKeys) -> Tensor:
+        """Of the keys that belong to the window's slots, which are exact or packed."""
+        sources = scorer.exact(self.keys.window.tokens[self.rows.start : self.rows.stop])
+        if found.pages is not None:
+            sources = torch.cat([sources, scorer.packed(found.pages, found.positions)], -1)
+        assert found.index is not None
+        return sources.gather(-1, found.index.expand(*sources.shape[:3], -1))
+
+    def _in_one(self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, first: int = 0) -> ScoredSpan:
+        """All packed tokens from page `first` on by one kernel, and scores of so many keys `ahead` of them."""
+        (keys, values), fetched = self._streams, self.fetched
+        assert keys is not None and values is not None
+        if ahead:  # they may lie in later pages
+            table = self.state.table.numbers(span.table.device)[self.rows.start : self.rows.stop, first:]
+            span = replace(span, table=table)
         if fetched is not None:
             span = replace(span, hidden=fetched.hides(slots)[:, :, 0])
         found = attend_pages(
             scorer.folded, keys, values, span, scorer.constant, self.logits.softcap,
-            scored=self.asks, precise=self.values.window.tokens.dtype == torch.float32,
+            scored=self.asks, precise=self.values.window.tokens.dtype == torch.float32, ahead=ahead,
         )  # fmt: skip
         folded = replace(found, mixed=self.values.plan.transform.fold_output(found.mixed, found.mass))
         scores = found.mass if found.scores is None else found.scores
@@ -114,11 +199,7 @@ class OrderedTokens(LayerTokens):
         own = slice(self.rows.start, self.rows.stop)
         if plan.window:
             found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
-            sources = scorer.exact(self.keys.window.tokens[own])
-            if found.pages is not None:
-                sources = torch.cat([sources, scorer.packed(found.pages, found.positions)], -1)
-            assert found.index is not None
-            scores.insert(0, sources.gather(-1, found.index.expand(*sources.shape[:3], -1)))
+            scores.insert(0, self._window_scores(scorer, found))
         if self.fetched is not None:  # a key in a page may be replaced while its value is exact here
             positions = exact_positions(self.state, self.forward, plan.asked, plan.window)
             hidden = either(hidden, self.fetched.hides(positions))
@@ -132,6 +213,7 @@ class OrderedTokens(LayerTokens):
         exact = masked(self.logits.capped(torch.cat(scores, -1) if plan.window else scores[0]), hidden)
         return ScoredSpan(exact, mix, positions=positions if self.asks else None)
 
+    @cached_property
     def _streams(self) -> tuple[PackedStream | None, PackedStream | None]:
         """Keys and values as a kernel reads them."""
         keys, values = (packed_stream(own.plan.codec, own.pool, own.head_dim) for own in (self.keys, self.values))

@@ -39,6 +39,12 @@ class WindowKeys:
     exact: int = 0
     recent: slice | None = None
     positions: slice | Tensor | None = None
+    ahead_index: Tensor | None = None
+
+    @property
+    def ahead(self) -> int:
+        """How many keys of a trimmed plan are packed ahead of their values."""
+        return 0 if self.recent is None else self.recent.stop - self.recent.start
 
     @staticmethod
     def of(state: OrderedSequenceState, forward: Forward, plan: ReadPlan, key_slots: int) -> "WindowKeys":
@@ -81,7 +87,7 @@ def _indexed(
     absent = positions >= start if back is None else (positions >= start) | (positions < start + back)
     index = positions % max(1, state.keys.window())
     recent: Pages | None = None
-    of_recent: Tensor | None = None
+    of_recent, ahead = None, None
     if any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True)):
         first = [count // page for count in attended]
         reach = max(-(-stop // page) - at for stop, at in zip(packed, first, strict=True))
@@ -90,5 +96,13 @@ def _indexed(
         ends = by_row(forward, rows, "packed keys", state.keys.packed, device)
         firsts = by_row(forward, rows, "recent keys", lambda length: state.packed(length) // page * page, device)
         index = torch.where(positions < ends, key_slots + positions - firsts, index)
+        read = by_row(forward, rows, "tokens in pages", state.packed, device)
+        # What is hidden has a score's number, whatever it is: the slot's key need not be there.
+        ahead = torch.where(positions < ends, positions - read, -1).masked_fill_(absent, 0).int()
         of_recent = firsts + torch.arange(reach * page, device=device)
-    return WindowKeys(recent, torch.where(absent, torch.zeros_like(index), index)[:, None, None], positions=of_recent)
+    return WindowKeys(
+        recent,
+        torch.where(absent, torch.zeros_like(index), index)[:, None, None],
+        positions=of_recent,
+        ahead_index=ahead,
+    )

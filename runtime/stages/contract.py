@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import PackedStream, RopeTables
+from calib.kernels.attend.operation import CodeFold, PackedStream, RopeTables
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.paging.field import Block, Field
@@ -263,6 +263,10 @@ class Transform(Protocol):
 
     def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor | None:
         """`fold_output` of what codes were mixed to, where there is `of_codes`; None: nothing does."""
+        return None
+
+    def code_fold(self) -> CodeFold | None:
+        """What a kernel needs for `fold_codes`; None: nothing does."""
         return None
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables | None:

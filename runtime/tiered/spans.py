@@ -13,7 +13,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import Attended, PageSpan, supported
+from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens, PageSpan, exact_supported, supported
 from calib.kernels.desparsify_attend.operation import supported as pairs_supported
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.layer_tokens import LayerTokens
@@ -74,20 +74,30 @@ class TieredTokens(LayerTokens):
 
     def spans(
         self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan]:
+    ) -> Iterator[ScoredSpan | ExactTokens]:
         """What is observed is watched: the window and the new tokens, and perhaps the first tier. The last tile, the window and the
         new tokens are one span where they may be: most caches are no longer than that."""
         spans = self._one_by_one(query, plan, new_keys, new_values, observed)
-        return spans if self.oracle_share is None else iter(self._heaviest(list(spans), plan))
+        if self.oracle_share is None:
+            return spans
+        return iter(self._heaviest([span for span in spans if isinstance(span, ScoredSpan)], plan))
 
     def _one_by_one(
         self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan]:
+    ) -> Iterator[ScoredSpan | ExactTokens]:
         waiting: ScoredSpan | None = None
+        unasked = observed is None and not self.asks and self.oracle_share is None
         for span in self._in_tiers(query, plan, observed is not None and observed.tier):
+            unasked = unasked and not span.is_asked
             if waiting is not None:
                 yield waiting
             waiting = span
+        tokens = self._exact_tokens(plan, new_keys, new_values)
+        if unasked and exact_supported(query, tokens):
+            if waiting is not None:
+                yield waiting
+            yield tokens
+            return
         exact = self._exact(query, plan, new_keys, new_values, observed is not None)
         if waiting is not None and not (waiting.is_asked or exact.is_asked or isinstance(waiting.mix, Attended)):
             both = joined([waiting, exact], [0, 1])
@@ -111,7 +121,9 @@ class TieredTokens(LayerTokens):
             wanted = first_watched and number == 0
             span = plan.page_spans[number]
             if span is not None and self.oracle_share is None:  # which asks for every logit
-                if supported(query.shape[2], *view.streams(), rope_tables=rotated is not None):
+                asked_of_span = wanted or view.corrected or self.fetched is not None or plan.back is not None
+                first_slots = not (asked_of_span or (rotated is not None and tier.stores_positions))
+                if supported(query.shape[2], *view.streams, rotated is not None, first_slots):
                     yield self._tier_in_one(view, tiles, span, wanted)
                     continue
                 if self.fetched is None and not wanted and pairs_supported(view.query, *view.pairs()):
@@ -133,12 +145,22 @@ class TieredTokens(LayerTokens):
         if self.fetched is not None and self.fetched.positions.shape[2]:
             yield self.fetched.span(query, self.logits, plan.back)
 
+    def _exact_tokens(self, plan: ReadPlan, new_keys: Tensor, new_values: Tensor) -> ExactTokens:
+        """The window and the new tokens, where they lie."""
+        new = ExactGroup(plan.read_of(new_values), plan.read_of(new_keys))
+        if self.windows is None or not plan.window:
+            return ExactTokens((new,), plan.hidden)
+        keys, values = (window.tokens[self.rows.start : self.rows.stop, :, : plan.window] for window in self.windows)
+        return ExactTokens((ExactGroup(values, keys), new), plan.hidden)
+
     def _exact(self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, watched: bool) -> ScoredSpan:
         """The window and the new tokens; every query meets one of them at least."""
-        keys, values = plan.read_of(new_keys), plan.read_of(new_values)
-        if self.windows is not None and plan.window:
-            held = (window.tokens[self.rows.start : self.rows.stop, :, : plan.window] for window in self.windows)
-            keys, values = (torch.cat(pair, 2) for pair in zip(held, (keys, values), strict=True))
+        groups = self._exact_tokens(plan, new_keys, new_values).groups
+        of_keys, of_values = (
+            [group.keys for group in groups if group.keys is not None],
+            [group.values for group in groups],
+        )
+        keys, values = (own[0] if len(own) == 1 else torch.cat(own, 2) for own in (of_keys, of_values))
         exact = masked(self.logits.capped(query @ keys.float().mT), plan.hidden)
         positions = exact_positions(self.state, self.forward, plan.asked, plan.window) if self.asks else None
         return ScoredSpan(

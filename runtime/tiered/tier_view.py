@@ -54,6 +54,7 @@ class TierView:
             self.shared = {role: tier.row_params.read(row_params, f"{role}.") for role in self.shared}
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
+    @cached_property
     def streams(self) -> tuple[PackedStream | None, PackedStream | None]:
         """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
         if self.rotated is not None and not self._rotates_codes:
@@ -101,7 +102,7 @@ class TierView:
     ) -> Attended:
         """All tokens of the tier by one kernel, which rotates keys by the tables of `cos_sin`; what corrects the values is left to
         `corrections`."""
-        keys, values = self.streams()
+        keys, values = self.streams
         assert keys is not None and values is not None
         if self.corrected:
             span = replace(span, bias=torch.cat([self._added_scores(tile) for tile in tiles], -1))
@@ -111,11 +112,22 @@ class TierView:
             span = replace(span, positions=self.tier.pool.tensors.get(POSITIONS))
         rope_tables = None if cos_sin is None else self.transforms["keys"].rope_tables(*cos_sin)
         precise = self.tier.dtype == torch.float32
-        predicted = self.tier.plan.prediction
+        predicted, transform = self.tier.plan.prediction, self.transforms["values"]
+        fold = transform.code_fold() if self.codecs["values"].component_codes is not None else None
         found = attend_pages(
-            self.query, keys, values, span, self.constant, softcap, scored, precise, rope_tables, predicted is not None
+            self.query,
+            keys,
+            values,
+            span,
+            self.constant,
+            softcap,
+            scored,
+            precise,
+            rope_tables,
+            predicted is not None,
+            fold,
         )
-        mixed = self.transforms["values"].fold_output(found.mixed, found.mass)
+        mixed = transform.fold_output(found.mixed, found.mass) if fold is None else found.mixed
         if predicted is not None and found.mixed_keys is not None:
             mixed = mixed + predicted.of_mixed(self._key_codes, found.mixed_keys)
         return replace(found, mixed=mixed, mixed_keys=None)

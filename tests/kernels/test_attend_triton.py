@@ -6,6 +6,7 @@ import pytest
 import torch
 from attended_by_kernel import asked, assert_same, whole
 from paged_attention import EXACT_TYPES, Kind, Pages, attention, pages_of
+from tolerances import SPLIT_SCORES
 
 from calib.kernels.attend import operation, triton
 
@@ -30,6 +31,7 @@ FOUR, FEW = Kind(4, "token", 2), Kind(2, "channel", 32)
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
     monkeypatch.setattr(triton, "_programs", lambda device: 1)
 
@@ -215,6 +217,7 @@ def test_precise_is_precise():
 
 def test_what_is_served(monkeypatch):
     keys, values = pair(FOUR, FEW)
+    monkeypatch.delenv("CALIB_KERNELS")
     assert not operation.supported(2, keys.stream, values.stream)  # nobody asked for Triton on a CPU
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     assert operation.supported(2, keys.stream, values.stream)
@@ -237,3 +240,23 @@ def test_what_is_served(monkeypatch):
         pages_of(Kind(1, "token", 4), (1, 1, 64, 24), 0).stream,  # planes that 24 channels do not fill
     ):
         assert not operation.supported(2, other, values.stream)
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+@pytest.mark.parametrize("kind", [Kind(4, "fixed"), FOUR, FEW], ids=str)
+def test_scores_of_keys_ahead(kind, programs, monkeypatch):
+    """Behind the tokens that are attended, of two rows, one of whose tables ends before; and what is attended is the same."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    keys, values = pair(kind, FOUR)
+    query, span = asked(keys, rows=2, query_rows=3), whole(keys, [2, 0, 1], [1, 2, 0], used=[40, 150])
+    given = query, keys.stream, values.stream
+    found, plain = (operation.attend_pages(*given, span, softcap=4.0, precise=True, ahead=ahead) for ahead in (70, 0))
+    whole_span = replace(span, used=span.used + torch.tensor([70, 42], dtype=torch.int32))
+    everything = attention(query, keys, values, whole_span)
+    assert found.scores is None and found.ahead.shape == (2, 2, 3, 70) and plain.ahead is None
+    for row, (used, count) in enumerate([(40, 70), (150, 42)]):
+        wrong = (found.ahead[..., :count].double() - everything.scores[..., used : used + count])[row]
+        assert (wrong.abs() <= SPLIT_SCORES * everything.terms[row]).all()
+    assert found.ahead[1, :, :, 42:].isnan().all()
+    torch.testing.assert_close(found.mixed / found.mass, plain.mixed / plain.mass, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ OPERATIONS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
 WRITTEN = {
     "attend": ("TOP", "MASS", "MIXED", "SCORES"),
     "merge": ("TOP_ALL", "MASS_ALL", "MIXED_ALL"),
+    "exact": ("OUT",),
     "_attend": ("top", "mass", "mixed"),
     "token_groups": ("words", "parameters"),
     "by_planes": ("words", "parameters"),
@@ -91,10 +92,11 @@ def watch(monkeypatch: Any, *operations: str, runs: bool = True) -> list[Launch]
     """The launches of these operations' kernels, or of all operations', from now on."""
     found: list[Launch] = []
     for operation in operations or OPERATIONS:
-        module = module_of(operation)
-        for name, kernel in list(vars(module).items()):
-            if name in WRITTEN and hasattr(kernel, "arg_names"):  # others are functions that kernels call
-                monkeypatch.setattr(module, name, Watched(kernel, found, runs))
+        for path in sorted((KERNELS / operation).glob("*triton.py")):
+            module = importlib.import_module(f"calib.kernels.{operation}.{path.stem}")
+            for name, kernel in list(vars(module).items()):
+                if name in WRITTEN and hasattr(kernel, "arg_names"):  # others are functions that kernels call
+                    monkeypatch.setattr(module, name, Watched(kernel, found, runs))
     return found
 
 

@@ -79,9 +79,11 @@ class TrellisQuant(WordCodes):
         """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
         return number_mix(weights, self.codes(tile))
 
-    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
-        """None: no kernel reads it."""
-        return None
+    def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
+        """As uniform codes lie; a CPU's kernel reads them."""
+        words = pages["words"]
+        fixed = self.step(words.device), self.least(words.device)
+        return PackedStream(self.widths, words, channels, fixed=fixed, counts=self.counts, trellis=True)
 
     def _of_steps(self, device: torch.device) -> Tensor:
         """Weights of squared steps `[kv_heads, components]`, the largest of a head 1 at most."""

@@ -5,6 +5,7 @@ The arithmetic is in `kernels/quantise` (METHODS 0), the words in `kernels/pack`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -188,8 +189,11 @@ class UniformQuant(Codec):
     def fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of the calibrated range [-clip, clip], where `group` is None: float32 `[kv_heads or 1, 1, 1]`."""
         # A tensor lies where the tokens do (StreamPlan.to): moving it here would make the host wait in every step.
-        clip = self.clip if isinstance(self.clip, Tensor) else torch.full((1, 1, 1), self.clip, device=like.device)
-        return clip * (2 / (2**self.bits - 1)), -clip
+        return (
+            _of_clip(self.clip, self.bits)
+            if isinstance(self.clip, Tensor)
+            else _of_number(self.clip, self.bits, like.device)
+        )
 
     def _sizes(self, tokens: int, channels: int) -> tuple[int, int]:
         """The group in numbers for a block of `tokens` x `channels`; refuses what does not divide."""
@@ -199,6 +203,16 @@ class UniformQuant(Codec):
             if whole % size:
                 raise ValueError(f"a group of {size} {axis} does not divide {whole} {axis}; use a divisor of {whole}")
         return sizes
+
+
+def _of_clip(clip: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    return clip * (2 / (2**bits - 1)), -clip
+
+
+@lru_cache
+def _of_number(clip: float, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Made once: a step needs it in every layer."""
+    return _of_clip(torch.full((1, 1, 1), clip, device=device), bits)
 
 
 def _is_group(group: Sequence[int | None]) -> bool:

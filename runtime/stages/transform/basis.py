@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import RopeTables
+from calib.kernels.attend.operation import CodeFold, RopeTables
+from calib.kernels.attend.reference import folded
 from calib.runtime.stages.contract import Transform
 
 if TYPE_CHECKING:
@@ -118,12 +119,13 @@ class Basis(Transform):
         offsets = [self.origin - self.mean, self.mean] if self.sized else [self.origin]
         return torch.cat([self.back.float() * self.size, *offsets], -2).mT
 
+    def code_fold(self) -> CodeFold:
+        """sum p x^ = size back^T sum p c + origin sum p."""
+        return CodeFold(self.back, self.size, self.origin, self.mean if self.sized else None)
+
     def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor:
-        """sum p x^ = size back^T sum p c + origin sum p; the last of sized numbers is sum p s."""
-        if not self.sized:
-            return torch.addcmul(self.origin * mass, mixed @ self.back.float(), self.size)
-        offset = torch.addcmul(self.mean * mass, self.origin - self.mean, mixed[..., -1:])
-        return offset.addcmul_(mixed[..., :-1] @ self.back.float(), self.size)
+        """The same at once; the last of sized numbers is sum p s."""
+        return folded(self.code_fold(), mixed[..., : self.components], mass, mixed[..., self.components :])
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables:
         """For keys of codes."""

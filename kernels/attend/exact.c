@@ -1,0 +1,130 @@
+/* Attention of a few query rows over tokens as the model made them, a window's and the new ones, joined with what other parts of the softmax
+   have found: the last step of a layer's attention on a CPU. `exact_cpu.py` says what shapes are.
+
+   A unit of work is a KV head of a row, with all of its query rows. */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "vectors.h"
+
+#define GROUPS 3 /* of tokens: the window's, those whose keys were scored elsewhere, and the new ones */
+#define MOST_PARTS 16
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+/* `tokens` of each row and head; numbers of a token lie side by side. In place of keys there may be scores, float32 [items][R][tokens]. */
+typedef struct {
+    const void *keys, *values;
+    const float *scores;
+    int64_t key_row, key_head, key_token, value_row, value_head, value_token;
+    int32_t tokens;
+} Group;
+
+typedef struct {
+    Group groups[GROUPS];
+    const float *top[MOST_PARTS], *mass[MOST_PARTS], *mixed[MOST_PARTS]; /* [items][R], and [items][R][value_dim] */
+    const float *query;                                                  /* [items][R][key_dim] */
+    const uint8_t *hidden; /* of each row: tokens of both groups that it does not see; or NULL */
+    int64_t hidden_row;
+    float *out; /* [items][R][value_dim] */
+    int32_t rows, heads, key_dim, value_dim, parts, kind;
+    float softcap;
+} Asked;
+
+/* A vector of numbers as float32. */
+INLINE floats numbers_at(const int kind, const void *from, int64_t at, int left) {
+    if (kind == FLOAT32) return load((const float *)from + at, left);
+    if (kind == FLOAT16) return of_halves((const uint16_t *)from + at, left);
+    halves found = {0};
+    memcpy(&found, (const uint16_t *)from + at, 2 * (size_t)(left < LANES ? left : LANES));
+    return (floats)(__builtin_convertvector(found, ints) << 16);
+}
+
+static int tokens_of(const Asked *asked) {
+    int total = 0;
+    for (int g = 0; g < GROUPS; g++) total += asked->groups[g].tokens;
+    return total;
+}
+
+INLINE void item_attention(const int R, const int kind, const Asked *asked, int item, float *scores) {
+    int row = item / asked->heads, head = item % asked->heads, total = tokens_of(asked), at = 0;
+    int key_dim = asked->key_dim, value_dim = asked->value_dim;
+    const float *query = asked->query + (int64_t)item * R * key_dim;
+    const uint8_t *hidden = asked->hidden ? asked->hidden + row * asked->hidden_row : 0;
+    float top[MOST_ROWS], mass[MOST_ROWS];
+    for (int r = 0; r < R; r++) {
+        top[r] = -1e38f, mass[r] = 0;
+        for (int part = 0; part < asked->parts; part++) {
+            float other = asked->top[part][item * R + r];
+            top[r] = other > top[r] ? other : top[r];
+        }
+    }
+    for (int g = 0; g < GROUPS; g++) {
+        const Group *group = asked->groups + g;
+        for (int t = 0; t < group->tokens; t++, at++) {
+            int64_t key = row * group->key_row + head * group->key_head + t * group->key_token;
+            floats sums[MOST_ROWS];
+            for (int r = 0; r < R; r++) sums[r] = (floats){0};
+            for (int d = 0; d < key_dim && !group->scores; d += LANES) {
+                floats part = numbers_at(kind, group->keys, key + d, key_dim - d);
+                for (int r = 0; r < R; r++) sums[r] += load(query + r * key_dim + d, key_dim - d) * part;
+            }
+            for (int r = 0; r < R; r++) {
+                float score = group->scores ? group->scores[((int64_t)item * R + r) * group->tokens + t] : sum_of(sums[r]);
+                if (asked->softcap > 0) score = tanhf(score / asked->softcap) * asked->softcap;
+                if (hidden && hidden[at]) score = -INFINITY;
+                scores[r * total + at] = score;
+                top[r] = score > top[r] ? score : top[r];
+            }
+        }
+    }
+    float *out = asked->out + (int64_t)item * R * value_dim;
+    memset(out, 0, sizeof(float) * R * value_dim);
+    for (int part = 0; part < asked->parts; part++)
+        for (int r = 0; r < R; r++) {
+            float share = expf(asked->top[part][item * R + r] - top[r]);
+            const float *mixed = asked->mixed[part] + ((int64_t)item * R + r) * value_dim;
+            mass[r] += asked->mass[part][item * R + r] * share;
+            for (int d = 0; d < value_dim; d++) out[r * value_dim + d] += mixed[d] * share;
+        }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < total; t++) {
+            scores[r * total + t] = expf(scores[r * total + t] - top[r]);
+            mass[r] += scores[r * total + t];
+        }
+    for (int d = 0; d < value_dim; d += LANES) {
+        floats sums[MOST_ROWS];
+        for (int r = 0; r < R; r++) sums[r] = load(out + r * value_dim + d, value_dim - d);
+        at = 0;
+        for (int g = 0; g < GROUPS; g++) {
+            const Group *group = asked->groups + g;
+            int64_t value = row * group->value_row + head * group->value_head + d;
+            for (int t = 0; t < group->tokens; t++, at++) {
+                floats part = numbers_at(kind, group->values, value + t * group->value_token, value_dim - d);
+                for (int r = 0; r < R; r++) sums[r] += scores[r * total + at] * part;
+            }
+        }
+        for (int r = 0; r < R; r++) store(out + r * value_dim + d, sums[r] / (mass[r] > 1e-38f ? mass[r] : 1e-38f), value_dim - d);
+    }
+}
+
+INLINE void item_of(const int R, const Asked *asked, int item, float *scores) {
+    if (asked->kind == FLOAT32)
+        item_attention(R, FLOAT32, asked, item, scores);
+    else if (asked->kind == BFLOAT16)
+        item_attention(R, BFLOAT16, asked, item, scores);
+    else
+        item_attention(R, FLOAT16, asked, item, scores);
+}
+
+/* Returns 0, or -1 where there is no memory. */
+int attend_exact(const Asked *asked, int R, int threads) {
+    int items = asked->rows * asked->heads, total = tokens_of(asked);
+    float *scores = malloc(sizeof(float) * ((int64_t)items * R * total + 1));
+    if (!scores) return -1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int item = 0; item < items; item++) BY_ROWS(R, item_of, asked, item, scores + (int64_t)item * R * total)
+    free(scores);
+    return 0;
+}

@@ -1,0 +1,97 @@
+"""Calls `exact.c`: a few query rows against tokens as the model made them, joined with other parts of a softmax, on a CPU."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.packed_pages import Attended, ExactTokens
+from calib.kernels.compiled import library
+from calib.kernels.dispatch import prefers_compiled
+
+SOURCE = Path(__file__).with_name("exact.c")
+GROUPS, MOST_PARTS, MOST_ROWS, MOST_CHANNELS = 3, 16, 8, 512  # as in exact.c
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("key_row", "key_head", "key_token", "value_row", "value_head", "value_token")
+        ),
+        ("tokens", ctypes.c_int32),
+    )
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = (
+        ("groups", _Group * GROUPS),
+        *((name, ctypes.c_void_p * MOST_PARTS) for name in ("top", "mass", "mixed")),
+        ("query", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("hidden_row", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "key_dim", "value_dim", "parts", "kind")),
+        ("softcap", ctypes.c_float),
+    )
+
+
+def supports(query: Tensor, tokens: ExactTokens) -> bool:
+    """Whether these tokens are met here: of one query column, in 16 or 32 bits."""
+    held = [part for group in tokens.groups for part in (group.keys, group.values) if part is not None]
+    hidden = tokens.hidden
+    return (
+        prefers_compiled(query.device)
+        and 0 < query.shape[2] <= MOST_ROWS
+        and max(query.shape[3], held[-1].shape[3]) <= MOST_CHANNELS
+        and len(tokens.groups) <= GROUPS
+        and all(group.index is None for group in tokens.groups)
+        and held[0].dtype in KINDS
+        and (hidden is None or (hidden.shape[1:3] == (1, 1) and hidden.is_contiguous()))
+        and all(type(part) is Tensor and part.stride(3) == 1 and not part.requires_grad for part in (query, *held))
+        and library(SOURCE) is not None
+    )
+
+
+def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None) -> Tensor:
+    """See `operation.attend_exact`."""
+    rows, heads, asked, key_dim = query.shape
+    out = query.new_empty(rows, heads, asked, tokens.groups[0].values.shape[3])
+    kept = [query.contiguous(), *(part.contiguous() for own in parts for part in (own.top, own.mass, own.mixed))]
+    request = _Asked(
+        query=_at(kept[0]), out=_at(out), rows=rows, heads=heads, key_dim=key_dim, value_dim=out.shape[3], parts=len(parts),
+        kind=KINDS[tokens.groups[0].values.dtype], softcap=softcap or 0.0,
+    )  # fmt: skip
+    for number, group in enumerate(tokens.groups):
+        of_keys = (0, 0, 0) if group.keys is None else group.keys.stride()[:3]
+        at = (None if part is None else _at(part) for part in (group.keys, group.values, group.scores))
+        request.groups[number] = _Group(*at, *of_keys, *group.values.stride()[:3], group.values.shape[2])
+    for number, (top, mass, mixed) in enumerate(zip(*(kept[first::3] for first in (1, 2, 3)), strict=True)):
+        request.top[number], request.mass[number], request.mixed[number] = map(_at, (top, mass, mixed))
+    if tokens.hidden is not None:
+        request.hidden = _at(tokens.hidden)
+        request.hidden_row = 0 if tokens.hidden.shape[0] == 1 else tokens.hidden.stride(0)
+    if _function()(request, asked, torch.get_num_threads()):
+        raise MemoryError("no memory for the scores of exact tokens")
+    return out
+
+
+def _at(part: Tensor) -> int:
+    return part.data_ptr()
+
+
+@cache
+def _function() -> Any:
+    found = library(SOURCE)
+    assert found is not None
+    found.attend_exact.argtypes = [ctypes.POINTER(_Asked), ctypes.c_int, ctypes.c_int]
+    found.attend_exact.restype = ctypes.c_int
+    return found.attend_exact

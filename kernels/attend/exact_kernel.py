@@ -1,0 +1,147 @@
+"""The last launch of a step's attention on a GPU: exact tokens, a window's and the new ones, joined with what other parts of the
+softmax have found, and divided by the mass of all. `exact.c` does the same on a CPU.
+
+A program owns one KV head of one row and a block of query rows. Tokens are the rows of every product, as in `decode_kernel.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.attend.decode_kernel import LOG2E, NOTHING
+from calib.kernels.attend.loads import query_planes
+from calib.kernels.attend.tile_products import exact_product, factors_of
+
+# Numbers of groups, parts and steps that change from launch to launch without another program.
+UNFIXED = ["columns", "hidden_row", "hidden_column", "tokens_0", "tokens_1", "tokens_2", "scored_0"]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def exact(
+    QUERY, HIDDEN, INDEX, OUT,
+    KEYS_0, VALUES_0, SCORES_0, KEYS_1, VALUES_1, SCORES_1, KEYS_2, VALUES_2, SCORES_2,
+    TOP_0, MASS_0, MIXED_0, TOP_1, MASS_1, MIXED_1, TOP_2, MASS_2, MIXED_2, TOP_3, MASS_3, MIXED_3,
+    heads, query_rows, columns, hidden_row, hidden_column, tokens_0, tokens_1, tokens_2, scored_0,
+    key_row_0, key_head_0, key_token_0, value_row_0, value_head_0, value_token_0,
+    key_row_1, key_head_1, key_token_1, value_row_1, value_head_1, value_token_1,
+    key_row_2, key_head_2, key_token_2, value_row_2, value_head_2, value_token_2,
+    mixed_row_0, mixed_row_1, mixed_row_2, mixed_row_3,
+    DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Three groups of tokens and four parts at most; what is None is not there. The mask, HIDDEN, has a byte for a token of all
+    groups, by row and by column of the query, of which query rows are group-major. INDEX says, by row, which of the first
+    group's tokens have one of `scored_0` scores in place of a key."""
+    of_row, block = tl.program_id(0), tl.program_id(1)
+    row, head = (of_row // heads).to(tl.int64), of_row % heads
+    rows = block * M + tl.arange(0, M)
+    valid = rows < query_rows
+    at = of_row.to(tl.int64) * query_rows + rows  # of a query row, among those of all heads and rows
+    query, size = query_planes(QUERY, of_row.to(tl.int64) * query_rows * DK, rows, valid, 1, DK, DKP, DK)
+    rounded, rest = factors_of(query, size, VALUES_0.dtype.element_ty)
+    hidden, index = HIDDEN, INDEX
+    if INDEX is not None:
+        index += row * tokens_0
+    if HIDDEN is not None:
+        hidden += row * hidden_row + (rows % columns) * hidden_column
+
+    top, mass = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32)
+    mixed = tl.zeros([DVP, M], tl.float32)
+    if MASS_0 is not None:
+        top, mass, mixed = joined(top, mass, mixed, TOP_0, MASS_0, MIXED_0, at, valid, mixed_row_0, DV, DVP)
+    if MASS_1 is not None:
+        top, mass, mixed = joined(top, mass, mixed, TOP_1, MASS_1, MIXED_1, at, valid, mixed_row_1, DV, DVP)
+    if MASS_2 is not None:
+        top, mass, mixed = joined(top, mass, mixed, TOP_2, MASS_2, MIXED_2, at, valid, mixed_row_2, DV, DVP)
+    if MASS_3 is not None:
+        top, mass, mixed = joined(top, mass, mixed, TOP_3, MASS_3, MIXED_3, at, valid, mixed_row_3, DV, DVP)
+
+    top, mass, mixed = met(
+        top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_0, VALUES_0, SCORES_0, index, scored_0, tokens_0,
+        row * key_row_0 + head * key_head_0, key_token_0, row * value_row_0 + head * value_head_0, value_token_0,
+        DK, DKP, DV, DVP, M, BN, SOFTCAP, INTERPRET,
+    )  # fmt: skip
+    if VALUES_1 is not None:
+        if HIDDEN is not None:
+            hidden += tokens_0
+        top, mass, mixed = met(
+            top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_1, VALUES_1, SCORES_1, None, tokens_1, tokens_1,
+            row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1, value_token_1,
+            DK, DKP, DV, DVP, M, BN, SOFTCAP, INTERPRET,
+        )  # fmt: skip
+    if VALUES_2 is not None:
+        if HIDDEN is not None:
+            hidden += tokens_1
+        top, mass, mixed = met(
+            top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_2, VALUES_2, SCORES_2, None, tokens_2, tokens_2,
+            row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2, value_token_2,
+            DK, DKP, DV, DVP, M, BN, SOFTCAP, INTERPRET,
+        )  # fmt: skip
+
+    channels = tl.arange(0, DVP)
+    inside = (channels < DV)[:, None] & valid[None, :]
+    # A row that has met no token at all has a mixture of 0.
+    tl.store(OUT + at[None, :] * DV + channels[:, None], mixed / tl.maximum(mass, 1.0e-37)[None, :], mask=inside)
+
+
+@triton.jit
+def joined(top, mass, mixed, TOP, MASS, MIXED, at, valid, mixed_row, DV: tl.constexpr, DVP: tl.constexpr):
+    """Another part of the softmax with what is there."""
+    channels = tl.arange(0, DVP)
+    inside = (channels < DV)[:, None] & valid[None, :]
+    own = tl.load(TOP + at, mask=valid, other=NOTHING)
+    higher = tl.maximum(top, own)
+    stays, comes = tl.exp2((top - higher) * LOG2E), tl.exp2((own - higher) * LOG2E)
+    own_mixed = tl.load(MIXED + at[None, :] * mixed_row + channels[:, None], mask=inside, other=0.0)
+    mass = mass * stays + tl.load(MASS + at, mask=valid, other=0.0) * comes
+    return higher, mass, mixed * stays[None, :] + own_mixed * comes[None, :]
+
+
+@triton.jit
+def met(
+    top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS, VALUES, SCORES, INDEX, scored, tokens,
+    key_at, key_token, value_at, value_token,
+    DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A group of tokens with what is there. Query and weights meet tokens of 16 bits in two parts of their type."""
+    key_channels, value_channels = tl.arange(0, DKP), tl.arange(0, DVP)
+    for start in range(0, tokens, BN):
+        token = start + tl.arange(0, BN)
+        there = token < tokens
+        number, given = token, there
+        if INDEX is not None:
+            number = tl.load(INDEX + token, mask=there, other=-1)
+            given = number >= 0
+        product = tl.zeros([BN, M], tl.float32)
+        if KEYS is not None:
+            inside = (there if SCORES is None else there & (given == 0))[:, None] & (key_channels < DK)[None, :]
+            keys = tl.load(KEYS + key_at + token[:, None] * key_token + key_channels[None, :], mask=inside, other=0.0)
+            product = exact_product(keys, rounded[0], product, INTERPRET)
+            if keys.dtype != tl.float32:
+                product = exact_product(keys, rest[0], product, INTERPRET)
+            product *= size[None, :]
+        if SCORES is not None:
+            asked = given[:, None] & valid[None, :]
+            scores = tl.load(SCORES + at[None, :] * scored + number[:, None], mask=asked, other=0.0)
+            product = tl.where(given[:, None], scores, product)
+        if SOFTCAP is not None:
+            product = SOFTCAP * (1 - 2 / (1 + tl.exp2(product * (2 * LOG2E / SOFTCAP))))
+        seen = there[:, None]
+        if hidden is not None:
+            masked = tl.load(hidden[None, :] + token[:, None], mask=there[:, None] & valid[None, :], other=1)
+            seen = seen & (masked == 0)
+        product = tl.where(seen, product, float("-inf"))
+        higher = tl.maximum(top, tl.max(product, 0))
+        stays = tl.exp2((top - higher) * LOG2E)
+        weights = tl.exp2((product - higher[None, :]) * LOG2E)
+        mass = mass * stays + tl.sum(weights, 0)
+        top = higher
+        inside = there[None, :] & (value_channels < DV)[:, None]
+        values = tl.load(
+            VALUES + value_at + token[None, :] * value_token + value_channels[:, None], mask=inside, other=0.0
+        )
+        taken = weights.to(values.dtype)
+        mixed = exact_product(values, taken, mixed * stays[None, :], INTERPRET)
+        if values.dtype != tl.float32:
+            mixed = exact_product(values, (weights - taken.to(tl.float32)).to(values.dtype), mixed, INTERPRET)
+    return top, mass, mixed

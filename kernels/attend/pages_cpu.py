@@ -1,0 +1,235 @@
+"""Calls `pages.c`: a few query rows against the packed pages of a tier in one pass, on a CPU.
+
+Pages lie there with tokens side by side, so that a page's words of one kind are one run, and pages are met where they lie whichever
+rows they belong to."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.kernels.attend.packed_pages import EXACT, STRIDE, Attended, CodeFold, PackedStream, PageSpan, RopeTables
+from calib.kernels.compiled import library
+from calib.kernels.dispatch import prefers_compiled
+from calib.kernels.pack.heads import first_words
+from calib.kernels.pack.reference import Widths, first_bits, pattern, words_per_token
+
+SOURCE = Path(__file__).with_name("pages.c")
+MOST_ROWS, MOST_CHANNELS, MOST_PAGE, LEAST_GROUP, TILE = 8, 512, 512, 8, 32  # as in pages.c
+NONE, TOKEN, CHANNEL = 0, 1, 2  # how parameters lie
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("numbers", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("row", "head", "channel")))
+
+
+class _Stream(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("words", "down", "begins", "numbers", "scales", "sizes")),
+        ("scale", _Table),
+        ("zero", _Table),
+        *((name, ctypes.c_int64) for name in ("page", "head", "word", "field")),
+        *((name, ctypes.c_int64) for name in ("numbers_page", "numbers_head", "numbers_column")),
+        *((name, ctypes.c_int64) for name in ("scales_page", "scales_head", "scales_channel")),
+        *((name, ctypes.c_int64) for name in ("sizes_page", "sizes_word")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("wide", "channels", "size_words", "mode", "groups", "block", "trellis", "fields")
+        ),
+        ("widths", ctypes.c_int32 * 16),
+        ("masks", ctypes.c_int32 * 16),
+        ("units", ctypes.c_float * 16),
+    )
+
+
+class _Turn(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("axes", "size", "mean", "coarse", "fine", "middles")),
+        ("head_dim", ctypes.c_int32),
+        ("pairs", ctypes.c_int32),
+    )
+
+
+class _Fold(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("back", "size", "origin", "mean")),
+        ("head_dim", ctypes.c_int32),
+    )
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "used", "query", "constant")),
+        ("table_row", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "page", "width", "mixes_keys", "ahead")),
+        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("top", "mass", "mixed", "mixed_keys", "ahead_scores")),
+    )
+
+
+def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
+    """Whether these streams are read: codes of any widths; float16 parameters for whole groups of channels, of a token or of 8 and
+    more tokens, or none. Scales of each page's channels beside tokens' parameters. Keys that are turned are codes without
+    parameters, in pages of whole tiles. Sizes of such keys, and of values that are codes without parameters."""
+    page = keys.pages.shape[2]
+    if (
+        not prefers_compiled(keys.pages.device)
+        or not 0 < query_rows <= MOST_ROWS
+        or not LEAST_GROUP <= page <= MOST_PAGE
+    ):
+        return False
+    if rope_tables and (keys.parameters is not None or page % TILE):
+        return False
+    if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and values.parameters is not None):
+        return False
+    return all(map(_is_read, (keys, values))) and library(SOURCE) is not None
+
+
+def _is_read(stream: PackedStream) -> bool:
+    held = (stream.pages, stream.parameters, stream.scales, stream.sizes)
+    if (
+        stream.bits == EXACT
+        or stream.ranked is not None
+        or stream.channels > MOST_CHANNELS
+        or not all(map(_by_channel, held))
+    ):
+        return False
+    if stream.parameters is None:
+        return stream.scales is None
+    mode, groups = _mode(stream), stream.parameters.shape[3] // 2
+    fits = stream.parameters.dtype == torch.float16 and stream.channels % groups == 0 and stream.counts is None
+    if mode == CHANNEL:
+        return fits and stream.scales is None and stream.group_tokens >= LEAST_GROUP
+    return fits and (stream.scales is None or stream.scales.dtype == torch.float16)
+
+
+def _by_channel(pages: Tensor | None) -> bool:
+    """Whether tokens lie side by side, in memory that no tracer has."""
+    return pages is None or (type(pages) is Tensor and (pages.shape[2] == 1 or pages.stride(2) == 1))
+
+
+def _mode(stream: PackedStream) -> int:
+    if stream.parameters is None:
+        return NONE
+    return TOKEN if stream.group_tokens == 1 else CHANNEL
+
+
+def attend_pages(
+    query: Tensor,
+    keys: PackedStream,
+    values: PackedStream,
+    span: PageSpan,
+    constant: Tensor | None,
+    softcap: float | None,
+    rope_tables: RopeTables | None = None,
+    mixes_keys: bool = False,
+    fold: CodeFold | None = None,
+    ahead: int = 0,
+) -> Attended:
+    """See `operation.attend_pages`, of a span of the rows' first slots alone."""
+    rows, heads, asked, _ = query.shape
+    top, mass = (query.new_empty(rows, heads, asked, 1) for _ in range(2))
+    wide = values.channels if fold is None else fold.axes.shape[2]
+    mixed = query.new_empty(rows, heads, asked, wide)
+    mixed_keys = query.new_empty(rows, heads, asked, keys.channels + 1) if mixes_keys else None
+    scores = query.new_empty(rows, heads, asked, ahead) if ahead else None
+    kept = [None if part is None else part.contiguous() for part in (query, constant, span.used)]
+    request = _Asked(
+        span.table.data_ptr(), _at(kept[2]), _at(kept[0]), _at(kept[1]), span.table.stride(0), rows, heads, keys.pages.shape[2],
+        span.table.shape[1], mixes_keys, ahead, softcap or 0.0, _at(top), _at(mass), _at(mixed), _at(mixed_keys), _at(scores),
+    )  # fmt: skip
+    turn = None if rope_tables is None else _turn(keys, rope_tables)
+    function = _function()
+    found = function(
+        _stream(keys, query if rope_tables is None else None),
+        _stream(values, query if fold is None else None),
+        turn,
+        None if fold is None else _fold(fold),
+        request,
+        asked,
+        torch.get_num_threads(),
+    )
+    if found:
+        raise MemoryError("no memory for the parts of a softmax")
+    return Attended(top, mass, mixed, None, mixed_keys, scores)
+
+
+def _at(part: Tensor | None) -> int | None:
+    return None if part is None else part.data_ptr()
+
+
+def _stream(stream: PackedStream, of: Tensor | None) -> _Stream:
+    """With scales and zero points that are fixed for the rows and heads `of` the query; None: these are not used."""
+    pages, numbers, scales, sizes = stream.pages, stream.parameters, stream.scales, stream.sizes
+    begins = None if stream.counts is None else first_words(stream.counts, pages.device)
+    found = _Stream(
+        _at(pages), None, _at(begins), _at(numbers), _at(scales), _at(sizes), *_tables(stream, of),
+        pages.stride(0), pages.stride(1), pages.stride(3), 0,
+        *_strides(numbers), *_strides(scales),
+        *((0, 0) if sizes is None else (sizes.stride(0), sizes.stride(3))),
+        words_per_token(stream.channels, stream.bits), stream.channels, 0 if sizes is None else sizes.shape[3],
+        _mode(stream), 1 if numbers is None else numbers.shape[3] // 2, stream.group_tokens, stream.trellis,
+        len(pattern(stream.bits)), *_fields(stream.bits),
+    )  # fmt: skip
+    return found
+
+
+def _tables(stream: PackedStream, of: Tensor | None) -> tuple[_Table, _Table]:
+    if of is None or stream.fixed is None:
+        return _Table(), _Table()
+    scale, zero = (_table(part.expand(of.shape[0], of.shape[1], 1, stream.channels)) for part in stream.fixed)
+    return scale, zero
+
+
+def _table(part: Tensor) -> _Table:
+    return _Table(_at(part), part.stride(0), part.stride(1), part.stride(3))
+
+
+def _strides(part: Tensor | None) -> tuple[int, int, int]:
+    """Of pages, heads and columns; what all heads share has none of the second."""
+    if part is None:
+        return 0, 0, 0
+    return part.stride(0), 0 if part.shape[1] == 1 else part.stride(1), part.stride(3)
+
+
+@cache
+def _fields(bits: int | Widths) -> "tuple[ctypes.Array[Any], ...]":
+    """Widths, masks and units of a word's fields."""
+    widths, masks, units = (ctypes.c_int32 * 16)(), (ctypes.c_int32 * 16)(), (ctypes.c_float * 16)()
+    for number, (width, first) in enumerate(zip(pattern(bits), first_bits(bits), strict=True)):
+        widths[number], masks[number], units[number] = width, ((1 << width) - 1) << first, 2.0**-first
+    return widths, masks, units
+
+
+def _turn(keys: PackedStream, tables: RopeTables) -> _Turn:
+    parts = tables.axes, tables.size, tables.mean, tables.coarse, tables.fine
+    assert all(part.is_contiguous() for part in parts) and tables.fine.shape[0] == STRIDE
+    middles = _middles(keys.bits, keys.channels, keys.trellis)
+    return _Turn(*map(_at, parts), ctypes.addressof(middles), tables.axes.shape[2], tables.fine.shape[2])
+
+
+@cache
+def _middles(bits: int | Widths, channels: int, trellis: bool) -> "ctypes.Array[ctypes.c_float]":
+    """Half the largest number of each component."""
+    wide = words_per_token(channels, bits)
+    each = [(2.0 ** (width + trellis) - 1) / 2 for width in pattern(bits) for _ in range(wide)]
+    return (ctypes.c_float * channels)(*each[:channels])
+
+
+def _fold(fold: CodeFold) -> _Fold:
+    parts = fold.axes, fold.size, fold.origin, fold.mean
+    assert all(part is None or part.is_contiguous() for part in parts)
+    return _Fold(*map(_at, parts), fold.axes.shape[2])
+
+
+@cache
+def _function() -> Any:
+    found = library(SOURCE)
+    assert found is not None
+    pointers = (ctypes.POINTER(kind) for kind in (_Stream, _Stream, _Turn, _Fold, _Asked))
+    found.attend_pages.argtypes = [*pointers, ctypes.c_int, ctypes.c_int]
+    found.attend_pages.restype = ctypes.c_int
+    return found.attend_pages

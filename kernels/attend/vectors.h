@@ -1,0 +1,90 @@
+/* Vectors of float32, and codes as they lie in words: what `codes.c` and `pages.c` are written in.
+
+   A vector is a register. Tokens lie last, so it is `LANES` tokens of one channel. A field is masked where it lies in its word, and the
+   factor that it meets is divided by 2^(its first bit), which is exact: one operation fewer for every code. */
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#define VECTORS 4 /* of a tile at most: its sums lie in registers, 32 of 16 numbers, or 16 of 8 */
+#define MOST_ROWS 8
+#define MOST_CHANNELS 512
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+#define INLINE __attribute__((always_inline)) static inline
+
+/* The first `left` numbers of a vector, and zeros; `LANES` or more are all there. */
+INLINE floats load(const float *from, int left) {
+    floats found = {0};
+    if (left >= LANES)
+        memcpy(&found, from, sizeof found);
+    else
+        memcpy(&found, from, 4 * (size_t)left);
+    return found;
+}
+
+INLINE void store(float *to, floats what, int left) {
+    if (left >= LANES)
+        memcpy(to, &what, sizeof what);
+    else
+        memcpy(to, &what, 4 * (size_t)left);
+}
+
+/* Codes of a vector of tokens, times 2^(first bit). */
+INLINE floats codes_at(const int16_t *words, int32_t mask, int left) {
+    shorts found = {0};
+    if (left >= LANES)
+        memcpy(&found, words, sizeof found);
+    else
+        memcpy(&found, words, 2 * (size_t)left);
+    return __builtin_convertvector(__builtin_convertvector(found, ints) & mask, floats);
+}
+
+/* Half precision as float32: its bits moved into place, and the exponent's bias put right by a product, which denormal numbers
+   survive. */
+INLINE floats of_halves(const uint16_t *from, int left) {
+    halves found = {0};
+    if (left >= LANES)
+        memcpy(&found, from, sizeof found);
+    else
+        memcpy(&found, from, 2 * (size_t)left);
+    ints bits = __builtin_convertvector(found, ints);
+    floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (floats)((ints)size | (bits & 0x8000) << 16);
+}
+
+INLINE float of_half(uint16_t bits) {
+    uint32_t moved = (uint32_t)(bits & 0x7fff) << 13;
+    float size;
+    memcpy(&size, &moved, 4);
+    size *= 0x1p112f;
+    return bits & 0x8000 ? -size : size;
+}
+
+INLINE float sum_of(floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+/* Calls `function` with the number of rows as a constant. */
+#define BY_ROWS(rows, function, ...)                    \
+    switch (rows) {                                     \
+        case 1: function(1, __VA_ARGS__); break;        \
+        case 2: function(2, __VA_ARGS__); break;        \
+        case 3: function(3, __VA_ARGS__); break;        \
+        case 4: function(4, __VA_ARGS__); break;        \
+        case 5: function(5, __VA_ARGS__); break;        \
+        case 6: function(6, __VA_ARGS__); break;        \
+        case 7: function(7, __VA_ARGS__); break;        \
+        case 8: function(8, __VA_ARGS__); break;        \
+    }

@@ -1,0 +1,139 @@
+"""Exact tokens joined with other parts of a softmax by one kernel, interpreted, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tolerances import FLOAT32_ATTENTION, SPLIT_SCORES
+
+from calib.kernels.attend import exact_triton, operation
+from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens
+from calib.kernels.attend.triton import MOST_ROWS
+
+pytestmark = pytest.mark.arithmetic
+
+# A factor of two bfloat16 numbers has 16 bits, one of two float16 numbers 22.
+TOLERANCE = {torch.float32: FLOAT32_ATTENTION, torch.float16: FLOAT32_ATTENTION, torch.bfloat16: SPLIT_SCORES}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What the kernel is to write holds NaN before."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(exact_triton, "room", lambda shape, like: torch.full(shape, torch.nan))
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Asked:
+    """A query, exact tokens and parts of a softmax, and what attention over all of them is in float64."""
+
+    def __init__(self, dtype, query_rows, dims, counts, parts, columns=1, masked="rows", softcap=None):
+        rows, heads, (key_dim, value_dim), draw = 2, 3, dims, iter(range(100))
+        self.softcap, self.query = softcap, drawn(rows, heads, query_rows, key_dim, seed=next(draw)) / 4
+        # Slots of longer windows, of tensors whose heads lie inside tokens: a ring's, and what a model makes.
+        keys = [drawn(rows, n + 5, heads, key_dim, seed=next(draw)).to(dtype)[:, 2 : 2 + n] for n in counts]
+        keys = [part.transpose(1, 2) for part in keys]
+        values = [drawn(rows, heads, n + 5, value_dim, seed=next(draw)).to(dtype)[:, :, 3 : 3 + n] for n in counts]
+        scores = [self.query.double() @ part.double().mT for part in keys]
+        given = len(counts) - 2  # a group whose scores are given, between the window's and the new tokens'
+        self.groups = tuple(
+            ExactGroup(values[i], None if i == given else keys[i], scores[i].float() if i == given else None)
+            for i in range(len(counts))
+        )
+        self.hidden = None
+        if masked:
+            shape = (rows if masked == "rows" else 1, 1, columns, sum(counts))
+            self.hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
+            self.hidden[..., -1] = False
+        others = [drawn(rows, heads, query_rows, 9, seed=next(draw)) for _ in range(parts)]
+        mixing = [drawn(rows, heads, 9, value_dim, seed=next(draw)) for _ in range(parts)]
+        self.parts = []
+        for number, (own, mixed) in enumerate(zip(others, mixing, strict=True)):
+            top = own.amax(-1, keepdim=True)
+            weights = (own - top).exp()
+            wide = torch.full((rows, heads, query_rows, value_dim + 7), torch.nan)  # columns of a wider mixture
+            wide[..., :value_dim] = weights @ mixed
+            mixture = wide[..., :value_dim] if number % 2 else wide[..., :value_dim].contiguous()
+            self.parts.append(Attended(top, weights.sum(-1, keepdim=True), mixture, None))
+        met = torch.cat(scores, -1)
+        met = met if softcap is None else softcap * (met / softcap).tanh()
+        if self.hidden is not None:
+            met = met.masked_fill(self.hidden.repeat(1, 1, query_rows // columns, 1), -torch.inf)
+        self.weights = torch.cat([*(own.double() for own in others), met], -1).softmax(-1)
+        self.values = torch.cat([*(own.double() for own in mixing), *(own.double() for own in values)], 2)
+
+    def check(self, dtype):
+        tokens = ExactTokens(self.groups, self.hidden)
+        assert operation.exact_supported(self.query, tokens)
+        found, expected = (
+            operation.attend_exact(self.query, tokens, self.parts, self.softcap),
+            self.weights @ self.values,
+        )
+        assert found.dtype == torch.float32 and found.is_contiguous()
+        assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("query_rows", "dims", "softcap", "parts"),
+    [(1, (64, 64), None, 1), (3, (20, 36), 5.0, 2), (9, (128, 80), None, 0), (17, (16, 32), None, 4)],
+)
+def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, dims, softcap, parts):
+    Asked(dtype, query_rows, dims, (37, 7, 1), parts, softcap=softcap).check(dtype)
+
+
+@pytest.mark.parametrize("masked", ["rows", "all", None])
+@pytest.mark.parametrize(("columns", "counts"), [(1, (1, 1)), (3, (5, 33, 3))])
+def test_masks_of_rows_and_columns(masked, columns, counts):
+    """Of a query row, group-major, its column's."""
+    Asked(torch.float32, 4 * columns, (32, 32), counts, 1, columns, masked).check(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("query_rows", [2, 9])
+def test_some_keys_of_a_window_are_scores_elsewhere(dtype, query_rows):
+    """By number; their own slots hold anything, or are not there."""
+    asked = Asked(dtype, query_rows, (32, 48), (37, 7, 2), 2)
+    window, index = asked.groups[0], torch.full((2, 37), -1, dtype=torch.int32)
+    index[0, 30:], index[1, 20:] = torch.tensor([3, 4, 9, 1, 0, 2, 7]), torch.arange(17).flip(0)
+    scores = torch.full((2, 3, query_rows, 20), torch.nan)
+    keys = window.keys.clone()
+    for row, first in ((0, 30), (1, 20)):
+        scores[row, :, :, index[row, first:].long()] = asked.query[row] @ keys[row, :, first:].float().mT
+        keys[row, :, first:] = torch.nan
+    asked.groups = (ExactGroup(window.values, keys[:, :, :30], scores, index), *asked.groups[1:])
+    asked.check(dtype)
+
+
+@pytest.mark.parametrize("parts", [5, 16])
+def test_more_parts_than_the_kernel_takes(parts):
+    Asked(torch.float32, 2, (32, 32), (4, 3, 1), parts).check(torch.float32)
+
+
+def test_what_is_hidden_from_a_query_has_no_part():
+    """A part of nothing beside a window of which no slot is in use; and a query that meets no token at all has 0."""
+    new, window = (drawn(1, 2, n, 16, seed=n) for n in (1, 40))
+    tokens = ExactTokens((ExactGroup(window, window), ExactGroup(new, new)), torch.ones(1, 1, 1, 41, dtype=torch.bool))
+    nothing = Attended(torch.full((1, 2, 1, 1), -1e38), torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 16), None)
+    query = drawn(1, 2, 1, 16, seed=5)
+    assert not operation.attend_exact(query, tokens, [nothing]).any()
+    tokens.hidden[..., -1] = False
+    torch.testing.assert_close(operation.attend_exact(query, tokens, [nothing]), new, rtol=1e-6, atol=0)
+
+
+def test_what_is_not_served():
+    """More query rows or channels, another type, numbers of a token that lie apart, and where a derivative is asked for."""
+    new = torch.zeros(1, 2, 1, 32)
+    tokens, query = ExactTokens((ExactGroup(new, new),)), torch.zeros(1, 2, MOST_ROWS, 32)
+    assert operation.exact_supported(query, tokens)
+    assert not operation.exact_supported(torch.zeros(1, 2, MOST_ROWS + 1, 32), tokens)
+    for part in (
+        torch.zeros(1, 2, 1, 257),
+        new.double(),
+        torch.zeros(1, 2, 32, 1).mT[:, :, :, ::2],
+        torch.zeros(1, 2, 1, 32, requires_grad=True),
+    ):
+        assert not operation.exact_supported(query, replace(tokens, groups=(ExactGroup(part, part),)))
