@@ -1,6 +1,10 @@
-"""Which kernels ran, and how long: a figure of ours must not come from plain torch because a kernel declined the inputs."""
+"""Which kernels ran, and how long: a figure of ours must not come from plain torch because a kernel declined the inputs.
+
+python -m benchmarks.gpu.launches [METHOD ...]     # launches of a decode step in a layer, counted on any machine
+"""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,3 +71,18 @@ def device_times(bench: Bench, call: Callable[[], object], most: int = 12) -> di
     taken = {name[:80]: milliseconds for name, (milliseconds, _) in by_kernel(bench, call).items()}
     longest = sorted(taken, key=taken.__getitem__, reverse=True)[:most]
     return {"all": round(sum(taken.values()), 4)} | {name: round(taken[name], 4) for name in longest}
+
+
+def main(names: list[str]) -> None:
+    """Prints the launches of these methods' steps, or of all (`launch_counts.py`)."""
+    os.environ |= {"CALIB_KERNELS": "triton", "TRITON_INTERPRET": "1"}  # before a kernel is imported
+    from benchmarks.gpu.launch_counts import METHODS, table
+
+    if unknown := sorted(set(names) - set(METHODS)):
+        sys.exit(f"no launches are counted of {', '.join(unknown)}; name some of {', '.join(METHODS)}")
+    for line in table({name: METHODS[name] for name in names or METHODS}):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

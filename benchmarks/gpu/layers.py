@@ -30,14 +30,19 @@ class Heads:
 
 def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
     """An empty layer of `method`; bases, where it needs any, are made up."""
-    geometry, artifact, context = Geometry(1, heads.kv_heads, heads.head_dim), None, LayerContext()
-    if method == "klt":
-        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
-        shape = {"num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **shape))
-        artifact, context = made_up(model), LayerContext(rotation=Rotation.of(model, ""))
-    plan = build(method, options).plan(0, geometry, artifact)
-    return CompressedLayer(plan, plan.sequences(1, None), context)
+    return bare_layers(method, heads, 1, **options)[0]
+
+
+def bare_layers(method: str, heads: Heads, count: int, **options: Any) -> list[CompressedLayer]:
+    """So many of a cache."""
+    sizes = {"num_hidden_layers": count, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+    shape = {"num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **shape))
+    geometry, artifact = Geometry(count, heads.kv_heads, heads.head_dim), made_up(model) if method == "klt" else None
+    context = LayerContext(rotation=Rotation.of(model, ""))
+    plans = [build(method, options).plan(number, geometry, artifact) for number in range(count)]
+    sequences = plans[0].sequences(count, None)
+    return [CompressedLayer(plan, sequences, context) for plan in plans]
 
 
 @torch.no_grad()

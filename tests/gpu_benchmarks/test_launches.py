@@ -1,0 +1,51 @@
+"""How many kernels a decode step launches in a layer: not more than today, and what counts as one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.launch_counts import METHODS, Launches, launches_of
+
+pytestmark = pytest.mark.arithmetic
+
+# Torch's and ours together.
+MOST = {"rtn": 12, "kivi": 8, "klt": 12, "zipcache": 26, "gear": 86, "h2o": 86}
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name == "klt" else pytest.mark.full) for name in MOST]
+)
+def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
+    """Tiers, window and new token by kernels of ours: attention, the join of its runs, and where nothing is asked of the
+    probabilities the exact tokens."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    found = launches_of(method, METHODS[method])
+    assert found.ours["attend"] and found.ours["merge"]
+    assert bool(found.ours["exact"]) == (method not in ("gear", "h2o"))
+    assert found.total <= MOST[method], (found.torch, found.ours)
+
+
+def test_views_and_allocations_are_no_launches():
+    with Launches() as found:
+        numbers = torch.empty(4, 6)
+        numbers.fill_(1).view(2, 12).mT[:1].unflatten(1, (2, 1)).expand(3, 1, 2, 1)
+        (numbers[:, 2:] @ numbers.mT[2:]).softmax(-1)
+        numbers.to(torch.bfloat16).split(2, 1)
+    assert found.torch == {"fill_": 1, "mm": 1, "_softmax": 1, "_to_copy": 1} and not found.ours
+
+
+@pytest.mark.full
+def test_the_command_prints_a_table_and_refuses_other_names():
+    root, command = Path(__file__).parents[2], [sys.executable, "-m", "benchmarks.gpu.launches"]
+    done = subprocess.run([*command, "snapkv"], cwd=root, capture_output=True, text=True)
+    head, row = done.stdout.splitlines()
+    assert head.split() == ["method", "torch", "ours", "together", "once", "a", "step"]
+    name, of_torch, ours, together, once = row.split()
+    assert name == "snapkv" and int(of_torch) + int(ours) == int(together) and int(once) >= 0
+    done = subprocess.run([*command, "kv"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(
+        "no launches are counted of kv; name some of full, rtn, kivi"
+    )
