@@ -1,5 +1,5 @@
-/* Attention of a few query rows over tokens as the model made them, a window's and the new ones, joined with what other parts of the softmax
-   have found: the last step of a layer's attention on a CPU. `exact_cpu.py` says what shapes are.
+/* Attention of a few query rows over tokens as the model made them, a window's and the new ones, joined with what other parts of the
+   softmax have found: the last step of a layer's attention on a CPU. `exact_cpu.py` says what shapes are.
 
    A unit of work is a KV head of a row, with all of its query rows. */
 
@@ -13,7 +13,8 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-/* `tokens` of each row and head; numbers of a token lie side by side. In place of keys there may be scores, float32 [items][R][tokens]. */
+/* `tokens` of each row and head; numbers of a token lie side by side. In place of keys there may be scores, float32
+   [items][R][tokens]. */
 typedef struct {
     const void *keys, *values;
     const float *scores;

@@ -1,7 +1,9 @@
-/* Vectors of float32, and codes as they lie in words: what `codes.c` and `pages.c` are written in.
+/* Vectors of float32, and codes as they lie in words.
 
-   A vector is a register. Tokens lie last, so it is `LANES` tokens of one channel. A field is masked where it lies in its word, and the
-   factor that it meets is divided by 2^(its first bit), which is exact: one operation fewer for every code. */
+   A vector is a register. Tokens lie last, so it is `LANES` tokens of one channel. A field is masked where it lies in its word, and
+   the factor that it meets is divided by 2^(its first bit), which is exact: one operation fewer for every code. */
+
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -68,6 +70,28 @@ INLINE float of_half(uint16_t bits) {
     memcpy(&size, &moved, 4);
     size *= 0x1p112f;
     return bits & 0x8000 ? -size : size;
+}
+
+/* e^x of -87 ... 88, less than 2 units in the last place off; below -87 what -87 gives. */
+INLINE floats exp_of(floats x) {
+    ints low = x < -87.0f;
+    x = (floats)(((ints)x & ~low) | ((ints)((floats){0} - 87.0f) & low));
+    floats shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the sum is whole */
+    floats whole = shifted - 12582912.0f;
+    floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1;
+    return (floats)((ints)sum + (__builtin_convertvector(whole, ints) << 23));
+}
+
+INLINE float largest_of(floats x) {
+    float most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
 }
 
 INLINE float sum_of(floats x) {
