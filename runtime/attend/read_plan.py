@@ -119,6 +119,18 @@ def starts(forward: Forward, rows: range, device: torch.device) -> Tensor:
     return by_row(forward, rows, "tokens before", int, device)
 
 
+def page_numbers(table: PageTable, forward: Forward, rows: range, pages: range, device: torch.device) -> Tensor:
+    """int32 `[rows, pages]`, as a kernel reads them. On a CPU they are of this forward alone: what a table keeps is weighed."""
+    if prefers_triton(device):
+        return table.numbers(device)[rows.start : rows.stop, pages.start : pages.stop]
+    key = ("page numbers", table, rows, pages)
+    if key not in forward.readings:
+        numbers = [table.pages(row, pages.start, len(pages)) for row in rows]
+        forward.readings[key] = torch.tensor(numbers, dtype=torch.int32, device=device)
+    found: Tensor = forward.readings[key]
+    return found
+
+
 def exact_positions(state: ReadableRows, forward: Forward, asked: ReadRequest, window: int) -> Tensor:
     """int64 `[rows, 1, tokens]`: the positions of the window's first slots and of the new tokens that are read."""
     key = ("exact positions", asked, window)
@@ -209,7 +221,7 @@ class _Planner:
         if not pages or not (prefers_triton(device) or prefers_compiled(device)):
             return None
         table, rows = self.state.tables[tier], self.asked.rows
-        numbers = table.numbers(self.asked.device)[rows.start : rows.stop, pages.start : pages.stop]
+        numbers = page_numbers(table, self.forward, rows, pages, device)
         used, back = self._used(tier, torch.int32), None if self.back is None else self.back.flatten(1).int()
         first = pages.start * table.page_tokens
         if first:

@@ -23,7 +23,7 @@ from calib.kernels.attend.operation import (
 from calib.kernels.dispatch import prefers_triton
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.layer_tokens import LayerTokens
-from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
+from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions, page_numbers
 from calib.runtime.attend.scored_span import ScoredSpan, joined
 from calib.runtime.logits import either, masked
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
@@ -145,8 +145,9 @@ class OrderedTokens(LayerTokens):
         (keys, values), fetched = self._streams, self.fetched
         assert keys is not None and values is not None
         if ahead:  # they may lie in later pages
-            table = self.state.table.numbers(span.table.device)[self.rows.start : self.rows.stop, first:]
-            span = replace(span, table=table)
+            table, own = self.state.table, self.rows
+            pages = range(first, max(len(table.rows[row]) for row in own))
+            span = replace(span, table=page_numbers(table, self.forward, own, pages, span.table.device))
         if fetched is not None:
             span = replace(span, hidden=fetched.hides(slots)[:, :, 0])
         found = attend_pages(
