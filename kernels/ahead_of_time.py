@@ -32,6 +32,7 @@ OPERATIONS = (
     "desparsify_attend",
     "host_gather",
     "top_k",
+    "trellis",
 )
 
 

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from calib.kernels.attend.loads import (
     channel_numbers,
+    code_words,
     own_words,
     plane_numbers,
     query_planes,
-    tile_of,
     token_number,
     token_sizes,
 )
@@ -143,9 +143,9 @@ def attend(
             sizes_at = page * sizes_page + head % SIZE_WORDS + slot * SIZE_WORDS
 
         # Products [BN, M] of keys and queries.
-        words = tile_of(
-            KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :],
-            own_keys[None, :], (slot < PAGE)[:, None], KEY_FULL, RAGGED,
+        words, lowest = code_words(
+            KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :], key_words[None, :],
+            own_keys[None, :], (slot < PAGE)[:, None], KEY_WIDTHS, KEY_FULL, RAGGED, INTERPRET,
         )  # fmt: skip
         product = tl.zeros([BN, M], tl.float32)
         if not are_codes(KEY_WIDTHS):
@@ -153,7 +153,7 @@ def attend(
             if KEYS.dtype.element_ty != tl.float32:
                 product = exact_product(words, rest[0], product, INTERPRET)
         else:
-            codes = unpacked(words, KEY_WIDTHS, INTERPRET)
+            codes = unpacked(words, lowest, KEY_WIDTHS, INTERPRET)
             numbers = KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head
             if TURNED:
                 # Components of keys before RoPE: put together and rotated to their positions. In slots' order the coarse part of
@@ -252,24 +252,27 @@ def attend(
             ranked = new_ranked
 
         if KEYS_MIXED:
+            if lowest is not None:
+                lowest = tl.trans(lowest)
             keys_mixed, keys_below = mixed_rows(
-                tl.trans(words), weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS, PRECISE, INTERPRET
-            )
+                tl.trans(words), lowest, weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS,
+                PRECISE, INTERPRET,
+            )  # fmt: skip
 
         # Mixtures [WV, M] of every plane.
-        words = tile_of(
+        words, lowest = code_words(
             VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
-            own_values[:, None], (slot < PAGE)[None, :], VALUE_FULL, RAGGED,
+            value_words[:, None], own_values[:, None], (slot < PAGE)[None, :], VALUE_WIDTHS, VALUE_FULL, RAGGED, INTERPRET,
         )  # fmt: skip
         new, new_zeros, new_below = (), (), ()
         if VALUE_SIZED:
             folded = weights * token_sizes(VALUE_SIZES, sizes_at, head, slot < PAGE, SIZE_WORDS, RAGGED)[:, None]
-            new, new_below = mixed_rows(words, folded, mixed, below, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
+            new, new_below = mixed_rows(words, lowest, folded, mixed, below, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
         elif not are_codes(VALUE_WIDTHS):
             new += (exact_product(words, weights.to(VALUES.dtype.element_ty), mixed[0] * stays[None, :], INTERPRET),)
             new_zeros, new_below = zeros, below
         else:
-            codes = unpacked(words, VALUE_WIDTHS, INTERPRET)
+            codes = unpacked(words, lowest, VALUE_WIDTHS, INTERPRET)
             numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
             if VALUE_MODE == 2:
                 numbers += inside_page // VALUE_TOKENS * (2 * DV)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.packed_pages import SIZE_BITS, SIZE_OF_ONE
+from calib.kernels.attend.trellis_levels import level_words, words_before
+from calib.kernels.attend.unpack import is_trellis
 
 # Sizes as bits of float32 numbers, whose exponent begins at the 23rd: half of a number of a size goes there. Even numbers have the
 # root of 2 behind it, odd ones nothing and half an exponent more.
@@ -48,6 +50,23 @@ def tile_of(pointers, inside, in_page, FULL: tl.constexpr, RAGGED: tl.constexpr)
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def code_words(
+    pointers, numbers, inside, in_page, WIDTHS: tl.constexpr, FULL: tl.constexpr, RAGGED: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Words as `unpacked` takes them: what `tile_of` reads; of trellis-coded levels with z1, and their lowest bits. `numbers` are
+    those of the words among their token's."""
+    words = tile_of(pointers, inside, in_page, FULL, RAGGED)
+    if is_trellis(WIDTHS):
+        found = (words,)
+        for back in tl.static_range(1, words_before(WIDTHS) + 1):
+            found += (tl.load(pointers - back, mask=inside & in_page & (numbers >= back), other=0),)
+        return level_words(found, WIDTHS, PLAIN)
+    else:
+        return words, None
 
 
 @triton.jit

@@ -78,8 +78,8 @@ def turn_of(
 
 
 def widths_of(stream: PackedStream) -> Widths:
-    """Of the fields of a word; a token that is no code is one field."""
-    return (WORD_BITS,) if stream.bits == EXACT else pattern(stream.bits)
+    """Of the fields of a word, and behind those of trellis-coded levels a 0; a token that is no code is one field."""
+    return (WORD_BITS,) if stream.bits == EXACT else pattern(stream.bits) + (0,) * stream.trellis
 
 
 def wide_of(stream: PackedStream) -> int:

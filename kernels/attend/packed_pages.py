@@ -46,8 +46,7 @@ class PackedStream:
         sizes: s of each token, which is s times what its codes say; of codes without parameters, or None. Numbers of `SIZE_BITS`
             bits, four heads to a word, head h in word h % W: int16 `[pages, 1, page_tokens, W]`.
         trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
-        number of its
-            level, one bit longer than its field. On a CPU alone.
+            number of its level, one bit longer than its field.
     """
 
     bits: int | Widths

@@ -7,13 +7,13 @@ lies. The turn of position a STRIDE + b is that of a STRIDE (`COARSE`) and that 
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.unpack import bias_of, plane_count
+from calib.kernels.attend.unpack import bias_of, level_bits, plane_count
 
 
 @triton.constexpr_function
 def middle_of(widths, plane):
     """What is taken from the numbers of a plane's codes (`unpack.py`): their bias, and the middle of all codes."""
-    return bias_of(widths, plane) + ((1 << widths[plane]) - 1) / 2
+    return bias_of(widths, plane) + ((1 << level_bits(widths, plane)) - 1) / 2
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _from_middle(codes, WIDTHS: tl.constexpr, plane: tl.constexpr):
     if bias_of(WIDTHS, plane) < 1024:
         return codes - middle_of(WIDTHS, plane)
     else:
-        return (codes - bias_of(WIDTHS, plane)) - ((1 << WIDTHS[plane]) - 1) / 2
+        return (codes - bias_of(WIDTHS, plane)) - ((1 << level_bits(WIDTHS, plane)) - 1) / 2
 
 
 @triton.jit

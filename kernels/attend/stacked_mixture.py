@@ -21,7 +21,7 @@ def doublings(count):
 @triton.constexpr_function
 def row_count(widths, words):
     """Rows of a mixture: planes, up to a power of two, times words."""
-    return (1 << (len(widths) - 1).bit_length()) * words
+    return (1 << doublings(plane_count(widths))) * words
 
 
 @triton.jit
@@ -48,13 +48,15 @@ def _stacked(planes):
 
 
 @triton.jit
-def mixed_rows(words, weights, mixed, below, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr):
+def mixed_rows(
+    words, lowest, weights, mixed, below, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
+):  # fmt: skip
     """`mixed` [rows, M], codes with their bias, and `below` [16, M], the weights that these met: `kept` times what there is, and
-    what the `words` [WP, BN] by their `weights` [BN, M] add."""
+    what the `words` [WP, BN], levels' with their `lowest` bits, by their `weights` [BN, M] add."""
     rounded = weights.to(tl.float16)
     rest = (weights - rounded.to(tl.float32)).to(tl.float16)
     ones = tl.full([16, weights.shape[0]], 1.0, tl.float16)
-    codes = _stacked(unpacked(words, WIDTHS, PLAIN))
+    codes = _stacked(unpacked(words, lowest, WIDTHS, PLAIN))
     below = code_product(ones, rounded, rest, below * kept[None, :], PRECISE)
     return code_product(codes, rounded, rest, mixed * kept[None, :], PRECISE), below
 

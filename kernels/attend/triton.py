@@ -40,7 +40,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
     channels, 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's channels beside tokens'
     parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of such keys, and of values
     that are codes without parameters."""
-    if keys.trellis or values.trellis or (rope_tables and not _are_plain_codes(keys)):
+    if rope_tables and not _are_plain_codes(keys):
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
         return False

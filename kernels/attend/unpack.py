@@ -15,6 +15,9 @@ beside codes of up to 4 bits, and 16 times as large as the codes of a wider fiel
 | 2 of 8 | as it is, >> 6 | 256, 1024 |
 | 6, 4, 3, 2, 1 | as it is, >> 6 | 2 ... 1024 |
 | 7, 5, 4 | as it is, >> 6 | 16 ... 1024 |
+
+The number of a trellis-coded level has one bit more than its field. `trellis_levels.py` puts this bit into a second word, below
+where the field begins, so that it is one instruction more. `widths` of such words end with a 0.
 """
 
 import triton
@@ -22,16 +25,47 @@ import triton.language as tl
 
 
 @triton.constexpr_function
+def plane_count(widths):
+    """Codes in a word."""
+    return len(widths) - is_trellis(widths)
+
+
+@triton.constexpr_function
+def is_trellis(widths):
+    """Whether words are of trellis-coded levels: widths end with a 0."""
+    return widths[-1] == 0
+
+
+@triton.constexpr_function
+def are_codes(widths):
+    """Whether words hold codes; tokens as the model made them are one plane, of 16 bits."""
+    return widths[0] < 16
+
+
+@triton.constexpr_function
+def level_bits(widths, plane):
+    """Bits of a plane's numbers."""
+    return widths[plane] + is_trellis(widths)
+
+
+@triton.constexpr_function
+def begin_of(widths, plane):
+    """The lowest bit of a plane's field in its word; of a level's number, which is one below."""
+    return sum(widths[:plane]) - is_trellis(widths)
+
+
+@triton.constexpr_function
 def field(widths, plane):
-    """(shift of a word to the left, negative for the right; the lowest bit of the plane's field then).
+    """(shift of a word to the left, negative for the right; the lowest bit of the plane's number then).
 
     The shifts are as few as can be. A field may be shifted by any amount of a stretch: of those that no shift serves yet, the
     stretch that ends first says by how much. As it is, a word costs nothing and serves first. Of shifts that serve a field, the
     farthest to the left leaves the smallest bias.
     """
-    begins = [sum(widths[:number]) for number in range(len(widths))]
-    least = [(4 if width <= 4 else max(0, 6 - width)) - begin for width, begin in zip(widths, begins, strict=True)]
-    most = [10 - width - begin for width, begin in zip(widths, begins, strict=True)]
+    planes = range(plane_count(widths))
+    begins, bits = [begin_of(widths, number) for number in planes], [level_bits(widths, number) for number in planes]
+    least = [(4 if size <= 4 else max(0, 6 - size)) - begin for size, begin in zip(bits, begins, strict=True)]
+    most = [10 - size - begin for size, begin in zip(bits, begins, strict=True)]
     shifts = [0]
     for last, first in sorted(zip(most, least, strict=True)):
         if not any(first <= shift <= last for shift in shifts):
@@ -41,23 +75,43 @@ def field(widths, plane):
 
 
 @triton.constexpr_function
-def assembly(widths):
-    """PTX for two words at once: $0 ... of the planes, two float16 numbers each, from the words in the last operand."""
-    lines, word, held = ["{", ".reg .b32 t;"], f"${len(widths)}", 0
-    for minus_shift, plane in sorted((-shift_of(widths, plane), plane) for plane in range(len(widths))):
-        shift = -minus_shift
+def lowest_shift(widths, plane):
+    """How far to the left levels' lowest bits go for a plane: as its field, but for the first one, whose bit is the last."""
+    shift, bit = field(widths, plane)
+    return shift if plane else bit - 15
+
+
+@triton.constexpr_function
+def shifted(word, shifts):
+    """Plane by plane, the farthest to the left first: PTX that shifts a `word` so, "" where it lies so, and where it lies then."""
+    found, held = [], 0
+    for minus_shift, plane in sorted((-shift, plane) for plane, shift in enumerate(shifts)):
+        shift, line = -minus_shift, ""
         if shift and shift != held:
-            lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 t, {word}, {abs(shift)};")
-            held = shift
-        source, mask, exponent = "t" if shift else word, mask_of(widths, plane), exponent_of(widths, plane)
-        lines.append(f"lop3.b32 ${plane}, {source}, 0x{mask:04x}{mask:04x}, 0x{exponent:04x}{exponent:04x}, 0xEA;")
-    return "\n".join([*lines, "}"])
+            line, held = f"{'shl' if shift > 0 else 'shr'}.b32 t, {word}, {abs(shift)};", shift
+        found.append((plane, line, "t" if shift else word))
+    return found
+
+
+@triton.constexpr_function
+def assembly(widths):
+    """PTX for two words at once: $0 ... of the planes, two float16 numbers each, from the words in the operand behind them, and
+    from their levels' lowest bits in the last one."""
+    planes, lines = range(plane_count(widths)), ["{", ".reg .b32 t;"]
+    for plane, move, source in shifted(f"${len(planes)}", [shift_of(widths, plane) for plane in planes]):
+        mask, exponent = mask_of(widths, plane), exponent_of(widths, plane)
+        lines += [move, f"lop3.b32 ${plane}, {source}, 0x{mask:04x}{mask:04x}, 0x{exponent:04x}{exponent:04x}, 0xEA;"]
+    lowest = [lowest_shift(widths, plane) for plane in planes if is_trellis(widths)]
+    for plane, move, source in shifted(f"${len(planes) + 1}", lowest):
+        mask = 1 << field(widths, plane)[1]
+        lines += [move, f"lop3.b32 ${plane}, {source}, 0x{mask:04x}{mask:04x}, ${plane}, 0xEA;"]
+    return "\n".join(line for line in [*lines, "}"] if line)
 
 
 @triton.constexpr_function
 def constraints(widths):
     """Operands of `assembly`. The first planes are written before the words are read for the last time, hence the `&`."""
-    return "=&r," * len(widths) + "r"
+    return "=&r," * plane_count(widths) + ("r,r" if is_trellis(widths) else "r")
 
 
 @triton.constexpr_function
@@ -69,7 +123,7 @@ def shift_of(widths, plane):
 @triton.constexpr_function
 def mask_of(widths, plane):
     """The field's bits after the shift."""
-    return (1 << widths[plane]) - 1 << field(widths, plane)[1]
+    return (1 << widths[plane]) - 1 << field(widths, plane)[1] + is_trellis(widths)
 
 
 @triton.constexpr_function
@@ -84,39 +138,32 @@ def bias_of(widths, plane):
     return float(1 << 10 - field(widths, plane)[1]) if widths[0] < 16 else 0.0
 
 
-@triton.constexpr_function
-def plane_count(widths):
-    """Codes in a word."""
-    return len(widths)
-
-
-@triton.constexpr_function
-def are_codes(widths):
-    """Whether words hold codes; tokens as the model made them are one plane, of 16 bits."""
-    return widths[0] < 16
+@triton.jit
+def _shifted(words, SHIFT: tl.constexpr):
+    """To the left, or to the right where SHIFT is negative."""
+    # No name for a shift: a name makes a constant of Python one of the device.
+    return words << SHIFT if SHIFT > 0 else words >> -SHIFT
 
 
 @triton.jit
-def unpacked(words, WIDTHS: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes of `words` int16, float16 with their bias, as a tuple. With `PLAIN` by plain operations, the same bits: the
-    interpreter runs no assembly. The text is made while a kernel is compiled; made by its launch it costs as much as many launches.
+def unpacked(words, lowest, WIDTHS: tl.constexpr, PLAIN: tl.constexpr):
+    """The planes of `words` int16, float16 with their bias, as a tuple; of trellis-coded levels with their `lowest` bits, int16,
+    which other words do not have. With `PLAIN` by plain operations, the same bits: the interpreter runs no assembly. The text
+    is made while a kernel is compiled; made by its launch it costs as much as many launches.
     """
     if PLAIN:
         found = ()
         for plane in tl.static_range(plane_count(WIDTHS)):
-            # No names for these numbers: a name makes a constant of Python one of the device.
-            if shift_of(WIDTHS, plane) > 0:
-                moved = words << shift_of(WIDTHS, plane)
-            else:
-                moved = words >> -shift_of(WIDTHS, plane)
-            bits = (moved & mask_of(WIDTHS, plane)) | exponent_of(WIDTHS, plane)
+            bits = (_shifted(words, shift_of(WIDTHS, plane)) & mask_of(WIDTHS, plane)) | exponent_of(WIDTHS, plane)
+            if is_trellis(WIDTHS):
+                bits |= _shifted(lowest, lowest_shift(WIDTHS, plane)) & (1 << field(WIDTHS, plane)[1])
             found += (bits.to(tl.int16).to(tl.float16, bitcast=True),)
         return found
     else:
         return tl.inline_asm_elementwise(
             assembly(WIDTHS),
             constraints(WIDTHS),
-            [words],
+            [words, lowest] if is_trellis(WIDTHS) else [words],
             dtype=(tl.float16,) * plane_count(WIDTHS),
             is_pure=True,
             pack=2,

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from calib.kernels.dispatch import prefers_triton
 from calib.kernels.pack.reference import Widths
 from calib.kernels.trellis import cpu, reference
 
@@ -20,6 +21,10 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
     Returns:
         int16 `[batch, 1, tokens, sum(counts)]`: all heads' words side by side.
     """
+    if prefers_triton(y.device):
+        from calib.kernels.trellis import triton
+
+        return triton.trellis_words(y, widths, counts, weights)
     if cpu.serves(y, weights):
         return cpu.trellis_words(y, widths, counts, weights)
     return reference.trellis_words(y, widths, counts, weights)

@@ -49,6 +49,7 @@ def assert_same(query, keys, rope_tables, values, span, rotation, positions, *, 
         (Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6)), 24, 20, 9),
         (Words((8, 8), (4, 12, 0)), 64, 64, 1),
         (Words((1,) * 16, (2, 1, 3)), 40, 40, 65),
+        (Words((5, 5, 5), (4, 3, 0), trellis=True), 32, 32, 2),
     ],
     ids=str,
 )

@@ -25,6 +25,11 @@ pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::Runtim
 MIXED = Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6))
 
 
+def coded(own: Words) -> Words:
+    """With trellis-coded levels."""
+    return replace(own, trellis=True)
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
@@ -111,7 +116,13 @@ def test_sizes_are_those_of_the_codec_bit_for_bit(heads):
 @pytest.mark.parametrize("precise", [True, False])
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [(NARROW, WIDE), (WIDE, MIXED), (Kind(2, "channel", 32), NARROW), (Kind("float16"), Kind(4, "fixed"))],
+    [
+        (NARROW, WIDE),
+        (WIDE, MIXED),
+        (Kind(2, "channel", 32), NARROW),
+        (Kind("float16"), Kind(4, "fixed")),
+        (coded(NARROW), coded(MIXED)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("query_rows", [2, 9])
@@ -149,6 +160,8 @@ def test_keys_and_values_with_coefficients_besides(monkeypatch):
     ("own", "values", "channels", "rotated", "query_rows"),
     [
         (NARROW, WIDE, 32, 32, 1),
+        (coded(NARROW), coded(MIXED), 32, 32, 1),
+        (coded(WIDE), coded(NARROW), 64, 16, 16),
         (NARROW, MIXED, 64, 16, 8),  # partial RoPE
         (WIDE, NARROW, 48, 48, 11),  # halves that are no power of two
         (MIXED, NARROW, 24, 20, 16),

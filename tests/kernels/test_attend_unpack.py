@@ -1,4 +1,5 @@
-"""Codes as float16 numbers: every word of 16 bits by plain operations and by the instructions that a GPU runs."""
+"""Codes as float16 numbers: every word of 16 bits by plain operations and by the instructions that a GPU runs; and trellis-coded
+levels, whose words are made ready for that."""
 
 import re
 
@@ -7,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from calib.kernels.attend.trellis_levels import level_assembly, level_constraints, level_words, words_before
 from calib.kernels.attend.unpack import assembly, bias_of, constraints, unpacked
 from calib.kernels.pack.reference import Widths, pattern, unpack
+from calib.kernels.trellis.reference import trellis_levels
 
 pytestmark = pytest.mark.arithmetic
 
@@ -29,31 +32,44 @@ PATTERNS = list(INSTRUCTIONS)
 
 
 @triton.jit
-def unpack_words(WORDS, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, PLANES: tl.constexpr):
+def unpack_words(WORDS, LOWEST, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, PLANES: tl.constexpr):
     at = tl.program_id(0) * size + tl.arange(0, size)
-    found = unpacked(tl.load(WORDS + at), WIDTHS, True)
+    lowest = None if LOWEST is None else tl.load(LOWEST + at)
+    found = unpacked(tl.load(WORDS + at), lowest, WIDTHS, True)
     for plane in tl.static_range(PLANES):
         tl.store(OUT + plane * 65536 + at, found[plane])
+
+
+@triton.jit
+def make_ready(WORDS, OUT, LOWEST, W: tl.constexpr, BEFORE: tl.constexpr, WIDTHS: tl.constexpr):
+    at = tl.program_id(0) * W + tl.arange(0, W)
+    words = ()
+    for back in tl.static_range(BEFORE + 1):
+        words += (tl.load(WORDS + at - back, mask=tl.arange(0, W) >= back, other=0),)
+    found = level_words(words, WIDTHS, True)
+    tl.store(OUT + at, found[0])
+    tl.store(LOWEST + at, found[1])
 
 
 def every_word() -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16)
 
 
-def by_plain_operations(widths: Widths) -> torch.Tensor:
+def by_plain_operations(widths: Widths, words: torch.Tensor, lowest: torch.Tensor | None = None) -> torch.Tensor:
     """float16 `[planes, 65536]`."""
-    out = torch.full((len(widths), 65536), torch.nan, dtype=torch.float16)
-    unpack_words[(4,)](every_word(), out, 16384, widths, len(widths))
+    planes = len(widths) - (lowest is not None)
+    out = torch.full((planes, 65536), torch.nan, dtype=torch.float16)
+    unpack_words[(4,)](words, lowest, out, 16384, widths, planes)
     return out
 
 
-def by_instructions(widths: Widths, words: list[int]) -> list[list[int]]:
-    """What `assembly` makes of registers of 32 bits, one list for each output."""
-    registers = [f"${number}" for number in range(len(widths))]
-    lines = [line for line in assembly(widths).splitlines() if line not in ("{", "}") and not line.startswith(".reg")]
+def by_instructions(text: str, outputs: int, words: list[list[int]]) -> list[list[int]]:
+    """What a text of PTX makes of registers of 32 bits, as many for each of its operands; one list for each output."""
+    registers = [f"${number}" for number in range(outputs)]
+    lines = [line for line in text.splitlines() if line not in ("{", "}") and not line.startswith(".reg")]
     found: list[list[int]] = [[] for _ in registers]
-    for word in words:
-        held = {f"${len(registers)}": word}
+    for given in zip(*words, strict=True):
+        held = {f"${outputs + number}": word for number, word in enumerate(given)}
         for line in lines:
             name, into, *operands = re.split(r",?\s+", line.strip().removesuffix(";"))
             numbers = [held[operand] if operand in held else int(operand, 0) for operand in operands]
@@ -61,12 +77,27 @@ def by_instructions(widths: Widths, words: list[int]) -> list[list[int]]:
                 held[into] = numbers[0] << numbers[1] & MOST
             elif name == "shr.b32":
                 held[into] = numbers[0] >> numbers[1]
+            elif name == "mov.b32":
+                held[into] = numbers[0]
             else:
                 assert name == "lop3.b32"
                 held[into] = three_inputs(*numbers)
         for register, column in zip(registers, found, strict=True):
             column.append(held[register])
     return found
+
+
+def in_pairs(*words: torch.Tensor) -> list[list[int]]:
+    """Of words int16 `[n]` registers of two: each word beside the one from the other end."""
+    wide = [part.long() & 65535 for part in words]
+    return [(part | part.flip(0) << 16).tolist() for part in wide]
+
+
+def halves(register: list[int]) -> torch.Tensor:
+    """Both words of registers, int16 `[2, n]`, the second as they were before `in_pairs`."""
+    found = torch.tensor(register)
+    both = torch.stack([found & 65535, (found >> 16).flip(0)])
+    return torch.where(both < 2**15, both, both - 2**16).to(torch.int16)
 
 
 def three_inputs(a: int, b: int, c: int, table: int) -> int:
@@ -80,7 +111,7 @@ def three_inputs(a: int, b: int, c: int, table: int) -> int:
 
 @pytest.mark.parametrize("widths", PATTERNS, ids=str)
 def test_numbers_are_codes_plus_a_bias(widths):
-    found = by_plain_operations(widths)
+    found = by_plain_operations(widths, every_word())
     codes = unpack(every_word()[:, None], widths, len(widths)).T
     for plane, (numbers, own, width) in enumerate(zip(found, codes, widths, strict=True)):
         bias = bias_of(widths, plane)
@@ -93,18 +124,84 @@ def test_numbers_are_codes_plus_a_bias(widths):
 @pytest.mark.parametrize("widths", PATTERNS, ids=str)
 def test_instructions_give_the_same_bits(widths):
     """Two words in one register: neither takes a bit of the other's into its numbers."""
-    pairs = torch.randint(0, 65536, (2000, 2), generator=torch.Generator().manual_seed(len(widths)))
-    pairs[:4] = torch.tensor([[0, 65535], [65535, 0], [0, 0], [65535, 65535]])
-    found = by_instructions(widths, [low | high << 16 for low, high in pairs.tolist()])
-    plain = by_plain_operations(widths).view(torch.int16).to(torch.int64) & 65535
+    words = every_word()[torch.randint(0, 65536, (2000,), generator=torch.Generator().manual_seed(len(widths)))]
+    words[:4] = torch.tensor([0, -1, 0, -1])
+    found = by_instructions(assembly(widths), len(widths), in_pairs(words))
+    plain = by_plain_operations(widths, every_word()).view(torch.int16)
     for column, numbers in zip(found, plain, strict=True):
-        both = torch.tensor(column)
-        # `every_word` begins with the word 0x8000.
-        assert torch.equal(both & 65535, numbers[pairs[:, 0] ^ 32768])
-        assert torch.equal(both >> 16, numbers[pairs[:, 1] ^ 32768])
+        assert torch.equal(halves(column), numbers[words.long() + 2**15].expand(2, -1))
     assert constraints(widths).split(",") == ["=&r"] * len(widths) + ["r"]
 
 
 @pytest.mark.parametrize(("widths", "most"), INSTRUCTIONS.items(), ids=str)
 def test_instructions_are_few(widths, most):
-    assert len(re.findall(r"\b(?:lop3|shl|shr)\.b32\b", assembly(widths))) <= most
+    assert operations(assembly(widths)) <= most
+
+
+def operations(text: str) -> int:
+    """That take a turn of the arithmetic units."""
+    return len(re.findall(r"\b(?:lop3|shl|shr)\.b32\b", text))
+
+
+# ---- trellis-coded levels
+
+# Instructions for two words: to make them ready, and to unpack them.
+OF_LEVELS = {
+    **dict(
+        zip(map(pattern, range(1, 9)), ((13, 39), (15, 24), (15, 18), (15, 12), (12, 10), *[(13, 8)] * 3), strict=True)
+    ),
+    (6, 4, 3, 2, 1): (27, 16),
+    (7, 5, 4): (14, 10),
+    (4, 3, 3, 2, 2, 1, 1): (34, 21),
+    (8, 7, 1): (14, 10),
+    (5, 1): (13, 6),
+    (3,): (5, 4),
+}
+
+
+def ready(words: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words int16 `[tokens, W]` of a head with z1, and their z0."""
+    found = torch.empty_like(words), torch.empty_like(words)
+    make_ready[(len(words),)](words, *found, words.shape[1], words_before((*widths, 0)), (*widths, 0))
+    return found
+
+
+@pytest.mark.parametrize("widths", OF_LEVELS, ids=str)
+def test_levels_are_those_of_the_path(widths):
+    """65,536 words, sixteen to a token: their numbers less the bias are the levels, in float16 as well."""
+    draw = torch.Generator().manual_seed(len(widths))
+    words = torch.randint(-(2**15), 2**15, (4096, 16), generator=draw).to(torch.int16)
+    with_z1, lowest = ready(words, widths)
+    found = by_plain_operations((*widths, 0), with_z1, lowest)
+    wanted = trellis_levels(words.mT[None], widths, (16,))[0].unflatten(0, (len(widths), 16)).mT.flatten(1)
+    for plane, (numbers, own, width) in enumerate(zip(found, wanted, widths, strict=True)):
+        bias = bias_of((*widths, 0), plane)
+        assert 1 <= bias <= (64 if width < 4 else 2 ** (5 + width)) and 2 ** (width + 1) - 1 + bias <= 2048
+        assert torch.equal(numbers.double() - bias, own.double())
+        assert torch.equal(numbers - bias, own.half())
+
+
+@pytest.mark.parametrize("widths", OF_LEVELS, ids=str)
+def test_instructions_for_levels_give_the_same_bits(widths):
+    draw, fields = torch.Generator().manual_seed(9), (*widths, 0)
+    words = torch.randint(-(2**15), 2**15, (128, 16), generator=draw).to(torch.int16)
+    wanted = ready(words, widths)
+    moved = torch.nn.functional.pad(words, (words_before(fields), 0))
+    before = [moved[:, words_before(fields) - back :][:, :16].flatten() for back in range(words_before(fields) + 1)]
+    found = by_instructions(level_assembly(fields), 2, in_pairs(*before))
+    for column, own in zip(found, wanted, strict=True):
+        assert torch.equal(halves(column), own.flatten().expand(2, -1))
+    assert level_constraints(fields).split(",") == ["=&r"] * 2 + ["r"] * len(before)
+    both = in_pairs(*(own.flatten() for own in wanted))
+    planes = by_instructions(assembly(fields), len(widths), both)
+    whole = [own.flatten().repeat(32) for own in wanted]
+    plain = by_plain_operations(fields, *whole).view(torch.int16)[:, : words.numel()]
+    for column, numbers in zip(planes, plain, strict=True):
+        assert torch.equal(halves(column), numbers.expand(2, -1))
+    assert constraints(fields).split(",") == ["=&r"] * len(widths) + ["r", "r"]
+
+
+@pytest.mark.parametrize(("widths", "most"), OF_LEVELS.items(), ids=str)
+def test_instructions_for_levels_are_few(widths, most):
+    for text, own in zip((level_assembly((*widths, 0)), assembly((*widths, 0))), most, strict=True):
+        assert operations(text) <= own

@@ -33,6 +33,8 @@ CASES = [
     (Words((4, 4, 4, 4), (0, 9, 0)), Kind("float16")),
     (Kind("float32"), Words((8, 8), (4, 12, 8))),
     (Kind(7, "fixed"), NARROW),
+    (Words((6, 4, 3, 2, 1), (3, 0, 5), trellis=True), Words((8, 7, 1), (8, 24, 16), trellis=True)),
+    (Words((2,) * 8, (7, 7, 7), trellis=True), Words((1,) * 16, (2, 1, 3), trellis=True)),
 ]
 
 

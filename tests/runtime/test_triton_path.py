@@ -36,7 +36,7 @@ ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "tova", "snapkv", "streaming_llm",
     "gear-60", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "klt-predicted",
-    "specache", "infllm-original", "oscar",
+    "klt-trellis", "specache", "infllm-original", "oscar",
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
@@ -49,8 +49,6 @@ IN_TILES = [
     "csr-offline",
     "zipcache-before-rope",
     "zipcache-before-frozen",
-    "klt-trellis",
-    "klt-trellis-tiers",
 ]
 
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.

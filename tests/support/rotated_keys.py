@@ -1,12 +1,10 @@
 """Pages of codes of components before RoPE, what they make of keys in float64, and the turns to their positions."""
 
 import torch
-from mixed_words import PAGE, Words
+from mixed_words import Words
 from paged_attention import Pages
 
-from calib.kernels.attend.operation import PackedStream, RopeTables
-from calib.kernels.pack.heads import join_heads
-from calib.kernels.pack.reference import pack
+from calib.kernels.attend.operation import RopeTables
 from calib.runtime.rotation import Rotation
 
 HEADS = 3
@@ -15,17 +13,12 @@ HEADS = 3
 def keys_of(own: Words, channels: int, seed: int) -> tuple[Pages, RopeTables]:
     """Random codes of components, and what they make of keys before RoPE, in float64; no tables yet."""
     draw = torch.Generator().manual_seed(seed)
-    most = max(own.counts)
-    levels = torch.tensor([2**width for width in own.widths]).repeat_interleave(most)
-    codes = (torch.rand(3, HEADS, PAGE, len(levels), generator=draw) * levels).floor().long() * own.own()
+    levels, (pages, codes) = own.levels(), own.drawn(3, draw)
     axes = torch.randn(HEADS, len(levels), channels, generator=draw) / levels[:, None] * own.own().mT
     size = 2.0 ** torch.randint(-3, 3, (HEADS, 1, 1), generator=draw)
     mean, axes = torch.randn(HEADS, 1, channels, generator=draw), (axes / size).half()
     tokens = mean.double() + size.double() * ((codes - (levels - 1) / 2).double() @ axes.double())
-    stream = PackedStream(
-        own.widths, join_heads(pack(codes, own.widths), own.counts).contiguous(), len(levels), counts=own.counts
-    )
-    return Pages(stream, tokens), RopeTables(axes, size, mean, *torch.empty(2, 0))
+    return Pages(own.stream(pages), tokens), RopeTables(axes, size, mean, *torch.empty(2, 0))
 
 
 def tables(rotation: Rotation, first: int, count: int) -> dict[str, torch.Tensor]:

@@ -8,8 +8,6 @@ from paged_attention import Pages
 from torch import Tensor
 
 from calib.kernels.attend.operation import RopeTables
-from calib.kernels.pack.heads import spread_heads
-from calib.kernels.pack.reference import unpack
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,5 @@ def sized_keys(pages: Pages, rope_tables: RopeTables, own: Sizes) -> Pages:
 def numbers_of(keys: Pages, own: Words, sizes: Sizes) -> Tensor:
     """s c of each component, and s: float64 `[pages, kv_heads, page_tokens, N + 1]`; of a component that a head has no word for
     whatever lies there."""
-    words = spread_heads(keys.stream.pages.mT, own.counts).mT
-    codes = unpack(words, own.widths, keys.stream.channels).double()
+    codes = own.numbers(keys.stream.pages).double()
     return torch.cat([codes, torch.ones_like(codes[..., :1])], -1) * sizes.sizes

@@ -34,6 +34,7 @@ class TrellisQuant(WordCodes):
 
     weights: Tensor
 
+    has_kernel = True
     piece = 2**17  # of a component there are the errors of four subsets, and the ways into eight states
 
     @property
@@ -80,7 +81,7 @@ class TrellisQuant(WordCodes):
         return number_mix(weights, self.codes(tile))
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
-        """As uniform codes lie; a CPU's kernel reads them."""
+        """As uniform codes lie."""
         words = pages["words"]
         fixed = self.step(words.device), self.least(words.device)
         return PackedStream(self.widths, words, channels, fixed=fixed, counts=self.counts, trellis=True)
