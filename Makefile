@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode storage-table short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -71,6 +71,12 @@ smollm2-model: $(SMOLLM2)/config.json  ## the model alone, for the artifact that
 
 smollm2-decode: $(SMOLLM2)/config.json  ## a decode step beside DynamicCache and quanto, on two idle cores, eight minutes
 	$(BIN)/python benchmarks/decode_smollm2.py --model $(SMOLLM2) --write
+
+storage-table: $(SMOLLM2)/config.json  ## stored chunks: quality, bytes and break-even; twenty minutes. FIT is text to fit on, TEST, CODE and STORIES what is asked
+	for model in $(SMOLLM2) artifacts/tiny-llama; do $(BIN)/python benchmarks/storage_profile.py --model $$model --fit $(FIT) \
+		--text Wikipedia=$(TEST) code=$(CODE) stories=$(STORIES) --write || exit 1; done
+	$(BIN)/python benchmarks/storage_cpu.py --model wide artifacts/tiny-llama $(SMOLLM2) --write
+	$(BIN)/python benchmarks/storage_page.py
 
 # Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows.
 smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on

@@ -73,13 +73,8 @@ PICTURES = (
         "smollm2",
         "agreement on Wikipedia",
         {
-            "klt (calibrated)": ["klt-1", "klt-1.5", "klt-2", "klt-3"],
-            "klt, sizes and predictions": [
-                "klt-1-predicted",
-                "klt-1.5-predicted",
-                "klt-2-predicted",
-                "klt-3-predicted",
-            ],
+            "klt": ["klt-1-predicted", "klt-1.5-predicted", "klt-2-predicted", "klt-3-predicted"],
+            "klt, components alone": ["klt-1", "klt-1.5", "klt-2", "klt-3"],
             "KIVI": ["kivi-2", "kivi-3", "kivi-4"],
             "TurboQuant": ["turboquant-2", "turboquant-3", "turboquant-4"],
             "KVQuant": ["kvquant-2", "kvquant-3", "kvquant-4"],

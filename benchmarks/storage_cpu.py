@@ -1,10 +1,11 @@
 """Speed of stored chunks on a CPU: encoding and decoding, bytes a token, and below which link they are faster than 16 bits.
 
-    python benchmarks/storage_cpu.py [--model wide artifacts/tiny-llama] [--tokens 256] [--bits 3 2 1.5 1] [--turns 15] [--write]
+    python benchmarks/storage_cpu.py [--model wide artifacts/tiny-llama SMOLLM2] [--tokens 256] [--bits 3 2 1.5 1] [--write]
 
-One process, one thread, turn by turn (`protocol.py`), with an A/A pair; `clone` copies the chunk: what memory alone costs. Chunks
-are bfloat16, white, of all layers; bases are random (`bases.py`), so that times are a fit's and errors are not. `plain` codes
-components alone, `sized` has sizes of tokens and predictions of values as well, what a codec does where the artifact allows it.
+SMOLLM2 is the folder that `make smollm2-model` writes. One process, one thread, turn by turn (`protocol.py`), with an A/A pair;
+`clone` copies the chunk: what memory alone costs. Chunks are bfloat16, white, of all layers; bases are random (`bases.py`), so that
+times are a fit's and errors are not. `plain` codes components alone, `sized` has sizes of tokens and predictions of values as well;
+`storage` is the profile whose heads and layers help each other, and `entropy` that one behind an entropy coder.
 
 Before anything is timed, a chunk must come back: coded in two pieces it is the same bits, and with more bits it is nearer.
 
@@ -17,6 +18,7 @@ where nothing of t is hidden behind the link, or behind the engine's own work.
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from bases import made_up
@@ -27,7 +29,12 @@ from calib.runtime import Artifact, Codec
 
 RESULT = "storage_cpu.json"
 START = 1000  # of a chunk: any position
-FORMS = {"plain": {"size": False}, "sized": {"size": True, "predict": True}}
+FORMS: dict[str, dict[str, object]] = {
+    "plain": {"size": False},
+    "sized": {"size": True, "predict": True},
+    "storage": {"profile": "storage"},
+    "entropy": {"profile": "storage", "entropy": True},
+}
 RATIOS = {
     "encode again / encode (A/A)": ("encode again", "encode"),
     "encode / clone": ("encode", "clone"),
@@ -74,7 +81,7 @@ def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) ->
             run = turn_by_turn(lambda _, own=own: own, turns, RATIOS)
             show(run, f"{form}, {budget} bits: ")
             encode, decode = (run["milliseconds"][name][1] / 1e3 for name in ("encode", "decode"))
-            whole, coded = chunk.numel() * chunk.element_size(), codec.size(tokens, START)
+            whole, coded = chunk.numel() * chunk.element_size(), len(codec.encode(chunk, START))
             row = {
                 "forms": form,
                 "bits": budget,
@@ -94,20 +101,6 @@ def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) ->
     return rows
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    """For docs/serve/storage.md."""
-    lines = [
-        "| forms | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below | move below |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        links = [f"{8 * speed / 1e3:.2f}" for speed in row["break_even_mb_per_second"].values()]  # type: ignore[attr-defined]
-        speeds = [f"{row[f'{name}_mb_per_second']:.0f}" for name in ("encode", "decode")]
-        size = f"{row['bytes_per_token']:,.0f} ({row['bytes_per_token_16_bits']:,.0f})"
-        lines.append(f"| {' | '.join([str(row['forms']), format(row['bits'], 'g'), size, *speeds, *links])} |")
-    return "\n".join(lines)
-
-
 @torch.no_grad()
 def main() -> None:
     """Measures, prints, and writes the run where it is asked to."""
@@ -123,14 +116,15 @@ def main() -> None:
     runs = {}
     for name in asked.model:
         model = load(name)
-        artifact, found = made_up(model, sized=True), model.config
+        artifact, found = made_up(model, sized=True, storage=True), model.config
         width = found.num_key_value_heads * found.head_dim
         draw = torch.Generator().manual_seed(0)
         chunk = torch.randn(2, found.num_hidden_layers, asked.tokens, width, generator=draw).bfloat16()
         print(f"{name}: {tuple(chunk.shape)}")
-        rows = measure(artifact, chunk, asked.bits, asked.turns)
-        runs[name] = {"shape": list(chunk.shape), "rows": rows}
-        print(table(rows))
+        runs[Path(name).name] = {
+            "shape": list(chunk.shape),
+            "rows": measure(artifact, chunk, asked.bits, asked.turns),
+        }
     if asked.write:
         keep(RESULT, {"dtype": "bfloat16", "tokens": asked.tokens, "turns": asked.turns, "runs": runs})
 

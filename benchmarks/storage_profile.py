@@ -3,15 +3,19 @@
     python benchmarks/storage_profile.py --model FOLDER --fit wiki.valid.raw --text Wikipedia=wiki.test.raw \\
         code=HumanEval.jsonl.gz stories=tinystories_valid_head.txt [--bits 3 2 1.5 1 0.5] [--forms] [--write]
 
-FOLDER is SmolLM2 135M as `make smollm2-model` writes it. All is fitted on the same sequences of the text of `--fit` with the same
-weights of errors, those of `calib fit`. `Codec` is its profile "heads", with sizes and predictions, `Codec, storage` the other one.
+FOLDER is SmolLM2 135M as `make smollm2-model` writes it, or another model. All is fitted on the same sequences of the text of
+`--fit` with the same weights of errors, those of `calib fit`. `Codec` is its profile "heads", with sizes and predictions,
+`Codec, storage` the other one, and `Codec, entropy` that one behind an entropy coder, which says the same chunk.
 
-With `--forms`, instead of the latter, the forms of `joint_codes.py`. They are fitted again for every budget, as no artifact is, and
-show the most that each step can gain. `one fit` is the last of them fitted at 1.5 bits alone, and used at every budget.
+With `--forms`, instead of the latter two, the forms of `joint_codes.py`. They are fitted again for every budget, as no artifact is,
+and show the most that each step can gain. `one fit` is the last of them fitted at 1.5 bits alone, and used at every budget.
 
-A prefix of every text, which no fit has read, is stored and read back but for its first 4 tokens, which are exact in all forms; KL
-of the next tokens' predictions from those behind the uncompressed prefix, float32, in nats a token. Bytes are those of a token's
-codes and sizes. `share` is bytes over `Codec`'s at the same KL, between budgets on a line through logarithms of KL and bytes.
+A prefix of every text, which no fit has read, is stored and read back but for its first 4 tokens, which are exact in all forms.
+What the model says of the next tokens is compared with what it says behind the uncompressed prefix, float32: `kl` in nats a
+token, and `same`, the share of them whose most likely next token is the same. `answers` is the share of twenty numbers that are
+hidden in prefixes of the first text and asked for behind them whose every digit is the most likely token. Bytes are those of a
+token's codes and sizes, text by text, without the prefix's header and exact tokens. `share` is bytes over `Codec`'s at the same
+KL, between budgets on a line through logarithms of KL and bytes.
 """
 
 import argparse
@@ -44,10 +48,16 @@ from calib.statistics.storage_codes import StorageCodes
 from calib.statistics.transform_basis import bases, errors_weight
 from calib.statistics.transformed_streams import coded, vectors
 
-RESULT, FORMS_RESULT = "storage_profile.json", "storage_forms.json"
-PROFILES = (("Codec", "heads"), ("Codec, storage", "storage"))
+RESULT, FORMS_RESULT = "storage_profile", "storage_forms"  # a file of each model
+PROFILES: dict[str, dict[str, object]] = {
+    "Codec": {"profile": "heads"},
+    "Codec, storage": {"profile": "storage"},
+    "Codec, entropy": {"profile": "storage", "entropy": True},
+}
 LENGTH, PREFIX, QUESTION = 512, 512, 128
 BATCH = 8
+WORDS = ("rain", "wood", "iron", "salt", "glass", "wool", "sand", "coal", "milk", "gold")
+HIDDEN = 20  # numbers, at depths from the first to the last token
 ONCE = 1.5  # bits of the one fit
 EVERY = 2  # tokens for one that the forms are fitted on
 
@@ -65,6 +75,23 @@ def sequences(tokenizer: object, path: Path, length: int, count: int) -> Tensor:
     ids = tokenizer(text_of(path), return_tensors="pt").input_ids[0]  # type: ignore[operator]
     starts = torch.linspace(0, len(ids) - length, count).long()
     return torch.stack([ids[start : start + length] for start in starts.tolist()])
+
+
+def hidden(tokenizer: object, path: Path) -> Iterator[tuple[Tensor, int]]:
+    """Rows `[1, PREFIX + n]` of a text with a number hidden in its first PREFIX tokens, asked for and told in the last n; and the
+    tokens that the number takes."""
+
+    def ids(words: str) -> Tensor:
+        return tokenizer(words, return_tensors="pt", add_special_tokens=False).input_ids  # type: ignore[operator]
+
+    draw, rows = torch.Generator().manual_seed(0), sequences(tokenizer, path, PREFIX, HIDDEN)
+    for case, row in enumerate(rows):
+        said = f"The number of {WORDS[case % len(WORDS)]} is"
+        number = ids(f" {int(torch.randint(1000, 10000, (), generator=draw))}")
+        needle = torch.cat([ids(f"\n{said}"), number, ids(".\n")], 1)
+        at = (PREFIX - needle.shape[1]) * case // (HIDDEN - 1)
+        before, after = row[None, :at], row[None, at : PREFIX - needle.shape[1]]
+        yield torch.cat([before, needle, after, ids(f"\n?\n{said}"), number], 1), number.shape[1]
 
 
 class Fit:
@@ -119,7 +146,7 @@ class Asked:
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, rotation: Rotation) -> None:
-        prefix, self.question = ids.split([PREFIX, QUESTION], 1)
+        prefix, self.question = ids[:, :PREFIX], ids[:, PREFIX:]
         layers = model(prefix, use_cache=True, logits_to_keep=1).past_key_values.layers
         both = [torch.stack([getattr(layer, name) for layer in layers], 1) for name in ("keys", "values")]
         self.model, self.heads = model, both[0].shape[2]
@@ -133,11 +160,19 @@ class Asked:
             cache.update(both[:, 0].contiguous(), both[:, 1].contiguous(), layer)
         return self.model(self.question, past_key_values=cache).logits.float().log_softmax(-1)
 
-    def kl(self, chunks: Tensor) -> float:
-        """Of these in place of the prefixes; the first tokens are exact whatever is given."""
-        chunks = chunks.clone()
-        chunks[:, :, :, :SINKS] = self.chunks[:, :, :, :SINKS]
-        return float((self.said.exp() * (self.said - self._predictions(chunks))).sum(-1).mean())
+    def compared(self, chunks: Tensor) -> tuple[float, float]:
+        """KL, and how often the most likely token is the same, of these in place of the prefixes."""
+        found = self._behind(chunks)
+        same = (found.argmax(-1) == self.said.argmax(-1)).float().mean()
+        return float((self.said.exp() * (self.said - found)).sum(-1).mean()), float(same)
+
+    def answered(self, chunks: Tensor, tokens: int) -> bool:
+        """Whether of the last `tokens` of the only row each is the most likely, behind these in place of the prefix."""
+        return torch.equal(self._behind(chunks)[0, -tokens - 1 : -1].argmax(-1), self.question[0, -tokens:])
+
+    def _behind(self, chunks: Tensor) -> Tensor:
+        """Predictions behind these in place of the prefixes; the first tokens are exact whatever is given."""
+        return self._predictions(torch.cat([self.chunks[:, :, :, :SINKS], chunks[:, :, :, SINKS:]], 3))
 
     def turned(self, chunks: Tensor, sign: int) -> Tensor:
         """Keys moved forward (1) by their positions or back (-1)."""
@@ -146,15 +181,18 @@ class Asked:
         keys = Rotation.rotated(keys, cos, sign * sin).transpose(2, 3).flatten(3)
         return torch.stack([keys, chunks[:, 1]], 1)
 
-    def by_codec(self, codec: Codec) -> Tensor:
-        """The chunks as `Codec` gives them back."""
-        return torch.stack([codec.decode(codec.encode(chunk, 0)) for chunk in self.chunks])
+    def by_codec(self, codec: Codec) -> tuple[Tensor, float]:
+        """The chunks as `Codec` gives them back, and bytes of a token, those of the header and of exact tokens apart."""
+        blobs = [codec.encode(chunk, 0) for chunk in self.chunks]
+        apart = codec.size(PREFIX, 0, self.chunks.dtype) - PREFIX * codec.bytes_per_token
+        found = torch.stack([codec.decode(blob) for blob in blobs])
+        return found, sum(len(blob) - apart for blob in blobs) / PREFIX / len(blobs)
 
-    def by_codes(self, codes: Codes) -> Tensor:
-        """The chunks as these codes give them back."""
+    def by_codes(self, codes: Codes) -> tuple[Tensor, float]:
+        """The chunks as these codes give them back, and bytes of a token."""
         plain = self.turned(self.chunks, -1).permute(2, 1, 0, 3, 4)  # [layers, 2, rows, tokens, width]
         found = codes.decoded(plain.flatten(2, 3)).unflatten(2, plain.shape[2:4])
-        return self.turned(found.permute(2, 1, 0, 3, 4), 1)
+        return self.turned(found.permute(2, 1, 0, 3, 4), 1), codes.bytes_per_token
 
 
 def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) -> Iterator[tuple[float, Codes]]:
@@ -170,7 +208,7 @@ def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) 
 
 def share(rows: list[dict], form: str, text: str) -> dict[str, float]:
     """By `Codec`'s budget: bytes of the form over `Codec`'s at the KL of `Codec`; none where the form has no KL on both sides."""
-    own = sorted((row["kl"][text], row["bytes_per_token"]) for row in rows if row["form"] == form)
+    own = sorted((row["kl"][text], row["bytes_per_token"][text]) for row in rows if row["form"] == form)
     found = {}
     for row in rows:
         if row["form"] != "Codec" or not own[0][0] <= row["kl"][text] <= own[-1][0]:
@@ -178,7 +216,7 @@ def share(rows: list[dict], form: str, text: str) -> dict[str, float]:
         right = max(1, next(number for number, (kl, _) in enumerate(own) if kl >= row["kl"][text]))
         (k0, b0), (k1, b1) = own[right - 1], own[right]
         at = math.log(row["kl"][text] / k0) / math.log(k1 / k0)
-        found[f"{row['bits']:g}"] = b0 * (b1 / b0) ** at / row["bytes_per_token"]
+        found[f"{row['bits']:g}"] = b0 * (b1 / b0) ** at / row["bytes_per_token"][text]
     return found
 
 
@@ -195,7 +233,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="of each text")
     parser.add_argument("--forms", action="store_true", help="what the profile is made of, step by step")
     parser.add_argument(
-        "--write", action="store_true", help=f"keep the run in benchmarks/results: {RESULT}, {FORMS_RESULT}"
+        "--write",
+        action="store_true",
+        help=f"keep the run in benchmarks/results: {RESULT}.MODEL.json, {FORMS_RESULT}.MODEL.json",
     )
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -212,31 +252,47 @@ def main() -> None:
         name, path = text.split("=", 1)
         ids = sequences(tokenizer, Path(path), PREFIX + QUESTION, asked.rows)
         texts[name] = Asked(model, ids, fit.rotation)
+    first = Path(asked.text[0].split("=", 1)[1])
+    numbers = [(Asked(model, ids, fit.rotation), tokens) for ids, tokens in hidden(tokenizer, first)]
+    exact = sum(text.answered(text.chunks, tokens) for text, tokens in numbers) / HIDDEN
+    tell(f"answers behind uncompressed prefixes: {exact}")
     rows = list[dict]()
-    values = fit.tokens.shape[0] * fit.tokens.shape[1] * fit.tokens.shape[3]
 
-    def measured(form: str, budget: float, size: int, back: Callable[[Asked], Tensor]) -> None:
-        kl = {name: text.kl(back(text)) for name, text in texts.items()}
-        rows.append({"form": form, "bits": budget, "bytes_per_token": size, "true_bits": 8 * size / values, "kl": kl})
-        tell(rows[-1])
+    def measured(form: str, budget: float, back: Callable[[Asked], tuple[Tensor, float]]) -> None:
+        row = {"form": form, "bits": budget, **{name: dict[str, float]() for name in ("bytes_per_token", "kl", "same")}}
+        for name, text in texts.items():
+            chunks, row["bytes_per_token"][name] = back(text)
+            row["kl"][name], row["same"][name] = text.compared(chunks)
+        row["answers"] = sum(text.answered(back(text)[0], tokens) for text, tokens in numbers) / HIDDEN
+        rows.append(row)
+        tell(row)
 
-    for name, profile in PROFILES[:1] if asked.forms else PROFILES:
+    profiles = dict(list(PROFILES.items())[: 1 if asked.forms else None])
+    for name, options in profiles.items():
         for budget in asked.bits:
-            codec = Codec.from_artifact(fit.artifact, budget, sinks=SINKS, rotation=fit.rotation, profile=profile)
+            codec = Codec.from_artifact(fit.artifact, budget, sinks=SINKS, rotation=fit.rotation, **options)
             assert codec.sized and codec.predicts
-            measured(name, budget, codec.bytes_per_token, lambda text, codec=codec: text.by_codec(codec))
-    shares = {name: {text: share(rows, name, text) for text in texts} for name, _ in PROFILES[1:] if not asked.forms}
+            measured(name, budget, lambda text, codec=codec: text.by_codec(codec))
+    shares = {name: {text: share(rows, name, text) for text in texts} for name in list(profiles)[1:]}
     tell(shares)
     forms = [(form.name, form, None) for form in FORMS] + [(f"{FORMS[-1].name}, one fit", FORMS[-1], ONCE)]
     for name, form, once in forms if asked.forms else ():
         for budget, codes in of_form(form, fit, asked.bits, once):
-            measured(name, budget, codes.bytes_per_token, lambda text, codes=codes: text.by_codes(codes))
+            measured(name, budget, lambda text, codes=codes: text.by_codes(codes))
         shares[name] = {text: share(rows, name, text) for text in texts}
         tell({name: shares[name]})
     if asked.write:
+        name = f"{FORMS_RESULT if asked.forms else RESULT}.{Path(asked.model).name}.json"
+        values = 2 * fit.tokens.shape[0] * fit.tokens.shape[3]  # of a token
         keep(
-            FORMS_RESULT if asked.forms else RESULT,
-            {**sizes_of(asked), "rows": rows, "bytes over Codec's at equal KL": shares},
+            name,
+            {
+                **sizes_of(asked),
+                "values": values,
+                "exact_answers": exact,
+                "rows": rows,
+                "bytes over Codec's at equal KL": shares,
+            },
         )
 
 
@@ -244,7 +300,14 @@ def sizes_of(asked: argparse.Namespace) -> dict[str, object]:
     """What the run was asked for, for its file."""
     names = [text.split("=", 1)[0] + "=" + Path(text).name for text in asked.text]
     sizes = {"sequences": asked.sequences, "differentiated": asked.differentiated, "rows_of_a_text": asked.rows}
-    return {"fit": asked.fit.name, "text": names, "prefix": PREFIX, "question": QUESTION, **sizes}
+    return {
+        "model": Path(asked.model).name,
+        "fit": asked.fit.name,
+        "text": names,
+        "prefix": PREFIX,
+        "question": QUESTION,
+        **sizes,
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ class FittedModel:
     Args:
         artifact: path of an artifact of `calib fit`.
         bits: the budget in bits per value, keys and values together.
-        fixed_size: as `Codec.from_artifact` takes it.
+        fixed_size, entropy: as `Codec.from_artifact` takes them.
 
     Attributes:
         layers, kv_heads, head_dim: of the model.
@@ -22,7 +22,7 @@ class FittedModel:
     Raises ArtifactError and ValueError as `Codec.from_artifact` does: no engine starts with an artifact that cannot be used.
     """
 
-    def __init__(self, artifact: str, bits: float, fixed_size: bool = False) -> None:
+    def __init__(self, artifact: str, bits: float, fixed_size: bool = False, entropy: bool = False) -> None:
         loaded = Artifact.load(artifact)
         found = loaded.fingerprint
         self.layers: int = found["layers"]
@@ -30,6 +30,7 @@ class FittedModel:
         self.head_dim: int = found["head_dim"]
         self.positions: int = found["config"]["max_position_embeddings"]
         self.slices = Slices(
-            lambda heads: Codec.from_artifact(loaded, bits=bits, heads=heads, fixed_size=fixed_size), self.kv_heads
+            lambda heads: Codec.from_artifact(loaded, bits, heads=heads, fixed_size=fixed_size, entropy=entropy),
+            self.kv_heads,
         )
         self.identity = self.slices.codec(range(self.kv_heads)).identity

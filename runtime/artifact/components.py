@@ -71,12 +71,9 @@ class Coding:
 _allocators: "WeakKeyDictionary[Artifact, dict[Coding, Allocator]]" = WeakKeyDictionary()
 
 
-def coding_of(
-    artifact: Artifact, rope: str | None = None, size: bool = False, predict: bool = False, trellis: bool = False
-) -> Coding:
-    """Keys have their components as asked; before RoPE where the artifact has such; else after it."""
-    rope = rope or ("before" if artifact.has("keys.klt.before.errors") else "after")
-    return Coding(rope, size, predict, trellis)
+def coding_of(artifact: Artifact, rope: str | None = None) -> Coding:
+    """Components alone, of keys as asked; before RoPE where the artifact has such; else after it."""
+    return Coding(rope or ("before" if artifact.has("keys.klt.before.errors") else "after"))
 
 
 def stem_of(role: str, rope: str) -> str:

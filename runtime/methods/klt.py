@@ -19,9 +19,10 @@ from calib.runtime.artifact.components import (
     positions_measured,
     prediction,
 )
+from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
-from calib.runtime.methods.contract import Geometry, Method, check_choice
+from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.stages.codec import Codec, MixedQuant
 from calib.runtime.stages.codec.sized import size_words
@@ -70,9 +71,11 @@ class Klt(Method):
             positions, costs more. None is "before", where the artifact has such: "after" where the model's RoPE cannot
             be unrotated.
         size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
-            are coded: steps fit the token. With keys before RoPE alone.
-        predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`.
-        trellis: whether levels are trellis-coded: at the same bits, narrower steps. No kernel of a GPU finds or reads the codes.
+            are coded: steps fit the token. With keys before RoPE alone. None: where the artifact has what that needs; not with
+            `loss`, which the fit measured without.
+        predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`. None: where
+            tokens have sizes, and the artifact has the rest.
+        trellis: whether levels are trellis-coded: at the same bits, narrower steps, and a search of codes.
         tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
             RoPE every token's position is stored as well, 32 bits a head.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".
@@ -92,8 +95,8 @@ class Klt(Method):
     window: int | None = None
     block: int | None = None
     rope: str | None = None
-    size: bool = False
-    predict: bool = False
+    size: bool | None = None
+    predict: bool | None = None
     trellis: bool = False
     tiers: Sequence[tuple[float, float]] | None = None
     probes: str = "random+recent"
@@ -122,13 +125,19 @@ class Klt(Method):
             )
         if self.rope is not None:
             check_choice("rope", self.rope, ROPE)
-        for name in ("size", "predict", "trellis"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name} must be True or False, got {printable(getattr(self, name))}")
-        if self.predict and not self.size:
-            raise ValueError("predict=True needs size=True: what keys leave of values was measured with sizes")
-        if self.size and self.rope == "after":
-            raise ValueError("size=True with rope='after': sizes were measured of keys before RoPE; leave rope out")
+        for name in ("size", "predict"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        check_flag("trellis", self.trellis)
+        if self.predict and self.size is False:
+            raise ValueError(
+                "predict=True with size=False: what keys leave of values was measured with sizes; leave size out"
+            )
+        wanted = next((name for name in ("size", "predict") if getattr(self, name)), None)
+        if wanted and self.rope == "after":
+            raise ValueError(
+                f"{wanted}=True with rope='after': sizes were measured of keys before RoPE; leave rope out"
+            )
         check_choice("probes", self.probes, ("random+recent", "random", "recent", "all"))
         self._bits_and_shares()
         self._tiering()
@@ -138,7 +147,7 @@ class Klt(Method):
         """The tiers of one layer."""
         if artifact is None:
             raise ValueError("method 'klt' needs calibrated bases: pass artifact=Artifact.load(...) from `calib fit`")
-        coding = self._coding(artifact)
+        coding = self.coding(artifact)
         tiers = tuple(self._tier(layer, allocation, artifact, coding) for allocation in self.allocations(artifact))
         before = coding.rope == "before"
         plan = TieredPlan(
@@ -148,15 +157,15 @@ class Klt(Method):
 
     def allocations(self, artifact: Artifact) -> list[Allocation]:
         """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
-        coding = self._coding(artifact)
+        coding = self.coding(artifact)
         found = allocator(artifact, coding)
         if self.loss is not None:
             return [found.at_error(error_at(artifact, self.loss, coding))]
         if self.bytes is not None:
-            return [self._within_bytes(found)]
+            return [self._within_bytes(found, coding)]
         return [found.at_bits(bits) for bits, _ in self._bits_and_shares()]
 
-    def bytes_of(self, allocation: Allocation, layers: int, heads: int, channels: int) -> int:
+    def bytes_of(self, allocation: Allocation, coding: Coding, layers: int, heads: int, channels: int) -> int:
         """Of the cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables."""
         assert self.context is not None
         tiering = self._tiering()
@@ -167,19 +176,19 @@ class Klt(Method):
             keys, values = (len(own.widths) * max(own.counts) for own in both)
             words += sum(sum(own.counts) for own in both)
             tables += 2 * (4 + 8 * channels) + (4 * channels + 8) * (keys + values)
-            if self.size:
+            if coding.size:
                 words += 2 * size_words(heads)
                 tables += 4 * (keys + values)  # weights that tell a token's size
             if self.trellis:
                 tables += 4 * (keys + values)  # what errors count along a path
-            if self.predict:
+            if coding.predict:
                 tables += 2 * keys * channels + 4 * channels
         row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * words * 2
         return self.batch * row + heads * tables
 
-    def _within_bytes(self, found: Allocator) -> Allocation:
+    def _within_bytes(self, found: Allocator, coding: Coding) -> Allocation:
         assert self.bytes is not None
-        shape = (found.layers, found.heads, found.channels)
+        shape = (coding, found.layers, found.heads, found.channels)
         low, high = found.least_bits, 8.0
         least = self.bytes_of(found.at_bits(low), *shape)
         if least > self.bytes:
@@ -195,20 +204,28 @@ class Klt(Method):
             low, high = (middle, high) if fits else (low, middle)
         return found.at_bits(low)
 
-    def _coding(self, artifact: Artifact) -> Coding:
-        coding = coding_of(artifact, self.rope, self.size, self.predict, self.trellis)
-        if self.size and coding.rope == "after":
+    def coding(self, artifact: Artifact) -> Coding:
+        """How the components of this artifact are coded: what was asked for, and else what it has."""
+        rope, size, predict = coding_of(artifact, self.rope).rope, self.size, self.predict
+        if rope == "after" and (size or predict):
             raise ValueError(
-                "size=True: the artifact has no keys before RoPE, of which sizes are measured; leave size out"
+                f"{'size' if size else 'predict'}=True: the artifact has no keys before RoPE, of which sizes are measured; "
+                "leave it out"
             )
-        return coding
+        if size is None:
+            streams = (stream for both in SIZED.items() for stream in both)
+            known = rope == "before" and all(artifact.has(f"{stream}.errors") for stream in streams)
+            size = predict is True or (known and self.loss is None)
+        if predict is None:
+            predict = size and artifact.has(f"{PREDICTED}.errors")
+        return Coding(rope, size, predict, self.trellis)
 
     def _tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
         def stages(codes: LayerCodes) -> TierStages:
             return TierStages(codes.basis, codes.codec)
 
         keys, values = (layer_codes(artifact, role, layer, allocation.streams[role][layer], coding) for role in ROLES)
-        predicted = prediction(artifact, layer, keys) if self.predict else None
+        predicted = prediction(artifact, layer, keys) if coding.predict else None
         return TierPlan(stages(keys), stages(values), prediction=predicted)
 
     def _bits_and_shares(self) -> list[tuple[float, float]]:

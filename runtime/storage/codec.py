@@ -7,7 +7,8 @@ head_dim]`. Keys are unrotated by their positions, coded as they were before RoP
     0-127           the header (`header.py`)
     128-            the first tokens of a text as they are: `[2, layers, n, kv_heads * head_dim]` in the chunk's dtype
     to the end      for each layer, in order: words of keys, sizes of keys, words of values, sizes of values; in the profile
-                    "storage" words that hold all of these, field behind field (`bit_fields.py`)
+                    "storage" words that hold all of these, field behind field (`bit_fields.py`), or what an entropy coder makes
+                    of them (`entropy.py`), where that is shorter
 
 All is little endian. Tokens at the first `sinks` positions of a text are attention sinks, which no code of few bits holds
 (`docs/serve/storage.md`): they are exact, and n is how many of them the chunk has. With `fixed_size` n is as if the chunk began a
@@ -32,14 +33,13 @@ from torch import Tensor
 from calib.kernels.attend.operation import STRIDE
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import coding_of
-from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import check_flag
 from calib.runtime.methods.klt import BITS, Klt
-from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TILE_TOKENS
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import MixedQuant
+from calib.runtime.storage.entropy import EntropyCoder
 from calib.runtime.storage.hashes import artifact_hash, layout_hash
 from calib.runtime.storage.header import (
     AGAIN,
@@ -53,11 +53,11 @@ from calib.runtime.storage.header import (
     view_of,
 )
 from calib.runtime.storage.heads import heads_of
+from calib.runtime.storage.payload import Payload
 from calib.runtime.storage.profiles import LayerCoders, coders_of, profile_of
 from calib.runtime.storage.rope import rotation_of
 from calib.runtime.storage.start import StartFinder
 
-WORD_BYTES = 2
 SINKS = 4  # as `klt` has by default
 MOST_SINKS = 2**16 - 1
 
@@ -71,31 +71,39 @@ class Codec:
         bits: per value of a chunk of all heads, all that is stored of its tokens counted.
         sized, predicts: the forms of its codes, `size` and `predict` of `klt`.
         profile: "heads", each coded by itself as in a cache, or "storage", where heads and layers help each other.
-        bytes_per_token: of a chunk, the header apart.
+        bytes_per_token: of a chunk, the header apart; with `entropy` at most.
         rotation: the model's RoPE.
         identity: a line for the artifact, its model, the options and how bits were shared out, the same for all slices of heads.
             Codecs of one identity and one slice read each other's blobs.
     """
 
     def __init__(
-        self, artifact: Artifact, klt: Klt, heads: range, rotation: Rotation, fixed_size: bool, profile: str
+        self,
+        artifact: Artifact,
+        klt: Klt,
+        heads: range,
+        rotation: Rotation,
+        fixed_size: bool,
+        profile: str,
+        entropy: bool,
     ) -> None:
         """From options that `from_artifact` has checked."""
         found = artifact.fingerprint
         self.layers, self.kv_heads, self.head_dim = found["layers"], found["kv_heads"], found["head_dim"]
-        self.heads, self.rotation, self.sized, self.predicts = heads, rotation, klt.size, klt.predict
-        self.profile = profile
         assert klt.bits is not None
         coding, allocation, coders = coders_of(profile, artifact, klt, heads)
-        self.bits = allocation.bits
+        self.heads, self.rotation, self.profile = heads, rotation, profile
+        self.sized, self.predicts = coding.size, coding.predict
+        coder = EntropyCoder.of(artifact, allocation, coders) if entropy else None
+        values = 2 * self.layers * len(heads) * self.head_dim
+        self._payload = Payload(values, [layer.widths() for layer in coders], coder)
+        self.bits, self.bytes_per_token = allocation.bits, self._payload.bytes_per_token
         self._coders: dict[torch.device, LayerCoders] = {torch.device("cpu"): coders}
-        self._widths = [coder.widths() for coder in coders]
-        self.bytes_per_token = WORD_BYTES * sum(sum(own.values()) for own in self._widths)
         self._finder = StartFinder.of(artifact, heads, rotation)
         self._header = Header(
             dtype=torch.float32,
-            size=klt.size,
-            predict=klt.predict,
+            size=coding.size,
+            predict=coding.predict,
             sinks=klt.sinks,
             fixed_size=fixed_size,
             layers=self.layers,
@@ -107,8 +115,9 @@ class Codec:
             bits=float(klt.bits),
             payload_bytes=0,
             artifact=artifact_hash(artifact, coding),
-            layout=layout_hash(allocation),
+            layout=layout_hash(allocation, None if coder is None else coder.identity()),
             joint=profile == "storage",
+            entropy=entropy,
         )
         header = self._header
         self.identity = f"{header.artifact.hex()} {header.layout.hex()} {header.bits!r} {header.sinks} {fixed_size}"
@@ -125,6 +134,7 @@ class Codec:
         fixed_size: bool = False,
         rotation: Rotation | None = None,
         profile: str | None = None,
+        entropy: bool = False,
     ) -> "Codec":
         """For the model that the artifact was fitted on.
 
@@ -141,6 +151,8 @@ class Codec:
             profile: "storage": all heads of a layer in one basis, and layers predicted from the one before, which takes fewer
                 bytes; of all heads, with sizes and predictions, and of an artifact of `calib fit --model.storage true`. "heads":
                 each head as in a cache. None: "storage" where it can be had.
+            entropy: codes of the profile "storage" go through an entropy coder: the same chunk of fewer bytes, whose number is
+                known when they are made. Needs the package constriction, and goes with no `fixed_size`.
 
         Raises:
             ArtifactError: the artifact cannot be read, or lacks a tensor.
@@ -149,29 +161,33 @@ class Codec:
         artifact = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
         profile = profile_of(profile, artifact, size, predict, chosen)
-        if profile == "storage":
-            size = predict = True
-        if size is None:
-            size = predict is True or all(artifact.has(f"{stream}.errors") for stream in SIZED)
-        if predict is None:
-            predict = (
-                size is True and artifact.has(f"{PREDICTED}.errors") and artifact.has(f"{next(iter(SIZED))}.errors")
-            )
         check_whole("sinks", sinks, 0, "a whole number from 0", most=MOST_SINKS)
         check_flag("fixed_size", fixed_size)
+        check_flag("entropy", entropy)
+        if entropy and profile != "storage":
+            raise ValueError(
+                f"entropy=True with profile={profile!r}: it codes that of 'storage', of all heads and of an artifact of "
+                "`calib fit --model.storage true`; leave it out"
+            )
+        if entropy and fixed_size:
+            raise ValueError(
+                "entropy=True with fixed_size=True: its blobs have sizes of their own; leave one of them out"
+            )
         klt = Klt(bits=bits, size=size, predict=predict, sinks=sinks)
         if coding_of(artifact).rope != "before":
             raise ValueError(
                 "the artifact has no keys before RoPE, which stored chunks are made of; fit a model whose RoPE can be unrotated"
             )
-        return cls(artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size, profile)
+        return cls(
+            artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size, profile, entropy
+        )
 
     def size(self, tokens: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes of a blob of so many tokens, at least 1, from position `start` on, in a model of `dtype`. At position 0 they are
-        the most; with `fixed_size` every start has as many."""
+        the most; with `fixed_size` every start has as many, and with `entropy` blobs have at most these."""
         check_whole("tokens", tokens, 1, "a whole number of tokens, at least 1")
         check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
-        return HEADER_BYTES + self._payload_bytes(replace(self._header, tokens=tokens, start=start, dtype=dtype))
+        return HEADER_BYTES + self._payload.most(replace(self._header, tokens=tokens, start=start, dtype=dtype))
 
     @torch.no_grad()
     def encode(self, chunk: Tensor, start: int) -> Tensor:
@@ -188,12 +204,11 @@ class Codec:
         tokens, device = self._tokens_of(chunk), chunk.device
         check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
         header = replace(self._header, dtype=chunk.dtype, tokens=tokens, start=start)
-        header = replace(header, payload_bytes=self._payload_bytes(header))
-        blob = torch.empty(HEADER_BYTES + header.payload_bytes, dtype=torch.uint8)
-        at = len(blob) - tokens * self.bytes_per_token
-        exact, payload = blob[HEADER_BYTES:at].view(chunk.dtype), blob[at:].view(torch.int16)
+        blob = torch.empty(HEADER_BYTES + self._payload.most(header), dtype=torch.uint8)
+        data = blob[HEADER_BYTES:]
+        payload = self._payload.words(data, header)
         words = payload if device.type == "cpu" else torch.empty_like(payload, device=device)
-        blocks, total = self._blocks(words, tokens), torch.zeros((), device=device)
+        blocks, total = self._payload.blocks(words, tokens), torch.zeros((), device=device)
         for part, cos, sin in self._pieces(start, tokens, device):
             told: Tensor | None = None  # by a layer to the next
             for layer, coder in enumerate(self._on(device)):
@@ -206,10 +221,13 @@ class Codec:
             raise ValueError("the chunk has NaN or infinite entries, expected none; store what the model computed")
         if words is not payload:
             payload.copy_(words)
-        if header.exact:
-            count, rows = self._first(header), exact.view(2, self.layers, header.exact, -1)
-            rows[:, :, :count] = chunk[:, :, :count]
-            rows[:, :, count:] = 0
+        exact, count = self._payload.exact(data, header), self._first(header)
+        exact[:, :, :count] = chunk[:, :, :count]
+        exact[:, :, count:] = 0
+        coded = self._payload.shortened(data, header)
+        if coded is not data:
+            blob = torch.cat([blob[:HEADER_BYTES], coded])
+        header = replace(header, payload_bytes=len(coded))
         bytes_of = view_of(blob)
         bytes_of[:HEADER_BYTES] = header.packed(bytes_of[HEADER_BYTES:])
         return blob
@@ -229,10 +247,9 @@ class Codec:
             BlobError: the blob is damaged, or none of this codec's; nothing has been written then.
             ValueError: `out` has another shape or dtype.
         """
-        header, payload = checked(blob, self._header, self._payload_bytes)
+        header, data = checked(blob, self._header, self._payload.sizes)
         tokens, shape = header.tokens, (2, self.layers, header.tokens, len(self.heads) * self.head_dim)
-        at, count = len(payload) - tokens * self.bytes_per_token, self._first(header)
-        exact = _tensor(payload, header.dtype, 0, at // header.dtype.itemsize)
+        exact, count = self._payload.exact(data, header), self._first(header)
         if not bool(exact.isfinite().all()):
             raise BlobError(f"the blob has exact tokens with NaN or infinite entries, expected none; {AGAIN}")
         if out is None:
@@ -241,8 +258,7 @@ class Codec:
             raise ValueError(
                 f"out is {tuple(out.shape)} {out.dtype}, expected {shape} {header.dtype}; `Header.read(blob)` tells what it holds"
             )
-        words = _tensor(payload, torch.int16, at, (len(payload) - at) // WORD_BYTES)
-        blocks = self._blocks(words.to(out.device), tokens)
+        blocks = self._payload.blocks(self._payload.words(data, header).to(out.device), tokens)
         for part, cos, sin in self._pieces(header.start, tokens, out.device):
             told: Tensor | None = None
             for layer, coder in enumerate(self._on(out.device)):
@@ -250,8 +266,7 @@ class Codec:
                 keys, values, told = coder.decode(own, part.stop - part.start, told)
                 self._by_head(out[0, layer, part]).copy_(Rotation.rotated(keys, cos, sin))
                 self._by_head(out[1, layer, part]).copy_(values)
-        if count:
-            out[:, :, :count] = exact.view(2, self.layers, header.exact, -1)[:, :, :count].to(out.device)
+        out[:, :, :count] = exact[:, :, :count].to(out.device)
         return out
 
     @torch.no_grad()
@@ -267,11 +282,6 @@ class Codec:
         for candidate in candidates:
             check_whole("a candidate", candidate, 0, "a position, a whole number from 0", most=MOST - tokens)
         return self._finder.start_of(chunk[0], sorted({*candidates}))
-
-    def _payload_bytes(self, header: Header) -> int:
-        """Behind this header."""
-        values = 2 * self.layers * len(self.heads) * self.head_dim
-        return header.tokens * self.bytes_per_token + header.exact * values * header.dtype.itemsize
 
     @staticmethod
     def _first(header: Header) -> int:
@@ -300,17 +310,6 @@ class Codec:
             self._coders[device] = [coder.to(device) for coder in self._coders[torch.device("cpu")]]
         return self._coders[device]
 
-    def _blocks(self, words: Tensor, tokens: int) -> list[Block]:
-        """Each layer's fields, views `[tokens, width]` of all words of a chunk."""
-        found, at = list[Block](), 0
-        for widths in self._widths:
-            block = dict[str, Tensor]()
-            for name, width in widths.items():
-                block[name] = words[at : at + tokens * width].view(tokens, width)
-                at += tokens * width
-            found.append(block)
-        return found
-
     def _pieces(self, start: int, tokens: int, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Runs of n of a chunk's tokens that are coded together, with cos and sin of their positions, float32 `[n, pairs]`."""
         most = TILE_TOKENS
@@ -323,8 +322,3 @@ class Codec:
             tables = self.rotation.along(start + part.start - skipped, start + part.stop, device)
             cos, sin = (table[skipped:] for table in tables)
             yield part, cos, sin
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, offset: int, count: int) -> Tensor:
-    """So many entries of the bytes from `offset` on, not copied."""
-    return torch.frombuffer(data, dtype=dtype, offset=offset, count=count) if count else torch.zeros(0, dtype=dtype)

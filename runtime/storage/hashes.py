@@ -21,15 +21,14 @@ def artifact_hash(artifact: Artifact, coding: Coding) -> bytes:
     return _hashed({"model": artifact.fingerprint, "tensors": tensors})
 
 
-def layout_hash(allocation: Allocation) -> bytes:
-    """16 bytes for the words of every layer's keys and values. They follow from the artifact and the budget, but for the rounding
-    of sums on another machine: where that tips a bit elsewhere, the blob is refused and not misread."""
-    return _hashed(
-        {
-            role: [[list(own.widths), list(own.counts)] for own in streams]
-            for role, streams in allocation.streams.items()
-        }
-    )
+def layout_hash(allocation: Allocation, tables: bytes | None) -> bytes:
+    """16 bytes for the words of every layer's keys and values, and for the `tables` of an entropy coder (`EntropyCoder.identity`).
+    They follow from the artifact and the budget, but for the rounding of sums on another machine: where that tips a bit elsewhere,
+    the blob is refused and not misread."""
+    words: dict[str, object] = {
+        role: [[list(own.widths), list(own.counts)] for own in streams] for role, streams in allocation.streams.items()
+    }
+    return _hashed(words if tables is None else words | {"tables": tables.hex()})
 
 
 def _hashed(document: object) -> bytes:

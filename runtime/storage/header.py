@@ -8,7 +8,8 @@ Little endian, without gaps:
     10-11    uint16    bytes of this header, 128
     12       uint8     dtype of the chunk: 1 float32, 2 float16, 3 bfloat16
     13       uint8     forms: 1 tokens have sizes, 2 values are predicted from keys, 4 room for exact tokens in every blob,
-                       8 (beside 1 and 2) all heads of a layer have one basis; added up
+                       8 (beside 1 and 2) all heads of a layer have one basis, 16 (beside 1, 2 and 8, without 4) codes went through
+                       an entropy coder; added up
     14-15    uint16    first positions of a text, whose tokens are exact
     16-19    uint32    layers of the model
     20-23    uint32    KV heads of the model
@@ -46,8 +47,9 @@ FIELDS = struct.Struct("<8sHHBBHIIIIIIQdQ16s16s16s")
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS.size + CHECKSUM_BYTES
 DTYPES = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16}
-SIZE, PREDICT, FIXED, JOINT = 1, 2, 4, 8  # forms
-FORMS = (0, SIZE, SIZE + PREDICT, SIZE + PREDICT + JOINT)
+SIZE, PREDICT, FIXED, JOINT, ENTROPY = 1, 2, 4, 8, 16  # forms
+WITH_ROOM = (0, SIZE, SIZE + PREDICT, SIZE + PREDICT + JOINT)
+FORMS = (*WITH_ROOM, *(form + FIXED for form in WITH_ROOM), SIZE + PREDICT + JOINT + ENTROPY)
 NOTHING = bytes(16)
 AGAIN = "compute these tokens again"
 
@@ -66,6 +68,7 @@ class Header:
         dtype: of the chunk: float32, float16 or bfloat16.
         size, predict: the forms of its codes, as `klt` has them.
         joint: whether all heads of a layer have one basis (`joint_layer.py`).
+        entropy: whether codes went through an entropy coder (`entropy.py`), where that saves bytes.
         sinks: first positions of a text, whose tokens are exact.
         fixed_size: whether there is room for as many exact tokens in a blob that begins behind them.
         layers, kv_heads, head_dim: of the model.
@@ -93,6 +96,7 @@ class Header:
     artifact: bytes
     layout: bytes
     joint: bool = False
+    entropy: bool = False
 
     @property
     def exact(self) -> int:
@@ -102,7 +106,8 @@ class Header:
     def packed(self, payload: memoryview) -> bytes:
         """The header of this payload, its checksum included."""
         dtype = next(code for code, known in DTYPES.items() if known == self.dtype)
-        forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size + JOINT * self.joint
+        forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size
+        forms += JOINT * self.joint + ENTROPY * self.entropy
         heads = (self.kv_heads, self.heads.start, len(self.heads), self.head_dim)
         numbers = (self.tokens, self.start, self.bits, self.payload_bytes)
         head = (MAGIC, VERSION, HEADER_BYTES, dtype, forms, self.sinks, self.layers, *heads)
@@ -120,7 +125,7 @@ class Header:
             raise BlobError(f"the blob begins with {printable(magic)}, expected {printable(MAGIC)}; {AGAIN}")
         if version != VERSION:
             raise BlobError(f"the blob has format version {version}, expected {VERSION}; {AGAIN}")
-        if length != HEADER_BYTES or rest != NOTHING or forms & ~FIXED not in FORMS:
+        if length != HEADER_BYTES or rest != NOTHING or forms not in FORMS:
             raise BlobError(f"the blob's header is not one of format version {VERSION}; {AGAIN}")
         if dtype not in DTYPES:
             raise BlobError(f"the blob's dtype is number {dtype}, expected one of {sorted(DTYPES)}; {AGAIN}")
@@ -142,6 +147,7 @@ class Header:
             artifact,
             layout,
             bool(forms & JOINT),
+            bool(forms & ENTROPY),
         )
 
 
@@ -165,10 +171,10 @@ def exact_tokens(tokens: int, start: int, sinks: int, fixed_size: bool) -> int:
 
 
 def checked(
-    blob: "Bytes | Tensor", expected: Header, payload_bytes: Callable[[Header], int]
-) -> tuple[Header, bytearray]:
-    """The header and a copy of the payload of a whole blob that agrees with `expected` in all but dtype, tokens and start, and
-    has as many bytes behind its header as `payload_bytes` says of it.
+    blob: "Bytes | Tensor", expected: Header, payload_bytes: Callable[[Header], range]
+) -> tuple[Header, Tensor]:
+    """The header and a copy of the payload, uint8, of a whole blob that agrees with `expected` in all but dtype, tokens and start,
+    and has one of the numbers of bytes behind its header that `payload_bytes` says of it.
 
     A copy, so that a store that overwrites its memory meanwhile changes nothing that was checked. Raises BlobError.
     """
@@ -184,6 +190,7 @@ def checked(
         "size",
         "predict",
         "joint",
+        "entropy",
         "sinks",
         "fixed_size",
         "artifact",
@@ -197,15 +204,15 @@ def checked(
         raise BlobError(
             f"the blob has {found.tokens} tokens from position {found.start}, expected positions below {MOST}; {AGAIN}"
         )
-    size = payload_bytes(found)
-    if found.payload_bytes != size or len(view) != HEADER_BYTES + size:
-        raise BlobError(
-            f"the blob has {len(view)} bytes, expected {HEADER_BYTES + size} for {found.tokens} tokens; {AGAIN}"
-        )
+    sizes = payload_bytes(found)
+    if found.payload_bytes not in sizes or len(view) != HEADER_BYTES + found.payload_bytes:
+        least, most = (HEADER_BYTES + end for end in (sizes.start, sizes.stop - 1))
+        expected_bytes = str(most) if least == most else f"{least} to {most}"
+        raise BlobError(f"the blob has {len(view)} bytes, expected {expected_bytes} for {found.tokens} tokens; {AGAIN}")
     payload = bytearray(view[HEADER_BYTES:])
     if checksum(start[: FIELDS.size], memoryview(payload)) != start[FIELDS.size :]:
         raise BlobError(f"the blob was changed after it was written: its checksum differs; {AGAIN}")
-    return found, payload
+    return found, torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.zeros(0, dtype=torch.uint8)
 
 
 def checksum(fields: bytes, payload: memoryview) -> bytes:

@@ -66,4 +66,4 @@ def coders_of(profile: str, artifact: Artifact, klt: Klt, heads: range) -> Coder
     plans = [klt.plan(layer, geometry, artifact).tiers[0] for layer in range(geometry.layers)]
     if len(heads) < geometry.kv_heads:
         plans = [of_heads(plan, heads) for plan in plans]
-    return Coders(Coding("before", klt.size, klt.predict), allocation, [LayerCoder(plan) for plan in plans])
+    return Coders(klt.coding(artifact), allocation, [LayerCoder(plan) for plan in plans])

@@ -26,6 +26,7 @@ import damaged_prefixes
 from cases import calibrated_artifact
 from damaged_blobs import damaged
 from hostile_cases import Done, command, counted, limited
+from joint_chunks import usual, with_storage
 from saved_prefixes import Base, File
 from stored_chunks import chunk_of
 from toy_models import random_model
@@ -36,7 +37,7 @@ from tests.hostile.campaign_prefixes import outcome
 TOKENS = 9
 FILES = 0.2  # of the cases: prefix files
 TIMES = 64  # bytes for each of a blob: a chunk is many times as large, its codes are unpacked in float64
-# Options of a codec, the dtype and the position of a chunk: forms, slices of heads, exact tokens, room for such.
+# Options of a codec, the dtype and the position of a chunk: forms, slices of heads, exact tokens, room for such, profiles.
 BASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
     ({"bits": 2}, torch.float32, 2),
     ({"bits": 1, "size": False, "predict": False}, torch.bfloat16, 0),
@@ -45,6 +46,9 @@ BASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
     ({"bits": 2, "heads": range(1, 2)}, torch.bfloat16, 70_001),
     ({"bits": 3, "fixed_size": True}, torch.bfloat16, 900),
     ({"bits": 2, "sinks": 0}, torch.float16, 0),
+    ({"bits": 2, "profile": "storage"}, torch.float32, 2),
+    ({"bits": 2.5, "profile": "storage", "entropy": True}, torch.bfloat16, 3),
+    ({"bits": 4, "profile": "storage", "entropy": True, "sinks": 0}, torch.float32, 0),
 ]
 # Methods that load files of blobs: an ordered store, one of tiers, one in two places, one that drops tokens.
 LOADED = ("kivi-2-clipped", "klt-short", "specache-rotated", "csr-offline")
@@ -63,9 +67,11 @@ def wholes(artifact: Artifact) -> list[Whole]:
     """Of every base."""
     found, model = [], random_model("llama")
     for options, dtype, start in BASES:
-        codec = Codec.from_artifact(artifact, **options)
-        chunk = chunk_of(model, TOKENS, dtype=dtype).unflatten(-1, (codec.kv_heads, codec.head_dim))
+        codec = Codec.from_artifact(artifact, **{"profile": "heads", **options})
+        chunk = usual(codec, TOKENS).to(dtype) if options.get("entropy") else chunk_of(model, TOKENS, dtype=dtype)
+        chunk = chunk.unflatten(-1, (codec.kv_heads, codec.head_dim))
         blob = codec.encode(chunk[..., codec.heads.start : codec.heads.stop, :].flatten(3), start)
+        assert not options.get("entropy") or len(blob) < codec.size(TOKENS, start, dtype)
         found.append(Whole(codec, blob.numpy().tobytes(), dtype))
         assert decoded(found[-1], found[-1].data, Random(0))[0] == "accepted"
     return found
@@ -123,7 +129,7 @@ def campaign(
     """See `counted`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "damaged.safetensors"
-        whole = wholes(calibrated_artifact(random_model("llama")))
+        whole = wholes(with_storage(calibrated_artifact(random_model("llama"))))
         saved = [Base.saved(case, "llama", 1.0, Path(folder), storage_bits=2) for case in LOADED if files]
         for base in saved:
             path.write_bytes(base.data)

@@ -47,11 +47,11 @@ def reconstructed(artifact, stem, layer, words, x):
 
 @pytest.mark.parametrize("rope", ["before", "after"])
 def test_it_holds_what_the_formulas_say(model, artifact, rope):
-    cache = compress(model, "klt", artifact=artifact, bits=2.5, rope=rope, window=0, block=10, sinks=3)
+    cache = compress(model, "klt", artifact=artifact, bits=2.5, rope=rope, size=False, window=0, block=10, sinks=3)
     cache.release()
     tokens = Tokens.random(model, 203, seed=1)
     feed(cache, [tokens])
-    allocation = Klt(bits=2.5, rope=rope).allocations(artifact)[0]
+    allocation = Klt(bits=2.5, rope=rope, size=False).allocations(artifact)[0]
     positions = torch.arange(3, 203, dtype=torch.float64)[:, None]
     for number, layer in enumerate(cache.compressed):
         for role, given, own in zip(ROLES, (tokens.keys, tokens.values), layer.store.decoded(0)[0], strict=True):
@@ -216,7 +216,7 @@ def test_between_points_of_a_curve():
 
 
 def test_a_salient_token_has_more_bits(model, artifact):
-    plan = Klt(tiers=[(4, 0.2), (1, 0.8)], block=20).plan(0, None, artifact)
+    plan = Klt(tiers=[(4, 0.2), (1, 0.8)], block=20, size=False).plan(0, None, artifact)
     best, rest = (tier.keys.codec.counts for tier in plan.tiers)
     assert sum(best) > 2 * sum(rest) and plan.saliency is not None
 
@@ -229,7 +229,7 @@ def test_outliers_of_components_are_kept(model, artifact, rope, most):
         part[:, :, 7::20] *= 30
     errors = []
     for corrections in (None, {"outliers": 0.4}):
-        options = {"rope": rope, "sinks": 0, "window": 0, "block": 20, "corrections": corrections}
+        options = {"rope": rope, "size": False, "sinks": 0, "window": 0, "block": 20, "corrections": corrections}
         cache = compress(model, "klt", artifact=artifact, bits=2, **options)
         cache.release()
         feed(cache, [tokens])
@@ -288,15 +288,16 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
     [
         ({"bits": 0}, "bits must be a number above 0, got 0"),
         ({"bits": True}, "bits must be a number above 0, got True"),
-        ({"bits": 9}, r"bits must be a number from 0.25 \(a word a layer\) to 8, got 9"),
+        ({"bits": 9, "size": False}, r"bits must be a number from 0.25 \(a word a layer\) to 8, got 9"),
         ({"bits": 2, "loss": 0.1}, "bits and loss are both budgets; give one of them"),
         ({"loss": 9.0}, "loss=9 is outside what the fit measured, 0.0005 ... 0.3 nats a token"),
         ({"bytes": 10**6}, "bytes=1000000 and context=None: a budget in bytes is one of so many tokens"),
-        ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.25 bits"),
+        ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.5 bits"),
         ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
         ({"size": True, "predict": 1}, "predict must be True or False, got 1"),
-        ({"predict": True}, "predict=True needs size=True"),
+        ({"size": False, "predict": True}, "predict=True with size=False"),
+        ({"predict": True, "rope": "after"}, "predict=True with rope='after': sizes were measured"),
         ({"size": True, "rope": "after"}, "size=True with rope='after': sizes were measured of keys before RoPE"),
         (
             {"size": True, "loss": 0.01},
@@ -328,6 +329,28 @@ def test_it_needs_an_artifact_with_bases(model, artifact):
         compress(model, "klt", artifact=Artifact(bare, artifact.fingerprint, artifact.provenance, artifact.clip_bits))
 
 
+@pytest.mark.parametrize(
+    ("options", "without", "form"),
+    [
+        ({}, None, (True, True)),
+        ({}, "predicted", (True, False)),
+        ({}, "klt.sized", (False, False)),
+        ({}, "klt.before", (False, False)),
+        ({"predict": False}, None, (True, False)),
+        ({"size": False}, None, (False, False)),
+        ({"predict": True}, "klt.sized", (True, True)),  # which then says what is missing
+        ({"rope": "after"}, None, (False, False)),
+        ({"loss": 0.01}, None, (False, False)),
+        ({"tiers": [(4, 0.2), (1, 0.8)]}, None, (True, True)),
+    ],
+)
+def test_sizes_and_predictions_are_used_where_the_artifact_has_them(artifact, options, without, form):
+    tensors = {name: tensor for name, tensor in artifact.tensors.items() if not without or without not in name}
+    known = Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
+    coding = Klt(**options).coding(known)
+    assert (coding.size, coding.predict) == form and not coding.trellis
+
+
 def test_components_are_before_rope_where_the_artifact_has_such(model, artifact):
     """Of a model whose RoPE cannot be unrotated it has none; and losses were measured of those that are used."""
     assert Klt().plan(0, None, artifact).before_rope and not Klt(rope="after").plan(0, None, artifact).before_rope
@@ -345,7 +368,6 @@ def test_components_are_before_rope_where_the_artifact_has_such(model, artifact)
             ValueError, match=rf"needs tensor '\w+\.(klt\.)?{part}\.errors', which is not in this artifact"
         ):
             Klt(size=True, **options).plan(0, None, without(part))
-        assert Klt().allocations(without(part)) == Klt().allocations(artifact)
     rest = without("klt.before")
     assert not Klt().plan(0, None, rest).before_rope
     assert Klt(loss=0.3).allocations(rest) == Klt(loss=0.3, rope="after").allocations(artifact)

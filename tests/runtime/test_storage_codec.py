@@ -285,7 +285,7 @@ def test_positions_turn_keys_as_the_model_does(name):
         ({"bits": 0}, "bits must be a number above 0, got 0"),
         ({"bits": 9}, "bits must be a number from 0.5"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
-        ({"size": False, "predict": True}, "predict=True needs size=True"),
+        ({"size": False, "predict": True}, "predict=True with size=False"),
         ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
         ({"sinks": 65536}, "sinks must be a whole number, at most 65535, got 65536"),
         ({"fixed_size": 1}, "fixed_size must be True or False, got 1"),

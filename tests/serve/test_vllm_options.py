@@ -10,8 +10,9 @@ GIVEN = {"artifact": "my.calib.safetensors", "folder": "/cache"}
 
 
 def test_defaults():
-    assert Options.of(GIVEN) == Options("my.calib.safetensors", "/cache", BITS, None)
-    assert Options.of({**GIVEN, "bits": 1.5, "chunk": 64}) == Options("my.calib.safetensors", "/cache", 1.5, 64)
+    assert Options.of(GIVEN) == Options("my.calib.safetensors", "/cache", BITS, False, None)
+    asked = {"bits": 1.5, "entropy": True, "chunk": 64}
+    assert Options.of({**GIVEN, **asked}) == Options("my.calib.safetensors", "/cache", **asked)
 
 
 @pytest.mark.parametrize(("block", "tokens"), [(16, 256), (128, 256), (48, 288), (256, 256), (544, 544)])

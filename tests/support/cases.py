@@ -308,7 +308,14 @@ CASES = [
         contract=True,
     ),
     # The budget, whole words of 16 bits being what is shared out.
-    Case("klt-short", "klt", 1.25, {"bits": 1.25, "window": 20, "block": 8}, artifact=True, contract=True),
+    Case(
+        "klt-short",
+        "klt",
+        1.25,
+        {"bits": 1.25, "window": 20, "block": 8, "size": False},
+        artifact=True,
+        contract=True,
+    ),
     Case(
         "klt-after-rope",
         "klt",
@@ -317,28 +324,16 @@ CASES = [
         artifact=True,
         contract=True,
     ),
+    # With sizes and predictions, as this artifact has what they need.
+    Case("klt-predicted", "klt", 2, {"bits": 2, "window": 20, "block": 8}, artifact=True, contract=True),
     # A fifth at 3 bits, the rest at 1, and every token's position: 32/(2 * 64).
-    Case(
-        "klt-predicted",
-        "klt",
-        2,
-        {"bits": 2, "window": 20, "block": 8, "size": True, "predict": True},
-        artifact=True,
-        contract=True,
-    ),
-    Case(
-        "klt-predicted-tiers",
-        "klt",
-        1.65,
-        {"tiers": [[3, 0.2], [1, 0.8]], "block": 20, "size": True, "predict": True},
-        artifact=True,
-    ),
+    Case("klt-predicted-tiers", "klt", 1.65, {"tiers": [[3, 0.2], [1, 0.8]], "block": 20}, artifact=True),
     # Of u and free bits the budget; what a token's path is takes no bit.
     Case(
         "klt-trellis",
         "klt",
         2,
-        {"bits": 2, "window": 20, "block": 8, "size": True, "predict": True, "trellis": True},
+        {"bits": 2, "window": 20, "block": 8, "trellis": True},
         artifact=True,
         contract=True,
     ),
@@ -349,7 +344,14 @@ CASES = [
         {"tiers": [[4, 0.2], [1, 0.8]], "sinks": 2, "block": 20, "rope": "after", "trellis": True},
         artifact=True,
     ),
-    Case("klt-tiers", "klt", 1.65, {"tiers": [[3, 0.2], [1, 0.8]], "block": 20}, artifact=True, contract=True),
+    Case(
+        "klt-tiers",
+        "klt",
+        1.65,
+        {"tiers": [[3, 0.2], [1, 0.8]], "block": 20, "size": False},
+        artifact=True,
+        contract=True,
+    ),
     # A fifth at 4 bits, the rest at 1; after RoPE nobody asks for positions.
     Case(
         "klt-after-rope-tiers",

@@ -1,6 +1,7 @@
 """What a chunk of the profile "storage" says, in float64 from the formulas and the documented layout alone."""
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,8 +10,10 @@ from stored_chunks import HEADER, exact_bytes
 from torch import Tensor
 from toy_artifact import toy_storage
 
-from calib.runtime import Artifact
+from calib.runtime import Artifact, Codec
 from calib.runtime.artifact.component_widths import widths_at
+from calib.runtime.storage import Header
+from calib.runtime.storage.codec import MOST_SINKS
 
 ROLES = ("keys", "values")
 
@@ -20,6 +23,17 @@ def with_storage(artifact: Artifact) -> Artifact:
     sizes = (artifact.fingerprint[name] for name in ("layers", "kv_heads", "head_dim"))
     tensors = {**artifact.tensors, **toy_storage(tuple(sizes), torch.Generator().manual_seed(5))}
     return Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
+
+
+def usual(codec: Codec, tokens: int, seed: int = 0) -> Tensor:
+    """A chunk as the artifact expects them, for a codec with an entropy coder: numbers drawn by the coder's own tables, decoded."""
+    draw, coder, width = torch.Generator().manual_seed(seed), codec._payload.entropy, codec.kv_heads * codec.head_dim
+    fields = [torch.multinomial(table.counts(), tokens, True, generator=draw) for table in coder.tables]
+    parts = torch.stack(fields, -1).split([len(own.widths) for own in coder.fields], -1)
+    words = torch.cat([own.packed(part).flatten() for own, part in zip(coder.fields, parts, strict=True)])
+    payload = words.numpy().astype("<u2").tobytes()
+    blank = Header.read(codec.encode(torch.zeros(2, codec.layers, tokens, width), 9 + MOST_SINKS))
+    return codec.decode(replace(blank, payload_bytes=len(payload)).packed(memoryview(payload)) + payload)
 
 
 def fields_of(words: np.ndarray, widths: list[int]) -> np.ndarray:

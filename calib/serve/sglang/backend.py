@@ -44,7 +44,7 @@ class Storage(HiCacheStorage):
                 "the engine has latent attention, pipeline stages or context parallelism, expected plain attention and tensor "
                 "parallelism alone; serve it with another backend"
             )
-        self._model = FittedModel(self._options.artifact, self._options.bits)
+        self._model = FittedModel(self._options.artifact, self._options.bits, entropy=self._options.entropy)
         self._starts = Starts(self._options.positions or self._model.positions)
         self._rank, self._world = config.tp_rank, config.tp_size
         self._refusals = Refusals(logger, "calib refuses a page")

@@ -16,6 +16,7 @@ class Options:
         artifact: path of an artifact of `calib fit`.
         folder: where pages are stored. It is made.
         bits: the budget in bits per value, keys and values together.
+        entropy: whether codes go through an entropy coder, as `Codec.from_artifact` takes it.
         positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. Read only where
             SGLang does not tell the pages before (`hicache_storage_pass_prefix_keys`).
     """
@@ -23,6 +24,7 @@ class Options:
     artifact: str
     folder: str
     bits: float = BITS
+    entropy: bool = False
     positions: int | None = None
 
     @classmethod

@@ -18,12 +18,14 @@ class Options:
         artifact: path of an artifact of `calib fit`.
         folder: where chunks are stored. It is made.
         bits: the budget in bits per value, keys and values together.
+        entropy: whether codes go through an entropy coder, as `Codec.from_artifact` takes it.
         chunk: tokens of a file, a multiple of the engine's block size; None: the least one that is at least 256.
     """
 
     artifact: str
     folder: str
     bits: float = BITS
+    entropy: bool = False
     chunk: int | None = None
 
     @classmethod

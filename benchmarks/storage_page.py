@@ -1,0 +1,80 @@
+"""The tables of docs/serve/storage.md: what budgets are worth, and below which link they are faster than 16 bits.
+
+    python benchmarks/storage_page.py
+
+Reads the runs of `storage_profile.py` and `storage_cpu.py` in `benchmarks/results` alone, and writes between the page's markers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs/serve/storage.md"
+MODEL = "smollm2-135m-instruct"
+FORMS = {"Codec": "sized", "Codec, storage": "storage", "Codec, entropy": "entropy"}  # of one run and of the other
+MODELS = {
+    "wide": "2 layers, 8 KV heads of 128",
+    "tiny-llama": "4 layers, 2 KV heads of 64",
+    MODEL: "30 layers, 3 KV heads of 64",
+}
+
+
+def run(name: str) -> Any:
+    """A file of `benchmarks/results`."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def profile_table(model: str) -> list[str]:
+    """KL and agreement of every budget, profile by profile, text by text."""
+    found = run(f"storage_profile.{model}.json")
+    texts = [text.split("=")[0] for text in found["text"]]
+    whole = f"{2 * found['values']:,}"
+    lines = [
+        f"| profile | bits asked | bytes a token (16 bits: {whole}) | KL: {', '.join(texts)} | same best token | answers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        sizes = {f"{size:,.0f}" for size in row["bytes_per_token"].values()}
+        size = ", ".join(f"{row['bytes_per_token'][text]:,.0f}" for text in texts) if len(sizes) > 1 else sizes.pop()
+        kl, same = (
+            ", ".join(f"{row[name][text]:{form}}" for text in texts) for name, form in (("kl", ".4f"), ("same", ".2f"))
+        )
+        own = [f"`{FORMS[row['form']].replace('sized', 'heads')}`", f"{row['bits']:g}", size, kl, same]
+        lines.append(f"| {' | '.join(own)} | {row['answers']:.2f} |")
+    return [*lines, f"| uncompressed | 16 | {whole} | 0 | 1 | {found['exact_answers']:.2f} |"]
+
+
+def break_even_table() -> list[str]:
+    """Speed and links, model by model."""
+    lines = [
+        "| KV shape | codes | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below "
+        "| move below |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in run("storage_cpu.json")["runs"].items():
+        for row in found["rows"]:
+            links = [f"{8 * speed / 1e3:.2f}" for speed in row["break_even_mb_per_second"].values()]
+            speeds = [f"{row[f'{way}_mb_per_second']:.0f}" for way in ("encode", "decode")]
+            size = f"{row['bytes_per_token']:,.0f} ({row['bytes_per_token_16_bits']:,.0f})"
+            own = [MODELS[Path(name).name], f"`{row['forms']}`", f"{row['bits']:g}", size, *speeds, *links]
+            lines.append(f"| {' | '.join(own)} |")
+    return lines
+
+
+def main() -> None:
+    """Fills the page."""
+    text = PAGE.read_text()
+    for name, table in (
+        ("profile", profile_table(MODEL)),
+        ("embedded profile", profile_table("tiny-llama")),
+        ("break-even", break_even_table()),
+    ):
+        begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
+        before, rest = text.split(begin)
+        text = "\n".join([before + begin, *table, end + rest.split(end)[1]])
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
