@@ -26,9 +26,10 @@ def run(name: str) -> Any:
 
 
 def profile_table(model: str) -> list[str]:
-    """KL and agreement of every budget, profile by profile, text by text."""
+    """KL, agreement and answers of every budget, profile by profile, text by text; no answers of a model that gives none anyway."""
     found = run(f"storage_profile.{model}.json")
     texts = [text.split("=")[0] for text in found["text"]]
+    told = "{:.2f}".format if found["exact_answers"] else lambda share: ""
     whole = f"{2 * found['values']:,}"
     lines = [
         f"| profile | bits asked | bytes a token (16 bits: {whole}) | KL: {', '.join(texts)} | same best token | answers |",
@@ -41,8 +42,8 @@ def profile_table(model: str) -> list[str]:
             ", ".join(f"{row[name][text]:{form}}" for text in texts) for name, form in (("kl", ".4f"), ("same", ".2f"))
         )
         own = [f"`{FORMS[row['form']].replace('sized', 'heads')}`", f"{row['bits']:g}", size, kl, same]
-        lines.append(f"| {' | '.join(own)} | {row['answers']:.2f} |")
-    return [*lines, f"| uncompressed | 16 | {whole} | 0 | 1 | {found['exact_answers']:.2f} |"]
+        lines.append(f"| {' | '.join(own)} | {told(row['answers'])} |")
+    return [*lines, f"| uncompressed | 16 | {whole} | 0 | 1 | {told(found['exact_answers'])} |"]
 
 
 def break_even_table() -> list[str]:

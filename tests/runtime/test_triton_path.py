@@ -149,6 +149,7 @@ def test_every_method_that_is_served_is_quick():
         pytest.param("mikv-8-2", {"attend"}, marks=pytest.mark.slow),
         pytest.param("specache", {"attend", "largest", "exchange_entries"}, marks=pytest.mark.slow),
         pytest.param("csr-short", {"_attend", "pursue"}, marks=pytest.mark.slow),
+        ("klt-trellis", {"attend", "search"}),
     ],
 )
 def test_with_all_operations(name, kernels, both):

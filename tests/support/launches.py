@@ -31,6 +31,7 @@ WRITTEN = {
     "gather_rows": (),
     "split_atoms": ("high", "low"),
     "pursue": ("index", "coefficient"),
+    "search": ("WORDS",),
 }
 
 
