@@ -30,10 +30,11 @@ BITS, TURNS, TOKENS = 2, 15, 4096
 
 Entries = Mapping[str, tuple[str, Mapping[str, object]]]  # methods and options by what a table calls them
 
+ALONE = {"size": False}  # components alone
 ENTRIES: Entries = {
     "kivi": ("kivi", {}),
-    "klt": ("klt", {}),
-    "klt again": ("klt", {}),
+    "klt": ("klt", ALONE),
+    "klt again": ("klt", ALONE),
     "after": ("klt", {"rope": "after"}),
 }
 PAIRS = {
@@ -44,7 +45,7 @@ PAIRS = {
 PREDICTED = {"size": True, "predict": True}
 PLAIN = " in plain torch"  # at an entry's end
 TRELLIS_ENTRIES: Entries = {
-    "klt": ("klt", {}),
+    "klt": ("klt", ALONE),
     "predicted": ("klt", PREDICTED),
     "predicted again": ("klt", PREDICTED),
     "trellis": ("klt", {**PREDICTED, "trellis": True}),

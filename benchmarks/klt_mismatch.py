@@ -66,7 +66,15 @@ def fitted(name: str, options: list[str]) -> Path:
 def measured(artifact: Path, texts: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
     """KL in nats a token by row and text, and exact answers on 60 lines."""
     rows = [
-        {"name": f"{bits} {rope}", "method": "klt", "bits": bits, "rope": rope, "window": 0, "artifact": True}
+        {
+            "name": f"{bits} {rope}",
+            "method": "klt",
+            "bits": bits,
+            "rope": rope,
+            "size": False,
+            "window": 0,
+            "artifact": True,
+        }
         for bits, rope in BUDGETS
     ]
     rows += (

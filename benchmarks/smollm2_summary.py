@@ -48,10 +48,13 @@ def other_text_cells(cells: Cells) -> dict[str, str]:
 
 
 def trellis_cells(cells: Cells) -> dict[str, str]:
-    """A row of uniform or trellis-coded levels."""
+    """A row with or without sizes, predictions and trellis-coded levels; in brackets the 95 % interval."""
     found = {text: cells[f"agreement on {text}"]["figures"] for text in TEXTS[:2]}
     return {
-        **{f"KL, {text}": f"{figures['kl']:.4f}" for text, figures in found.items()},
+        **{
+            f"KL, {text}": f"{figures['kl']:.4f} ({figures['kl_low']:.4f}-{figures['kl_high']:.4f})"
+            for text, figures in found.items()
+        },
         **{f"same token, {text}": f"{figures['agreement']:.3f}" for text, figures in found.items()},
         **_bits(cells[f"agreement on {TEXTS[0]}"]["sizes"]),
     }

@@ -57,7 +57,7 @@ def loss_curve(
     told = [budget for budget in bits if budget >= budgets.least_bits]  # heads of few channels have no narrower words
     losses = dict.fromkeys(told, 0.0)
     with ExitStack() as opened:
-        options = {"artifact": artifact, "rope": rope, "window": 0}
+        options = {"artifact": artifact, "rope": rope, "size": False, "predict": False, "window": 0}
         caches = {budget: opened.enter_context(compress(model, "klt", bits=budget, **options)) for budget in told}
         for row in tokens:  # one at a time: what is said over a large vocabulary is large
             for cache in caches.values():
