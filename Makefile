@@ -102,7 +102,7 @@ smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on 
 	cp runs/eval/smollm2_other_text/results.json benchmarks/results/smollm2_other_text.json
 	$(BIN)/python benchmarks/smollm2_summary.py
 
-smollm2-trellis: $(SMOLLM2)/config.json  ## klt with and without trellis-coded levels, behind `make smollm2`; ten minutes, TEST and CODE as above
+smollm2-trellis: $(SMOLLM2)/config.json  ## what sizes, predictions and trellis-coded levels are worth in klt, behind `make smollm2`; ten minutes, TEST and CODE as above
 	mkdir -p runs/eval
 	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
 		-e '' configs/eval/smollm2_trellis.yaml > runs/eval/smollm2_trellis.yaml
