@@ -41,11 +41,12 @@ def unpack_words(WORDS, LOWEST, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, P
 
 
 @triton.jit
-def make_ready(WORDS, OUT, LOWEST, W: tl.constexpr, BEFORE: tl.constexpr, WIDTHS: tl.constexpr):
-    at = tl.program_id(0) * W + tl.arange(0, W)
+def make_ready(WORDS, OUT, LOWEST, T: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, WIDTHS: tl.constexpr):
+    numbers = tl.arange(0, W)[None, :]
+    at = (tl.program_id(0) * T + tl.arange(0, T))[:, None] * W + numbers
     words = ()
     for back in tl.static_range(BEFORE + 1):
-        words += (tl.load(WORDS + at - back, mask=tl.arange(0, W) >= back, other=0),)
+        words += (tl.load(WORDS + at - back, mask=numbers >= back, other=0),)
     found = level_words(words, WIDTHS, True)
     tl.store(OUT + at, found[0])
     tl.store(LOWEST + at, found[1])
@@ -162,7 +163,8 @@ OF_LEVELS = {
 def ready(words: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
     """Words int16 `[tokens, W]` of a head with z1, and their z0."""
     found = torch.empty_like(words), torch.empty_like(words)
-    make_ready[(len(words),)](words, *found, words.shape[1], words_before((*widths, 0)), (*widths, 0))
+    tokens = 128  # of a program
+    make_ready[(len(words) // tokens,)](words, *found, tokens, words.shape[1], words_before((*widths, 0)), (*widths, 0))
     return found
 
 
