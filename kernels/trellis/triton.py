@@ -43,12 +43,12 @@ def came_by(state, third):
 
 
 @triton.jit
-def _place(at, mask, HALF: tl.constexpr):
+def _in_steps(at, mask, HALF: tl.constexpr):
     """Where components lie in steps from level 0, not far outside all levels; 0 where there is no token."""
     scaled = tl.load(at, mask=mask, other=0.0) * (2 * HALF)
-    placed = scaled + (2 * HALF - 0.5)
-    placed = tl.where(placed == placed, placed, -_OUTSIDE)
-    return tl.minimum(tl.maximum(placed, -_OUTSIDE), 4 * (HALF - 1) + _OUTSIDE)
+    steps = scaled + (2 * HALF - 0.5)
+    steps = tl.where(steps == steps, steps, -_OUTSIDE)
+    return tl.minimum(tl.maximum(steps, -_OUTSIDE), 4 * (HALF - 1) + _OUTSIDE)
 
 
 @triton.jit
@@ -58,9 +58,9 @@ def _nearest_free(at, HALF: tl.constexpr):
 
 
 @triton.jit
-def _error(place, z: tl.constexpr, HALF: tl.constexpr):
+def _error(steps, z: tl.constexpr, HALF: tl.constexpr):
     """Squared, of the nearest level of a subset, in four steps."""
-    left = place * 0.25 - z * 0.25
+    left = steps * 0.25 - z * 0.25
     left = left - _nearest_free(left, HALF)
     return left * left
 
@@ -87,10 +87,10 @@ def search(
     costs = (nothing, far, far, far, far, far, far, far)
     for word in range(tl.minimum(own + EXTRA, W)):
         for field in tl.static_range(FIELDS):
-            place = _place(y + field * W + word, mask, half_of(WIDTHS, field))
+            steps = _in_steps(y + field * W + word, mask, half_of(WIDTHS, field))
             errors = ()
             for z in tl.static_range(4):
-                errors += (_error(place, z, half_of(WIDTHS, field)),)
+                errors += (_error(steps, z, half_of(WIDTHS, field)),)
             least = tl.minimum(tl.minimum(errors[0], errors[1]), tl.minimum(errors[2], errors[3]))
             weight = 16 * tl.load(weights + field * W + word)
             after, taken = (), tl.zeros([BN], tl.int32)
@@ -114,8 +114,8 @@ def search(
             taken = tl.load(ways + (word * FIELDS + field) * room).to(tl.int32)
             u, before = state & 1, (state >> 1) + 4 * ((taken >> state) & 1)
             subset = 2 * ((u ^ before ^ (before >> 2)) & 1) + ((before >> 1) & 1)
-            place = _place(y + field * W + word, mask, half_of(WIDTHS, field))
-            free = _nearest_free((place - subset.to(tl.float32)) * 0.25, half_of(WIDTHS, field)).to(tl.int32)
+            steps = _in_steps(y + field * W + word, mask, half_of(WIDTHS, field))
+            free = _nearest_free((steps - subset.to(tl.float32)) * 0.25, half_of(WIDTHS, field)).to(tl.int32)
             stored |= (u + 2 * free) << begin_of(WIDTHS, field)
             state = before
         at = WORDS + (of_row // heads * tokens + lanes).to(tl.int64) * row_words + first + word

@@ -44,7 +44,7 @@ WORD_BYTES = 4  # of what the coder makes
 
 
 class Table(NamedTuple):
-    """What tells a field's probabilities.
+    """The distribution of a field's numbers: normal, by its step and middle.
 
     Attributes:
         width: of the field, in bits.
@@ -71,7 +71,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class EntropyCoder:
-    """Of chunks whose layers have these fields.
+    """Range coding of the codes of chunks whose layers have these fields.
 
     Args:
         fields: of a token, layer by layer.
