@@ -6,8 +6,9 @@ is not plain causal or sliding attention is refused. Where the model runs withou
 layers beside ours), keys and values are tensors and get exact attention here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ NAME = "calib_packed"
 
 # What some models hand to their attention and this one does not compute; ignoring it would answer wrongly.
 UNKNOWN = {"s_aux": "attention sinks", "position_bias": "a position bias", "indices": "sparse attention"}
+
+# Whether a mask function, by what it is made of, shows the last so many tokens.
+_known: dict[tuple[tuple[Any, ...], int], bool] = {}
 
 
 def attention(
@@ -110,15 +114,37 @@ def padding_mask(
 
 
 def _is_sliding(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Whether the function is causal attention over the last `window` tokens, asked at the positions where they differ."""
+    """Whether the function is causal attention over the last `window` tokens."""
     if window is None:
         return False
-    query = torch.tensor(window + 8)
-    zero = torch.tensor(0)
+    # Every forward makes its function anew. One that is made alike is not asked again: a recorded step asks nothing.
+    made = tuple(_parts(mask_function))
+    if not all(isinstance(part, CodeType | int) for part in made):
+        return _shows_the_last(mask_function, window)
+    if (made, window) not in _known:
+        _known[made, window] = _shows_the_last(mask_function, window)
+    return _known[made, window]
+
+
+def _shows_the_last(mask_function: Callable[..., Any], window: int) -> bool:
+    """The function's answers at the positions where patterns differ."""
+    query, zero = torch.tensor(window + 8), torch.tensor(0)
     asked = {8: False, 9: True, window + 8: True, window + 9: False}
     return all(
         bool(mask_function(zero, zero, query, torch.tensor(position))) is answer for position, answer in asked.items()
     )
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    """What a function is made of: its code, and what it was made with, functions among them."""
+    if isinstance(part, FunctionType):
+        yield part.__code__
+        part = (part.__defaults__ or (), *(cell.cell_contents for cell in part.__closure__ or ()))
+    if isinstance(part, tuple):
+        for own in part:
+            yield from _parts(own)
+    else:
+        yield part
 
 
 def register() -> None:

@@ -20,13 +20,15 @@ from calib.runtime.paging.sequence_state import Forward
 class ReadableRows(Protocol):
     """What a sequence state says of its rows. Slots of tier i lie in the pages of `tables[i]`.
 
-    `first` is the position of slot 0 where a row's tokens lie in pages in their order; None: in any order. `drops_pages`: those
-    behind a sliding window are given back.
+    `first` is the position of slot 0 where a row's tokens lie in pages in their order; None: in any order.
     """
 
     tables: list[PageTable]
     first: int | None
-    drops_pages: bool
+
+    def first_page(self, length: int) -> int:
+        """Where the pages begin that a query behind `length` tokens of a row may read: those before lie behind a sliding window."""
+        ...
 
     def held(self, row: int, length: int) -> list[int]:
         """Slots in use of each tier when `row` holds `length` tokens."""
@@ -183,13 +185,11 @@ class _Planner:
             self.hidden |= positions <= self.back
 
     def _pages(self, tier: int) -> range:
-        """The pages of a tier that any row reads: where some are dropped, from the oldest token that the first query sees."""
-        page, counts, sliding = self.state.tables[tier].page_tokens, self.counts[tier], self.asked.sliding
-        if sliding is None or not self.state.drops_pages:
-            return range(-(-max(counts) // page))
-        seen = [max(0, length + self.asked.queries.start - sliding + 1) for length in self.before]
-        read = [(oldest, count) for oldest, count in zip(seen, counts, strict=True) if oldest < count] or [(0, 0)]
-        return range(min(oldest for oldest, _ in read) // page, -(-max(count for _, count in read) // page))
+        """The pages of a tier that any row reads: from the one on that has the oldest token that the first query sees."""
+        page, counts, start = self.state.tables[tier].page_tokens, self.counts[tier], self.asked.queries.start
+        first = [self.state.first_page(length + start) for length in self.before]
+        read = [(own, count) for own, count in zip(first, counts, strict=True) if own * page < count] or [(0, 0)]
+        return range(min(own for own, _ in read), -(-max(count for _, count in read) // page))
 
     def _tiles(self, tier: int, pages: range) -> list[Tile]:
         """At most `asked.tile` tokens of all rows together each."""

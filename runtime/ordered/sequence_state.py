@@ -17,7 +17,6 @@ class OrderedSequenceState(SequenceState):
     """One table of pages for keys and values; the schedules say how many of a row's tokens are in them."""
 
     first: int | None = 0
-    drops_pages = True
 
     def __init__(
         self,
@@ -73,7 +72,8 @@ class OrderedSequenceState(SequenceState):
             self.table.page_tokens,
         )
         return self.table.version, tuple(
-            (-(-read // page), -(-keys // page), keys > read, held == read) for held, read, keys in ends
+            (self.first_page(held), -(-read // page), -(-keys // page), keys > read, held == read)
+            for held, read, keys in ends
         )
 
     def reserve(self, forward: Forward) -> None:

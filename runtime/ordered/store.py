@@ -176,8 +176,8 @@ class OrderedStore:
             stream.window.resize(max(map(slots, forward.after)))
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`. Under a sliding window pages come and go with every step."""
-        if self.pairs is not None or self.sequences.sliding is not None or any(forward.copies):
+        """See `Store.graph_key`."""
+        if self.pairs is not None or any(forward.copies):
             return None
         streams = tuple(stream.graph_key(forward) for stream in self.streams)
         return None if None in streams else (streams, self.sequences.graph_key(forward))

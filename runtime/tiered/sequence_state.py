@@ -15,8 +15,6 @@ from calib.runtime.stages.selection import Tiering
 class TieredSequenceState(SequenceState):
     """Lengths, prompts and pages. Which tokens a slot holds differs by layer and head; how many slots are in use does not."""
 
-    drops_pages = False
-
     def __init__(
         self,
         tiering: Tiering,

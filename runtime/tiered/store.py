@@ -101,9 +101,8 @@ class TieredStore(ABC):
         return None
 
     def shapes(self, forward: Forward) -> Hashable | None:
-        """What every tiering's steps share in a block. Under a sliding window pages come and go with every step; what oracle
-        eviction keeps is another number each time."""
-        if self.sequences.sliding is not None or self.plan.oracle_share is not None or any(forward.copies):
+        """What every tiering's steps share in a block. What oracle eviction keeps is another number each time."""
+        if self.plan.oracle_share is not None or any(forward.copies):
             return None
         return self.sequences.graph_key(forward), tuple(pool.capacity for _, pool in self._pools())
 

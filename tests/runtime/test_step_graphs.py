@@ -53,19 +53,21 @@ def contents(cache) -> list[dict[str, torch.Tensor]]:
 
 
 def cases() -> list[object]:
-    """One of each method and the contract's at once, the others later."""
+    """One of each method and the contract's at once, under a sliding window the contract's alone; the others later."""
     seen, found = set(), []
     for case in CASES:
         quick = case.method not in NEVER and (case.method not in seen or case.contract)
         seen.add(case.method)
-        found.append(pytest.param(case, id=case.name, marks=() if quick else pytest.mark.slow))
+        for family, soon in (("llama", quick), ("mistral-sliding", quick and case.contract)):
+            marks = () if soon else pytest.mark.slow
+            found.append(pytest.param(case, family, id=f"{case.name}-{family}", marks=marks))
     return found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", cases())
-def test_replayed_steps_are_those_that_run_one_by_one(case: Case):
-    model, inputs = random_model("llama"), left_padded(LENGTHS)
+@pytest.mark.parametrize(("case", "family"), cases())
+def test_replayed_steps_are_those_that_run_one_by_one(case: Case, family: str):
+    model, inputs = random_model(family), left_padded(LENGTHS)
     with case.open(model) as cache:
         tokens, logits = decoded(model, cache, inputs, STEPS)
         plain = [] if case.method in NEVER else contents(cache)

@@ -1,0 +1,56 @@
+"""Which mask functions of transformers are taken for attention over the last tokens, whatever was asked before."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    packed_sequence_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from calib.runtime.attention import padding_mask
+
+WINDOW = 12
+CONFIG = SimpleNamespace(sliding_window=WINDOW)
+
+
+def asked(function, config=CONFIG):
+    return padding_mask(1, 1, 40, mask_function=function, config=config)
+
+
+def test_a_window_is_known_again():
+    for _ in range(2):
+        assert asked(sliding_window_causal_mask_function(WINDOW)) is None
+    assert asked(causal_mask_function) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: sliding_window_causal_mask_function(WINDOW + 1), id="another window"),
+        pytest.param(lambda: chunked_causal_mask_function(WINDOW, torch.zeros(1, dtype=torch.int64)), id="chunks"),
+        pytest.param(
+            lambda: and_masks(
+                sliding_window_causal_mask_function(WINDOW),
+                packed_sequence_mask_function((torch.arange(40) < 10).long()[None]),
+            ),
+            id="texts side by side",
+        ),
+        pytest.param(lambda: lambda batch, head, query, key, width=WINDOW + 1: key > query - width, id="a default"),
+    ],
+)
+def test_others_are_refused(other):
+    asked(sliding_window_causal_mask_function(WINDOW))
+    asked(lambda batch, head, query, key, width=WINDOW: (key <= query) & (key > query - width))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="neither causal nor a sliding window"):
+            asked(other())
+
+
+def test_a_model_without_a_window_has_no_such_pattern():
+    with pytest.raises(ValueError, match="neither causal nor a sliding window"):
+        asked(sliding_window_causal_mask_function(WINDOW), SimpleNamespace(sliding_window=None))
