@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,8 +15,18 @@ from transformers import DynamicCache
 
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact.component_bits import ROLES
-from calib.runtime.artifact.components import Coding, allocator, error_at, interpolated, loss_at, stem_of
+from calib.runtime.artifact.components import (
+    TRELLIS_ERRORS,
+    Coding,
+    allocator,
+    error_at,
+    interpolated,
+    layer_codes,
+    loss_at,
+    stem_of,
+)
 from calib.runtime.methods.klt import Klt
+from calib.runtime.stages.codec import MixedQuant, TrellisQuant
 
 pytestmark = pytest.mark.arithmetic
 
@@ -158,16 +169,28 @@ def test_trellis_levels_are_nearer(artifact, coding):
         )
         y = variance[..., 0].sqrt()[:, None] * torch.randn(*mean.shape[:1], 300, *mean.shape[1:], generator=draw)
         x = (mean[:, None] + y @ torch.linalg.inv(rows).mT).float()[None]
+        words = Klt(bits=2, **coding).allocations(artifact)[0].streams[role][layer]
         for trellis in errors:
-            klt = Klt(bits=2, trellis=trellis, **coding)
-            words = klt.allocations(artifact)[0].streams[role][layer]
-            stages = getattr(klt.plan(layer, None, artifact).tiers[0], role)
-            block = stages.codec.encode(stages.transform.forward(x))
-            held = stages.transform.inverse(stages.codec.decode(block, stages.transform.components))
+            codes = layer_codes(artifact, role, layer, words, replace(found, trellis=trellis))
+            block = codes.codec.encode(codes.basis.forward(x))
+            held = codes.basis.inverse(codes.codec.decode(block, codes.basis.components))
             missed = ((held - x)[0].double() @ rows.mT).square().sum(1)
             for head, own in enumerate(missed):
                 errors[trellis] += float(own[: len(words.bits_of(head))].sum())
     assert errors[True] < 0.9 * errors[False]
+
+
+@pytest.mark.parametrize(("bits", "step"), [(1, 1.596), (2, 0.9957), (4, 0.3352)])
+def test_what_a_trellis_leaves_of_an_error(bits, step):
+    """Of Gaussian components, beside Max's uniform quantiser: what the bits of a budget are shared out by."""
+    y = torch.randn(1, 1, 4000, 64, generator=torch.Generator().manual_seed(5))
+    widths = (bits,) * (16 // bits)
+    counts = (64 // len(widths),)
+    left = {}
+    for codec in (MixedQuant(widths, counts), TrellisQuant(widths, counts, torch.ones(1, 1, 64))):
+        reach = step * 2 ** (bits - 1)
+        left[type(codec)] = float((codec.decode(codec.encode(y / reach), 64) * reach - y).square().mean())
+    assert left[TrellisQuant] / left[MixedQuant] == pytest.approx(TRELLIS_ERRORS[bits], rel=0.02)
 
 
 @pytest.mark.parametrize("bits", [0.75, 2, 4])
