@@ -7,7 +7,6 @@ encoded is ever touched again.
 
 import warnings
 from collections.abc import Hashable
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +25,8 @@ from calib.runtime.tiered.rope_on_read import unrotated
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
 
+MOST_BLOCKS = 1024  # whose probes are remembered
+
 
 class ChunkStore(TieredStore):
     """The window holds the sinks and then the incomplete chunk; `mass [rows, kv_heads, slots]` what probes saw of its tokens."""
@@ -37,6 +38,7 @@ class ChunkStore(TieredStore):
     ) -> None:
         super().__init__(plan, keys, values, sequences, context)
         self.tiering: RatioTiers = plan.tiering
+        self._blocks: dict[range, tuple[bool, ...]] = {}
         self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
@@ -99,10 +101,14 @@ class ChunkStore(TieredStore):
         """The window and the new token, for the rows whose one query is a probe."""
 
         def chosen(step: Forward) -> list[int]:
-            return [
-                int(self._probes(step.before[row], step.after[row], self.sequences.prompt(row), None)[0])
-                for row in rows
-            ]
+            key = ("chunks of new tokens", rows)
+            if key not in step.readings:  # the same for every layer; what is chosen of them is not
+                held = [step.before[row] for row in rows]
+                chunks = [
+                    self.tiering.chunk_of(n, self.sequences.prompt(row)) for n, row in zip(held, rows, strict=True)
+                ]
+                step.readings[key] = [(chunk, n - chunk.start) for chunk, n in zip(chunks, held, strict=True)]
+            return [int(self._block(chunk)[number]) for chunk, number in step.readings[key]]
 
         flags = forward.tensor(f"probes of layer {self.context.layer} among {rows}", chosen, device)
         return Observed(False, flags[:, None, None].expand(-1, 1, slots + 1))
@@ -260,7 +266,12 @@ class ChunkStore(TieredStore):
         return chosen
 
     def _block(self, chunk: range) -> tuple[bool, ...]:
-        return probes_of_block(self.plan.probes, chunk.start, len(chunk), self.rng)
+        """`Probes.of_block`, remembered: a decode step asks for one row of it."""
+        if chunk not in self._blocks:
+            if len(self._blocks) > MOST_BLOCKS:
+                self._blocks.clear()
+            self._blocks[chunk] = self.plan.probes.of_block(chunk.start, len(chunk), self.rng)
+        return self._blocks[chunk]
 
     def _resize(self, slots: int) -> None:
         for window in self.windows or ():
@@ -285,12 +296,6 @@ class ChunkStore(TieredStore):
         return [0.0] * self.tiering.separate_prompt_tiers + [
             n / self.tiering.block for n in self.tiering.counts(self.tiering.block)
         ]
-
-
-@lru_cache(maxsize=4096)
-def probes_of_block(probes: Probes, start: int, size: int, rng: SeededRng) -> tuple[bool, ...]:
-    """`Probes.of_block`, remembered: a decode step asks for one row of it."""
-    return probes.of_block(start, size, rng)
 
 
 def probes_of_prompt(probes: Probes, length: int, rng: SeededRng, ids: Tensor | None) -> Tensor:

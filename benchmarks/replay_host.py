@@ -1,0 +1,93 @@
+"""What is left for the host in a decode step that is replayed from a graph: microseconds a step, 32 layers. Writes
+benchmarks/results/replay_host.json.
+
+    python benchmarks/replay_host.py [--write]
+
+A graph's launch is replaced by nothing, so that no device and no model's products are in it; a step is lengths, slots and page
+numbers worked out, copied to where the graph reads them, and the answer's copy. Rows hold equally much, or all differ.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["CALIB_KERNELS"] = "reference"
+
+import torch
+from protocol import keep, quartiles
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from calib.runtime import compress
+from calib.runtime.graphs import step_graphs
+
+LAYERS, ROWS, PROMPT, STEPS = 32, 8, 262, 60
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"bits": 4}, "kivi": {"bits": 2, "residual": 128}, "zipcache": {}, "gear": {}, "mikv": {}, "h2o": {},
+}  # fmt: skip
+
+
+class Nothing:
+    """Stands for a graph: a step's answer, and a replay that launches nothing."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.result = step()
+
+    def replay(self) -> None:
+        """No launch."""
+
+
+def model_of() -> LlamaForCausalLM:
+    """32 layers of next to nothing."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        vocab_size=100,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def microseconds(model: LlamaForCausalLM, method: str, lengths: list[int]) -> list[float]:
+    """Quartiles of the replayed steps behind prompts of these `lengths`."""
+    ids = torch.randint(3, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    token, found = torch.full((len(lengths), 1), 5), []
+    with compress(model, method, graphs=True, **METHODS[method]) as cache:
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        for step in range(STEPS):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            positions, replays = mask.sum(-1, keepdim=True) - 1, cache.graphs.replays
+            begun = time.perf_counter()
+            model(input_ids=token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            taken = time.perf_counter() - begun
+            if cache.graphs.replays > replays and step > 10:
+                found.append(taken * 1e6)
+    return quartiles(found)
+
+
+def main() -> None:
+    """Measures, prints, and writes where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    step_graphs.recorder = lambda device: Nothing
+    model = model_of()
+    batches = {"equal": [PROMPT] * ROWS, "ragged": [PROMPT - row for row in range(ROWS)]}
+    found = {
+        method: {name: microseconds(model, method, lengths) for name, lengths in batches.items()} for method in METHODS
+    }
+    for method, of in found.items():
+        print(f"{method:10}", *(f"{name} {own[1]:4.0f} us" for name, own in of.items()), sep="  ")
+    if asked.write:
+        keep("replay_host.json", {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found})
+
+
+if __name__ == "__main__":
+    main()
