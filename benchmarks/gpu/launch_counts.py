@@ -75,10 +75,11 @@ def launches_of(method: str, options: dict[str, Any]) -> StepLaunches:
     found = []
     for step in range(STEPS):
         new = [tokens(*shape, 1, HEADS.head_dim, 10 * step + seed, cpu, torch.bfloat16) for seed in range(5, 7)]
+        asked = query[:, :, step : step + 1].contiguous()  # as a model makes it
         counted = [Launches() for _ in layers]
         for layer, own in zip(layers, counted, strict=True):
             with _interpreted(own), own:
-                forward(layer, query[:, :, step : step + 1], *new)
+                forward(layer, asked, *new)
         first, second = counted
         once = first.torch.total() + first.ours.total() - second.torch.total() - second.ours.total()
         found.append(StepLaunches(second.torch, second.ours, once))

@@ -13,6 +13,9 @@ import triton.language as tl
 from calib.kernels.attend.loads import (
     channel_numbers,
     code_words,
+    folded_mixture,
+    folded_query,
+    largest_of,
     own_words,
     plane_numbers,
     query_planes,
@@ -34,14 +37,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["columns", "table_width", "run", "ahead", "hidden_row", "hidden_head"])
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, POSITIONS, BACK,
+    KEY_STEP, KEY_ZERO, KEY_SCALE, KEY_SHIFT, VALUE_STEP, VALUE_ZERO, VALUE_SCALE, VALUE_SHIFT,
     AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, VALUE_SCALES,
     KEY_SIZES, VALUE_SIZES, TOP, MASS, MIXED, SCORES,
-    heads, query_rows, columns, table_width, run, slots, ahead,
+    query_scale, heads, query_rows, columns, table_width, run, slots, ahead,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, positions_page, positions_head,
     key_coefficients_page, key_coefficients_head, value_coefficients_page, value_coefficients_head,
     value_scales_page, value_scales_head, sizes_page,
+    key_step_row, key_step_head, key_step_channel, key_map_row, key_map_head, key_map_channel,
+    value_step_row, value_step_head, value_step_channel, value_map_row, value_map_head, value_map_channel,
     KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
     VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
     KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SCALED: tl.constexpr,
@@ -55,8 +61,8 @@ def attend(
     HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, PRECISE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Tokens are the rows of every product and query rows its columns, because a step has few of the latter. SCORES are those of
-    all `slots`, or with HAS_AHEAD of the `ahead` keys behind the used ones alone."""
+    """Tokens are the rows of every product and query rows its columns, because a step has few of the latter. QUERY is of the
+    model's type. SCORES are those of all `slots`, or with HAS_AHEAD of the `ahead` keys behind the used ones alone."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     FK: tl.constexpr = plane_count(KEY_WIDTHS)
@@ -73,17 +79,27 @@ def attend(
     VALUE_SIZED: tl.constexpr = VALUE_SIZES is not None
     if TURNED:
         near, far, paired = halves_of(HALF, HALFP, PAIRS)
-        exact_query, size = query_halves(QUERY + base * (2 * HALF), rows, valid, near, far, paired, HALF)
+        exact_query, size = query_halves(QUERY + base * (2 * HALF), query_scale, rows, valid, near, far, paired, HALF)
         exact_query = (exact_query[0] / size[None, :], exact_query[1] / size[None, :])
         AXES += head * (FK * WK * 2 * HALF)
         offset = offsets(
             AXES, MEAN + head * (2 * HALF), SIZE + head, key_words, near, far, paired, KEY_WIDTHS, WK, HALF, KEY_SIZED
         )
     else:
-        exact_query, size = query_planes(QUERY, base * DK, rows, valid, FK, WK, WKP, DK)
+        exact_query = query_planes(QUERY, base * DK, query_scale, rows, valid, FK, WK, WKP, DK)
     constant = tl.zeros([M], tl.float32)
     if HAS_CONSTANT:
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
+    if not TURNED:
+        exact_query, constant = folded_query(
+            exact_query, constant, KEY_SCALE, KEY_SHIFT, row * key_map_row + head * key_map_head, key_map_channel,
+            key_words, DK, WK,
+        )  # fmt: skip
+        exact_query, constant = folded_query(
+            exact_query, constant, KEY_STEP, KEY_ZERO, row * key_step_row + head * key_step_head, key_step_channel,
+            key_words, DK, WK,
+        )  # fmt: skip
+        size = largest_of(exact_query)
 
     # The query as the products take it, and what the codes' bias and zero points make of it for each group of channels.
     query, rest, biased, summed = (), (), (), ()
@@ -346,8 +362,17 @@ def attend(
                 if VALUE_MODE == 1:
                     out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
         channels = f * WV + value_words
-        inside = ((value_words < WV) & (channels < DV))[:, None] & valid[None, :]
-        tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=inside)
+        inside = (value_words < WV) & (channels < DV)
+        out = folded_mixture(
+            out, mass, VALUE_STEP, VALUE_ZERO, row * value_step_row + head * value_step_head, value_step_channel,
+            channels, inside,
+        )  # fmt: skip
+        out = folded_mixture(
+            out, mass, VALUE_SCALE, VALUE_SHIFT, row * value_map_row + head * value_map_head, value_map_channel,
+            channels, inside,
+        )  # fmt: skip
+        own_rows = inside[:, None] & valid[None, :]
+        tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=own_rows)
     for j in tl.static_range(VALUE_RANK):
         tl.store(MIXED + (part + rows) * WIDE + (DV + VALUE_SIZED + j), ranked[j], mask=valid)
     if KEYS_MIXED:

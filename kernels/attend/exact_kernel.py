@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.decode_kernel import LOG2E, NOTHING
-from calib.kernels.attend.loads import query_planes
-from calib.kernels.attend.tile_products import exact_product, factors_of
+from calib.kernels.attend.loads import largest_of, query_planes
+from calib.kernels.attend.tile_products import exact_product, factors_of, nearest
 
 # Numbers of groups, parts and steps that change from launch to launch without another program.
 UNFIXED = ["columns", "hidden_row", "hidden_column", "tokens_0", "tokens_1", "tokens_2", "scored_0"]
@@ -20,7 +20,7 @@ def exact(
     QUERY, HIDDEN, INDEX, OUT,
     KEYS_0, VALUES_0, SCORES_0, KEYS_1, VALUES_1, SCORES_1, KEYS_2, VALUES_2, SCORES_2,
     TOP_0, MASS_0, MIXED_0, TOP_1, MASS_1, MIXED_1, TOP_2, MASS_2, MIXED_2, TOP_3, MASS_3, MIXED_3,
-    heads, query_rows, columns, hidden_row, hidden_column, tokens_0, tokens_1, tokens_2, scored_0,
+    query_scale, heads, query_rows, columns, hidden_row, hidden_column, tokens_0, tokens_1, tokens_2, scored_0,
     key_row_0, key_head_0, key_token_0, value_row_0, value_head_0, value_token_0,
     key_row_1, key_head_1, key_token_1, value_row_1, value_head_1, value_token_1,
     key_row_2, key_head_2, key_token_2, value_row_2, value_head_2, value_token_2,
@@ -28,15 +28,16 @@ def exact(
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Three groups of tokens and four parts at most; what is None is not there. The mask, HIDDEN, has a byte for a token of all
-    groups, by row and by column of the query, of which query rows are group-major. INDEX says, by row, which of the first
-    group's tokens have one of `scored_0` scores in place of a key."""
+    """Three groups of tokens and four parts at most; what is None is not there. QUERY and OUT are of the model's type. The mask,
+    HIDDEN, has a byte for a token of all groups, by row and by column of the query, of which query rows are group-major. INDEX
+    says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key."""
     of_row, block = tl.program_id(0), tl.program_id(1)
     row, head = (of_row // heads).to(tl.int64), of_row % heads
     rows = block * M + tl.arange(0, M)
     valid = rows < query_rows
     at = of_row.to(tl.int64) * query_rows + rows  # of a query row, among those of all heads and rows
-    query, size = query_planes(QUERY, of_row.to(tl.int64) * query_rows * DK, rows, valid, 1, DK, DKP, DK)
+    query = query_planes(QUERY, of_row.to(tl.int64) * query_rows * DK, query_scale, rows, valid, 1, DK, DKP, DK)
+    size = largest_of(query)
     rounded, rest = factors_of(query, size, VALUES_0.dtype.element_ty)
     hidden, index = HIDDEN, INDEX
     if INDEX is not None:
@@ -80,7 +81,8 @@ def exact(
     channels = tl.arange(0, DVP)
     inside = (channels < DV)[:, None] & valid[None, :]
     # A row that has met no token at all has a mixture of 0.
-    tl.store(OUT + at[None, :] * DV + channels[:, None], mixed / tl.maximum(mass, 1.0e-37)[None, :], mask=inside)
+    out = nearest(mixed / tl.maximum(mass, 1.0e-37)[None, :], OUT.dtype.element_ty, INTERPRET)
+    tl.store(OUT + at[None, :] * DV + channels[:, None], out, mask=inside)
 
 
 @triton.jit

@@ -31,10 +31,12 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
     )
 
 
-def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None) -> Tensor:
+def attend_exact(
+    query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None, scale: float = 1.0
+) -> Tensor:
     """See `operation.attend_exact`. More parts than `PARTS` are joined before."""
     rows, heads, asked, _ = query.shape
-    out = room((rows, heads, asked, tokens.groups[0].values.shape[3]), query)
+    out = room((rows, heads, asked, tokens.groups[0].values.shape[3]), query, query.dtype)
     held = [tensor for part in _few(parts) for tensor in _flat(part)]
     mixed_rows = [mixed.stride(0) for mixed in held[2::3]]
     groups = tokens.groups
@@ -51,7 +53,7 @@ def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], 
     exact[(rows * heads, triton.cdiv(asked, block))](
         query.contiguous(), hidden, groups[0].index, out,
         *_padded(sources, 3 * GROUPS, None), *_padded(held, 3 * PARTS, None),
-        heads, asked, columns, hidden_row, 0 if hidden is None else hidden.shape[3],
+        scale, heads, asked, columns, hidden_row, 0 if hidden is None else hidden.shape[3],
         *_padded([group.values.shape[2] for group in groups], GROUPS, 0),
         0 if groups[0].scores is None else groups[0].scores.shape[3], *_padded(strides, 6 * GROUPS, 0),
         *_padded(mixed_rows, PARTS, 0),

@@ -16,17 +16,58 @@ _OF_ZERO = tl.constexpr(((127 - (SIZE_OF_ONE + 1) // 2) << 23) + 0x3504F3)
 
 
 @triton.jit
-def query_planes(QUERY, base, rows, valid, F: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
-    """The query by planes, float32 [WP, M] each, and the largest size of each row, at least a tiny one."""
+def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
+    """The query times `scale` by planes, float32 [WP, M] each."""
     words = tl.arange(0, WP)
-    found, size = (), tl.full([rows.shape[0]], 1.0e-30, tl.float32)
+    found = ()
     for f in tl.static_range(F):
         channels = f * W + words
         inside = ((words < W) & (channels < D))[:, None] & valid[None, :]
         plane = tl.load(QUERY + base + rows[None, :] * D + channels[:, None], mask=inside, other=0.0)
-        found += (plane,)
-        size = tl.maximum(size, tl.max(tl.abs(plane), 0))
-    return found, size
+        found += (plane.to(tl.float32) * scale,)
+    return found
+
+
+@triton.jit
+def folded_query(
+    query, constant, SCALE, ZERO, at, step, words, D: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """For tokens that are scale y + zero in every channel: the query that meets y, by planes, and the `constant` [M] with what it
+    makes of the zeros. Numbers of a head begin `at`, `step` apart; None: 1, or 0."""
+    found = ()
+    for f in tl.static_range(len(query)):
+        channels = f * W + words
+        inside = (words < W) & (channels < D)
+        if ZERO is not None:
+            zero = tl.load(ZERO + at + channels * step, mask=inside, other=0.0).to(tl.float32)
+            constant += tl.sum(query[f] * zero[:, None], 0)
+        if SCALE is not None:
+            scale = tl.load(SCALE + at + channels * step, mask=inside, other=0.0).to(tl.float32)
+            found += (query[f] * scale[:, None],)
+        else:
+            found += (query[f],)
+    return found, constant
+
+
+@triton.jit
+def folded_mixture(
+    mixed, mass, SCALE, ZERO, at, step, channels, inside
+):  # fmt: skip
+    """What a plane's mixture [WP, M] and `mass` [M] of y are of such tokens."""
+    if SCALE is not None:
+        mixed *= tl.load(SCALE + at + channels * step, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if ZERO is not None:
+        mixed += tl.load(ZERO + at + channels * step, mask=inside, other=0.0).to(tl.float32)[:, None] * mass[None, :]
+    return mixed
+
+
+@triton.jit
+def largest_of(query):
+    """The largest size of each row of a query by planes, at least a tiny one: float32 [M]."""
+    size = tl.full([query[0].shape[1]], 1.0e-30, tl.float32)
+    for f in tl.static_range(len(query)):
+        size = tl.maximum(size, tl.max(tl.abs(query[f]), 0))
+    return size
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from calib.kernels.attend.packed_pages import (
     SIZE_OF_ONE,
     STRIDE,
     Attended,
+    ChannelMap,
     CodeFold,
     ExactGroup,
     ExactTokens,
@@ -26,7 +27,7 @@ from calib.kernels.attend.packed_pages import (
     PageSpan,
     RopeTables,
 )
-from calib.kernels.attend.reference import folded
+from calib.kernels.attend.reference import folded, scaled
 from calib.kernels.dispatch import prefers_triton
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "SIZE_OF_ONE",
     "STRIDE",
     "Attended",
+    "ChannelMap",
     "CodeFold",
     "ExactGroup",
     "ExactTokens",
@@ -82,8 +84,10 @@ def attend_pages(
     mixes_keys: bool = False,
     fold: CodeFold | None = None,
     ahead: int = 0,
+    scale: float = 1.0,
 ) -> Attended:
-    """`query [rows, kv_heads, R, D]` float32, times the scale of the scores, against a tier that is `supported`.
+    """`query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores against a tier that is
+    `supported`.
 
     The rows R of a KV head are group-major, then the columns of `span.back`. `constant [rows, kv_heads, R, 1]` is added to
     every score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
@@ -97,24 +101,23 @@ def attend_pages(
         values = replace(values, fixed=None)
     if not prefers_triton(query.device):
         return pages_cpu.attend_pages(
-            query, keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
+            scaled(query, scale), keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
         )
     from calib.kernels.attend import triton
 
-    shared = None if keys.ranked is None else query @ keys.ranked.basis.mT
-    if keys.fixed is not None and rope_tables is None:
-        scale, zero = keys.fixed
-        added = (query * zero).sum(-1, keepdim=True)
-        query, constant = query * scale, added if constant is None else constant + added
+    shared = None
+    if keys.ranked is not None:
+        query, scale = scaled(query, scale), 1.0
+        shared = query @ keys.ranked.basis.mT
     with torch.cuda.device_of(query):  # Triton launches on the current device
         found = triton.attend_pages(
-            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead, scale
         )
     columns = triton.columns_of(keys, values, mixes_keys)
     mixed, sized_mass, coefficients, mixed_keys = found.mixed.split(columns, -1)
-    if values.fixed is not None:
-        scale, zero = values.fixed
-        mixed = mixed * scale + (found.mass if values.sizes is None else sized_mass) * zero
+    if values.fixed is not None and values.sizes is not None:
+        step, zero = values.fixed
+        mixed = mixed * step + sized_mass * zero
     if values.ranked is not None:
         mixed = mixed + coefficients @ values.ranked.basis
     if fold is not None:
@@ -131,13 +134,15 @@ def exact_supported(query: Tensor, tokens: ExactTokens) -> bool:
     return exact_triton.supports(query, tokens)
 
 
-def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None = None) -> Tensor:
+def attend_exact(
+    query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None = None, scale: float = 1.0
+) -> Tensor:
     """The output of attention over `tokens` that are supported, and over what `parts` of the softmax, 16 at most, have found:
-    float32 `[rows, kv_heads, R, Dv]`. `query [rows, kv_heads, R, D]` float32, times the scale of the scores, is of one column on a
-    CPU, and meets a token at least."""
+    `[rows, kv_heads, R, Dv]` in the query's dtype. `query [rows, kv_heads, R, D]`, float32 or as the model made it, times
+    the `scale` of the scores is of one column on a CPU, and meets a token at least."""
     if not prefers_triton(query.device):
-        return exact_cpu.attend_exact(query, tokens, parts, softcap)
+        return exact_cpu.attend_exact(scaled(query, scale), tokens, parts, softcap).to(query.dtype)
     from calib.kernels.attend import exact_triton
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        return exact_triton.attend_exact(query, tokens, parts, softcap)
+        return exact_triton.attend_exact(query, tokens, parts, softcap, scale)

@@ -5,8 +5,9 @@ from math import gcd
 
 import torch
 import triton
+from torch import Tensor
 
-from calib.kernels.attend.packed_pages import EXACT, STRIDE, PackedStream, RopeTables
+from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, PackedStream, RopeTables
 from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -156,6 +157,12 @@ def stages_of(keys: PackedStream, values: PackedStream, rope_tables: RopeTables 
 def rank_of(stream: PackedStream) -> int:
     """Coefficients of a token, 0 without."""
     return 0 if stream.ranked is None else stream.ranked.coefficients.shape[-1]
+
+
+def maps_of(stream: PackedStream, fixed: bool) -> tuple[Tensor | None, ...]:
+    """What the kernel calls STEP and ZERO, which are `fixed`, then SCALE and SHIFT of the stream."""
+    found = stream.map or ChannelMap()
+    return (*(stream.fixed if fixed and stream.fixed else (None, None)), found.scale, found.zero)
 
 
 def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> list[int]:

@@ -27,6 +27,15 @@ class LowRankTerm:
 
 
 @dataclass(frozen=True)
+class ChannelMap:
+    """x = scale y + zero in every channel. Both of any float dtype and of one shape, `[rows or 1, kv_heads or 1, 1, D or 1]` or
+    without the first axes; None: 1, and 0."""
+
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class PackedStream:
     """Keys or values of a tier in pages.
 
@@ -47,6 +56,8 @@ class PackedStream:
             bits, four heads to a word, head h in word h % W: int16 `[pages, 1, page_tokens, W]`.
         trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
             number of its level, one bit longer than its field.
+        map: tokens are what it makes of those that codes, parameters and `fixed` say, or None. On a GPU alone, of tokens without
+            `ranked` and `sizes`, and not of keys that are turned.
     """
 
     bits: int | Widths
@@ -60,6 +71,7 @@ class PackedStream:
     ranked: LowRankTerm | None = None
     sizes: Tensor | None = None
     trellis: bool = False
+    map: ChannelMap | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ from calib.kernels.pack.heads import spread_heads
 from calib.kernels.pack.reference import Widths, planes, unpack_columns
 
 
+def scaled(query: Tensor, scale: float) -> Tensor:
+    """Query rows float32, times the scale of their scores."""
+    return query.float() if scale == 1 else query.float() * scale
+
+
 def code_scores(query: Tensor, words: Tensor, bits: int | Widths) -> Tensor:
     """q.c, a code being its number: `query [..., rows, D]` float32 against a tile's words -> `[..., rows, T]` float32.
 

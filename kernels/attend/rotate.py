@@ -25,12 +25,12 @@ def halves_of(HALF: tl.constexpr, HALFP: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def query_halves(QUERY, rows, valid, near, far, number, HALF: tl.constexpr):
-    """The query's halves, float32 [HALFP, M] each, and the largest size of each row, at least a tiny one."""
+def query_halves(QUERY, scale, rows, valid, near, far, number, HALF: tl.constexpr):
+    """The halves of the query times `scale`, float32 [HALFP, M] each, and the largest size of each row, at least a tiny one."""
     inside = (number < HALF)[:, None] & valid[None, :]
     at = QUERY + rows[None, :] * (2 * HALF)
-    first = tl.load(at + near[:, None], mask=inside, other=0.0)
-    second = tl.load(at + far[:, None], mask=inside, other=0.0)
+    first = tl.load(at + near[:, None], mask=inside, other=0.0).to(tl.float32) * scale
+    second = tl.load(at + far[:, None], mask=inside, other=0.0).to(tl.float32) * scale
     size = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
     return (first, second), tl.maximum(size, 1.0e-30)
 

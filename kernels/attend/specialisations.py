@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 import torch
+from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.decode_kernel import attend
@@ -19,16 +20,17 @@ from calib.kernels.attend.options import (
     TOKEN,
     constants_of,
     exact_constants,
+    maps_of,
     merge_constants,
     stages_of,
     turn_of,
     warps_of,
     wide_of,
 )
-from calib.kernels.attend.packed_pages import EXACT, STRIDE, LowRankTerm, PackedStream, RopeTables
+from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, LowRankTerm, PackedStream, RopeTables
 from calib.kernels.pack.reference import Widths, words_per_token
 
-POINTERS = {torch.int16: "*i16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.int16: "*i16", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 
 def stream_of(
@@ -43,7 +45,8 @@ def stream_of(
     wide = words_per_token(channels, bits) if counts is None else sum(counts)
     codes = torch.empty(1, 1, page, wide, dtype=torch.int16, device="meta")
     if mode == NONE:
-        return PackedStream(bits, codes, channels, counts=counts)
+        fixed = (torch.empty(1, 1, 1, device="meta"),) * 2
+        return PackedStream(bits, codes, channels, fixed=fixed, counts=counts)
     rows, columns, tokens = (page // size, 2 * channels, size) if mode == CHANNEL else (page, 2 * size, 1)
     return PackedStream(
         bits, codes, channels, torch.empty(1, 1, rows, columns, dtype=torch.float16, device="meta"), tokens
@@ -82,14 +85,19 @@ def specialisation(
     constants |= {"VALUE_SCALES": None} if values.scales is None else {}
     constants |= {f"{role}_SIZES": None for role, own in (("KEY", keys), ("VALUE", values)) if own.sizes is None}
     constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
+    maps: dict[str, Tensor | None] = {}
+    for role, own, fixed in (("KEY", keys, rope_tables is None), ("VALUE", values, values.sizes is None)):
+        names = (f"{role}_STEP", f"{role}_ZERO", f"{role}_SCALE", f"{role}_SHIFT")
+        maps |= zip(names, maps_of(own, fixed), strict=True)
+    constants |= {name: None for name, part in maps.items() if part is None}
     types = {
         name: "i32:16" if name.endswith(("_page", "_head")) else "i32"
         for name in attend.arg_names
         if name not in constants
     }
-    types |= dict.fromkeys(
-        ("QUERY", "CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32"
-    )
+    types |= {name: POINTERS[part.dtype] for name, part in maps.items() if part is not None}
+    types |= {"QUERY": "*bf16", "query_scale": "fp32"}
+    types |= dict.fromkeys(("CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
     types |= {"AXES": "*fp16", "SHARED": "*fp32", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
     types |= {"VALUE_SCALES": "*fp16", "KEY_SIZES": "*i16", "VALUE_SIZES": "*i16"}
     types |= {"TABLE": "*i32", "USED": "*i32"}
@@ -116,6 +124,13 @@ def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0) -> Spec
     values = stream_of(bits, TOKEN, page=page)
     scales = torch.empty(1, 1, 1, values.channels, dtype=torch.float16, device="meta")
     return specialisation(stream_of(bits, CHANNEL, page, page=page), replace(values, scales=scales), most, matrix)
+
+
+def _ranged(bits: int) -> Specialisation:
+    """ZipCache's tokens of a prompt: measured ranges of channels for keys, scales of channels beside a token's for values."""
+    half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
+    keys = replace(stream_of(bits), map=ChannelMap(half, half))
+    return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), 2.6)
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
@@ -164,6 +179,7 @@ def _exact(
     constants |= dict.fromkeys(name for name in exact.arg_names if re.fullmatch(given, name))
     types = {name: "*fp32" if name.isupper() else "i32" for name in exact.arg_names if name not in constants}
     types |= {name: "i32:16" for name in types if re.match("(key|value|mixed)_", name)} | {"HIDDEN": "*i8"}
+    types |= {"QUERY": POINTERS[kind], "OUT": POINTERS[kind], "query_scale": "fp32"}
     types |= {"INDEX": "*i32"} if scored else {}
     types |= {name: POINTERS[kind] for name in types if re.match("(KEYS|VALUES)_", name)}
     # A turn's numbers of keys and of values. Those of 16 bits meet queries and weights in two parts.
@@ -212,6 +228,7 @@ SPECIALISATIONS = {
     ),
     "4 bits, blocks of 60": _block(4, 60, 2.8),
     "2 bits, blocks of 40": _block(2, 40, 2.3),
+    "4 bits, ranges of channels": _ranged(4),
     "2 bits, both calibrated": _calibrated(2, 128),
     "3 bits, both calibrated": _calibrated(3, 80),
     "4 bits, both calibrated": _calibrated(4, 128),

@@ -1,5 +1,5 @@
 """Products of a tile inside a kernel: what they take of the query; of exact tokens, of codes as they are, and of codes with
-parameters of their channels."""
+parameters of their channels; and their results in the model's type."""
 
 import triton
 import triton.language as tl
@@ -45,6 +45,15 @@ def exact_product(a, b, acc, INTERPRET: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def nearest(number, kind: tl.constexpr, INTERPRET: tl.constexpr):
+    """Float32 numbers as the nearest of type kind; the interpreter would cut bfloat16 off."""
+    if INTERPRET and kind == tl.bfloat16:
+        bits = number.to(tl.int32, bitcast=True)
+        number = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return number.to(kind)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from calib.kernels.attend.options import (
     block_of,
     constants_of,
     groups_of,
+    maps_of,
     merge_constants,
     mode_of,
     rank_of,
@@ -65,9 +66,10 @@ def attend_pages(
     shared: Tensor | None = None,
     mixes_keys: bool = False,
     ahead: int = 0,
+    scale: float = 1.0,
 ) -> Attended:
     """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. What is mixed has
-    the columns of `options.columns_of`."""
+    the columns of `options.columns_of`; what is `fixed` of values that have sizes is the caller's."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
     block = block_of(asked, sized=values.sizes is not None)
     turn = turn_of(keys, values, block, rope_tables)
@@ -81,6 +83,7 @@ def attend_pages(
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
     scores = room((rows, heads, asked, ahead or slots), query) if scored or ahead else None
+    of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
     attend[(splits, rows * heads, blocks)](
         query.contiguous(), keys.pages, _numbers(keys), _first(keys), values.pages, _numbers(values), _first(values),
         span.table, span.used.contiguous(),
@@ -88,14 +91,15 @@ def attend_pages(
         span.bias if span.bias is None else span.bias.contiguous(),
         None if span.hidden is None else span.hidden.view(torch.uint8), span.positions,
         None if span.back is None else span.back.contiguous(),
-        *_tables(rope_tables),
+        *of_keys, *of_values, *_tables(rope_tables),
         _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values), values.scales,
         keys.sizes, values.sizes,
         top, mass, mixed, scores,
-        heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots, ahead,
+        scale, heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots, ahead,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
         *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_strides(_coefficients(values)),
         *_strides(values.scales), _strides(keys.sizes if values.sizes is None else values.sizes)[0],
+        *_map_strides(of_keys), *_map_strides(of_values),
         **constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys),
         HAS_CONSTANT=constant is not None, HAS_BIAS=span.bias is not None, HAS_HIDDEN=span.hidden is not None,
         HAS_POSITIONS=span.positions is not None, HAS_BACK=span.back is not None, HAS_SCORES=scored,
@@ -106,13 +110,13 @@ def attend_pages(
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
         mixed = room((rows, heads, 1, asked, wide), query)
         merge[(rows * heads, asked)](*parts, top, mass, mixed, splits, asked, **merge_constants(wide))
-    of_keys = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
-    return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **of_keys)
+    told = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
+    return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **told)
 
 
-def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Where a kernel writes float32."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+def room(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Where a kernel writes."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def _read(stream: PackedStream) -> bool:
@@ -158,6 +162,23 @@ def _tables(rope_tables: RopeTables | None) -> tuple[Tensor | None, ...]:
     if rope_tables is None:
         return (None,) * 5
     return rope_tables.axes, rope_tables.mean, rope_tables.size, rope_tables.coarse, rope_tables.fine
+
+
+def _map_strides(maps: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    """Of rows, heads and channels, of the first two together and of the others."""
+    step, zero, scale, shift = maps
+    return *_channel_strides(step, zero), *_channel_strides(scale, shift)
+
+
+def _channel_strides(one: Tensor | None, other: Tensor | None) -> tuple[int, ...]:
+    """What is the same for all rows, heads or channels has a stride of 0."""
+    found = {
+        tuple(0 if part.ndim < axis or part.shape[-axis] == 1 else part.stride(-axis) for axis in (4, 3, 1))
+        for part in (one, other)
+        if part is not None
+    }
+    assert len(found) <= 1, "scales and zero points that lie differently"
+    return found.pop() if found else (0, 0, 0)
 
 
 def _strides(part: Tensor | None) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from calib.kernels.attend.operation import Attended, ExactTokens, attend_exact
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens, newest
+from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.attend.scored_span import ScoredSpan
@@ -50,12 +51,13 @@ def attend(held: LayerTokens, observed: Observed | None = None, stats: Attention
         tile = query[:, :, at : at + step] if length > step else query
         queries = range(at, at + tile.shape[2])
         # Query rows of a KV head: group-major, then the tokens of the tile.
-        grouped = (tile.float() * held.logits.scale).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        plan = held.plan(queries, grouped.shape[2])
+        grouped = GroupedQuery(tile.unflatten(1, (kv_heads, -1)).flatten(2, 3).contiguous(), held.logits.scale)
+        plan = held.plan(queries, grouped.given.shape[2])
         softmax, asked, exact = RunningSoftmax(), list[ScoredSpan](), None
         for span in held.spans(grouped, plan, new_keys, new_values, observed):
             if isinstance(span, ExactTokens):
-                exact = attend_exact(grouped, span, softmax.parts(), held.logits.softcap)
+                asking, scale = grouped.for_kernels
+                exact = attend_exact(asking, span, softmax.parts(), held.logits.softcap, scale)
                 break
             if span.is_asked:
                 asked.append(span)

@@ -10,6 +10,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import ExactTokens
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens
+from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import ReadPlan
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.attend.scored_span import ScoredSpan
@@ -50,9 +51,9 @@ class LayerTokens(ABC):
 
     @abstractmethod
     def spans(
-        self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
+        self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactTokens]:
-        """What `query [rows, kv_heads, query rows, D]`, float32 and scaled, meets; those that are `observed` are watched. Exact
+        """What the `query` meets; those that are `observed` are watched. Exact
         tokens that a kernel meets come last."""
 
     def columns_at_once(self, heads: int, columns: int) -> int:

@@ -22,6 +22,7 @@ from calib.kernels.attend.operation import (
 )
 from calib.kernels.dispatch import prefers_triton
 from calib.runtime.attend.attention_stats import Observed
+from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions, page_numbers
 from calib.runtime.attend.scored_span import ScoredSpan, joined
@@ -31,7 +32,7 @@ from calib.runtime.ordered.stream import Stream
 from calib.runtime.ordered.window_keys import WindowKeys
 from calib.runtime.paging.pages import Pages
 from calib.runtime.paging.sequence_state import Forward
-from calib.runtime.stages.codec.in_pages import packed_stream
+from calib.runtime.stages.codec.in_pages import mapped, packed_stream
 
 
 @dataclass
@@ -54,7 +55,7 @@ class OrderedTokens(LayerTokens):
         )
 
     def spans(
-        self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
+        self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactTokens]:
         """Nothing is watched: a token lies where its number says."""
         scorer, tiles = _Scorer(self.keys, query, self.forward), plan.tiers[0]
@@ -75,7 +76,7 @@ class OrderedTokens(LayerTokens):
                 assert isinstance(part.mix, Attended)
                 scores, tiles = part.mix.ahead, []
             if self.fetched is None and exact_supported(
-                query, exact := self._slots(scorer, plan, keys, values, scores)
+                query.for_kernels[0], exact := self._slots(scorer, plan, keys, values, scores)
             ):
                 yield exact
                 return
@@ -84,13 +85,13 @@ class OrderedTokens(LayerTokens):
         last = self._last_of_equal if plan.trimmed else self._last
         yield last(scorer, plan, tiles[-1:], keys, values)
 
-    def _meets_first_slots(self, query: Tensor) -> bool:
+    def _meets_first_slots(self, query: GroupedQuery) -> bool:
         """Whether a kernel of a CPU meets the packed tokens, and what is exact beside them."""
         exact = ExactTokens((ExactGroup(self.values.window.tokens, self.keys.window.tokens),))
         return (
             self.keys.bias is None
-            and exact_supported(query, exact)
-            and supported(query.shape[2], *self._streams, first_slots=True)
+            and exact_supported(query.for_kernels[0], exact)
+            and supported(query.given.shape[2], *self._streams, first_slots=True)
         )
 
     def _exact_groups(
@@ -150,13 +151,17 @@ class OrderedTokens(LayerTokens):
             span = replace(span, table=page_numbers(table, self.forward, own, pages, span.table.device))
         if fetched is not None:
             span = replace(span, hidden=fetched.hides(slots)[:, :, 0])
+        (query, scale), constant = scorer.query.for_kernels, None
+        if keys.map is None:
+            (query, constant), scale = scorer.folded, 1.0
         found = attend_pages(
-            scorer.folded, keys, values, span, scorer.constant, self.logits.softcap,
-            scored=self.asks, precise=self.values.window.tokens.dtype == torch.float32, ahead=ahead,
+            query, keys, values, span, constant, self.logits.softcap, scored=self.asks,
+            precise=self.values.window.tokens.dtype == torch.float32, ahead=ahead, scale=scale,
         )  # fmt: skip
-        folded = replace(found, mixed=self.values.plan.transform.fold_output(found.mixed, found.mass))
+        if values.map is None:
+            found = replace(found, mixed=self.values.plan.transform.fold_output(found.mixed, found.mass))
         scores = found.mass if found.scores is None else found.scores
-        return ScoredSpan(scores, folded, positions=slots if self.asks else None)
+        return ScoredSpan(scores, found, positions=slots if self.asks else None)
 
     def _tile(self, scorer: "_Scorer", tile: Tile) -> ScoredSpan:
         """One tile of packed tokens."""
@@ -190,7 +195,7 @@ class OrderedTokens(LayerTokens):
         """The last span of any rows: ragged ones, several queries, sliding windows."""
         spans = [self._exact(scorer, plan, new_keys, new_values), *(self._tile(scorer, tile) for tile in tiles)]
         if self.fetched is not None:
-            spans.append(self.fetched.span(scorer.query, self.logits, plan.back))
+            spans.append(self.fetched.span(scorer.query.scaled, self.logits, plan.back))
         order = [1, 0, 2] if tiles else [0, 1]
         return joined(spans, order[: len(spans)])
 
@@ -217,7 +222,10 @@ class OrderedTokens(LayerTokens):
     @cached_property
     def _streams(self) -> tuple[PackedStream | None, PackedStream | None]:
         """Keys and values as a kernel reads them."""
-        keys, values = (packed_stream(own.plan.codec, own.pool, own.head_dim) for own in (self.keys, self.values))
+        keys, values = (
+            mapped(packed_stream(own.plan.codec, own.pool, own.head_dim), own.plan.transform)
+            for own in (self.keys, self.values)
+        )
         return keys, values
 
     def _mix(self, tile: Tile, weights: Tensor) -> list[Tensor]:
@@ -230,21 +238,26 @@ class OrderedTokens(LayerTokens):
 
 
 class _Scorer:
-    """One tile of query rows `[rows, kv_heads, query rows, D]` against a layer's keys."""
+    """One tile of query rows against a layer's keys."""
 
-    def __init__(self, keys: Stream, query: Tensor, forward: Forward) -> None:
+    def __init__(self, keys: Stream, query: GroupedQuery, forward: Forward) -> None:
         self.keys, self.query, self.forward = keys, query, forward
-        self.folded, self.constant = keys.plan.transform.fold_query(query)
+
+    @cached_property
+    def folded(self) -> tuple[Tensor, Tensor | None]:
+        """The query that meets what keys are encoded from, and what is added to its scores."""
+        return self.keys.plan.transform.fold_query(self.query.scaled)
 
     def packed(self, pages: Pages, positions: slice | Tensor | None) -> Tensor:
         """Scores of the keys in `pages`, whose slots are at `positions`: `[rows, kv_heads, query rows, tokens]`."""
-        scores = self.keys.plan.codec.scores(self.folded, self.keys.pool.read(pages))
-        scores = scores if self.constant is None else scores + self.constant
+        folded, constant = self.folded
+        scores = self.keys.plan.codec.scores(folded, self.keys.pool.read(pages))
+        scores = scores if constant is None else scores + constant
         if self.keys.bias is None:
             return scores
         assert positions is not None
-        return scores + self.keys.bias.scores(self.forward, self.query, positions)
+        return scores + self.keys.bias.scores(self.forward, self.query.scaled, positions)
 
     def exact(self, keys: Tensor) -> Tensor:
         """Scores of `keys [rows, kv_heads, tokens, D]`."""
-        return self.query @ keys.float().mT
+        return self.query.scaled @ keys.float().mT

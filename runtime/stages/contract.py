@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import CodeFold, PackedStream, RopeTables
+from calib.kernels.attend.operation import ChannelMap, CodeFold, PackedStream, RopeTables
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.paging.field import Block, Field
@@ -235,6 +235,10 @@ class Transform(Protocol):
     def tensors(self) -> list[Tensor]:
         """Tensors shared by all sequences, for the memory report."""
         ...
+
+    def channel_map(self) -> ChannelMap | None:
+        """`inverse`, as a kernel folds it into queries and mixtures; None for a transform that does not treat channels alone."""
+        return None
 
     def prologue(self) -> Prologue | None:
         """`forward`, as a quantiser does it on the way to the codes; None for a transform that does not treat channels alone."""

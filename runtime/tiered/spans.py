@@ -16,6 +16,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens, PageSpan, exact_supported, supported
 from calib.kernels.desparsify_attend.operation import supported as pairs_supported
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
+from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
 from calib.runtime.attend.scored_span import ScoredSpan, joined
@@ -73,7 +74,7 @@ class TieredTokens(LayerTokens):
         return AttentionStats(held, torch.zeros(new_keys.shape[:3], device=new_keys.device))
 
     def spans(
-        self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
+        self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactTokens]:
         """What is observed is watched: the window and the new tokens, and perhaps the first tier. The last tile, the window and the
         new tokens are one span where they may be: most caches are no longer than that."""
@@ -83,7 +84,7 @@ class TieredTokens(LayerTokens):
         return iter(self._heaviest([span for span in spans if isinstance(span, ScoredSpan)], plan))
 
     def _one_by_one(
-        self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
+        self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactTokens]:
         waiting: ScoredSpan | None = None
         unasked = observed is None and not self.asks and self.oracle_share is None
@@ -93,7 +94,7 @@ class TieredTokens(LayerTokens):
                 yield waiting
             waiting = span
         tokens = self._exact_tokens(plan, new_keys, new_values)
-        if unasked and exact_supported(query, tokens):
+        if unasked and exact_supported(query.for_kernels[0], tokens):
             if waiting is not None:
                 yield waiting
             yield tokens
@@ -106,13 +107,13 @@ class TieredTokens(LayerTokens):
             yield waiting
         yield exact
 
-    def _in_tiers(self, query: Tensor, plan: ReadPlan, first_watched: bool) -> Iterator[ScoredSpan]:
+    def _in_tiers(self, query: GroupedQuery, plan: ReadPlan, first_watched: bool) -> Iterator[ScoredSpan]:
         """All tiers, tile by tile, and what lies beside."""
         rotated, row_params = None, None
         if self.before_rope and self.rotation is not None:
             rotated = RopeOnRead(self.forward, self.rotation)
         if self.state.row_params is not None:
-            row_params = self.state.row_params.select(self.rows, 0, 1, query.device)
+            row_params = self.state.row_params.select(self.rows, 0, 1, query.given.device)
         for number, (tier, tiles) in enumerate(zip(self.tiers, plan.tiers, strict=True)):
             if not tiles:
                 continue
@@ -123,11 +124,11 @@ class TieredTokens(LayerTokens):
             if span is not None and self.oracle_share is None:  # which asks for every logit
                 asked_of_span = wanted or view.corrected or self.fetched is not None or plan.back is not None
                 first_slots = not (asked_of_span or (rotated is not None and tier.stores_positions))
-                if supported(query.shape[2], *view.streams, rotated is not None, first_slots):
+                if supported(query.given.shape[2], *view.streams, rotated is not None, first_slots):
                     yield self._tier_in_one(view, tiles, span, wanted)
                     continue
                 if self.fetched is None and not wanted and pairs_supported(view.query, *view.pairs()):
-                    yield self._pairs_in_one(view, span, query)
+                    yield self._pairs_in_one(view, span, query.given)
                     continue
             for tile in tiles:
                 hidden, positions = tile.hidden, None
@@ -143,7 +144,7 @@ class TieredTokens(LayerTokens):
                     positions if self.asks else None,
                 )
         if self.fetched is not None and self.fetched.positions.shape[2]:
-            yield self.fetched.span(query, self.logits, plan.back)
+            yield self.fetched.span(query.scaled, self.logits, plan.back)
 
     def _exact_tokens(self, plan: ReadPlan, new_keys: Tensor, new_values: Tensor) -> ExactTokens:
         """The window and the new tokens, where they lie."""
@@ -153,7 +154,9 @@ class TieredTokens(LayerTokens):
         keys, values = (window.tokens[self.rows.start : self.rows.stop, :, : plan.window] for window in self.windows)
         return ExactTokens((ExactGroup(values, keys), new), plan.hidden)
 
-    def _exact(self, query: Tensor, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, watched: bool) -> ScoredSpan:
+    def _exact(
+        self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, watched: bool
+    ) -> ScoredSpan:
         """The window and the new tokens; every query meets one of them at least."""
         groups = self._exact_tokens(plan, new_keys, new_values).groups
         of_keys, of_values = (
@@ -161,7 +164,7 @@ class TieredTokens(LayerTokens):
             [group.values for group in groups],
         )
         keys, values = (own[0] if len(own) == 1 else torch.cat(own, 2) for own in (of_keys, of_values))
-        exact = masked(self.logits.capped(query @ keys.float().mT), plan.hidden)
+        exact = masked(self.logits.capped(query.scaled @ keys.float().mT), plan.hidden)
         positions = exact_positions(self.state, self.forward, plan.asked, plan.window) if self.asks else None
         return ScoredSpan(
             exact, lambda weights: (weights @ values.float(),), watched, positions=positions, is_last=True
@@ -175,7 +178,7 @@ class TieredTokens(LayerTokens):
             span = replace(span, hidden=self.fetched.hides(positions)[:, :, 0])
         cos_sin = None
         if self.before_rope and self.rotation is not None:
-            cos_sin = tables_between(self.forward, self.rotation, *self._span(view.tier, span), view.query)
+            cos_sin = tables_between(self.forward, self.rotation, *self._span(view.tier, span), view.asked.given)
         scored = wanted or self.asks or view.corrected
         found = view.fused(tiles, span, self.logits.softcap, scored, cos_sin)
         scores = found.mass if found.scores is None else found.scores
@@ -197,17 +200,18 @@ class TieredTokens(LayerTokens):
         longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
         return 0, self.state.sinks + longest
 
-    def _relocated(self, query: Tensor) -> Tensor:
+    def _relocated(self, query: GroupedQuery) -> GroupedQuery:
         """The query where it stands inside the cache: as many positions back as its row has dropped tokens."""
         assert self.rotation is not None
-        key = ("relocated", self.rows, query.device)
+        device = query.given.device
+        key = ("relocated", self.rows, device)
         if key not in self.forward.readings:
             before = [self.forward.before[row] for row in self.rows]
             dropped = [self.state.kept(row, n) - n for row, n in zip(self.rows, before, strict=True)]
             if self.fetched is not None and self.fetched.cos_sin is not None:
                 dropped = [positions + (positions < 0) for positions in dropped]  # what was fetched takes one position
-            self.forward.readings[key] = self.rotation.cos_sin(dropped, query.device)
-        return Rotation.rotated(query, *self.forward.readings[key])
+            self.forward.readings[key] = self.rotation.cos_sin(dropped, device)
+        return GroupedQuery(Rotation.rotated(query.scaled, *self.forward.readings[key]), 1.0)
 
     def _heaviest(self, spans: list[ScoredSpan], plan: ReadPlan) -> list[ScoredSpan]:
         """Oracle eviction: each query row keeps the logits of its heaviest tokens alone, earlier ones where they tie."""

@@ -16,11 +16,12 @@ from calib.kernels.attend.operation import (
 )
 from calib.kernels.desparsify_attend.operation import desparsify_attend
 from calib.kernels.desparsify_attend.reference import SparsePages
+from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import Tile
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import Pages
 from calib.runtime.stages.codec.corrected import COEFFICIENTS, lists, segment_mix, segment_scores
-from calib.runtime.stages.codec.in_pages import packed_stream, sparse_pages
+from calib.runtime.stages.codec.in_pages import mapped, packed_stream, sparse_pages
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.sparse import tokens_first
 from calib.runtime.stages.contract import Codec
@@ -35,19 +36,17 @@ class TierView:
         self,
         tier: Tier,
         rows: range,
-        query: Tensor,
+        asked: GroupedQuery,
         row_params: Pages | None,
         tokens: int,
         rotated: RopeOnRead | None = None,
     ) -> None:
         """`rotated` brings decoded keys to their positions, where they are stored before RoPE."""
-        self.tier, self.rotated = tier, rotated
+        self.tier, self.asked, self.rotated = tier, asked, rotated
         self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
         self.codecs = {role: tier.codec(role, rows) for role in tier.transforms}
         # What `fused` leaves to others where it attends codes and low rank alone.
         self.left = {role: self._without_ranked(codec, role) for role, codec in self.codecs.items()}
-        # Keys that have to be turned are decoded first: nothing can be folded away.
-        self.query, self.constant = (query, None) if rotated else self.transforms["keys"].fold_query(query)
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
         self.bias: Tensor | None = None
         if tier.row_params is not None and row_params is not None:
@@ -55,11 +54,27 @@ class TierView:
             self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
 
     @cached_property
+    def _folded(self) -> tuple[Tensor, Tensor | None]:
+        # Keys that have to be turned are decoded first: nothing can be folded away.
+        return (self.asked.scaled, None) if self.rotated else self.transforms["keys"].fold_query(self.asked.scaled)
+
+    @property
+    def query(self) -> Tensor:
+        """The query that meets what keys are encoded from, float32 `[rows, kv_heads, query rows, D]`."""
+        return self._folded[0]
+
+    @property
+    def constant(self) -> Tensor | None:
+        """What is added to its scores, `[rows, kv_heads, query rows, 1]`."""
+        return self._folded[1]
+
+    @cached_property
     def streams(self) -> tuple[PackedStream | None, PackedStream | None]:
         """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
         if self.rotated is not None and not self._rotates_codes:
             return None, None
-        return self._stream("keys"), self._stream("values")
+        keys, values = self._stream("keys"), mapped(self._stream("values"), self.transforms["values"])
+        return keys if self.rotated else mapped(keys, self.transforms["keys"]), values
 
     def _stream(self, role: str) -> PackedStream | None:
         codec, pool, width, part = self.codecs[role], self.tier.pool, self.tier.coded[role], f"{role}."
@@ -114,20 +129,14 @@ class TierView:
         precise = self.tier.dtype == torch.float32
         predicted, transform = self.tier.plan.prediction, self.transforms["values"]
         fold = transform.code_fold() if self.codecs["values"].component_codes is not None else None
+        (query, scale), constant = self.asked.for_kernels, None
+        if keys.map is None and self.rotated is None:
+            (query, constant), scale = self._folded, 1.0
         found = attend_pages(
-            self.query,
-            keys,
-            values,
-            span,
-            self.constant,
-            softcap,
-            scored,
-            precise,
-            rope_tables,
-            predicted is not None,
-            fold,
-        )
-        mixed = transform.fold_output(found.mixed, found.mass) if fold is None else found.mixed
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, predicted is not None, fold, scale=scale
+        )  # fmt: skip
+        folds = fold is None and values.map is None
+        mixed = transform.fold_output(found.mixed, found.mass) if folds else found.mixed
         if predicted is not None and found.mixed_keys is not None:
             mixed = mixed + predicted.of_mixed(self._key_codes, found.mixed_keys)
         return replace(found, mixed=mixed, mixed_keys=None)

@@ -20,7 +20,9 @@ TOLERANCE = {torch.float32: FLOAT32_ATTENTION, torch.float16: FLOAT32_ATTENTION,
 def poisoned(monkeypatch):
     """What the kernel is to write holds NaN before."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
-    monkeypatch.setattr(exact_triton, "room", lambda shape, like: torch.full(shape, torch.nan))
+    monkeypatch.setattr(
+        exact_triton, "room", lambda shape, like, dtype=torch.float32: torch.full(shape, torch.nan, dtype=dtype)
+    )
 
 
 def drawn(*shape, seed):

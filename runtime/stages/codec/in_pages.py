@@ -1,10 +1,13 @@
 """How attention's kernels read what a codec left in pages."""
 
+from dataclasses import replace
+
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.desparsify_attend.reference import SparsePages
+from calib.kernels.dispatch import prefers_triton
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pool import PagePool, device_memory
-from calib.runtime.stages.contract import Codec
+from calib.runtime.stages.contract import Codec, Transform
 
 NOTHING: Block = {}
 
@@ -17,6 +20,13 @@ def packed_stream(
     `shared` is what a row's tokens have in common, as a tile of one.
     """
     return codec.packed(_of(pool, part), channels, shared) if pool.memory is device_memory else None
+
+
+def mapped(stream: PackedStream | None, transform: Transform) -> PackedStream | None:
+    """The stream with the map of its tokens' channels, where there is one and a kernel takes it: nobody else need fold it."""
+    if stream is None or stream.ranked is not None or stream.sizes is not None:
+        return stream
+    return replace(stream, map=transform.channel_map()) if prefers_triton(stream.pages.device) else stream
 
 
 def sparse_pages(codec: Codec, pool: PagePool, part: str) -> SparsePages | None:

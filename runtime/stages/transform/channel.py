@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.operation import ChannelMap
 from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.stages.contract import Transform
 
@@ -48,6 +49,10 @@ class ChannelRange(Transform):
         """sum p x = half * sum p y + center * sum p."""
         return mixed * self.half + self.center * mass
 
+    def channel_map(self) -> ChannelMap:
+        """x = half y + center."""
+        return ChannelMap(self.half, self.center)
+
     def tensors(self) -> list[Tensor]:
         """Centre and half range."""
         return [self.center, self.half]
@@ -81,6 +86,10 @@ class ChannelScale(Transform):
     def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """sum p x = scale * sum p y."""
         return mixed * self.scale
+
+    def channel_map(self) -> ChannelMap:
+        """x = scale y."""
+        return ChannelMap(self.scale)
 
     def tensors(self) -> list[Tensor]:
         """The scale."""

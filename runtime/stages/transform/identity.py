@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from calib.kernels.attend.operation import ChannelMap
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.runtime.stages.contract import Transform
 
@@ -31,6 +32,10 @@ class Identity(Transform):
     def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """The mixture itself."""
         return mixed
+
+    def channel_map(self) -> ChannelMap:
+        """Nothing."""
+        return ChannelMap()
 
     def tensors(self) -> list[Tensor]:
         """None."""
