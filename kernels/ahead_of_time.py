@@ -31,6 +31,7 @@ OPERATIONS = (
     "neural_dict",
     "desparsify_attend",
     "host_gather",
+    "put_tokens",
     "top_k",
     "trellis",
 )

@@ -18,6 +18,11 @@ class Prologue:
     half: Tensor | None = None
     balance: Tensor | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether tokens are gathered alone, and keep their bits."""
+        return self.center is self.half is self.balance is None
+
     def gathered(self, x: Tensor) -> Tensor:
         """x in the order of the result, `[rows, kv_heads, n, D]`."""
         return x if self.order is None else x.gather(-2, self.order[..., None].expand(*self.order.shape, x.shape[-1]))

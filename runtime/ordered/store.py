@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from calib.kernels.put_tokens.operation import put_tokens
 from calib.runtime.attend.attend import attend, is_prompt, prompt
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State, branch
@@ -164,11 +165,11 @@ class OrderedStore:
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into windows and pages, as the schedules say."""
-        table = self.sequences.table
-        for stream, new in zip(self.streams, (keys, values), strict=True):
-            if forward.width == 1 and forward.columns is None:
-                stream.store_step(forward, table, new)
-                continue
+        table, given = self.sequences.table, list(zip(self.streams, (keys, values), strict=True))
+        if forward.width == 1 and forward.columns is None:
+            put_tokens([put for stream, new in given for put in stream.store_step(forward, table, new)])
+            return
+        for stream, new in given:
             slots = stream.plan.schedule.slots
             stream.window.resize(max(map(slots, forward.before + forward.after)))
             for rows in forward.equal_length_groups:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from calib.kernels.put_tokens.operation import Put
 from calib.runtime.device.graph_inputs import Numbers
 from calib.runtime.files.state import State, branch, part_of, tensor_like
 from calib.runtime.ordered.key_bias import BiasAtPositions
@@ -121,14 +122,14 @@ class Stream:
             None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
         )
 
-    def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> None:
-        """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are."""
+    def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> list[Put]:
+        """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are, but for what it
+        returns: that is still to be put where it belongs."""
         schedule = self.plan.schedule
         if not schedule.window():  # straight into pages
             pages, slots = (forward.tensor(*numbers, new.device) for numbers in _positions(table))
             own = new if self.bias is None else self.bias.off(forward, new)
-            self.pool.write_tokens(pages, slots, self._encode(own))
-            return
+            return self.pool.puts(pages, slots, self._encode(own))
         for rows in forward.equal_length_groups:
             self._write_pages(rows, forward, table, new)
         self.window.resize(max(map(schedule.slots, forward.after)))
@@ -138,13 +139,14 @@ class Stream:
         )
         newest = {forward.before[row] % size for row in staying}
         if len(staying) == new.shape[0] and len(newest) == 1 and forward.graph_inputs is None:
-            self.window.tokens[:, :, newest.pop()] = new[:, :, 0]
-        elif staying:
-            at = forward.tensor(f"{self.role} staying", lambda _: staying, new.device)
-            slots = forward.tensor(
-                f"{self.role} newest", lambda step: [step.before[row] % size for row in staying], new.device
-            )
-            self.window.tokens[at, :, slots] = new[at, :, 0]
+            return [Put(self.window.tokens, new, newest.pop())]
+        if not staying:
+            return []
+        at = forward.tensor(f"{self.role} staying", lambda _: staying, new.device)
+        slots = forward.tensor(
+            f"{self.role} newest", lambda step: [step.before[row] % size for row in staying], new.device
+        )
+        return [Put(self.window.tokens, new, slots, at)]
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`."""

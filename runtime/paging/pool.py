@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
+from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable
@@ -221,7 +222,11 @@ class PagePool:
                 done += count
 
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
-        """Writes one token for each of n rows: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`.
+        """Writes one token for each of n rows; see `puts`."""
+        put_tokens(self.puts(pages, slots, block))
+
+    def puts(self, pages: Tensor, slots: Tensor, block: Block) -> list[Put]:
+        """Where one token for each of n rows goes: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`.
 
         Slots that differ by head, and their pages, are int64 `[n, kv_heads]`.
         """
@@ -229,9 +234,7 @@ class PagePool:
             like = next(iter(self.tensors.values()))
             pages, slots = _there(pages, like), _there(slots, like)
             block = {name: _there(part, like) for name, part in block.items()}
-        heads = torch.arange(self.kv_heads, device=slots.device) if slots.ndim == 2 else slice(None)
-        for name, tensor in self.tensors.items():
-            tensor[pages, heads, slots] = block[name][:, :, 0].to(tensor.dtype)
+        return [Put(tensor, block[name].to(tensor.dtype), slots, places=pages) for name, tensor in self.tensors.items()]
 
     def read_tokens(self, pages: Tensor, slots: Tensor) -> Block:
         """One token for each of n rows and each head: page number and slot int64 `[n, kv_heads]` -> `[n, kv_heads, 1, width]`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.paging.sequence_state import Forward
@@ -160,8 +161,12 @@ class ChunkStore(TieredStore):
             position = forward.tensor(
                 "their slots", lambda step: [self.sequences.exact(row, step.before[row]) for row in rows], keys.device
             )
-        for window, new in zip(self.windows, (keys, values), strict=True):
-            window.tokens[index, :, position] = new[index, :, 0]
+        put_tokens(
+            [
+                Put(window.tokens, new, position, None if level else index)
+                for window, new in zip(self.windows, (keys, values), strict=True)
+            ]
+        )
         if not self.shown.seen:
             return
         held, fresh = self.seen_by(list(range(len(exact))), 1)

@@ -29,6 +29,7 @@ WRITTEN = {
     "largest": ("chosen",),
     "exchange_entries": ("entries", "new"),
     "gather_rows": (),
+    "put": (),
     "split_atoms": ("high", "low"),
     "pursue": ("index", "coefficient"),
     "search": ("WORDS",),

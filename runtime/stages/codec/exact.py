@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import EXACT, PackedStream
+from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Codec, Segment
 
@@ -16,6 +17,7 @@ class Exact(Codec):
 
     exact = True
     has_kernel = True
+    fuses_transform = True
 
     def token_group(self) -> int:
         """Each token stands alone."""
@@ -31,9 +33,9 @@ class Exact(Codec):
         """Never: there are no parameters."""
         return False
 
-    def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]` as it is."""
-        return {"exact": x}
+    def encode(self, x: Tensor, fp32_params: bool | None = None, prologue: Prologue = IDENTITY) -> Block:
+        """What `prologue` makes of `x [batch, kv_heads, tokens, head_dim]`; where that is nothing x as it is."""
+        return {"exact": prologue.gathered(x) if prologue.moves else prologue.forward(x)}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """float32 `[..., kv_heads, tokens, head_dim]`."""

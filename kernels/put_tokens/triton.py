@@ -1,0 +1,145 @@
+"""Copies a token of each row into several tensors in one launch. See README.md."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.put_tokens.reference import Put
+
+AT_ONCE = 4  # tensors of a launch
+WIDEST = 4096  # numbers of a token and head
+
+# Numbers that change from step to step or with the batch.
+UNFIXED = [f"{name}_{i}" for i in range(AT_ONCE) for name in ("count", "slot")]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def put(
+    INTO_0, TOKENS_0, ROWS_0, PLACES_0, SLOTS_0, INTO_1, TOKENS_1, ROWS_1, PLACES_1, SLOTS_1,
+    INTO_2, TOKENS_2, ROWS_2, PLACES_2, SLOTS_2, INTO_3, TOKENS_3, ROWS_3, PLACES_3, SLOTS_3,
+    count_0, slot_0, heads_0, place_0, head_0, token_0, row_0, from_0, at_0,
+    count_1, slot_1, heads_1, place_1, head_1, token_1, row_1, from_1, at_1,
+    count_2, slot_2, heads_2, place_2, head_2, token_2, row_2, from_2, at_2,
+    count_3, slot_3, heads_3, place_3, head_3, token_3, row_3, from_3, at_3,
+    W_0: tl.constexpr, W_1: tl.constexpr, W_2: tl.constexpr, W_3: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A program for each row, head and tensor. One that is None is not there, which is known before the program's number is."""
+    which = tl.program_id(2)
+    if which == 0:
+        put_one(
+            INTO_0, TOKENS_0, ROWS_0, PLACES_0, SLOTS_0, count_0, slot_0, heads_0, place_0, head_0, token_0, row_0, from_0, at_0,
+            W_0, WIDE,
+        )  # fmt: skip
+    if INTO_1 is not None:  # noqa: SIM102
+        if which == 1:
+            put_one(
+                INTO_1, TOKENS_1, ROWS_1, PLACES_1, SLOTS_1, count_1, slot_1, heads_1, place_1, head_1, token_1, row_1, from_1,
+                at_1, W_1, WIDE,
+            )  # fmt: skip
+    if INTO_2 is not None:  # noqa: SIM102
+        if which == 2:
+            put_one(
+                INTO_2, TOKENS_2, ROWS_2, PLACES_2, SLOTS_2, count_2, slot_2, heads_2, place_2, head_2, token_2, row_2, from_2,
+                at_2, W_2, WIDE,
+            )  # fmt: skip
+    if INTO_3 is not None:  # noqa: SIM102
+        if which == 3:
+            put_one(
+                INTO_3, TOKENS_3, ROWS_3, PLACES_3, SLOTS_3, count_3, slot_3, heads_3, place_3, head_3, token_3, row_3, from_3,
+                at_3, W_3, WIDE,
+            )  # fmt: skip
+
+
+@triton.jit
+def put_one(
+    INTO, TOKENS, ROWS, PLACES, SLOTS, count, slot, heads, into_place, into_head, into_token, from_row, from_head, at,
+    W: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """PLACES and SLOTS have a number for every row or, `at` apart, for each of its heads; without SLOTS all have the same."""
+    # Programs beyond the last row or head copy nothing.
+    here = tl.where((tl.program_id(0) < count) & (tl.program_id(1) < heads), W, 0)
+    number, head = tl.minimum(tl.program_id(0), count - 1), tl.minimum(tl.program_id(1), heads - 1)
+    row = number.to(tl.int64)
+    if ROWS is not None:
+        row = tl.load(ROWS + number).to(tl.int64)
+    place, index = row, number
+    if at > 0:
+        index = number * heads + head
+    if PLACES is not None:
+        place = tl.load(PLACES + index).to(tl.int64)
+    token = tl.full([], slot, tl.int64)
+    if SLOTS is not None:
+        token = tl.load(SLOTS + index).to(tl.int64)
+    column = tl.arange(0, WIDE)
+    inside = column < here
+    found = tl.load(TOKENS + row * from_row + head * from_head + column, mask=inside)
+    tl.store(INTO + place * into_place + head * into_head + token * into_token + column, found, mask=inside)
+
+
+def supports(one: Put) -> bool:
+    """Whether the kernel copies these: numbers of one type that lie side by side."""
+    return (
+        one.into.dtype == one.tokens.dtype
+        and one.into.device == one.tokens.device
+        and (one.into.shape[3] == 1 or one.into.stride(3) == one.tokens.stride(3) == 1)
+        and 0 < one.into.shape[3] <= WIDEST
+    )
+
+
+def put_tokens(puts: list[Put]) -> None:
+    """What `reference.put_tokens` does."""
+    some = [one for one in puts if _count(one)]
+    for first in range(0, len(some), AT_ONCE):
+        _launch(some[first : first + AT_ONCE])
+
+
+def _launch(puts: list[Put]) -> None:
+    absent, counts, heads = AT_ONCE - len(puts), map(_count, puts), (one.into.shape[1] for one in puts)
+    pointers = [part for one in puts for part in _pointers(one)]
+    numbers = [part for one in puts for part in _numbers(one)]
+    widths = [one.into.shape[3] for one in puts]
+    with torch.cuda.device_of(puts[0].into):
+        put[(max(counts), max(heads), len(puts))](
+            *pointers, *[None] * (5 * absent), *numbers, *[0] * (9 * absent), *widths, *[0] * absent,
+            WIDE=triton.next_power_of_2(max(widths)), num_warps=1,
+        )  # fmt: skip
+
+
+def _pointers(one: Put) -> tuple[Tensor | None, ...]:
+    slots = one.slots if isinstance(one.slots, Tensor) else None
+    return (
+        one.into,
+        one.tokens,
+        *(part if part is None else part.contiguous() for part in (one.rows, one.places, slots)),
+    )
+
+
+def _count(one: Put) -> int:
+    return len(one.tokens if one.rows is None else one.rows)
+
+
+def _numbers(one: Put) -> tuple[int, ...]:
+    """Of a tensor: rows, their slot, heads, strides, and whether heads have places of their own."""
+    slot = 0 if isinstance(one.slots, Tensor) else one.slots
+    own = one.places is not None and one.places.ndim == 2
+    return _count(one), slot, one.into.shape[1], *one.into.stride()[:3], *one.tokens.stride()[:2], int(own)
+
+
+def _specialisation(kind: str, count: int, width: int) -> Specialisation:
+    """So many tensors of a type, their slots on the device."""
+    names = [name for name in put.arg_names if name != "WIDE"]
+    absent = [name for name in names if int(name[-1]) >= count]
+    pointers = {name for name in names if name.isupper() and not name.startswith("W_")}
+    constants = {name: None if name in pointers else 0 for name in absent}
+    constants |= {f"W_{i}": width for i in range(count)} | {"WIDE": triton.next_power_of_2(width)}
+    types = {name: "*i64" if name in pointers else "i32" for name in names if name not in constants}
+    types |= {name: kind for name in types if name.startswith(("INTO", "TOKENS"))}
+    return Specialisation(put, types, constants, warps=1)
+
+
+SPECIALISATIONS = {
+    "a key and a value": _specialisation("*bf16", 2, 128),
+    "words and parameters": _specialisation("*i16", 4, 32),
+}

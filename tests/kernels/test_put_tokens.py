@@ -1,0 +1,93 @@
+"""New tokens in the slots where they belong: plainly against loops, and by Triton's interpreter bit for bit."""
+
+import pytest
+import torch
+from launches import watch
+
+from calib.kernels.put_tokens import operation, reference
+from calib.kernels.put_tokens.operation import Put, put_tokens
+
+pytestmark = pytest.mark.arithmetic
+
+PLACES, ROWS, SLOTS = 5, 4, 7
+
+
+def drawn(shape, dtype, seed):
+    """Numbers of any bits but NaN's."""
+    return torch.randint(-100, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def puts(by, seed=0):
+    """A put of each kind of slots, of tensors that differ in type, heads and width and lie inside others; `by` picks the kinds."""
+    kinds = {
+        "one for all": ((), {}),
+        "rows": ((3,), {"rows": torch.tensor([3, 0, 2])}),
+        "places": ((ROWS,), {"places": torch.tensor([4, 0, 1, 2])}),
+        "rows and places": ((2,), {"rows": torch.tensor([3, 1]), "places": torch.tensor([0, 4])}),
+        "heads": ((ROWS, 3), {"places": torch.arange(ROWS * 3).view(ROWS, 3) % PLACES}),
+    }
+    found = []
+    for i, name in enumerate(by):
+        shape, own = kinds[name]
+        heads, width, dtype = (3, 33, torch.bfloat16) if i % 2 == 0 else (3 if name == "heads" else 1, 8, torch.int16)
+        slots = 5 if name == "one for all" else drawn(shape, torch.int64, seed + i) % SLOTS
+        places = ROWS if name in ("one for all", "rows") else PLACES
+        into = drawn((places, SLOTS, heads, width + 2), dtype, 10 * seed + i).transpose(1, 2)[..., 1 : 1 + width]
+        tokens = drawn((ROWS, 2, heads, width), dtype, 20 * seed + i).transpose(1, 2)[:, :, 1:]
+        found.append(Put(into, tokens, slots, **own))
+    return found
+
+
+def by_loops(one):
+    """What the tensor is afterwards."""
+    found, rows = one.into.clone(), range(len(one.tokens)) if one.rows is None else one.rows.tolist()
+    for i, row in enumerate(rows):
+        for head in range(one.into.shape[1]):
+            place, slot = (
+                row if part is None else part if isinstance(part, int) else part[i].expand(one.into.shape[1])[head]
+                for part in (one.places, one.slots)
+            )
+            found[int(place), head, int(slot)] = one.tokens[row, head, 0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        ["one for all"],
+        ["rows", "rows"],
+        ["places", "places", "places"],
+        ["rows and places", "heads", "heads", "one for all"],
+        ["heads", "rows", "places", "rows and places", "one for all"],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["reference", "triton"])
+def test_tokens_are_where_they_belong(by, form, monkeypatch):
+    """And nothing else has changed; four tensors a launch."""
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    asked = puts(by)
+    launched, expected = watch(monkeypatch, "put_tokens"), [by_loops(one) for one in asked]
+    put_tokens(asked)
+    assert all(torch.equal(one.into, other) for one, other in zip(asked, expected, strict=True))
+    assert len(launched) == (0 if form == "reference" else -(-len(by) // 4))
+
+
+def test_what_the_kernel_does_not_serve_is_put_plainly(monkeypatch):
+    """Numbers that lie apart."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    served, other = puts(["rows", "places"])
+    apart = Put(torch.zeros(PLACES, 1, 8, SLOTS, dtype=torch.int16).mT, other.tokens, other.slots, places=other.places)
+    expected, launched = by_loops(apart), watch(monkeypatch, "put_tokens")
+    put_tokens([served, apart])
+    assert torch.equal(apart.into, expected) and torch.equal(served.into, by_loops(served))
+    (launch,) = launched
+    assert launch.arguments["INTO_0"] is served.into and launch.arguments["INTO_1"] is None
+
+
+def test_nothing_to_put(monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    none = torch.zeros(0, dtype=torch.int64)
+    for form in (operation, reference):
+        form.put_tokens([])
+        form.put_tokens([Put(torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 1, 8), none, none)])
