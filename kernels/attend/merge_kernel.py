@@ -1,4 +1,4 @@
-"""The parts of a softmax that the runs of `decode_kernel.py` leave, as one."""
+"""The parts of a softmax that the runs of `decode_kernel.py` leave, as one; mixtures of components' codes as channels."""
 
 import triton
 import triton.language as tl
@@ -6,23 +6,27 @@ import triton.language as tl
 from calib.kernels.attend.decode_kernel import LOG2E, NOTHING
 
 
-@triton.jit(do_not_specialize=["splits", "query_rows"])
+@triton.jit(do_not_specialize=["splits", "query_rows", "heads"])
 def merge(
-    TOP, MASS, MIXED, TOP_ALL, MASS_ALL, MIXED_ALL, splits, query_rows, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr
+    TOP, MASS, MIXED, TOP_ALL, MASS_ALL, MIXED_ALL, AXES, SIZE, ORIGIN, MEAN, splits, query_rows, heads,
+    D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
+    COMPONENTS: tl.constexpr, BEHIND: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The parts of all splits `[rows of all heads, splits, R(, D)]` as one, for one query row a program.
 
-    `AT_ONCE` parts are read together: a long row has a hundred, and one after the other each would wait for memory.
+    `AT_ONCE` parts are read together: a long row has a hundred, and one after the other each would wait for memory. With AXES
+    (`CodeFold`) the first columns, COMPONENTS and where MEAN is the sum of weights times sizes, become CHANNELS; columns from
+    BEHIND on stay behind them.
     """
     of_row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    channels = tl.arange(0, DP)
+    columns = tl.arange(0, DP)
     top, mass, mixed = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([DP], tl.float32)
     for first in range(0, splits, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)
         there = split < splits
         part = (of_row * splits + split) * query_rows + query
         own_mixed = tl.load(
-            MIXED + part[:, None] * D + channels[None, :], mask=there[:, None] & (channels < D)[None, :], other=0.0
+            MIXED + part[:, None] * D + columns[None, :], mask=there[:, None] & (columns < D)[None, :], other=0.0
         )
         own_mass = tl.load(MASS + part, mask=there, other=0.0)
         own = tl.load(TOP + part, mask=there, other=NOTHING)
@@ -34,4 +38,26 @@ def merge(
     out = of_row * query_rows + query
     tl.store(TOP_ALL + out, top)
     tl.store(MASS_ALL + out, mass)
-    tl.store(MIXED_ALL + out * D + channels, mixed, mask=channels < D)
+    if AXES is None:
+        tl.store(MIXED_ALL + out * D + columns, mixed, mask=columns < D)
+    else:
+        MIXED_ALL += out * (CHANNELS + D - BEHIND)
+        head = of_row % heads
+        size = tl.load(SIZE + head)
+        for start in range(0, CHANNELS, CHANNELS_AT_ONCE):
+            channels = start + tl.arange(0, CHANNELS_AT_ONCE)
+            inside = channels < CHANNELS
+            axes = tl.load(
+                AXES + (head * COMPONENTS + columns[:, None]) * CHANNELS + channels[None, :],
+                mask=(columns < COMPONENTS)[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+            found = tl.sum(mixed[:, None] * axes.to(tl.float32), 0) * size
+            origin = tl.load(ORIGIN + head * CHANNELS + channels, mask=inside, other=0.0)
+            if MEAN is None:
+                found += origin * mass
+            else:
+                mean = tl.load(MEAN + head * CHANNELS + channels, mask=inside, other=0.0)
+                sized_mass = tl.sum(tl.where(columns == COMPONENTS, mixed, 0.0), 0)
+                found += mean * mass + (origin - mean) * sized_mass
+            tl.store(MIXED_ALL + channels, found, mask=inside)
+        tl.store(MIXED_ALL + (CHANNELS - BEHIND) + columns, mixed, mask=(columns >= BEHIND) & (columns < D))

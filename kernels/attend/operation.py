@@ -111,9 +111,13 @@ def attend_pages(
         shared = query @ keys.ranked.basis.mT
     with torch.cuda.device_of(query):  # Triton launches on the current device
         found = triton.attend_pages(
-            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead, scale
-        )
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead, scale,
+            None if values.ranked is not None else fold,
+        )  # fmt: skip
     columns = triton.columns_of(keys, values, mixes_keys)
+    if fold is not None and values.ranked is None:
+        mixed, mixed_keys = found.mixed.split([fold.axes.shape[2], columns[3]], -1)
+        return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)
     mixed, sized_mass, coefficients, mixed_keys = found.mixed.split(columns, -1)
     if values.fixed is not None and values.sizes is not None:
         step, zero = values.fixed

@@ -171,10 +171,20 @@ def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> li
     return [values.channels, sized, rank_of(values), keys.channels + 1 if mixes_keys else 0]
 
 
-def merge_constants(channels: int) -> dict[str, int]:
-    """Of the kernel that joins the parts of all runs: channels of a part, and parts read together, 64 numbers of a lane at most."""
-    padded = triton.next_power_of_2(channels)
-    return {"D": channels, "DP": padded, "AT_ONCE": max(1, MERGED // padded)}
+def merge_constants(columns: list[int], channels: int = 0) -> dict[str, int]:
+    """Of the kernel that joins the parts of all runs, which have `columns_of`: parts read together, 64 numbers of a lane at most.
+    Where codes of components become `channels`, as many of these at once as half so many numbers of the axes."""
+    wide = sum(columns)
+    padded = triton.next_power_of_2(wide)
+    found = {"D": wide, "DP": padded, "AT_ONCE": max(1, MERGED // padded), "COMPONENTS": columns[0]}
+    return found | {
+        "BEHIND": sum(columns[:2]), "CHANNELS": channels, "CHANNELS_AT_ONCE": max(16, MERGED // 2 // padded),
+    }  # fmt: skip
+
+
+def merge_warps(folds: bool) -> int:
+    """Warps of that kernel: more where a program turns components into channels, which has numbers of two kinds at once."""
+    return 8 if folds else 4
 
 
 def exact_constants(

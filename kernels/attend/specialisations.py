@@ -22,6 +22,7 @@ from calib.kernels.attend.options import (
     exact_constants,
     maps_of,
     merge_constants,
+    merge_warps,
     stages_of,
     turn_of,
     warps_of,
@@ -156,11 +157,12 @@ def _kivi(bits: int, block: int, channels: int, most: float, matrix: float, spil
     )
 
 
-def _merge(channels: int) -> Specialisation:
-    """The kernel that joins the parts of all runs."""
-    constants = merge_constants(channels)
+def _merge(columns: list[int], channels: int = 0) -> Specialisation:
+    """The kernel that joins the parts of all runs; components, of tokens that have sizes, become so many channels."""
+    constants: dict[str, object] = dict(merge_constants(columns, channels))
+    constants |= {} if channels else dict.fromkeys(("AXES", "SIZE", "ORIGIN", "MEAN"))
     types = {name: "i32" if name.islower() else "*fp32" for name in merge.arg_names if name not in constants}
-    return Specialisation(merge, types, constants)
+    return Specialisation(merge, types | ({"AXES": "*fp16"} if channels else {}), constants, merge_warps(channels > 0))
 
 
 def _exact(
@@ -277,6 +279,8 @@ SPECIALISATIONS = {
     "exact tokens joined, float32": _exact(128, 15, 0, kind=torch.float32),
     "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
     "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),
-    "merge": _merge(128),
-    "merge, 256 channels and rank 4": _merge(260),
+    "merge": _merge([128, 0, 0, 0]),
+    "merge, 256 channels and rank 4": _merge([256, 0, 4, 0]),
+    "merge, components to channels": _merge([80, 1, 0, 81], 128),
+    "merge, components to 256 channels": _merge([160, 1, 0, 161], 256),
 }

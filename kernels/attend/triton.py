@@ -16,6 +16,7 @@ from calib.kernels.attend.options import (
     groups_of,
     maps_of,
     merge_constants,
+    merge_warps,
     mode_of,
     rank_of,
     stages_of,
@@ -25,7 +26,7 @@ from calib.kernels.attend.options import (
     widths_of,
 )
 from calib.kernels.attend.options import columns_of as columns_of
-from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, PackedStream, PageSpan, RopeTables
+from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, CodeFold, PackedStream, PageSpan, RopeTables
 from calib.kernels.attend.specialisations import SPECIALISATIONS as SPECIALISATIONS
 from calib.kernels.pack.heads import first_words
 
@@ -67,9 +68,11 @@ def attend_pages(
     mixes_keys: bool = False,
     ahead: int = 0,
     scale: float = 1.0,
+    fold: CodeFold | None = None,
 ) -> Attended:
     """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. What is mixed has
-    the columns of `options.columns_of`; what is `fixed` of values that have sizes is the caller's."""
+    the columns of `options.columns_of`, or with `fold` channels in place of the first two; what is `fixed` of values that have
+    sizes is the caller's."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
     block = block_of(asked, sized=values.sizes is not None)
     turn = turn_of(keys, values, block, rope_tables)
@@ -79,7 +82,8 @@ def attend_pages(
     run = triton.cdiv(turns, splits)
     splits = triton.cdiv(turns, run)
     slots = span.table.shape[1] * page
-    wide = sum(columns_of(keys, values, mixes_keys))
+    columns = columns_of(keys, values, mixes_keys)
+    wide = sum(columns)
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
     scores = room((rows, heads, asked, ahead or slots), query) if scored or ahead else None
@@ -106,10 +110,23 @@ def attend_pages(
         HAS_AHEAD=ahead > 0, PRECISE=precise,
         num_warps=warps_of(block, keys, values, rope_tables), num_stages=stages_of(keys, values, rope_tables),
     )  # fmt: skip
-    if splits > 1:
+    if splits > 1 or fold is not None:
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
-        mixed = room((rows, heads, 1, asked, wide), query)
-        merge[(rows * heads, asked)](*parts, top, mass, mixed, splits, asked, **merge_constants(wide))
+        channels = 0 if fold is None else fold.axes.shape[2]
+        mixed = room((rows, heads, 1, asked, wide if fold is None else channels + sum(columns[2:])), query)
+        folding = (None,) * 4 if fold is None else (fold.axes, fold.size, fold.origin, fold.mean)
+        merge[(rows * heads, asked)](
+            *parts,
+            top,
+            mass,
+            mixed,
+            *folding,
+            splits,
+            asked,
+            heads,
+            **merge_constants(columns, channels),
+            num_warps=merge_warps(fold is not None),
+        )
     told = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
     return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **told)
 
