@@ -1,7 +1,8 @@
 """The last launch of a step's attention on a GPU: exact tokens, a window's and the new ones, joined with what other parts of the
 softmax have found, and divided by the mass of all. `exact.c` does the same on a CPU.
 
-A program owns one KV head of one row and a block of query rows. Tokens are the rows of every product, as in `decode_kernel.py`.
+A program owns one KV head of one row, a block of query rows and a piece of the values' channels. Tokens are the rows of every
+product, as in `decode_kernel.py`.
 """
 
 import triton
@@ -12,7 +13,16 @@ from calib.kernels.attend.loads import largest_of, query_planes
 from calib.kernels.attend.tile_products import exact_product, factors_of, nearest
 
 # Numbers of groups, parts and steps that change from launch to launch without another program.
-UNFIXED = ["columns", "hidden_row", "hidden_column", "tokens_0", "tokens_1", "tokens_2", "scored_0"]
+UNFIXED = [
+    "columns",
+    "hidden_row",
+    "hidden_column",
+    "tokens_0",
+    "tokens_1",
+    "tokens_2",
+    "scored_0",
+    *(f"runs_{i}" for i in range(4)),
+]
 
 
 @triton.jit(do_not_specialize=UNFIXED)
@@ -24,19 +34,26 @@ def exact(
     key_row_0, key_head_0, key_token_0, value_row_0, value_head_0, value_token_0,
     key_row_1, key_head_1, key_token_1, value_row_1, value_head_1, value_token_1,
     key_row_2, key_head_2, key_token_2, value_row_2, value_head_2, value_token_2,
-    mixed_row_0, mixed_row_1, mixed_row_2, mixed_row_3,
+    mixed_row_0, mixed_row_1, mixed_row_2, mixed_row_3, runs_0, runs_1, runs_2, runs_3,
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
+    RUNS: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Three groups of tokens and four parts at most; what is None is not there. QUERY and OUT are of the model's type. The mask,
-    HIDDEN, has a byte for a token of all groups, by row and by column of the query, of which query rows are group-major. INDEX
-    says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key."""
+    """Three groups of tokens at most, and four parts of some runs each; what is None is not there. QUERY and OUT are of the model's
+    type. The mask, HIDDEN, has a byte for a token of all groups, by row and by column of the query, of which query rows are
+    group-major. INDEX says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key."""
     of_row, block = tl.program_id(0), tl.program_id(1)
+    channels = tl.arange(0, DVP)
+    first, inside = 0, channels < DV  # often all: a mask that is known to hide nothing
+    if RUNS > 1:
+        first = tl.program_id(2) * DVP
+        if DV % DVP:
+            inside = channels < DV - first
     row, head = (of_row // heads).to(tl.int64), of_row % heads
     rows = block * M + tl.arange(0, M)
     valid = rows < query_rows
-    at = of_row.to(tl.int64) * query_rows + rows  # of a query row, among those of all heads and rows
-    query = query_planes(QUERY, of_row.to(tl.int64) * query_rows * DK, query_scale, rows, valid, 1, DK, DKP, DK)
+    base = of_row.to(tl.int64)
+    at = base * query_rows + rows  # of a query row, among those of all heads and rows
+    query = query_planes(QUERY, base * query_rows * DK, query_scale, rows, valid, 1, DK, DKP, DK)
     size = largest_of(query)
     rounded, rest = factors_of(query, size, VALUES_0.dtype.element_ty)
     hidden, index = HIDDEN, INDEX
@@ -48,65 +65,94 @@ def exact(
     top, mass = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32)
     mixed = tl.zeros([DVP, M], tl.float32)
     if MASS_0 is not None:
-        top, mass, mixed = joined(top, mass, mixed, TOP_0, MASS_0, MIXED_0, at, valid, mixed_row_0, DV, DVP)
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_0, MASS_0, MIXED_0 + first, base, runs_0, query_rows, rows, valid, mixed_row_0,
+            channels, inside, RUNS,
+        )  # fmt: skip
     if MASS_1 is not None:
-        top, mass, mixed = joined(top, mass, mixed, TOP_1, MASS_1, MIXED_1, at, valid, mixed_row_1, DV, DVP)
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_1, MASS_1, MIXED_1 + first, base, runs_1, query_rows, rows, valid, mixed_row_1,
+            channels, inside, RUNS,
+        )  # fmt: skip
     if MASS_2 is not None:
-        top, mass, mixed = joined(top, mass, mixed, TOP_2, MASS_2, MIXED_2, at, valid, mixed_row_2, DV, DVP)
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_2, MASS_2, MIXED_2 + first, base, runs_2, query_rows, rows, valid, mixed_row_2,
+            channels, inside, RUNS,
+        )  # fmt: skip
     if MASS_3 is not None:
-        top, mass, mixed = joined(top, mass, mixed, TOP_3, MASS_3, MIXED_3, at, valid, mixed_row_3, DV, DVP)
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_3, MASS_3, MIXED_3 + first, base, runs_3, query_rows, rows, valid, mixed_row_3,
+            channels, inside, RUNS,
+        )  # fmt: skip
 
     top, mass, mixed = met(
         top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_0, VALUES_0, SCORES_0, index, scored_0, tokens_0,
-        row * key_row_0 + head * key_head_0, key_token_0, row * value_row_0 + head * value_head_0, value_token_0,
-        DK, DKP, DV, DVP, M, BN, SOFTCAP, INTERPRET,
+        row * key_row_0 + head * key_head_0, key_token_0, row * value_row_0 + head * value_head_0 + first, value_token_0,
+        channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
     )  # fmt: skip
     if VALUES_1 is not None:
         if HIDDEN is not None:
             hidden += tokens_0
         top, mass, mixed = met(
             top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_1, VALUES_1, SCORES_1, None, tokens_1, tokens_1,
-            row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1, value_token_1,
-            DK, DKP, DV, DVP, M, BN, SOFTCAP, INTERPRET,
+            row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1 + first, value_token_1,
+            channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
         )  # fmt: skip
     if VALUES_2 is not None:
         if HIDDEN is not None:
             hidden += tokens_1
         top, mass, mixed = met(
             top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_2, VALUES_2, SCORES_2, None, tokens_2, tokens_2,
-            row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2, value_token_2,
-            DK, DKP, DV, DVP, M, BN, SOFTCAP, INTERPRET,
+            row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2 + first, value_token_2,
+            channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
         )  # fmt: skip
 
-    channels = tl.arange(0, DVP)
-    inside = (channels < DV)[:, None] & valid[None, :]
     # A row that has met no token at all has a mixture of 0.
     out = nearest(mixed / tl.maximum(mass, 1.0e-37)[None, :], OUT.dtype.element_ty, INTERPRET)
-    tl.store(OUT + at[None, :] * DV + channels[:, None], out, mask=inside)
+    tl.store(OUT + first + at[None, :] * DV + channels[:, None], out, mask=inside[:, None] & valid[None, :])
 
 
 @triton.jit
-def joined(top, mass, mixed, TOP, MASS, MIXED, at, valid, mixed_row, DV: tl.constexpr, DVP: tl.constexpr):
-    """Another part of the softmax with what is there."""
-    channels = tl.arange(0, DVP)
-    inside = (channels < DV)[:, None] & valid[None, :]
-    own = tl.load(TOP + at, mask=valid, other=NOTHING)
-    higher = tl.maximum(top, own)
-    stays, comes = tl.exp2((top - higher) * LOG2E), tl.exp2((own - higher) * LOG2E)
-    own_mixed = tl.load(MIXED + at[None, :] * mixed_row + channels[:, None], mask=inside, other=0.0)
-    mass = mass * stays + tl.load(MASS + at, mask=valid, other=0.0) * comes
-    return higher, mass, mixed * stays[None, :] + own_mixed * comes[None, :]
+def joined(
+    top, mass, mixed, TOP, MASS, MIXED, base, runs, query_rows, rows, valid, mixed_row, channels, inside, RUNS: tl.constexpr
+):  # fmt: skip
+    """Another part of the softmax with what is there; of several runs `RUNS` are read together. 1: no part has more."""
+    if RUNS == 1:
+        at = base * query_rows + rows
+        own = tl.load(TOP + at, mask=valid, other=NOTHING)
+        higher = tl.maximum(top, own)
+        stays, comes = tl.exp2((top - higher) * LOG2E), tl.exp2((own - higher) * LOG2E)
+        there = inside[:, None] & valid[None, :]
+        own_mixed = tl.load(MIXED + at[None, :] * mixed_row + channels[:, None], mask=there, other=0.0)
+        mass = mass * stays + tl.load(MASS + at, mask=valid, other=0.0) * comes
+        return higher, mass, mixed * stays[None, :] + own_mixed * comes[None, :]
+    else:
+        for first in range(0, runs, RUNS):
+            run = first + tl.arange(0, RUNS)
+            there = (run < runs)[:, None] & valid[None, :]
+            part = (base * runs + run)[:, None] * query_rows + rows[None, :]
+            own = tl.load(TOP + part, mask=there, other=NOTHING)
+            higher = tl.maximum(top, tl.max(own, 0))
+            stays, comes = tl.exp2((top - higher) * LOG2E), tl.exp2((own - higher[None, :]) * LOG2E)
+            own_mixed = tl.load(
+                MIXED + part[:, None, :] * mixed_row + channels[None, :, None],
+                mask=there[:, None, :] & inside[None, :, None], other=0.0,
+            )  # fmt: skip
+            mass = mass * stays + tl.sum(tl.load(MASS + part, mask=there, other=0.0) * comes, 0)
+            mixed = mixed * stays[None, :] + tl.sum(own_mixed * comes[:, None, :], 0)
+            top = higher
+        return top, mass, mixed
 
 
 @triton.jit
 def met(
     top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS, VALUES, SCORES, INDEX, scored, tokens,
-    key_at, key_token, value_at, value_token,
-    DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    key_at, key_token, value_at, value_token, value_channels, of_values,
+    DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A group of tokens with what is there. Query and weights meet tokens of 16 bits in two parts of their type."""
-    key_channels, value_channels = tl.arange(0, DKP), tl.arange(0, DVP)
+    key_channels = tl.arange(0, DKP)
     for start in range(0, tokens, BN):
         token = start + tl.arange(0, BN)
         there = token < tokens
@@ -138,7 +184,7 @@ def met(
         weights = tl.exp2((product - higher[None, :]) * LOG2E)
         mass = mass * stays + tl.sum(weights, 0)
         top = higher
-        inside = there[None, :] & (value_channels < DV)[:, None]
+        inside = there[None, :] & of_values[:, None]
         values = tl.load(
             VALUES + value_at + token[None, :] * value_token + value_channels[:, None], mask=inside, other=0.0
         )

@@ -7,10 +7,10 @@ import triton
 from torch import Tensor
 
 from calib.kernels.attend.exact_kernel import exact
-from calib.kernels.attend.options import EXACT_LAUNCH, block_of, exact_constants
+from calib.kernels.attend.options import EXACT_LAUNCH, block_of, exact_constants, pieces_of
 from calib.kernels.attend.packed_pages import Attended, ExactTokens
 from calib.kernels.attend.reference import RunningSoftmax
-from calib.kernels.attend.triton import MOST_ROWS, room
+from calib.kernels.attend.triton import MOST_ROWS, fills, room
 
 GROUPS, PARTS = 3, 4  # of tokens, and of the softmax, that the kernel takes
 MOST_CHANNELS = 256
@@ -37,8 +37,9 @@ def attend_exact(
     """See `operation.attend_exact`. More parts than `PARTS` are joined before."""
     rows, heads, asked, _ = query.shape
     out = room((rows, heads, asked, tokens.groups[0].values.shape[3]), query, query.dtype)
-    held = [tensor for part in _few(parts) for tensor in _flat(part)]
-    mixed_rows = [mixed.stride(0) for mixed in held[2::3]]
+    few = _few(parts)
+    held = [tensor for part in few for tensor in _flat(part)]
+    mixed_rows, runs = [mixed.stride(0) for mixed in held[2::3]], [part.runs for part in few]
     groups = tokens.groups
     sources = [
         part
@@ -50,14 +51,16 @@ def attend_exact(
     columns = 1 if hidden is None else hidden.shape[2]
     hidden_row = 0 if hidden is None or hidden.shape[0] == 1 else hidden.stride(0)
     block = block_of(asked, sized=True)  # a window is short: more programs read it again
-    exact[(rows * heads, triton.cdiv(asked, block))](
+    programs = rows * heads * triton.cdiv(asked, block)
+    pieces = pieces_of(out.shape[3], block, fills(query.device) // programs) if max(runs, default=1) > 1 else 0
+    constants = exact_constants(block, query.shape[3], out.shape[3], groups[0].values.dtype, softcap, pieces)
+    exact[(rows * heads, triton.cdiv(asked, block), max(1, pieces))](
         query.contiguous(), hidden, groups[0].index, out,
         *_padded(sources, 3 * GROUPS, None), *_padded(held, 3 * PARTS, None),
         scale, heads, asked, columns, hidden_row, 0 if hidden is None else hidden.shape[3],
         *_padded([group.values.shape[2] for group in groups], GROUPS, 0),
         0 if groups[0].scores is None else groups[0].scores.shape[3], *_padded(strides, 6 * GROUPS, 0),
-        *_padded(mixed_rows, PARTS, 0),
-        **exact_constants(block, query.shape[3], out.shape[3], groups[0].values.dtype, softcap), **EXACT_LAUNCH,
+        *_padded(mixed_rows, PARTS, 0), *_padded(runs, PARTS, 0), **constants, **EXACT_LAUNCH,
     )  # fmt: skip
     return out
 
@@ -73,7 +76,7 @@ def _few(parts: Sequence[Attended]) -> list[Attended]:
 
 def _flat(part: Attended) -> tuple[Tensor, Tensor, Tensor]:
     """Top, mass and mixture by query rows of all heads; a mixture may be some columns of a wider one."""
-    mixed = part.mixed.flatten(0, 2)
+    mixed = part.mixed.flatten(0, -2)
     return part.top.contiguous(), part.mass.contiguous(), mixed if mixed.stride(1) == 1 else mixed.contiguous()
 
 

@@ -85,6 +85,7 @@ def attend_pages(
     fold: CodeFold | None = None,
     ahead: int = 0,
     scale: float = 1.0,
+    runs: bool = False,
 ) -> Attended:
     """`query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores against a tier that is
     `supported`.
@@ -95,10 +96,12 @@ def attend_pages(
     `rope_tables` the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `mixes_keys`
     the codes of keys that have sizes are mixed as well. With `fold` codes of values, whatever is `fixed`, are brought to channels
     by it. Scores of the `ahead` next keys are told besides, of those that are in the table: of keys that are not turned and have
-    no coefficients, and where not all scores are asked.
+    no coefficients, and where not all scores are asked. With `runs` the parts of several runs may wait for `attend_exact`.
     """
     if fold is not None:
         values = replace(values, fixed=None)
+    # Whose mixtures are not of channels yet are joined first.
+    runs = runs and fold is None and values.ranked is None and values.sizes is None and not mixes_keys
     if not prefers_triton(query.device):
         return pages_cpu.attend_pages(
             scaled(query, scale), keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
@@ -112,8 +115,10 @@ def attend_pages(
     with torch.cuda.device_of(query):  # Triton launches on the current device
         found = triton.attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead, scale,
-            None if values.ranked is not None else fold,
+            None if values.ranked is not None else fold, runs,
         )  # fmt: skip
+    if found.runs > 1:
+        return found
     columns = triton.columns_of(keys, values, mixes_keys)
     if fold is not None and values.ranked is None:
         mixed, mixed_keys = found.mixed.split([fold.axes.shape[2], columns[3]], -1)

@@ -27,8 +27,9 @@ LOAD = 8
 # Tokens of one turn of the loop at least: rows of a matrix instruction.
 LEAST = 16
 
-# Numbers that a program of `merge_kernel.py` reads together.
-MERGED = 8192
+# Numbers that a program of `merge_kernel.py` reads together, and one of `exact_kernel.py` of the runs that it joins; channels of
+# values at least that such a program has.
+MERGED, JOINED, LEAST_PIECE = 8192, 4096, 32
 
 # Tokens of one turn of the loop at most, and warps of a program: by its query rows, then (`is_heavy`, `is_wide`) of what it reads.
 # What a program holds at once has to lie in registers: query rows, their mixtures, and the weights and codes of a turn.
@@ -165,6 +166,15 @@ def maps_of(stream: PackedStream, fixed: bool) -> tuple[Tensor | None, ...]:
     return (*(stream.fixed if fixed and stream.fixed else (None, None)), found.scale, found.zero)
 
 
+def pieces_of(channels: int, block: int, wanted: int) -> int:
+    """Into how many pieces values' channels are cut where programs of `block` query rows join runs: so many as are `wanted` to fill
+    the device, if pieces are not too narrow then, and enough for two runs at once."""
+    whole, pieces = triton.next_power_of_2(channels), 1
+    while whole // (2 * pieces) >= LEAST_PIECE and (2 * pieces <= wanted or 2 * block * whole > JOINED * pieces):
+        pieces *= 2
+    return pieces
+
+
 def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> list[int]:
     """Columns of a mixture: channels, the sum of weights times sizes, coefficients; with `mixes_keys` keys' codes and their sum."""
     sized = 0 if values.sizes is None else 1
@@ -188,11 +198,19 @@ def merge_warps(folds: bool) -> int:
 
 
 def exact_constants(
-    block: int, key_dim: int, value_dim: int, kind: torch.dtype, softcap: float | None, interpreted: bool = INTERPRETED
+    block: int,
+    key_dim: int,
+    value_dim: int,
+    kind: torch.dtype,
+    softcap: float | None,
+    pieces: int = 0,
+    interpreted: bool = INTERPRETED,
 ) -> dict[str, object]:
     """Of the kernel that meets exact tokens of type `kind`: channels, query rows of a program, and tokens of a turn, fewer where
-    they take more registers."""
-    padded = {"DKP": max(16, triton.next_power_of_2(key_dim)), "DVP": max(16, triton.next_power_of_2(value_dim))}
+    they take more registers. With `pieces`, so many of values' channels, parts have runs, of which some are read together."""
+    wide = max(16, triton.next_power_of_2(value_dim) // max(1, pieces))
+    padded = {"DKP": max(16, triton.next_power_of_2(key_dim)), "DVP": wide}
+    padded["RUNS"] = max(2, JOINED // (block * wide)) if pieces else 1
     numbers = max(key_dim, value_dim) * (2 if kind == torch.float32 else 1) * block
     turn = {"M": block, "BN": 2 * LEAST if numbers <= WIDE * MOST_SIZED else LEAST}
     return {"DK": key_dim, "DV": value_dim} | padded | turn | {"SOFTCAP": softcap, "INTERPRET": interpreted}

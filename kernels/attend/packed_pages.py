@@ -164,7 +164,7 @@ class Attended:
     sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. Where keys'
     codes c are mixed by the same weights, `mixed_keys [rows, kv_heads, R, N + 1]`: those of s c, and behind them of s. `ahead
     [rows, kv_heads, R, n]`: scores, without a soft cap, of packed keys behind the slots that are attended, where these were asked
-    for."""
+    for. Parts of several runs may wait to be joined: `top`, `mass` and `mixed` have an axis of runs before R then."""
 
     top: Tensor
     mass: Tensor
@@ -172,3 +172,8 @@ class Attended:
     scores: Tensor | None
     mixed_keys: Tensor | None = None
     ahead: Tensor | None = None
+
+    @property
+    def runs(self) -> int:
+        """Parts that wait to be joined, 1 for one that is whole."""
+        return 1 if self.top.ndim == 4 else self.top.shape[2]

@@ -7,6 +7,8 @@ tokens). A tile has its **tokens last**: words `[..., W, T]`, parameters `[..., 
 `kernels/pack` for why.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,15 @@ def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) ->
     return codes
 
 
+def whole(part: Attended) -> Attended:
+    """A part whose runs, if it has several, are joined."""
+    if part.top.ndim == 4:
+        return part
+    top = part.top.amax(2)
+    shares = torch.exp(part.top - top.unsqueeze(2))
+    return replace(part, top=top, mass=(part.mass * shares).sum(2), mixed=(part.mixed * shares).sum(2))
+
+
 class RunningSoftmax:
     """Softmax attention accumulated part by part; the merge of all tiles and the exact window.
 
@@ -137,7 +148,7 @@ class RunningSoftmax:
     def _settle(self) -> None:
         """Joins the parts that wait."""
         while self._waiting:
-            part = self._waiting.pop(0)
+            part = whole(self._waiting.pop(0))
             if self.top is None or self.mass is None or self.mixed is None:
                 self.top, self.mass, self.mixed = part.top, part.mass, part.mixed
                 continue

@@ -173,10 +173,11 @@ def _exact(
     kind: torch.dtype = torch.bfloat16,
     spilled: int = 0,
     scored: bool = False,
+    pieces: int = 0,
 ) -> Specialisation:
     """The kernel of a window's slots and new tokens under a mask, joined with two parts of the softmax. `scored`: some slots have
-    scores in place of keys."""
-    constants = exact_constants(block, channels, channels, kind, None, interpreted=False)
+    scores in place of keys. `pieces`: of values' channels, where the parts have runs."""
+    constants = exact_constants(block, channels, channels, kind, None, pieces, interpreted=False)
     given = r"[A-Z]+_[23]|SCORES_1" if scored else r"[A-Z]+_[23]|SCORES_\d|INDEX"
     constants |= dict.fromkeys(name for name in exact.arg_names if re.fullmatch(given, name))
     types = {name: "*fp32" if name.isupper() else "i32" for name in exact.arg_names if name not in constants}
@@ -185,7 +186,7 @@ def _exact(
     types |= {"INDEX": "*i32"} if scored else {}
     types |= {name: POINTERS[kind] for name in types if re.match("(KEYS|VALUES)_", name)}
     # A turn's numbers of keys and of values. Those of 16 bits meet queries and weights in two parts.
-    numbers = 2 * int(str(constants["BN"])) * channels
+    numbers = int(str(constants["BN"])) * (channels + channels // max(1, pieces))
     return Specialisation(
         exact,
         types,
@@ -279,6 +280,14 @@ SPECIALISATIONS = {
     "exact tokens joined, float32": _exact(128, 15, 0, kind=torch.float32),
     "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
     "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),
+    # Parts that their runs are, in some pieces of channels: a turn of the window's loop has fewer values beside the same keys.
+    "exact tokens and runs joined": _exact(128, 6.1, 1.5, pieces=1),
+    "exact tokens and runs, 4 pieces": _exact(128, 7.8, 2, pieces=4),
+    "exact tokens and runs, some scored": _exact(128, 9.2, 1.7, scored=True, pieces=2),
+    "exact tokens and runs, 16 rows": _exact(128, 11.3, 3.4, 16, pieces=2),
+    "exact tokens and runs, 256 channels": _exact(256, 5.4, 1.7, pieces=2),
+    "exact tokens and runs, 256, 16 rows": _exact(256, 10.6, 6, 16, pieces=2),
+    "exact tokens and runs, float32": _exact(128, 17.6, 0, kind=torch.float32, pieces=4),
     "merge": _merge([128, 0, 0, 0]),
     "merge, 256 channels and rank 4": _merge([256, 0, 4, 0]),
     "merge, components to channels": _merge([80, 1, 0, 81], 128),

@@ -69,6 +69,7 @@ def attend_pages(
     ahead: int = 0,
     scale: float = 1.0,
     fold: CodeFold | None = None,
+    runs: bool = False,
 ) -> Attended:
     """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. What is mixed has
     the columns of `options.columns_of`, or with `fold` channels in place of the first two; what is `fixed` of values that have
@@ -110,6 +111,9 @@ def attend_pages(
         HAS_AHEAD=ahead > 0, PRECISE=precise,
         num_warps=warps_of(block, keys, values, rope_tables), num_stages=stages_of(keys, values, rope_tables),
     )  # fmt: skip
+    told = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
+    if splits > 1 and runs:
+        return Attended(top[..., None], mass[..., None], mixed, **told)
     if splits > 1 or fold is not None:
         parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
         channels = 0 if fold is None else fold.axes.shape[2]
@@ -127,7 +131,6 @@ def attend_pages(
             **merge_constants(columns, channels),
             num_warps=merge_warps(fold is not None),
         )
-    told = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
     return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **told)
 
 
@@ -203,6 +206,11 @@ def _strides(part: Tensor | None) -> tuple[int, int]:
     if part is None:
         return 0, 0
     return part.stride(0), 0 if part.shape[1] == 1 else part.stride(1)
+
+
+def fills(device: torch.device) -> int:
+    """Programs of several warps that fill the device."""
+    return _programs(device) // 2
 
 
 @lru_cache

@@ -72,7 +72,9 @@ class OrderedTokens(LayerTokens):
                 assert plan.page_spans[0] is not None
                 span, slots = plan.page_spans[0], slice(tiles[0].start, tiles[-1].stop)
                 first = tiles[0].start // self.keys.pool.page_tokens
-                yield (part := self._in_one(scorer, span, slots, self._slots_ahead(plan), first))
+                new = ExactTokens((ExactGroup(values, keys),))
+                runs = self.fetched is None and exact_supported(query.for_kernels[0], new)
+                yield (part := self._in_one(scorer, span, slots, self._slots_ahead(plan), first, runs))
                 assert isinstance(part.mix, Attended)
                 scores, tiles = part.mix.ahead, []
             if self.fetched is None and exact_supported(
@@ -141,8 +143,11 @@ class OrderedTokens(LayerTokens):
         assert found.index is not None
         return sources.gather(-1, found.index.expand(*sources.shape[:3], -1))
 
-    def _in_one(self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, first: int = 0) -> ScoredSpan:
-        """All packed tokens from page `first` on by one kernel, and scores of so many keys `ahead` of them."""
+    def _in_one(
+        self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, first: int = 0, runs: bool = False
+    ) -> ScoredSpan:
+        """All packed tokens from page `first` on by one kernel, and scores of so many keys `ahead` of them; with `runs` parts may
+        wait to be joined."""
         (keys, values), fetched = self._streams, self.fetched
         assert keys is not None and values is not None
         if ahead:  # they may lie in later pages
@@ -157,6 +162,7 @@ class OrderedTokens(LayerTokens):
         found = attend_pages(
             query, keys, values, span, constant, self.logits.softcap, scored=self.asks,
             precise=self.values.window.tokens.dtype == torch.float32, ahead=ahead, scale=scale,
+            runs=runs and values.map is not None,
         )  # fmt: skip
         if values.map is None:
             found = replace(found, mixed=self.values.plan.transform.fold_output(found.mixed, found.mass))

@@ -88,13 +88,14 @@ class TieredTokens(LayerTokens):
     ) -> Iterator[ScoredSpan | ExactTokens]:
         waiting: ScoredSpan | None = None
         unasked = observed is None and not self.asks and self.oracle_share is None
-        for span in self._in_tiers(query, plan, observed is not None and observed.tier):
+        tokens = self._exact_tokens(plan, new_keys, new_values)
+        unasked = unasked and exact_supported(query.for_kernels[0], tokens)
+        for span in self._in_tiers(query, plan, observed is not None and observed.tier, unasked):
             unasked = unasked and not span.is_asked
             if waiting is not None:
                 yield waiting
             waiting = span
-        tokens = self._exact_tokens(plan, new_keys, new_values)
-        if unasked and exact_supported(query.for_kernels[0], tokens):
+        if unasked:
             if waiting is not None:
                 yield waiting
             yield tokens
@@ -107,8 +108,8 @@ class TieredTokens(LayerTokens):
             yield waiting
         yield exact
 
-    def _in_tiers(self, query: GroupedQuery, plan: ReadPlan, first_watched: bool) -> Iterator[ScoredSpan]:
-        """All tiers, tile by tile, and what lies beside."""
+    def _in_tiers(self, query: GroupedQuery, plan: ReadPlan, first_watched: bool, runs: bool) -> Iterator[ScoredSpan]:
+        """All tiers, tile by tile, and what lies beside; with `runs` parts may wait to be joined."""
         rotated, row_params = None, None
         if self.before_rope and self.rotation is not None:
             rotated = RopeOnRead(self.forward, self.rotation)
@@ -125,7 +126,7 @@ class TieredTokens(LayerTokens):
                 asked_of_span = wanted or view.corrected or self.fetched is not None or plan.back is not None
                 first_slots = not (asked_of_span or (rotated is not None and tier.stores_positions))
                 if supported(query.given.shape[2], *view.streams, rotated is not None, first_slots):
-                    yield self._tier_in_one(view, tiles, span, wanted)
+                    yield self._tier_in_one(view, tiles, span, wanted, runs)
                     continue
                 if self.fetched is None and not wanted and pairs_supported(view.query, *view.pairs()):
                     yield self._pairs_in_one(view, span, query.given)
@@ -170,7 +171,7 @@ class TieredTokens(LayerTokens):
             exact, lambda weights: (weights @ values.float(),), watched, positions=positions, is_last=True
         )
 
-    def _tier_in_one(self, view: TierView, tiles: list[Tile], span: PageSpan, wanted: bool) -> ScoredSpan:
+    def _tier_in_one(self, view: TierView, tiles: list[Tile], span: PageSpan, wanted: bool, runs: bool) -> ScoredSpan:
         """A tier by one kernel."""
         positions: Tensor | slice | None = None
         if self.fetched is not None:
@@ -180,7 +181,7 @@ class TieredTokens(LayerTokens):
         if self.before_rope and self.rotation is not None:
             cos_sin = tables_between(self.forward, self.rotation, *self._span(view.tier, span), view.asked.given)
         scored = wanted or self.asks or view.corrected
-        found = view.fused(tiles, span, self.logits.softcap, scored, cos_sin)
+        found = view.fused(tiles, span, self.logits.softcap, scored, cos_sin, runs and not scored)
         scores = found.mass if found.scores is None else found.scores
         left = partial(view.corrections, tiles) if view.corrected else None
         return ScoredSpan(scores, found, wanted, left, positions if self.asks else None)

@@ -114,9 +114,10 @@ class TierView:
         softcap: float | None,
         scored: bool,
         cos_sin: tuple[Tensor, Tensor] | None = None,
+        runs: bool = False,
     ) -> Attended:
         """All tokens of the tier by one kernel, which rotates keys by the tables of `cos_sin`; what corrects the values is left to
-        `corrections`."""
+        `corrections`. With `runs` parts may wait to be joined."""
         keys, values = self.streams
         assert keys is not None and values is not None
         if self.corrected:
@@ -132,10 +133,11 @@ class TierView:
         (query, scale), constant = self.asked.for_kernels, None
         if keys.map is None and self.rotated is None:
             (query, constant), scale = self._folded, 1.0
-        found = attend_pages(
-            query, keys, values, span, constant, softcap, scored, precise, rope_tables, predicted is not None, fold, scale=scale
-        )  # fmt: skip
         folds = fold is None and values.map is None
+        found = attend_pages(
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, predicted is not None, fold,
+            scale=scale, runs=runs and not folds,
+        )  # fmt: skip
         mixed = transform.fold_output(found.mixed, found.mass) if folds else found.mixed
         if predicted is not None and found.mixed_keys is not None:
             mixed = mixed + predicted.of_mixed(self._key_codes, found.mixed_keys)

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from launches import watch
 from tolerances import FLOAT32_ATTENTION, SPLIT_SCORES
 
 from calib.kernels.attend import exact_triton, operation
 from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens
+from calib.kernels.attend.options import pieces_of
 from calib.kernels.attend.triton import MOST_ROWS
 
 pytestmark = pytest.mark.arithmetic
@@ -32,7 +34,7 @@ def drawn(*shape, seed):
 class Asked:
     """A query, exact tokens and parts of a softmax, and what attention over all of them is in float64."""
 
-    def __init__(self, dtype, query_rows, dims, counts, parts, columns=1, masked="rows", softcap=None):
+    def __init__(self, dtype, query_rows, dims, counts, parts, columns=1, masked="rows", softcap=None, runs=1):
         rows, heads, (key_dim, value_dim), draw = 2, 3, dims, iter(range(100))
         self.softcap, self.query = softcap, drawn(rows, heads, query_rows, key_dim, seed=next(draw)) / 4
         # Slots of longer windows, of tensors whose heads lie inside tokens: a ring's, and what a model makes.
@@ -54,9 +56,13 @@ class Asked:
         mixing = [drawn(rows, heads, 9, value_dim, seed=next(draw)) for _ in range(parts)]
         self.parts = []
         for number, (own, mixed) in enumerate(zip(others, mixing, strict=True)):
-            top = own.amax(-1, keepdim=True)
+            if runs > 1 and number != 1:  # with one more that meets nothing; the second part is whole
+                own, mixed = own.unflatten(-1, (runs, -1)).movedim(3, 2), mixed.unflatten(2, (runs, -1))
+                own = torch.cat([own, torch.full_like(own[:, :, :1], -torch.inf)], 2)
+                mixed = torch.cat([mixed, mixed[:, :, :1]], 2)
+            top = own.amax(-1, keepdim=True).clamp_min(-1e38)
             weights = (own - top).exp()
-            wide = torch.full((rows, heads, query_rows, value_dim + 7), torch.nan)  # columns of a wider mixture
+            wide = torch.full((*own.shape[:-1], value_dim + 7), torch.nan)  # columns of a wider mixture
             wide[..., :value_dim] = weights @ mixed
             mixture = wide[..., :value_dim] if number % 2 else wide[..., :value_dim].contiguous()
             self.parts.append(Attended(top, weights.sum(-1, keepdim=True), mixture, None))
@@ -108,6 +114,30 @@ def test_some_keys_of_a_window_are_scores_elsewhere(dtype, query_rows):
         keys[row, :, first:] = torch.nan
     asked.groups = (ExactGroup(window.values, keys[:, :, :30], scores, index), *asked.groups[1:])
     asked.check(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize(
+    ("query_rows", "dims", "parts", "runs"),
+    [(1, (64, 64), 1, 9), (3, (20, 80), 2, 3), (9, (32, 128), 3, 9), (17, (16, 256), 1, 3), (2, (32, 32), 6, 3)],
+)
+def test_parts_of_several_runs_are_joined(dtype, programs, query_rows, dims, parts, runs, monkeypatch):
+    """Also by programs for pieces of the values' channels, where few would join all; more parts than the kernel takes are joined
+    before."""
+    monkeypatch.setattr(exact_triton, "fills", lambda device: programs)
+    launched = watch(monkeypatch, "attend")
+    Asked(dtype, query_rows, dims, (20, 7, 1), parts, runs=runs).check(dtype)
+    (launch,) = launched
+    assert launch.grid[2] == pieces_of(dims[1], 8 if query_rows <= 8 else 16, programs // 6)
+    assert launch.grid[2] * launch.arguments["DVP"] >= dims[1] and launch.arguments["RUNS"] > 1
+
+
+def test_pieces_of_channels():
+    """As many as are wanted, of 32 channels at least; of many query rows so many that a program can read two runs."""
+    assert [pieces_of(128, 8, wanted) for wanted in (0, 1, 2, 3, 4, 100)] == [1, 1, 2, 2, 4, 4]
+    assert [pieces_of(channels, 8, 100) for channels in (16, 64, 80, 256)] == [1, 2, 4, 8]
+    assert pieces_of(256, 16, 1) == 2
 
 
 @pytest.mark.parametrize("parts", [5, 16])

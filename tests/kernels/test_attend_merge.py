@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from attended_by_kernel import asked
+from attended_by_kernel import whole as whole_rows
+from launches import watch
+from paged_attention import Kind, pages_of
 
+from calib.kernels.attend import operation, reference, triton
 from calib.kernels.attend.decode_kernel import NOTHING
 from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.options import merge_constants
@@ -72,3 +77,21 @@ def test_components_become_channels(sized, components, channels, behind):
     wanted = (own @ axes.double()) * size + offset
     torch.testing.assert_close(found[2][..., :channels].double(), wanted.flatten(0, 1), rtol=1e-5, atol=1e-5)
     assert torch.equal(found[2][..., channels:].double(), kept.flatten(0, 1))
+
+
+def test_runs_wait_to_be_joined(monkeypatch):
+    """Where mixtures are of channels already; plain torch joins them as the kernel does."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(triton, "_programs", lambda device: 16)
+    keys, values = (pages_of(Kind(4, "token"), (4, 2, 64, 32), seed) for seed in range(2))
+    query, span = asked(keys, rows=2, query_rows=3), whole_rows(keys, [2, 1, 3], [0, 2, 1], used=[190, 60])
+    launched = watch(monkeypatch, "attend")
+    found, joined = (
+        operation.attend_pages(query, keys.stream, values.stream, span, runs=runs) for runs in (True, False)
+    )
+    assert [launch.kernel for launch in launched] == ["attend", "attend", "merge"]
+    assert found.runs > 1 == joined.runs
+    part = reference.whole(found)
+    assert reference.whole(joined) is joined and torch.equal(part.top, joined.top)
+    for name in ("mass", "mixed"):
+        torch.testing.assert_close(getattr(part, name), getattr(joined, name), rtol=1e-5, atol=1e-5)
