@@ -46,6 +46,20 @@ def encode_uniform(
     return pack_away(quantise(y, parameters, group, bits), bits), parameters
 
 
+def encode_pair(
+    pair: tuple[Tensor, Tensor], group: int, bits: int, clips: tuple[Tensor | float, Tensor | float], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """What `encode_uniform` gives for both in turn, parameters of each token's groups of so many channels in `dtype`; by one launch
+    where a kernel takes both."""
+    if prefers_triton(pair[0].device):
+        from calib.kernels.quantise import triton
+
+        if triton.supports_pair(pair, group, bits, clips):
+            with torch.cuda.device_of(pair[0]):
+                return triton.encode_pair(pair, group, bits, clips, dtype)
+    return [encode_uniform(x, (1, group), bits, clip, dtype) for x, clip in zip(pair, clips, strict=True)]
+
+
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue = IDENTITY) -> Tensor:
     """Codes of the range [-clip, clip], where a calibrated transform has put the tokens; nothing is measured.
 

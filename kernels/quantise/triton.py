@@ -28,14 +28,40 @@ TILE = 2048  # values of a plane that a program holds
 new_buffer = torch.empty  # every result lies in one of these
 
 
-@triton.jit(do_not_specialize=["total"])  # nothing is compiled again for another number of tokens
+@triton.jit(do_not_specialize=["total", "rows"])  # nothing is compiled again for another number of tokens
 def token_groups(
-    x, order, center, half, balance, clip, words, parameters, ratio, total, s_row, s_head, s_token, s_channel,
+    x, order, center, half, balance, clip, words, parameters, x_1, clip_1, words_1, parameters_1, ratio, ratio_1, total, rows,
+    s_row, s_head, s_token, s_channel,
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
 ):  # fmt: skip
-    """Groups (1, g). A plane has RUNS runs of RUN channels; a group is one run, or the only run of each of SPAN planes."""
-    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """Groups (1, g) of x, and behind its rows of x_1, which lies alike and has no prologue; None is not there."""
+    row = tl.program_id(2)
+    if x_1 is None:
+        grouped(
+            x, order, center, half, balance, clip, words, parameters, ratio, total, row, s_row, s_head, s_token, s_channel,
+            D, BITS, W, SPAN, RUNS, RUN, TOKENS, RUNS_UP, RUN_UP,
+        )  # fmt: skip
+    elif row < rows:
+        grouped(
+            x, None, None, None, None, clip, words, parameters, ratio, total, row, s_row, s_head, s_token, s_channel,
+            D, BITS, W, SPAN, RUNS, RUN, TOKENS, RUNS_UP, RUN_UP,
+        )  # fmt: skip
+    else:
+        grouped(
+            x_1, None, None, None, None, clip_1, words_1, parameters_1, ratio_1, total, row - rows, s_row, s_head, s_token,
+            s_channel, D, BITS, W, SPAN, RUNS, RUN, TOKENS, RUNS_UP, RUN_UP,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped(
+    x, order, center, half, balance, clip, words, parameters, ratio, total, row, s_row, s_head, s_token, s_channel,
+    D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
+):  # fmt: skip
+    """A plane has RUNS runs of RUN channels; a group is one run, or the only run of each of SPAN planes."""
+    head, row = tl.program_id(1).to(tl.int64), row.to(tl.int64)
     COLUMNS: tl.constexpr = (D + SPAN * RUN - 1) // (SPAN * RUN)
     HALF: tl.constexpr = parameters.dtype.element_ty == tl.float16
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
@@ -166,7 +192,7 @@ def encode_uniform(
     """As `operation.encode_uniform`."""
     words = _words(x, bits, prologue)
     (rows, heads, total, runs), width = words.shape, x.shape[-1]
-    in_planes = group[0] == 1 and (group[1] == width or group[1] % runs == 0 or runs % group[1] == 0)
+    in_planes = group[0] == 1 and _in_planes(group[1], width, runs)
     measured = not in_planes and group[1] == 1 and group[0] <= LONGEST
     if across_heads or not (in_planes or measured):
         x, prologue = prologue.forward(x), IDENTITY
@@ -179,14 +205,61 @@ def encode_uniform(
         _by_planes(x, words, bits, prologue, clip, parameters, group, True)
         return words, parameters
     clips, number = _clip(clip, heads)
-    run = min(runs, group[1])
+    _token_groups((*_operands(x, prologue), clips, words, parameters), (None,) * 4, (number, number), group[1], bits)
+    return words, parameters
+
+
+def encode_pair(
+    pair: tuple[Tensor, Tensor], group: int, bits: int, clips: tuple[Tensor | float, Tensor | float], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """As `operation.encode_pair`."""
+    (rows, heads, total, width), found, given = pair[0].shape, [], []
+    for x, clip in zip(pair, clips, strict=True):
+        words = _words(x, bits, IDENTITY)
+        parameters = new_buffer((rows, heads, total, 2 * width // group), dtype=dtype, device=x.device)
+        found.append((words, parameters))
+        given.append(_clip(clip, heads))
+    (first, one), (second, other) = given
+    operands = (*_operands(pair[0], IDENTITY), first, *found[0])
+    _token_groups(operands, (pair[1], second, *found[1]), (one, other), group, bits)
+    return found
+
+
+def supports_pair(
+    pair: tuple[Tensor, Tensor], group: int, bits: int, clips: tuple[Tensor | float, Tensor | float]
+) -> bool:
+    """Whether one launch encodes both: tensors that lie alike, in groups that are whole planes or divide one."""
+    x, other = pair
+    return (
+        (x.shape, x.dtype, x.device) == (other.shape, other.dtype, other.device)
+        and all(size == 1 or x.stride(axis) == other.stride(axis) for axis, size in enumerate(x.shape))
+        and all(supports(part, clip) for part, clip in zip(pair, clips, strict=True))
+        and _in_planes(group, x.shape[-1], words_per_token(x.shape[-1], bits))
+    )
+
+
+def _in_planes(group: int, width: int, runs: int) -> bool:
+    return group == width or group % runs == 0 or runs % group == 0
+
+
+def _token_groups(
+    operands: tuple[Tensor | None, ...],
+    others: tuple[Tensor | None, ...],
+    clips: tuple[float, float],
+    group: int,
+    bits: int,
+) -> None:
+    """Launches the kernel for x and what is done to it, with its clip, words and parameters, and for the others of a pair."""
+    x, words = operands[0], operands[6]
+    assert x is not None and words is not None
+    (rows, heads, total, runs), width = words.shape, x.shape[-1]
+    run = min(runs, group)
     up = {"RUNS_UP": triton.next_power_of_2(runs // run), "RUN_UP": triton.next_power_of_2(run)}
     tokens = _tokens(up["RUNS_UP"] * up["RUN_UP"])
-    token_groups[triton.cdiv(total, tokens), heads, rows](
-        *_operands(x, prologue), clips, words, parameters, number * (2 / (2**bits - 1)), total, *x.stride(), width, bits, runs,
-        triton.cdiv(group[1], runs), runs // run, run, tokens, **up, enable_fp_fusion=False,
+    token_groups[triton.cdiv(total, tokens), heads, rows * (1 if others[0] is None else 2)](
+        *operands, *others, *(clip * (2 / (2**bits - 1)) for clip in clips), total, rows, *x.stride(), width, bits, runs,
+        triton.cdiv(group, runs), runs // run, run, tokens, **up, enable_fp_fusion=False,
     )  # fmt: skip
-    return words, parameters
 
 
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue = IDENTITY) -> Tensor:
@@ -256,11 +329,13 @@ def _tokens(cells: int) -> int:
 
 def _specialisation(kernel: Any, bits: int, dtype: str, constants: dict[str, object], **own: str) -> Specialisation:
     """A kernel at 128 channels."""
-    numbers = ("total", "step", "group", "s_row", "s_head", "s_token", "p_row", "p_head")
-    types = dict.fromkeys(numbers, "i32") | dict.fromkeys(("ratio", "bound"), "fp32")
+    numbers = ("total", "rows", "step", "group", "s_row", "s_head", "s_token", "p_row", "p_head")
+    types = dict.fromkeys(numbers, "i32") | dict.fromkeys(("ratio", "ratio_1", "bound"), "fp32")
     types |= {"x": f"*{dtype}", "words": "*i16", "parameters": "*fp16", **own}
     runs = words_per_token(128, bits)
-    arguments = dict.fromkeys({"order", "center", "half", "balance", "clip"} - types.keys()) | constants
+    absent = {"order", "center", "half", "balance", "clip"}
+    absent |= {"x_1", "clip_1", "words_1", "parameters_1"} if kernel is token_groups else set()
+    arguments = dict.fromkeys(absent - types.keys()) | constants
     arguments |= {"s_channel": 1, "D": 128, "BITS": bits, "W": runs}
     return Specialisation(kernel, types, arguments, warps=1 if constants.get("MEASURED") else 4)
 
@@ -273,6 +348,10 @@ SPECIALISATIONS = {
     ),
     "4 bit, a token (1, 128)": _specialisation(
         token_groups, 4, "bf16", {**_TOKEN, "SPAN": 4, "RUN": 32, "RUN_UP": 32, "TOKENS": 64},
+    ),
+    "4 bit, tokens of both streams (1, 128)": _specialisation(
+        token_groups, 4, "bf16", {**_TOKEN, "SPAN": 4, "RUN": 32, "RUN_UP": 32, "TOKENS": 64},
+        x_1="*bf16", words_1="*i16", parameters_1="*fp16",
     ),
     "2 bit, keys of KIVI (32, 1)": _specialisation(by_planes, 2, "bf16", {**_PLANES, "W_UP": 16, "TOKENS": 32}),
     "4 bit, calibrated, in order": _specialisation(

@@ -14,6 +14,7 @@ from calib.runtime.held_tier import HeldTier, in_order
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.spans import OrderedTokens
 from calib.runtime.ordered.stream import Stream, StreamPlan
+from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import EMPTY, GROWTH, HOST_GROWTH, PAGE_TOKENS
 from calib.runtime.paging.pinned_kv import PinnedKV
 from calib.runtime.paging.pool import device_memory
@@ -167,7 +168,9 @@ class OrderedStore:
         """Into windows and pages, as the schedules say."""
         table, given = self.sequences.table, list(zip(self.streams, (keys, values), strict=True))
         if forward.width == 1 and forward.columns is None:
-            put_tokens([put for stream, new in given for put in stream.store_step(forward, table, new)])
+            blocks = self._encoded_pair(keys, values) or (None, None)
+            steps = zip(given, blocks, strict=True)
+            put_tokens([put for (stream, new), own in steps for put in stream.store_step(forward, table, new, own)])
             return
         for stream, new in given:
             slots = stream.plan.schedule.slots
@@ -175,6 +178,13 @@ class OrderedStore:
             for rows in forward.equal_length_groups:
                 stream.store_run(rows, forward, table, forward.real(new, rows))
             stream.window.resize(max(map(slots, forward.after)))
+
+    def _encoded_pair(self, keys: Tensor, values: Tensor) -> tuple[Block, Block] | None:
+        """A step's tokens encoded at once; None where that is not done."""
+        one, other = self.streams
+        if not (one.encodes_plainly and other.encodes_plainly) or one.fp32_params != other.fp32_params:
+            return None
+        return one.plan.codec.encode_pair(other.plan.codec, (keys, values), one.fp32_params)
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`."""

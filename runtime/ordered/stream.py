@@ -122,14 +122,21 @@ class Stream:
             None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
         )
 
-    def store_step(self, forward: Forward, table: PageTable, new: Tensor) -> list[Put]:
+    @property
+    def encodes_plainly(self) -> bool:
+        """Whether a step's token goes straight into pages, encoded as it is."""
+        prologue = self.plan.transform.prologue()
+        plain = prologue is not None and prologue.moves and self.bias is None and self.overflowed_outliers is None
+        return plain and not self.plan.schedule.window()
+
+    def store_step(self, forward: Forward, table: PageTable, new: Tensor, block: Block | None = None) -> list[Put]:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are, but for what it
-        returns: that is still to be put where it belongs."""
+        returns: that is still to be put where it belongs. `block`: the tokens encoded, where that is done already."""
         schedule = self.plan.schedule
         if not schedule.window():  # straight into pages
             pages, slots = (forward.tensor(*numbers, new.device) for numbers in _positions(table))
             own = new if self.bias is None else self.bias.off(forward, new)
-            return self.pool.puts(pages, slots, self._encode(own))
+            return self.pool.puts(pages, slots, self._encode(own) if block is None else block)
         for rows in forward.equal_length_groups:
             self._write_pages(rows, forward, table, new)
         self.window.resize(max(map(schedule.slots, forward.after)))

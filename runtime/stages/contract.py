@@ -117,6 +117,11 @@ class Codec(Protocol):
 
     # Optional: how it encodes.
 
+    def encode_pair(self, other: "Codec", pair: tuple[Tensor, Tensor], fp32_params: bool) -> tuple[Block, Block] | None:
+        """What `encode` gives for the first of two tensors `[batch, kv_heads, tokens, head_dim]`, and the `other` codec's for the
+        second, at once; None: one after the other is as well."""
+        return None
+
     def error_bound(self, x: Tensor) -> Tensor | None:
         """The largest |x - x^| for each value of `x [batch, kv_heads, tokens, head_dim]`, float32: what the laws measure. None: it
         declares none, as corrections do, which have laws of their own."""

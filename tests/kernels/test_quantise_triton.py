@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launches import watch
 
 from calib.kernels.pack.reference import unpack
 from calib.kernels.quantise import operation
@@ -228,3 +229,21 @@ def test_lanes_that_hold_no_channel_change_no_range(sign):
     assert_same_uniform(x, (1, 80), 4)
     assert_same_uniform(x, (1, 10), 4)
     assert_same_uniform(x, (20, 1), 4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("clips", [(1.0, 0.8), "heads"])
+def test_two_tensors_are_encoded_by_one_launch(bits, clips, monkeypatch):
+    """The bits of each alone; tensors that lie differently are encoded one by one."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    pair = tuple(tokens((3, 2, 1, 64), torch.bfloat16, kind, bits) for kind in ("normal", "offset"))
+    if clips == "heads":
+        clips = tuple(torch.tensor([share, 1.0]).view(2, 1, 1) for share in (0.9, 0.7))
+    launched = watch(monkeypatch, "quantise")
+    for given, launches in ((pair, 1), ((pair[0], pair[1].repeat(1, 1, 2, 1)[:, :, :1]), 2)):
+        launched.clear()
+        found = operation.encode_pair(given, 64, bits, clips, torch.float16)
+        assert len(launched) == launches
+        for (words, parameters), x, clip in zip(found, given, clips, strict=True):
+            own = operation.encode_uniform(x, (1, 64), bits, clip, torch.float16)
+            assert torch.equal(words, own[0]) and torch.equal(parameters, own[1])

@@ -22,7 +22,7 @@ WRITTEN = {
     "merge": ("TOP_ALL", "MASS_ALL", "MIXED_ALL"),
     "exact": ("OUT",),
     "_attend": ("top", "mass", "mixed"),
-    "token_groups": ("words", "parameters"),
+    "token_groups": ("words", "parameters", "words_1", "parameters_1"),
     "by_planes": ("words", "parameters"),
     "row_normalisers": ("normalisers",),
     "column_sums": ("mass",),

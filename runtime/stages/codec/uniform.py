@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import code_mix, code_scores, uniform_mix, uniform_scores
 from calib.kernels.pack.reference import unpack, words_per_token
-from calib.kernels.quantise.operation import encode_fixed, encode_uniform
+from calib.kernels.quantise.operation import encode_fixed, encode_pair, encode_uniform
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.kernels.quantise.reference import dequantise, measure
 from calib.runtime.messages.printable import printable
@@ -119,6 +119,18 @@ class UniformQuant(Codec):
         dtype = torch.float32 if fp32_params else torch.float16
         words, parameters = encode_uniform(x, group, self.bits, self.clip, dtype, self.across_heads, prologue)
         return {"words": words, "parameters": parameters}
+
+    def encode_pair(self, other: Codec, pair: tuple[Tensor, Tensor], fp32_params: bool) -> tuple[Block, Block] | None:
+        """Where both have ranges of each token, of the same groups and bits."""
+        if not isinstance(other, UniformQuant) or (self.bits, self.group) != (other.bits, other.group):
+            return None
+        if self.group is None or self.group[0] != 1 or self.across_heads or other.across_heads:
+            return None
+        _, channels = self._sizes(1, pair[0].shape[-1])
+        dtype = torch.float32 if fp32_params else torch.float16
+        found = encode_pair(pair, channels, self.bits, (self.clip, other.clip), dtype)
+        keys, values = ({"words": words, "parameters": parameters} for words, parameters in found)
+        return keys, values
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """float32 `[..., kv_heads, tokens, channels]`."""
