@@ -8,20 +8,23 @@ costs, which is what bounds attention over packed tokens (KERNELS in README.md o
 Not under TRITON_INTERPRET=1, where there is nothing to compile.
 """
 
-import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf, isfinite
-from pathlib import Path
 from typing import Any
 
-# Compute capabilities that every kernel must compile for: A100 and H100/H200.
-CAPABILITIES = (80, 90)
+from calib.kernels.compiled_loop import loop_figures
+from calib.kernels.occupancy import programs_at_once
+from calib.kernels.turn_alone import turn_alone
+
+# Compute capabilities that every kernel must compile for: A100, H100/H200 and B200.
+CAPABILITIES = (80, 90, 100)
+
+# On the last one programs of four and more warps have other matrix instructions, which wait in loops, and what fills the registers
+# fills them otherwise: such kernels are compiled for it and printed, and held to nothing there.
+NEWEST = 100
 
 OPERATIONS = (
     "attend",
@@ -52,6 +55,9 @@ class Specialisation:
         words: the words that these codes lie in; 0: not counted.
         matrix: matrix instructions of a warp that 128 codes may cost.
         spilled: bytes of a lane that may lie in memory for want of registers.
+        programs: programs that one multiprocessor must have room for at once.
+        barriers: how often the warps of a program may meet in a turn of that loop.
+        waits: how often a warp may stop for a load from memory in a turn.
         beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
     """
 
@@ -65,29 +71,10 @@ class Specialisation:
     words: int = 0
     matrix: float = 1.0
     spilled: int = 0
+    programs: int = 1
+    barriers: float = inf
+    waits: float = inf
     beside: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LoopFigures:
-    """The longest loop of a compiled kernel: instructions by name, and the kernel's registers and spilled bytes a lane."""
-
-    instructions: Counter[str]
-    registers: int
-    spilled: int
-
-    def cost(self, count: int, warps: int) -> float:
-        """Instructions that a lane issues for every one of `count` codes or words that all lanes read together."""
-        return self.instructions.total() * 32 * warps / count
-
-    def matrix_per_128_codes(self, codes: int, warps: int) -> float:
-        """Matrix instructions of a warp for every 128 codes."""
-        return (self.instructions["HMMA"] + self.instructions["HGMMA"]) * warps * 128 / codes
-
-    @property
-    def conversions(self) -> int:
-        """Whole numbers turned into floating point ones by an instruction of their own."""
-        return sum(self.instructions[name] for name in ("I2F", "I2FP"))
 
 
 def compiled(one: Specialisation, capability: int) -> Any:
@@ -107,40 +94,6 @@ def compiled(one: Specialisation, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def loop_figures(kernel: Any) -> LoopFigures:
-    """What the disassembler shows of a compiled kernel."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        listing = _output([str(tools / "nvdisasm"), "-c", file.name])
-        usage = _output([str(tools / "cuobjdump"), "-res-usage", file.name])
-    names = Counter(re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].split(".")[0] for line in _longest_loop(listing))
-    used = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return LoopFigures(names, used["REG"], used["STACK"] + used["LOCAL"])
-
-
-def _longest_loop(listing: str) -> list[str]:
-    """The instructions between a label and the last jump back to it, of the longest such stretch."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    for line in listing.splitlines():
-        if label := re.match(r"^\s*(\.L_\w+):", line):
-            labels[label.group(1)] = len(code)
-        elif instruction := re.match(r"^\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            code.append(instruction.group(1).strip())
-    jumps = ((re.search(r"BRA\S*\s.*?(\.L_\w+)", line), at) for at, line in enumerate(code))
-    loops = [(labels[jump.group(1)], at) for jump, at in jumps if jump and labels.get(jump.group(1), at + 1) < at]
-    start, end = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, -1))
-    return code[start : end + 1]
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def declared(operation: str) -> dict[str, Specialisation]:
     """What an operation's `triton.py` declares to be compiled: `SPECIALISATIONS`, by name."""
     found: dict[str, Specialisation] = import_module(f"calib.kernels.{operation}.triton").SPECIALISATIONS
@@ -155,11 +108,15 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
             for capability in CAPABILITIES:
                 figures = loop_figures(compiled(one, capability))
                 line = f"{operation:18} {name:34} sm_{capability}"
-                line += f"  {figures.registers:3} registers, {figures.spilled:3} spilled bytes"
-                good = True
+                line += f"  {figures.registers:3} registers, {figures.spilled:3} spilled bytes, {figures.shared:6} shared bytes"
+                programs = programs_at_once(figures.registers, figures.shared, one.warps, capability)
+                line += f", {programs:2} programs at once"
+                good = programs >= one.programs
                 if one.codes:
                     matrix = figures.matrix_per_128_codes(one.codes, one.warps)
-                    good = figures.spilled <= one.spilled and not figures.conversions and matrix <= one.matrix
+                    waits = turn_alone(figures.lines).waits
+                    good &= figures.spilled <= one.spilled and not figures.conversions and matrix <= one.matrix
+                    good &= figures.barriers <= one.barriers and waits <= one.waits
                     for kind, count, most in (("code", one.codes, one.most), ("word", one.words, inf)):
                         if count:
                             cost = costs[name, capability, kind] = figures.cost(count, one.warps)
@@ -169,7 +126,8 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
                             line += f", {cost:.2f} instructions a {kind}"
                             line += f" (at most {most:.2f})" if isfinite(most) else ""
                     line += f", {matrix:.2f} matrix instructions per 128 codes, {figures.conversions} conversions"
-                yield line, good
+                    line += f"; a turn: {figures.loads} loads, {waits} waits for them, {figures.barriers} barriers"
+                yield line, good or (capability == NEWEST and (one.warps > 1 or one.spilled > 0))
 
 
 if __name__ == "__main__":

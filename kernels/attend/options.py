@@ -27,6 +27,9 @@ LOAD = 8
 # Tokens of one turn of the loop at least: rows of a matrix instruction.
 LEAST = 16
 
+# Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
+PROGRAMS = 8
+
 # Numbers that a program of `merge_kernel.py` reads together, and one of `exact_kernel.py` of the runs that it joins; channels of
 # values at least that such a program has.
 MERGED, JOINED, LEAST_PIECE = 8192, 4096, 32
@@ -137,6 +140,12 @@ def constants_of(
     )  # channel pairs, and how many of them are turned
     found |= {"HALF": half, "HALFP": max(16, triton.next_power_of_2(half)), "STRIDE": STRIDE}
     return found | {"PAIRS": 0 if rope_tables is None else rope_tables.fine.shape[-1], "INTERPRET": interpreted}
+
+
+def runs_of(turns: int, programs: int) -> tuple[int, int]:
+    """Turns of a program and programs of a head and block of query rows, where `programs` of each may share its `turns`."""
+    run = -(-turns // max(1, min(turns, programs)))
+    return run, -(-turns // run)
 
 
 def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:

@@ -17,9 +17,11 @@ from calib.kernels.attend.options import (
     CHANNEL,
     EXACT_LAUNCH,
     NONE,
+    PROGRAMS,
     TOKEN,
     constants_of,
     exact_constants,
+    is_wide,
     maps_of,
     merge_constants,
     merge_warps,
@@ -70,15 +72,19 @@ def specialisation(
     block: int = BLOCK_ROWS[0],
     mixes_keys: bool = False,
     ahead: bool = False,
+    barriers: float = inf,
+    waits: float = inf,
 ) -> Specialisation:
-    """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them."""
+    """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them. As many
+    programs of one warp have to fit a multiprocessor as a launch starts there; half of them where tokens are wide or exact."""
     turn = turn_of(keys, values, block, rope_tables)
     absent = ("BIAS", "HIDDEN", "POSITIONS", "BACK", *(() if ahead else ("SCORES",)))
     constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
     constants |= {"HAS_SCORES": False, "HAS_AHEAD": ahead}
-    constants |= {"HAS_CONSTANT": rope_tables is None, "PRECISE": False}
-    constants |= {"CONSTANT": None} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
+    has_constant = keys.parameters is None and rope_tables is None
+    constants |= {"HAS_CONSTANT": has_constant, "PRECISE": False} | ({} if has_constant else {"CONSTANT": None})
+    constants |= {} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
     constants |= {
         f"{role}_COEFFICIENTS": None for role, own in (("KEY", keys), ("VALUE", values)) if own.ranked is None
     }
@@ -109,7 +115,11 @@ def specialisation(
     codes, words = turn * (keys.channels + values.channels), turn * (wide_of(keys) + wide_of(values))
     types = {name: kind for name, kind in types.items() if name not in constants}
     warps, stages = warps_of(block, keys, values, rope_tables), stages_of(keys, values, rope_tables)
-    return Specialisation(attend, types, constants, warps, stages, codes, most, words, matrix, spilled, beside)
+    takes_room = is_wide(keys, values) or EXACT in (keys.bits, values.bits)
+    programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else PROGRAMS
+    return Specialisation(
+        attend, types, constants, warps, stages, codes, most, words, matrix, spilled, programs, barriers, waits, beside
+    )
 
 
 def _calibrated(
@@ -229,6 +239,14 @@ SPECIALISATIONS = {
     "2 bits, per channel, keys ahead": specialisation(
         stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128), ahead=True
     ),
+    # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
+    "4 bits, per channel of 128, ahead": specialisation(
+        stream_of(4, CHANNEL, 128, page=128), stream_of(4, TOKEN, page=128), ahead=True
+    ),
+    "2 bits, per channel of 128, ahead": specialisation(
+        stream_of(2, CHANNEL, 128, page=128), stream_of(2, TOKEN, page=128), ahead=True
+    ),
+    "4 bits, keys per token": specialisation(stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128)),
     "4 bits, blocks of 60": _block(4, 60, 2.8),
     "2 bits, blocks of 40": _block(2, 40, 2.3),
     "4 bits, ranges of channels": _ranged(4),

@@ -19,12 +19,14 @@ from calib.kernels.attend.options import (
     merge_warps,
     mode_of,
     rank_of,
+    runs_of,
     stages_of,
     turn_of,
     warps_of,
     wide_of,
     widths_of,
 )
+from calib.kernels.attend.options import PROGRAMS as PROGRAMS
 from calib.kernels.attend.options import columns_of as columns_of
 from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, CodeFold, PackedStream, PageSpan, RopeTables
 from calib.kernels.attend.specialisations import SPECIALISATIONS as SPECIALISATIONS
@@ -32,9 +34,6 @@ from calib.kernels.pack.heads import first_words
 
 # Query rows of a KV head that are served: more are a prompt's, not a step's.
 MOST_ROWS = 256
-
-# Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
-PROGRAMS = 8
 
 
 def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
@@ -79,9 +78,7 @@ def attend_pages(
     turn = turn_of(keys, values, block, rope_tables)
     turns = span.table.shape[1] * triton.cdiv(page, turn)
     blocks = triton.cdiv(asked, block)
-    splits = max(1, min(turns, _programs(query.device) // (rows * heads * blocks)))
-    run = triton.cdiv(turns, splits)
-    splits = triton.cdiv(turns, run)
+    run, splits = runs_of(turns, _programs(query.device) // (rows * heads * blocks))
     slots = span.table.shape[1] * page
     columns = columns_of(keys, values, mixes_keys)
     wide = sum(columns)

@@ -119,13 +119,17 @@ for capability in ahead_of_time.CAPABILITIES:
     assert loop_figures(compiled(plain, capability)).conversions == 0
     figures = loop_figures(compiled(converted, capability))
     assert figures.conversions >= 1, figures
-    assert figures.registers > 0 and figures.spilled == 0
+    assert figures.registers > 0 and figures.spilled == figures.shared == 0
 cases = {
     "within": (replace(plain, most=100.0), True),
     "beyond": (replace(plain, most=1.0), False),
     "converting": (converted, False),
     "held to nothing": (replace(converted, codes=0), True),
     "words": (replace(plain, words=16), True),
+    "no barriers": (replace(plain, barriers=0), True),
+    "no wait": (replace(plain, waits=0), False),
+    "as many programs as fit": (replace(plain, programs=32), True),
+    "more programs than fit": (replace(plain, programs=33), False),
     "a word as dear": (replace(plain, words=16, beside={"word": "words", "code": "within"}), True),
     "a word too dear": (replace(plain, words=15, beside={"word": "words"}), False),
     "a code too dear": (replace(plain, codes=31, words=16, beside={"word": "words", "code": "within"}), False),
@@ -133,8 +137,10 @@ cases = {
 ahead_of_time.declared = lambda operation: {name: one for name, (one, _) in cases.items()}
 told = list(report(["summing"]))
 assert [holds for _, holds in told] == [good for _, good in cases.values() for _ in ahead_of_time.CAPABILITIES], told
-assert "at most 1.0" in told[2][0] and "conversions" in told[4][0] and "instructions a code" not in told[6][0], told
-assert "instructions a word" in told[8][0] and "instructions a word" not in told[0][0], told
+lines = dict(zip(cases, (line for line, _ in told[:: len(ahead_of_time.CAPABILITIES)]), strict=True))
+assert "at most 1.0" in lines["beyond"] and "conversions; a turn: " in lines["converting"], told
+assert "instructions a code" not in lines["held to nothing"] and "programs at once" in lines["held to nothing"], told
+assert "instructions a word" in lines["words"] and "instructions a word" not in lines["within"], told
 """
     done = compiling("-c", script, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -148,7 +154,7 @@ from dataclasses import replace
 from calib.kernels.host_gather import triton as kernels
 
 name, one = next(iter(kernels.SPECIALISATIONS.items()))
-kernels.SPECIALISATIONS = {name: replace(one, codes=1, most=0.0)}
+kernels.SPECIALISATIONS = {name: replace(one, warps=1, codes=1, most=0.0)}
 sys.argv[1:] = ["host_gather"]
 runpy.run_module("calib.kernels.ahead_of_time", run_name="__main__")
 """
