@@ -18,6 +18,8 @@ NOT_RUN = {
     "tests/test_kvpress_peer.py runs the script over stand-ins",
     r"(python -m benchmarks\.gpu|timeout .* (compute-sanitizer|ncu)) .*": "they need a GPU: "
     "tests/gpu_benchmarks/test_first_run.py reads them and holds them to what there is",
+    r"python -m benchmarks\.gpu\.roofline .*": "it writes a page of the repository; tests/gpu_benchmarks/test_roofline.py runs it "
+    "without",
     r"python -m calib\.kernels\.ahead_of_time .*": "compiles in a process that interprets nothing: "
     "tests/kernels/test_ahead_of_time.py runs it for every operation",
 }

@@ -1,0 +1,65 @@
+"""Clocks for which a turn of a loop keeps a scheduler of a multiprocessor busy: by issuing it, and by each of its pipes.
+
+A scheduler issues one instruction of a warp a clock. A pipe takes longer where it has fewer lanes than a warp. Rates are those of
+CUDA's programming guide ("Throughput of Native Arithmetic Instructions": results a clock and multiprocessor, a quarter of it for a
+scheduler), matrix instructions' those of the data sheets' dense float16 products.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from calib.kernels.compiled_loop import name_of, registers_of
+
+# 64 results a clock and multiprocessor: whole numbers, logic, shifts, comparisons, selections, conversions to float16.
+INTEGER = {
+    "LOP3", "SHF", "IADD3", "VIADD", "LEA", "ISETP", "FSETP", "FSEL", "SEL", "FMNMX", "FMNMX3", "PRMT", "PLOP3", "SGXT", "IMNMX",
+    "VIMNMX", "MOV", "F2FP",
+}  # fmt: skip
+# 128 in float32, but 64 on capability 8.0; 64 products of whole numbers.
+FLOAT, PRODUCT = {"FADD", "FMUL", "FFMA"}, {"IMAD"}
+# 256 in float16, two of a lane at once.
+HALF = {"HADD2", "HMUL2", "HFMA2"}
+# 16 exponentials, reciprocals and roots.
+SPECIAL = {"MUFU"}
+# 128 bytes a clock and multiprocessor between registers and shared memory; shuffles go the same way.
+MEMORY = {"LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG", "SHFL"}
+
+# Products and sums of a scheduler's tensor core a clock: 312 and 989 TFLOP/s of dense float16.
+MATRIX = {80: 256, 90: 512}
+
+
+def busy(lines: Sequence[str], capability: int) -> dict[str, float]:
+    """Clocks of a warp's turn by issue and by pipe, of a loop's instructions as the disassembler writes them (SASS)."""
+    found = Counter[str]({"issue": len(lines)})
+    for line in lines:
+        name = name_of(line)
+        if name in INTEGER:
+            found["integer"] += 2
+        elif name in PRODUCT:
+            found["float"] += 2
+        elif name in FLOAT:
+            found["float"] += 2 if capability == 80 else 1
+        elif name in HALF:
+            found["half"] += 1
+        elif name in SPECIAL:
+            found["special"] += 8
+        elif name in MEMORY:
+            found["memory"] += 4 * (_tiles(line) if name == "LDSM" else registers_of(line))
+        elif name in ("HMMA", "HGMMA"):
+            found["matrix"] += _products(line) // MATRIX[capability]
+    return dict(found)
+
+
+def _tiles(line: str) -> int:
+    """Matrices of 8 x 8 that one LDSM loads, a register of 4 bytes each."""
+    shape = re.search(r"M\w*88\.(\d)", line)
+    return int(shape.group(1)) if shape else 1
+
+
+def _products(line: str) -> int:
+    """Products of one warp: HMMA.16816 has 16 x 8 x 16, HGMMA.64x8x16 has 64 x 8 x 16 of four warps."""
+    if shape := re.search(r"HGMMA\.(\d+)x(\d+)x(\d+)", line):
+        rows, columns, depth = map(int, shape.groups())
+        return rows * columns * depth // 4
+    return 16 * 8 * (8 if re.search(r"HMMA\.1688\b", line) else 16)
