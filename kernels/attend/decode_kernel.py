@@ -10,6 +10,7 @@ need not be a whole number of turns; its last one is then masked.
 import triton
 import triton.language as tl
 
+from calib.kernels.attend.channel_keys import channel_product
 from calib.kernels.attend.loads import (
     channel_numbers,
     code_words,
@@ -50,7 +51,7 @@ def attend(
     value_step_row, value_step_head, value_step_channel, value_map_row, value_map_head, value_map_channel,
     KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
     VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
-    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SCALED: tl.constexpr,
+    KEY_FOLDED: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SCALED: tl.constexpr,
     SIZE_WORDS: tl.constexpr, KEYS_MIXED: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
     VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
@@ -192,15 +193,22 @@ def attend(
                     else:
                         product = tl.dot(keys[half].to(tl.float16), asked[half].to(tl.float16), product)
             elif KEY_MODE == 2:
-                # A scale for every channel and few tokens: sooner into the codes than into the query.
                 numbers += inside_page // KEY_TOKENS * (2 * DK)
-                for f in tl.static_range(FK):
-                    steps, zero_points = channel_numbers(numbers, key_words, f, DK, WK, WKP)
-                    keys = tokens_of(codes[f], bias_of(KEY_WIDTHS, f), steps[None, :], zero_points[None, :], PRECISE)
-                    if PRECISE:
-                        product = tl.dot(keys, exact_query[f] / size[None, :], product, input_precision="ieee")
-                    else:
-                        product = tl.dot(keys, query[f], product)
+                product = channel_product(
+                    codes,
+                    numbers,
+                    key_words,
+                    query,
+                    exact_query,
+                    size,
+                    KEY_WIDTHS,
+                    DK,
+                    WK,
+                    WKP,
+                    BN,
+                    KEY_FOLDED,
+                    PRECISE,
+                )
             elif KEY_MODE == 1:
                 for j in tl.static_range(KEY_GROUPS):
                     part = tl.zeros([BN, M], tl.float32)
@@ -293,7 +301,7 @@ def attend(
             if VALUE_MODE == 2:
                 numbers += inside_page // VALUE_TOKENS * (2 * DV)
                 for f in tl.static_range(FV):
-                    steps, zero_points = channel_numbers(numbers, value_words, f, DV, WV, WVP)
+                    steps, zero_points = channel_numbers(numbers, value_words, f, DV, WV, WVP, M == 8)
                     values = tokens_of(
                         codes[f], bias_of(VALUE_WIDTHS, f), steps[:, None], zero_points[:, None], PRECISE
                     )

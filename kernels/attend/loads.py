@@ -127,11 +127,19 @@ def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def channel_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr):
-    """float16 scales and zero points [WP] of a plane's channels, from a row of parameters."""
+def channel_numbers(
+    numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, ONE_WARP: tl.constexpr
+):  # fmt: skip
+    """float16 scales and zero points [WP] of a plane's channels, from a row of parameters. A load goes a turn ahead where each lane
+    that takes part has two numbers, 4 bytes: where there are as many channels as lanes, both kinds are one load."""
     channels = plane * W + words
     inside = (words < W) & (channels < D)
-    return tl.load(numbers + channels, mask=inside, other=0.0), tl.load(numbers + D + channels, mask=inside, other=0.0)
+    if ONE_WARP and WP >= 32:
+        both = channels[:, None] + D * tl.arange(0, 2)[None, :]
+        return tl.split(tl.load(numbers + both, mask=inside[:, None], other=0.0))
+    else:
+        zero_points = tl.load(numbers + D + channels, mask=inside, other=0.0)
+        return tl.load(numbers + channels, mask=inside, other=0.0), zero_points
 
 
 @triton.jit

@@ -44,6 +44,12 @@ SHAPES = {
 
 WIDE = 128  # channels
 
+# Tokens of a group for each query row from which on keys' scales go into the query.
+FOLDED = 6
+
+# Words of a token beside which a turn of most tokens then leaves enough registers.
+LEAN = 16
+
 
 def block_of(query_rows: int, sized: bool = False) -> int:
     """Query rows of a program, padding included; fewer where values are `sized`, whose mixtures lie in more registers."""
@@ -51,9 +57,18 @@ def block_of(query_rows: int, sized: bool = False) -> int:
     return next((size for size in sizes if query_rows <= size), sizes[-1])
 
 
-def is_heavy(keys: PackedStream, values: PackedStream) -> bool:
-    """Whether tokens are read as they are, or have parameters for each channel: those of a turn lie in registers as well."""
-    return any(stream.bits == EXACT or mode_of(stream) == CHANNEL for stream in (keys, values))
+def is_folded(keys: PackedStream, block: int) -> bool:
+    """Whether keys' scales of channels go into the query, group by group, and not into the codes: where a group has so many more
+    tokens than a program has query rows that it is less to multiply."""
+    return mode_of(keys) == CHANNEL and block == BLOCK_ROWS[0] and keys.group_tokens >= FOLDED * block
+
+
+def is_heavy(keys: PackedStream, values: PackedStream, block: int) -> bool:
+    """Whether tokens are read as they are, or have parameters for each channel: those of a turn lie in registers as well, but for
+    keys of few words whose scales go into the query."""
+    is_lean = is_folded(keys, block) and wide_of(keys) <= LEAN
+    by_channel = mode_of(values) == CHANNEL or (mode_of(keys) == CHANNEL and not is_lean)
+    return by_channel or EXACT in (keys.bits, values.bits)
 
 
 def is_wide(keys: PackedStream, values: PackedStream) -> bool:
@@ -63,7 +78,7 @@ def is_wide(keys: PackedStream, values: PackedStream) -> bool:
 
 def shape_of(keys: PackedStream, values: PackedStream, block: int) -> tuple[int, int]:
     """Of `SHAPES`."""
-    return SHAPES[block][is_heavy(keys, values), is_wide(keys, values)]
+    return SHAPES[block][is_heavy(keys, values, block), is_wide(keys, values)]
 
 
 def turn_of(
@@ -117,7 +132,7 @@ def constants_of(
     """All that follows from how streams lie; `block` query rows and `turn` tokens at once. `mixes_keys`: their codes as well."""
     found: dict[str, object] = {"M": block, "BN": turn, "PAGE": keys.pages.shape[2], "SOFTCAP": softcap}
     sizes = [stream.sizes.shape[-1] for stream in (keys, values) if stream.sizes is not None]
-    found |= {"SIZE_WORDS": max(sizes, default=0), "KEYS_MIXED": mixes_keys}
+    found |= {"SIZE_WORDS": max(sizes, default=0), "KEYS_MIXED": mixes_keys, "KEY_FOLDED": is_folded(keys, block)}
     for role, letter, stream in (("KEY", "K", keys), ("VALUE", "V", values)):
         widths, wide, counts = widths_of(stream), wide_of(stream), stream.counts or (wide_of(stream),)
         room_of = max(16, triton.next_power_of_2(wide))

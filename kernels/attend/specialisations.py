@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,11 +131,18 @@ def _calibrated(
     return specialisation(stream, stream, beside=beside)
 
 
-def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0) -> Specialisation:
+def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0, spilled: int = 0) -> Specialisation:
     """ZipCache's tokens of a block, a page: ranges of its channels for keys, scales of its channels beside a token's for values."""
     values = stream_of(bits, TOKEN, page=page)
     scales = torch.empty(1, 1, 1, values.channels, dtype=torch.float16, device="meta")
-    return specialisation(stream_of(bits, CHANNEL, page, page=page), replace(values, scales=scales), most, matrix)
+    keys = stream_of(bits, CHANNEL, page, page=page)
+    return specialisation(keys, replace(values, scales=scales), most, matrix, spilled)
+
+
+def _kivi(bits: int, group: int, most: float, **limits: Any) -> Specialisation:
+    """KIVI's keys and values in groups, for a step of few query rows."""
+    keys, values = stream_of(bits, CHANNEL, group, page=128), stream_of(bits, TOKEN, 128 // group, page=128)
+    return specialisation(keys, values, most, **limits)
 
 
 def _ranged(bits: int) -> Specialisation:
@@ -159,8 +167,8 @@ def _predicted(
     return specialisation(own, own, most, matrix, spilled, rope_tables=tables, block=block, mixes_keys=True)
 
 
-def _kivi(bits: int, block: int, channels: int, most: float, matrix: float, spilled: int = 0) -> Specialisation:
-    """KIVI's keys and values in groups of 32: what takes most registers."""
+def _full(bits: int, block: int, channels: int, most: float, matrix: float, spilled: int = 0) -> Specialisation:
+    """KIVI's keys and values in groups of 32 beside more query rows or channels: what takes most registers."""
     keys = stream_of(bits, CHANNEL, 32, channels, page=128)
     return specialisation(
         keys, stream_of(bits, TOKEN, channels // 32, channels, page=128), most, matrix, spilled, block=block
@@ -222,32 +230,20 @@ _TRELLIS = replace(_PATTERNED, trellis=True)
 _SIZED = replace(_PATTERNED, sizes=torch.empty(1, 1, 64, 1, dtype=torch.int16, device="meta"))
 
 SPECIALISATIONS = {
-    "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6),
-    "2 bits, calibrated keys": specialisation(stream_of(2), stream_of(2, TOKEN), 1.8),
-    "4 bits, keys per channel of 128": specialisation(
-        stream_of(4, CHANNEL, 128, page=128), stream_of(4, TOKEN, page=128), 2.6
-    ),
-    "2 bits, keys per channel of 128": specialisation(
-        stream_of(2, CHANNEL, 128, page=128), stream_of(2, TOKEN, page=128)
-    ),
-    "4 bits, keys per channel of 32": specialisation(
-        stream_of(4, CHANNEL, 32, page=128), stream_of(4, TOKEN, 4, page=128)
-    ),
-    "2 bits, keys per channel of 32": specialisation(
-        stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128)
-    ),
-    "2 bits, per channel, keys ahead": specialisation(
-        stream_of(2, CHANNEL, 32, page=128), stream_of(2, TOKEN, 4, page=128), ahead=True
-    ),
+    "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6, barriers=3, waits=4),
+    "2 bits, calibrated keys": specialisation(stream_of(2), stream_of(2, TOKEN), 1.8, barriers=3, waits=4),
+    "4 bits, keys per channel of 128": _kivi(4, 128, 2.4, barriers=10, waits=6, spilled=8),
+    "2 bits, keys per channel of 128": _kivi(2, 128, 1.8, barriers=3, waits=9),
+    "4 bits, keys per channel of 32": _kivi(4, 32, 4, barriers=8, waits=8),
+    "2 bits, keys per channel of 32": _kivi(2, 32, 3.9, barriers=8, waits=8),
     # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
-    "4 bits, per channel of 128, ahead": specialisation(
-        stream_of(4, CHANNEL, 128, page=128), stream_of(4, TOKEN, page=128), ahead=True
+    "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=6, ahead=True),
+    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=10, ahead=True),
+    "2 bits, per channel, keys ahead": _kivi(2, 32, 4.2, barriers=9, waits=8, ahead=True),
+    "4 bits, keys per token": specialisation(
+        stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 2, barriers=5, waits=9
     ),
-    "2 bits, per channel of 128, ahead": specialisation(
-        stream_of(2, CHANNEL, 128, page=128), stream_of(2, TOKEN, page=128), ahead=True
-    ),
-    "4 bits, keys per token": specialisation(stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128)),
-    "4 bits, blocks of 60": _block(4, 60, 2.8),
+    "4 bits, blocks of 60": _block(4, 60, 2.6, spilled=8),
     "2 bits, blocks of 40": _block(2, 40, 2.3),
     "4 bits, ranges of channels": _ranged(4),
     "2 bits, both calibrated": _calibrated(2, 128),
@@ -276,12 +272,12 @@ SPECIALISATIONS = {
     # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
     "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.7, 1.1, block=16),
     "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 12.5, 4.3, block=64),
-    "2 bits, groups of 32, 16 rows": _kivi(2, 16, 128, 5.6, 1.3),
-    "2 bits, groups of 32, 64 rows": _kivi(2, 64, 128, 23, 5.1),
-    "2 bits, groups of 32, 256 channels": _kivi(2, 8, 256, 3.5, 0.7, spilled=32),
+    "2 bits, groups of 32, 16 rows": _full(2, 16, 128, 5.6, 1.3),
+    "2 bits, groups of 32, 64 rows": _full(2, 64, 128, 23, 5.1),
+    "2 bits, groups of 32, 256 channels": _full(2, 8, 256, 3.5, 0.7, spilled=48),
     # All eight planes of values have zero points of their own here, for 16 rows each; fewer tokens or more warps spill as much.
-    "2 bits, groups of 32, 256, 16 rows": _kivi(2, 16, 256, 7, 1.6, spilled=176),
-    "2 bits, groups of 32, 256, 64 rows": _kivi(2, 64, 256, 28, 5.1),
+    "2 bits, groups of 32, 256, 16 rows": _full(2, 16, 256, 7, 1.6, spilled=176),
+    "2 bits, groups of 32, 256, 64 rows": _full(2, 64, 256, 28, 5.1),
     "4 bits, calibrated, 256 channels": specialisation(
         stream_of(4, channels=256, page=128), stream_of(4, TOKEN, channels=256, page=128), 1.7, 0.6
     ),

@@ -69,5 +69,5 @@ def test_turns():
             pages_of(Kind(4, "channel", group), shape, 1).stream, pages_of(Kind(4, "token"), shape, 2).stream
         )
 
-    assert [turn(page, page) for page in (20, 40, 60, 64, 100, 128)] == [32, 64, 64, 64, 64, 64]
+    assert [turn(page, page) for page in (20, 40, 60, 64, 100, 128)] == [32, 64, 64, 64, 128, 128]
     assert turn(128, 32) == 32 and turn(40, 20) == 4  # groups that no turn fits are read otherwise
