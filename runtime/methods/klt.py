@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.artifact.component_bits import ROLES, Allocation, Allocator
+from calib.runtime.artifact.component_bits import ROLES, Allocation, Allocator, bits_of_sizes
 from calib.runtime.artifact.components import (
     ROPE,
     Coding,
@@ -37,6 +37,7 @@ WINDOW, BLOCK = 64, 16  # tokens, without tiers
 TIERS_BLOCK = 100  # as in `zipcache`
 MOST_BYTES = 2**50  # of a budget
 EXACT_BYTES = 2  # of a value in the exact window, where a budget is in bytes
+SIZES_SHARE = 0.1  # of a budget: what sizes take at most where nobody asked for them
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Klt(Method):
             positions, costs more. None is "before", where the artifact has such: "after" where the model's RoPE cannot
             be unrotated.
         size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
-            are coded: steps fit the token. With keys before RoPE alone. None: where the artifact has what that needs; not with
-            `loss`, which the fit measured without.
+            are coded: steps fit the token. With keys before RoPE alone. None: where the artifact has what that needs, and a tenth
+            of the bits is enough for sizes; not with `loss`, which the fit measured without.
         predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`. None: where
             tokens have sizes, and the artifact has the rest.
         trellis: whether levels are trellis-coded: at the same bits, narrower steps, and a search of codes.
@@ -215,10 +216,20 @@ class Klt(Method):
         if size is None:
             streams = (stream for both in SIZED.items() for stream in both)
             known = rope == "before" and all(artifact.has(f"{stream}.errors") for stream in streams)
-            size = predict is True or (known and self.loss is None)
+            size = predict is True or (known and self.loss is None and self._has_room_for_sizes(artifact))
         if predict is None:
             predict = size and artifact.has(f"{PREDICTED}.errors")
         return Coding(rope, size, predict, self.trellis)
+
+    def _has_room_for_sizes(self, artifact: Artifact) -> bool:
+        """At few bits, and with few KV heads, what sizes take is missed more than they are worth."""
+        if self.bytes is None:
+            budget = min(bits for bits, _ in self._bits_and_shares())
+        else:
+            plain = Coding("before")
+            budget = self._within_bytes(allocator(artifact, plain), plain).bits
+        heads, channels = artifact.tensor("keys.klt.sized.errors").shape[1:3]
+        return bits_of_sizes(heads, channels) <= SIZES_SHARE * budget
 
     def _tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
         def stages(codes: LayerCodes) -> TierStages:

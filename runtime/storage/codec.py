@@ -141,7 +141,7 @@ class Codec:
         Args:
             artifact: of `calib fit`, or its path.
             bits: the budget in bits per value, keys and values together, as `klt` takes it.
-            size: whether every token has a size (`klt`). None: where the artifact has what that needs.
+            size: whether every token has a size (`klt`). None: as `klt` has it.
             predict: whether values are predicted from keys (`klt`). None: where tokens have sizes, and the artifact has the rest.
             heads: the KV heads of a chunk, without gaps: those of one rank of tensor parallelism. None is all.
             sinks: first positions of a text, whose tokens are exact, to 65,535.

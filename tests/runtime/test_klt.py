@@ -315,7 +315,7 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
         ({"bits": 2, "loss": 0.1}, "bits and loss are both budgets; give one of them"),
         ({"loss": 9.0}, "loss=9 is outside what the fit measured, 0.0005 ... 0.3 nats a token"),
         ({"bytes": 10**6}, "bytes=1000000 and context=None: a budget in bytes is one of so many tokens"),
-        ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.5 bits"),
+        ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.25 bits"),
         ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
         ({"size": True, "predict": 1}, "predict must be True or False, got 1"),
@@ -355,16 +355,23 @@ def test_it_needs_an_artifact_with_bases(model, artifact):
 @pytest.mark.parametrize(
     ("options", "without", "form"),
     [
-        ({}, None, (True, True)),
-        ({}, "predicted", (True, False)),
-        ({}, "klt.sized", (False, False)),
-        ({}, "klt.before", (False, False)),
-        ({"predict": False}, None, (True, False)),
-        ({"size": False}, None, (False, False)),
+        ({"bits": 4}, None, (True, True)),
+        ({"bits": 4}, "predicted", (True, False)),
+        ({"bits": 4}, "klt.sized", (False, False)),
+        ({"bits": 4}, "klt.before", (False, False)),
+        ({"bits": 4, "predict": False}, None, (True, False)),
+        ({"bits": 4, "size": False}, None, (False, False)),
         ({"predict": True}, "klt.sized", (True, True)),  # which then says what is missing
-        ({"rope": "after"}, None, (False, False)),
+        ({"bits": 4, "rope": "after"}, None, (False, False)),
         ({"loss": 0.01}, None, (False, False)),
-        ({"tiers": [(4, 0.2), (1, 0.8)]}, None, (True, True)),
+        # Of these heads sizes take a quarter of a bit: a tenth of 2.5.
+        ({"bits": 2.5}, None, (True, True)),
+        ({"bits": 2.4}, None, (False, False)),
+        ({"bits": 2.4, "size": True}, None, (True, True)),
+        ({"tiers": [(4, 0.2), (3, 0.8)]}, None, (True, True)),
+        ({"tiers": [(4, 0.2), (2, 0.8)]}, None, (False, False)),
+        ({"bytes": 4_000_000, "context": 8192}, None, (True, True)),
+        ({"bytes": 600_000, "context": 8192}, None, (False, False)),
     ],
 )
 def test_sizes_and_predictions_are_used_where_the_artifact_has_them(artifact, options, without, form):

@@ -324,10 +324,22 @@ CASES = [
         artifact=True,
         contract=True,
     ),
-    # With sizes and predictions, as this artifact has what they need.
-    Case("klt-predicted", "klt", 2, {"bits": 2, "window": 20, "block": 8}, artifact=True, contract=True),
+    Case(
+        "klt-predicted",
+        "klt",
+        2,
+        {"bits": 2, "size": True, "predict": True, "window": 20, "block": 8},
+        artifact=True,
+        contract=True,
+    ),
     # A fifth at 3 bits, the rest at 1, and every token's position: 32/(2 * 64).
-    Case("klt-predicted-tiers", "klt", 1.65, {"tiers": [[3, 0.2], [1, 0.8]], "block": 20}, artifact=True),
+    Case(
+        "klt-predicted-tiers",
+        "klt",
+        1.65,
+        {"tiers": [[3, 0.2], [1, 0.8]], "size": True, "predict": True, "block": 20},
+        artifact=True,
+    ),
     # Of u and free bits the budget; what a token's path is takes no bit.
     Case(
         "klt-trellis",
