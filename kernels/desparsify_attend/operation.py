@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.packed_pages import Attended
+from calib.kernels.attend.reference import whole
 from calib.kernels.desparsify_attend import reference
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.dispatch import prefers_triton
@@ -28,22 +30,21 @@ def desparsify_attend(
     positions: Tensor | None = None,
     softcap: float | None = None,
     back: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`query [rows, kv_heads, R, D]` over a tier's pairs: float32 `top`, `mass [rows, kv_heads, R]`, `mixed [..., R, D]`.
+    runs: bool = False,
+) -> Attended:
+    """`query [rows, kv_heads, R, D]` over a tier's pairs. With `runs` the parts of several runs may wait for `attend_exact`.
 
     mixed / mass is the output, top + log(mass) the log-sum-exp. Arguments are those of the reference, which explains them.
     """
     arguments = (query, keys, values, table, used, cos_sin, positions, softcap, back)
-    if supported(query, keys, values):
-        from calib.kernels.desparsify_attend import triton
+    if not supported(query, keys, values):
+        top, mass, mixed = reference.desparsify_attend(*arguments)
+        return Attended(top[..., None], mass[..., None], mixed, None)
+    from calib.kernels.desparsify_attend import triton
 
-        with torch.cuda.device_of(query):
-            return merged(*triton.desparsify_attend(*arguments))
-    return reference.desparsify_attend(*arguments)
-
-
-def merged(top: Tensor, mass: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One running softmax of several: `top`, `mass [..., splits]`, `mixed [..., splits, D]` without their axis of splits."""
-    most = top.amax(-1)
-    keep = torch.exp(top - most[..., None])
-    return most, (mass * keep).sum(-1), (mixed * keep[..., None]).sum(-2)
+    with torch.cuda.device_of(query):
+        top, mass, mixed = triton.desparsify_attend(*arguments)
+    if top.shape[2] == 1:
+        return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], None)
+    found = Attended(top[..., None], mass[..., None], mixed, None)
+    return found if runs else whole(found)

@@ -1,7 +1,7 @@
 """Triton: a program adds up the atoms of a few pages' keys and values, tile by tile, and attends them as they come.
 
 Atoms stay where they are, in the second-level cache; what comes from memory are pairs alone. A row's tokens are divided among
-programs, whose results `operation.py` merges.
+programs, whose results are joined afterwards (`kernels/attend`).
 """
 
 from typing import Any
@@ -145,7 +145,7 @@ def _attend(
         vector = tl.reshape(vector, [BLOCK, CHUNKS_2 * WIDTH_2])
         summed = tl.dot(weights, vector, summed * keep[:, None], input_precision="tf32x3")
 
-    into = (own * R + r) * splits + split
+    into = (own * splits + split) * R + r
     tl.store(top + into, most, mask=r < R)
     tl.store(mass + into, total, mask=r < R)
     column = tl.arange(0, CHUNKS_2 * WIDTH_2)
@@ -195,13 +195,13 @@ def desparsify_attend(
     softcap: float | None = None,
     back: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's, in parts: `top`, `mass [rows, kv_heads, R, splits]` and `mixed [..., R, splits, D]`."""
+    """As the reference's, in parts: `top`, `mass [rows, kv_heads, splits, R]` and `mixed [..., splits, R, D]`."""
     rows, heads, asked, channels = query.shape
     slots, pages = keys.indices.shape[2], table.shape[1]
     each = max(1, -(-pages * rows * heads // PROGRAMS))
     splits = max(1, -(-pages // each))
-    top, mass = (empty(rows, heads, asked, splits, like=query) for _ in range(2))
-    mixed = empty(rows, heads, asked, splits, values.chunks * values.width, like=query)
+    top, mass = (empty(rows, heads, splits, asked, like=query) for _ in range(2))
+    mixed = empty(rows, heads, splits, asked, values.chunks * values.width, like=query)
     half = 0 if cos_sin is None else cos_sin[0].shape[-1]
     cos, sin = (query, query) if cos_sin is None else (part.contiguous() for part in cos_sin)
     _attend[(splits, heads, rows)](

@@ -129,7 +129,7 @@ class TieredTokens(LayerTokens):
                     yield self._tier_in_one(view, tiles, span, wanted, runs)
                     continue
                 if self.fetched is None and not wanted and pairs_supported(view.query, *view.pairs()):
-                    yield self._pairs_in_one(view, span, query.given)
+                    yield self._pairs_in_one(view, span, query.given, runs)
                     continue
             for tile in tiles:
                 hidden, positions = tile.hidden, None
@@ -186,12 +186,12 @@ class TieredTokens(LayerTokens):
         left = partial(view.corrections, tiles) if view.corrected else None
         return ScoredSpan(scores, found, wanted, left, positions if self.asks else None)
 
-    def _pairs_in_one(self, view: TierView, span: PageSpan, query: Tensor) -> ScoredSpan:
+    def _pairs_in_one(self, view: TierView, span: PageSpan, query: Tensor, runs: bool) -> ScoredSpan:
         """A tier of sparse pairs by one kernel."""
         cos_sin = None
         if self.before_rope and self.rotation is not None:
             cos_sin = cos_sin_between(self.forward, self.rotation, *self._span(view.tier, span), query)
-        found = view.pairs_fused(span, cos_sin, self.logits.softcap)
+        found = view.pairs_fused(span, cos_sin, self.logits.softcap, runs)
         return ScoredSpan(found.mass, found, False)
 
     def _span(self, tier: Tier, span: PageSpan) -> tuple[int, int]:

@@ -147,15 +147,18 @@ class TierView:
         """Keys and values as sparse pairs, where that is what they are; their transform is then none."""
         return [sparse_pages(self.codecs[role], self.tier.pool, f"{role}.") for role in ("keys", "values")]
 
-    def pairs_fused(self, span: PageSpan, cos_sin: tuple[Tensor, Tensor] | None, softcap: float | None) -> Attended:
-        """All pairs of the tier by one kernel, which rotates keys to their positions by `cos_sin`."""
+    def pairs_fused(
+        self, span: PageSpan, cos_sin: tuple[Tensor, Tensor] | None, softcap: float | None, runs: bool = False
+    ) -> Attended:
+        """All pairs of the tier by one kernel, which rotates keys to their positions by `cos_sin`. With `runs` parts may wait to be
+        joined."""
         keys, values = self.pairs()
         assert keys is not None and values is not None
         positions = self.tier.pool.tensors.get(POSITIONS)
         back = None if span.back is None else self._back(span.back)
-        asked = (self.query, keys, values, span.table, span.used, cos_sin, positions, softcap, back)
-        top, mass, mixed = desparsify_attend(*asked)
-        return Attended(top[..., None], mass[..., None], mixed, None)
+        return desparsify_attend(
+            self.query, keys, values, span.table, span.used, cos_sin, positions, softcap, back, runs
+        )
 
     def _back(self, back: Tensor) -> Tensor:
         """The newest position out of sight as a kernel compares it: with positions, or with slots where tokens lie in order."""

@@ -12,7 +12,7 @@ from benchmarks.gpu.launch_counts import METHODS, Launches, launches_of
 pytestmark = pytest.mark.arithmetic
 
 # Torch's and ours together.
-MOST = {"rtn": 4, "kivi": 3, "klt": 4, "zipcache": 4, "gear": 82, "h2o": 76}
+MOST = {"rtn": 4, "kivi": 3, "klt": 4, "zipcache": 4, "csr": 5, "gear": 82, "h2o": 76}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
     with the runs of attention, unless components have to become channels first."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     found = launches_of(method, METHODS[method])
-    assert found.ours["attend"] and found.ours["put"]
+    assert (found.ours["attend"] or found.ours["_attend"]) and found.ours["put"]
     assert bool(found.ours["exact"]) == (method not in ("gear", "h2o"))
     assert bool(found.ours["merge"]) == (method in ("gear", "h2o", "klt"))
     assert found.total <= MOST[method], (found.torch, found.ours)

@@ -13,8 +13,10 @@ from tolerances import FLOAT32_ATTENTION
 from torch import Tensor
 from triton import jit
 
+from calib.kernels.attend.packed_pages import Attended
+from calib.kernels.attend.reference import whole
 from calib.kernels.desparsify_attend import reference, triton
-from calib.kernels.desparsify_attend.operation import desparsify_attend, merged
+from calib.kernels.desparsify_attend.operation import desparsify_attend
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.desparsify_attend.triton_pairs import coefficient_of
 from calib.kernels.pack.reference import pack_bytes
@@ -163,6 +165,16 @@ def near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     assert float((mixed - sums).abs().max()) <= allowed * float(sums.abs().max())
 
 
+def flat(found):
+    """A whole part as the reference tells it."""
+    return found.top[..., 0], found.mass[..., 0], found.mixed
+
+
+def joined(top, mass, mixed):
+    """What the runs of the kernel are together."""
+    return flat(whole(Attended(top[..., None], mass[..., None], mixed, None)))
+
+
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
     """Results that nobody wrote are NaN."""
@@ -172,7 +184,7 @@ def _poisoned(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_does_what_plain_torch_does(case):
     assert triton.supports(*case.arguments[:3])
-    near(merged(*triton.desparsify_attend(*case.arguments)), reference.desparsify_attend(*case.arguments))
+    near(joined(*triton.desparsify_attend(*case.arguments)), reference.desparsify_attend(*case.arguments))
 
 
 @pytest.mark.parametrize(("programs", "splits"), [(1, 1), (4, 2), (12, 5), (1024, 5)])
@@ -181,15 +193,15 @@ def test_splits_meet_in_one_softmax(programs, splits, monkeypatch):
     monkeypatch.setattr(triton, "PROGRAMS", programs)
     case = Case(used=(70, 20), slots=16, sparsity=1, sliding=True)
     parts = triton.desparsify_attend(*case.arguments)
-    assert [part.shape[3] for part in parts] == [splits] * 3
-    near(merged(*parts), reference.desparsify_attend(*case.arguments))
+    assert [part.shape[2] for part in parts] == [splits] * 3
+    near(joined(*parts), reference.desparsify_attend(*case.arguments))
 
 
 def test_tiles_meet_in_one_softmax(monkeypatch):
     case = Case(used=(150, 37), positions=True, sliding=True, online=5)
-    whole = reference.desparsify_attend(*case.arguments)
+    at_once = reference.desparsify_attend(*case.arguments)
     monkeypatch.setattr(reference, "TILE_TOKENS", 64)
-    near(reference.desparsify_attend(*case.arguments), whole)
+    near(reference.desparsify_attend(*case.arguments), at_once)
 
 
 @jit
@@ -211,7 +223,7 @@ def test_a_tier_without_pages():
     arguments = query, keys, values, torch.zeros(2, 0, dtype=torch.int32), used, *rest
     top, mass, mixed = reference.desparsify_attend(*arguments)
     assert bool((top == LOWEST).all() and (mass == 0).all() and (mixed == 0).all())
-    near(merged(*triton.desparsify_attend(*arguments)), (top, mass, mixed))
+    near(joined(*triton.desparsify_attend(*arguments)), (top, mass, mixed))
 
 
 UNSERVED = [
@@ -228,10 +240,21 @@ UNSERVED = [
 def test_what_the_kernel_does_not_serve_is_left_to_plain_torch(case, monkeypatch):
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     assert not triton.supports(*case.arguments[:3])
-    for mine, other in zip(
-        desparsify_attend(*case.arguments), reference.desparsify_attend(*case.arguments), strict=True
-    ):
+    found = flat(desparsify_attend(*case.arguments))
+    for mine, other in zip(found, reference.desparsify_attend(*case.arguments), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_runs_may_wait_to_be_joined(monkeypatch):
+    """For the launch that meets exact tokens as well: a part with its runs, and otherwise one that is whole."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(triton, "PROGRAMS", 12)
+    case = Case(used=(70, 20), slots=16, sparsity=1)
+    waiting = desparsify_attend(*case.arguments, runs=True)
+    assert waiting.runs == 5
+    assert desparsify_attend(*case.arguments).runs == 1
+    near(flat(whole(waiting)), reference.desparsify_attend(*case.arguments))
+    near(flat(desparsify_attend(*case.arguments)), reference.desparsify_attend(*case.arguments))
 
 
 def test_keys_of_several_vectors_are_left_to_plain_torch():
@@ -246,7 +269,7 @@ def test_the_operation_takes_the_form_that_is_asked_for(forced, monkeypatch):
     launch = triton.desparsify_attend
     monkeypatch.setattr(triton, "desparsify_attend", lambda *given: asked.append(given) or launch(*given))
     case = Case(used=(20,))
-    near(desparsify_attend(*case.arguments), reference.desparsify_attend(*case.arguments))
+    near(flat(desparsify_attend(*case.arguments)), reference.desparsify_attend(*case.arguments))
     assert len(asked) == (forced == "triton")
 
 
