@@ -83,12 +83,13 @@ storage-table: $(SMOLLM2)/config.json  ## stored chunks: quality, bytes and brea
 define smollm2_run
 	mkdir -p runs/eval
 	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
-		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories[^}]*}|"$(STORIES)"|') -e '' configs/eval/$(1).yaml > runs/eval/$(1).yaml
+		$(if $(STORIES),-e 's|{name: roneneldan/TinyStories[^}]*}|"$(STORIES)"|') $(3) -e '' configs/eval/$(1).yaml > runs/eval/$(1).yaml
 	$(BIN)/calib eval --config runs/eval/$(1).yaml --model $(SMOLLM2) --output runs/eval/$(1) $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/$(1)/report.md > docs/results/smollm2/$(2).md
 	cp runs/eval/$(1)/results.json benchmarks/results/$(1).json
 	$(BIN)/python benchmarks/smollm2_summary.py
 endef
+WITHOUT = -e 's|{split: validation, name: roneneldan/TinyStories}|runs/eval/without/stories.txt|'
 # A fit of configs/smollm2.yaml for `klt` alone.
 SMOLLM2_FIT = $(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) --model.dictionary.atoms 0 --model.nuq '[]'
 
@@ -102,7 +103,8 @@ smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on 
 	$(call smollm2_run,smollm2_other_text,other_text)
 
 smollm2-mixture: $(SMOLLM2)/config.json  ## components fitted on Wikipedia, stories and code, on the table's three texts; half an hour. FIT is a list of these three files
-	$(SMOLLM2_FIT) --data.text '$(or $(FIT),$(error FIT is a list of files to fit on, as in FIT='["wikipedia.txt", "stories.txt", "code.txt"]'))' \
+	test -n '$(FIT)' || { echo 'FIT is a list of files to fit on; name them as in FIT=["wikipedia.txt","stories.txt","code.txt"]'; exit 2; }
+	$(SMOLLM2_FIT) --data.text '$(FIT)' \
 		--output artifacts/smollm2-135m.mixture.calib.safetensors
 	$(call smollm2_run,smollm2_mixture,mixture)
 
@@ -113,9 +115,10 @@ smollm2-perplexity: $(SMOLLM2)/config.json  ## perplexity behind 3,584 tokens, b
 	$(call smollm2_run,smollm2_perplexity,perplexity)
 
 smollm2-separators: $(SMOLLM2)/config.json  ## stories with and without a special token between them, behind `make smollm2`; five minutes. STORIES is a file that has them
+	test -n '$(STORIES)' || { echo 'STORIES is a file with <|endoftext|> between stories; name one'; exit 2; }
 	mkdir -p runs/eval/without
-	sed 's/<|endoftext|>/\n/g' $(or $(STORIES),$(error STORIES is a file with <|endoftext|> between stories)) > runs/eval/without/stories.txt
-	$(call smollm2_run,smollm2_separators,separators)
+	sed 's/<|endoftext|>/\n/g' '$(STORIES)' > runs/eval/without/stories.txt
+	$(call smollm2_run,smollm2_separators,separators,$(WITHOUT))
 
 smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens, behind `make smollm2`; an hour
 	$(call smollm2_run,smollm2_long,long)

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["CALIB_KERNELS"] = "reference"
-
 import torch
 from protocol import keep, quartiles
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
+    os.environ["CALIB_KERNELS"] = "reference"
     torch.set_num_threads(1)
     step_graphs.recorder = lambda device: Nothing
     model = model_of()

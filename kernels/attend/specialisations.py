@@ -83,7 +83,7 @@ def specialisation(
     constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
     constants |= {"HAS_SCORES": False, "HAS_AHEAD": ahead}
-    has_constant = keys.parameters is None and rope_tables is None
+    has_constant = keys.parameters is None and rope_tables is None and keys.map is None
     constants |= {"HAS_CONSTANT": has_constant, "PRECISE": False} | ({} if has_constant else {"CONSTANT": None})
     constants |= {} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
     constants |= {
@@ -145,11 +145,11 @@ def _kivi(bits: int, group: int, most: float, **limits: Any) -> Specialisation:
     return specialisation(keys, values, most, **limits)
 
 
-def _ranged(bits: int) -> Specialisation:
+def _ranged(bits: int, most: float) -> Specialisation:
     """ZipCache's tokens of a prompt: measured ranges of channels for keys, scales of channels beside a token's for values."""
     half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
     keys = replace(stream_of(bits), map=ChannelMap(half, half))
-    return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), 2.6)
+    return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), most, barriers=3, waits=4)
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
@@ -245,7 +245,8 @@ SPECIALISATIONS = {
     ),
     "4 bits, blocks of 60": _block(4, 60, 2.6, spilled=8),
     "2 bits, blocks of 40": _block(2, 40, 2.3),
-    "4 bits, ranges of channels": _ranged(4),
+    "4 bits, ranges of channels": _ranged(4, 2.6),
+    "2 bits, ranges of channels": _ranged(2, 1.8),
     "2 bits, both calibrated": _calibrated(2, 128),
     "3 bits, both calibrated": _calibrated(3, 80),
     "4 bits, both calibrated": _calibrated(4, 128),
@@ -272,7 +273,7 @@ SPECIALISATIONS = {
     # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
     "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.7, 1.1, block=16),
     "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 12.5, 4.3, block=64),
-    "2 bits, groups of 32, 16 rows": _full(2, 16, 128, 5.6, 1.3),
+    "2 bits, groups of 32, 16 rows": _full(2, 16, 128, 5.6, 1.3, spilled=8),
     "2 bits, groups of 32, 64 rows": _full(2, 64, 128, 23, 5.1),
     "2 bits, groups of 32, 256 channels": _full(2, 8, 256, 3.5, 0.7, spilled=48),
     # All eight planes of values have zero points of their own here, for 16 rows each; fewer tokens or more warps spill as much.

@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def codec(model):
-    return Codec.from_artifact(calibrated_artifact(model), bits=2)
+    return Codec.from_artifact(calibrated_artifact(model), bits=2, size=True)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_blobs_of_other_codecs_are_refused(refused, blob, model):
         ("artifact", Artifact(changed, artifact.fingerprint, artifact.provenance, artifact.clip_bits), {}),
         ("artifact", calibrated_artifact(other_model), {}),
     ):
-        other = Codec.from_artifact(one, **{"bits": 2, **options})
+        other = Codec.from_artifact(one, **{"bits": 2, "size": True, **options})
         chunk = chunk_of(model, TOKENS)[..., : len(other.heads) * other.head_dim]
         told = refused(other.encode(chunk, 2))
         assert told.startswith(f"{name} of the blob is ") and told.endswith("; compute these tokens again")
