@@ -5,11 +5,17 @@
 Distances are of the predicted error (the artifact's, weighted by sensitivity) to reverse water-filling over the same components
 (`calib/evaluate/rate_distortion.py`), with the words' patterns as stored, with a width for each component, and of Gaussian
 components with a width each. Losses: KL in nats a token over the last quarter of fresh generated sequences, as in the fit.
+
+    python benchmarks/klt_bound.py --codings artifacts/smollm2-135m.calib.safetensors ... [--write]
+
+Instead, of several artifacts: how far components alone, sizes, predictions and a trellis are from the bound of what each codes, and
+how much lower the bound is once values are predicted.
 """
 
 import argparse
 import heapq
 import json
+from pathlib import Path
 
 import torch
 from protocol import RESULTS, load
@@ -65,14 +71,47 @@ def distances(artifact: Artifact, bits: float, rope: str) -> dict[str, object]:
     }
 
 
+CODINGS = {
+    "components alone": Coding("before"),
+    "with sizes": Coding("before", size=True),
+    "with sizes and predictions": Coding("before", size=True, predict=True),
+    "and a trellis": Coding("before", size=True, predict=True, trellis=True),
+}
+
+
+def of_codings(artifact: Artifact, bits: float) -> dict[str, list[float]]:
+    """In dB: each coding above the bound of the components that it codes, all together, and that bound below plain components'."""
+    found, plain = {}, None
+    for name, coding in CODINGS.items():
+        energies = torch.cat(
+            [artifact.tensor(coding.name(role, "errors"))[..., 0].flatten() for role in ROLES]
+        ).double()
+        bound = least_error(energies, bits) * len(energies)
+        plain = plain or bound
+        above, gained = decibels(allocator(artifact, coding).at_bits(bits).error / bound), decibels(plain / bound)
+        found[name] = [round(above, 2), round(gained, 2)]
+    return found
+
+
 def main() -> None:
     """Works it out, prints, and writes it where it is asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="artifacts/tiny-llama")
     parser.add_argument("--artifact", default="artifacts/tiny-llama.klt.calib.safetensors")
+    parser.add_argument("--codings", nargs="+", metavar="ARTIFACT")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
+    if asked.codings:
+        budgets = (3.0, 2.0, 1.5, 1.0)
+        of = {
+            Path(name).name: {f"{bits:g} bits": of_codings(Artifact.load(name), bits) for bits in budgets}
+            for name in asked.codings
+        }
+        print(text := json.dumps(of, indent=1))
+        if asked.write:
+            (RESULTS / "klt_bound_codings.json").write_text(text + "\n")
+        return
     artifact, model = Artifact.load(asked.artifact), load(asked.model)
     tokens = generated_sequences(model, AutoTokenizer.from_pretrained(asked.model), 512, asked.sequences, seed=77)
     (measured,) = loss_curve(model, artifact, tokens, BITS, asked.sequences).values()
