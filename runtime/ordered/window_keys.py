@@ -82,8 +82,7 @@ def _indexed(
     before, page = [forward.before[row] for row in rows], table.page_tokens
     attended, packed = ([of(length) for length in before] for of in (state.packed, state.keys.packed))
     back = None if asked.sliding is None else asked.queries.start - asked.sliding + 1
-    # Whether any key that is read is ahead of its value is asked of a step, and of a recorded one for its whole block.
-    seen = [0 if back is None or forward.graph_inputs else length + back for length in before]
+    seen = [0 if back is None else length + back for length in before]
     start, positions = starts(forward, rows, device), state.positions(forward, rows, slots, device)
     absent = positions >= start if back is None else (positions >= start) | (positions < start + back)
     index = positions % max(1, state.keys.window())

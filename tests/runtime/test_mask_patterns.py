@@ -22,6 +22,11 @@ def asked(function, config=CONFIG):
     return padding_mask(1, 1, 40, mask_function=function, config=config)
 
 
+def by_default(window):
+    """A mask function that knows its window as a parameter's default."""
+    return lambda batch, head, query, key, width=window: (key <= query) & (key > query - width)
+
+
 def test_a_window_is_known_again():
     for _ in range(2):
         assert asked(sliding_window_causal_mask_function(WINDOW)) is None
@@ -40,12 +45,12 @@ def test_a_window_is_known_again():
             ),
             id="texts side by side",
         ),
-        pytest.param(lambda: lambda batch, head, query, key, width=WINDOW + 1: key > query - width, id="a default"),
+        pytest.param(lambda: by_default(WINDOW + 1), id="a default"),
     ],
 )
 def test_others_are_refused(other):
     asked(sliding_window_causal_mask_function(WINDOW))
-    asked(lambda batch, head, query, key, width=WINDOW: (key <= query) & (key > query - width))
+    asked(by_default(WINDOW))
     for _ in range(2):
         with pytest.raises(ValueError, match="neither causal nor a sliding window"):
             asked(other())
