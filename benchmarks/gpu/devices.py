@@ -30,6 +30,9 @@ class Device:
 # What a large copy reaches of the peak: 4.3 of the 4.8 TB/s of the H200 that the targets were set for. Assumed of all three.
 COPY = 0.9
 
+# Seconds that a node of a CUDA graph costs, at least and at most, and how many the baseline has: attention and its merge.
+NODE, BASELINE_NODES = (2e-6, 2.5e-6), 2
+
 DEVICES = {
     one.name: one
     for one in (

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.devices import COPY, DEVICES, Device
+from benchmarks.gpu.devices import BASELINE_NODES, COPY, DEVICES, NODE, Device
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.sizes import REAL
 from calib.kernels.ahead_of_time import CAPABILITIES, Specialisation, compiled
@@ -29,9 +29,6 @@ from calib.kernels.turn_alone import turn_alone
 
 ROOT = Path(__file__).parents[2]
 RESULT, PAGE = ROOT / "benchmarks/results/gpu_roofline.json", ROOT / "docs/results/gpu/roofline.md"
-
-# Seconds that a node of a CUDA graph costs, at least and at most, and how many the baseline has: attention and its merge.
-NODE, BASELINE_NODES = (2e-6, 2.5e-6), 2
 
 
 @dataclass(frozen=True)

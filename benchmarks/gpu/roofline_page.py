@@ -191,7 +191,7 @@ def loop_rows(run: Run) -> Iterator[list[object]]:
 
 def page(run: Run, of: Sequence[Run]) -> str:
     """The whole text; `of` are the runs that have measured."""
-    from benchmarks.gpu.roofline import BASELINE_NODES
+    from benchmarks.gpu.devices import BASELINE_NODES
     from calib.kernels.attend.options import PROGRAMS
     from calib.kernels.occupancy import SHARED
     from calib.kernels.turn_alone import MEMORY

@@ -11,14 +11,13 @@ import torch
 
 from benchmarks.gpu.attend_alone import packed_bytes, tier
 from benchmarks.gpu.decode_attention import TIERS, UNIFORM
-from benchmarks.gpu.devices import COPY, DEVICES, Device
+from benchmarks.gpu.devices import COPY, DEVICES, NODE, Device
 from benchmarks.gpu.inputs import queries, tokens
 from benchmarks.gpu.layers import Heads, bare_layer, filled, forward
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.roofline import (
     CASES,
     LAUNCHES_ALONE,
-    NODE,
     PAGE,
     RESULT,
     ROOT,
