@@ -17,65 +17,65 @@ UNFIXED = [f"{name}_{i}" for i in range(AT_ONCE) for name in ("count", "slot")]
 
 @triton.jit(do_not_specialize=UNFIXED)
 def put(
-    INTO_0, TOKENS_0, ROWS_0, PLACES_0, SLOTS_0, INTO_1, TOKENS_1, ROWS_1, PLACES_1, SLOTS_1,
-    INTO_2, TOKENS_2, ROWS_2, PLACES_2, SLOTS_2, INTO_3, TOKENS_3, ROWS_3, PLACES_3, SLOTS_3,
-    count_0, slot_0, heads_0, place_0, head_0, token_0, row_0, from_0, at_0,
-    count_1, slot_1, heads_1, place_1, head_1, token_1, row_1, from_1, at_1,
-    count_2, slot_2, heads_2, place_2, head_2, token_2, row_2, from_2, at_2,
-    count_3, slot_3, heads_3, place_3, head_3, token_3, row_3, from_3, at_3,
+    INTO_0, TOKENS_0, ROWS_0, PAGES_0, SLOTS_0, INTO_1, TOKENS_1, ROWS_1, PAGES_1, SLOTS_1,
+    INTO_2, TOKENS_2, ROWS_2, PAGES_2, SLOTS_2, INTO_3, TOKENS_3, ROWS_3, PAGES_3, SLOTS_3,
+    count_0, slot_0, heads_0, page_0, head_0, token_0, row_0, from_0, at_0,
+    count_1, slot_1, heads_1, page_1, head_1, token_1, row_1, from_1, at_1,
+    count_2, slot_2, heads_2, page_2, head_2, token_2, row_2, from_2, at_2,
+    count_3, slot_3, heads_3, page_3, head_3, token_3, row_3, from_3, at_3,
     W_0: tl.constexpr, W_1: tl.constexpr, W_2: tl.constexpr, W_3: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A program for each row, head and tensor. One that is None is not there, which is known before the program's number is."""
     which = tl.program_id(2)
     if which == 0:
         put_one(
-            INTO_0, TOKENS_0, ROWS_0, PLACES_0, SLOTS_0, count_0, slot_0, heads_0, place_0, head_0, token_0, row_0, from_0, at_0,
+            INTO_0, TOKENS_0, ROWS_0, PAGES_0, SLOTS_0, count_0, slot_0, heads_0, page_0, head_0, token_0, row_0, from_0, at_0,
             W_0, WIDE,
         )  # fmt: skip
     if INTO_1 is not None:  # noqa: SIM102
         if which == 1:
             put_one(
-                INTO_1, TOKENS_1, ROWS_1, PLACES_1, SLOTS_1, count_1, slot_1, heads_1, place_1, head_1, token_1, row_1, from_1,
+                INTO_1, TOKENS_1, ROWS_1, PAGES_1, SLOTS_1, count_1, slot_1, heads_1, page_1, head_1, token_1, row_1, from_1,
                 at_1, W_1, WIDE,
             )  # fmt: skip
     if INTO_2 is not None:  # noqa: SIM102
         if which == 2:
             put_one(
-                INTO_2, TOKENS_2, ROWS_2, PLACES_2, SLOTS_2, count_2, slot_2, heads_2, place_2, head_2, token_2, row_2, from_2,
+                INTO_2, TOKENS_2, ROWS_2, PAGES_2, SLOTS_2, count_2, slot_2, heads_2, page_2, head_2, token_2, row_2, from_2,
                 at_2, W_2, WIDE,
             )  # fmt: skip
     if INTO_3 is not None:  # noqa: SIM102
         if which == 3:
             put_one(
-                INTO_3, TOKENS_3, ROWS_3, PLACES_3, SLOTS_3, count_3, slot_3, heads_3, place_3, head_3, token_3, row_3, from_3,
+                INTO_3, TOKENS_3, ROWS_3, PAGES_3, SLOTS_3, count_3, slot_3, heads_3, page_3, head_3, token_3, row_3, from_3,
                 at_3, W_3, WIDE,
             )  # fmt: skip
 
 
 @triton.jit
 def put_one(
-    INTO, TOKENS, ROWS, PLACES, SLOTS, count, slot, heads, into_place, into_head, into_token, from_row, from_head, at,
+    INTO, TOKENS, ROWS, PAGES, SLOTS, count, slot, heads, into_page, into_head, into_token, from_row, from_head, at,
     W: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """PLACES and SLOTS have a number for every row or, `at` apart, for each of its heads; without SLOTS all have the same."""
+    """PAGES and SLOTS have a number for every row or, `at` apart, for each of its heads; without SLOTS all have the same."""
     # Programs beyond the last row or head copy nothing.
     here = tl.where((tl.program_id(0) < count) & (tl.program_id(1) < heads), W, 0)
     number, head = tl.minimum(tl.program_id(0), count - 1), tl.minimum(tl.program_id(1), heads - 1)
     row = number.to(tl.int64)
     if ROWS is not None:
         row = tl.load(ROWS + number).to(tl.int64)
-    place, index = row, number
+    page, index = row, number
     if at > 0:
         index = number * heads + head
-    if PLACES is not None:
-        place = tl.load(PLACES + index).to(tl.int64)
+    if PAGES is not None:
+        page = tl.load(PAGES + index).to(tl.int64)
     token = tl.full([], slot, tl.int64)
     if SLOTS is not None:
         token = tl.load(SLOTS + index).to(tl.int64)
     column = tl.arange(0, WIDE)
     inside = column < here
     found = tl.load(TOKENS + row * from_row + head * from_head + column, mask=inside)
-    tl.store(INTO + place * into_place + head * into_head + token * into_token + column, found, mask=inside)
+    tl.store(INTO + page * into_page + head * into_head + token * into_token + column, found, mask=inside)
 
 
 def supports(one: Put) -> bool:
@@ -112,7 +112,7 @@ def _pointers(one: Put) -> tuple[Tensor | None, ...]:
     return (
         one.into,
         one.tokens,
-        *(part if part is None else part.contiguous() for part in (one.rows, one.places, slots)),
+        *(part if part is None else part.contiguous() for part in (one.rows, one.pages, slots)),
     )
 
 
@@ -121,9 +121,9 @@ def _count(one: Put) -> int:
 
 
 def _numbers(one: Put) -> tuple[int, ...]:
-    """Of a tensor: rows, their slot, heads, strides, and whether heads have places of their own."""
+    """Of a tensor: rows, their slot, heads, strides, and whether heads have pages of their own."""
     slot = 0 if isinstance(one.slots, Tensor) else one.slots
-    own = one.places is not None and one.places.ndim == 2
+    own = one.pages is not None and one.pages.ndim == 2
     return _count(one), slot, one.into.shape[1], *one.into.stride()[:3], *one.tokens.stride()[:2], int(own)
 
 

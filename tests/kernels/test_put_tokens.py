@@ -9,7 +9,7 @@ from calib.kernels.put_tokens.operation import Put, put_tokens
 
 pytestmark = pytest.mark.arithmetic
 
-PLACES, ROWS, SLOTS = 5, 4, 7
+PAGES, ROWS, SLOTS = 5, 4, 7
 
 
 def drawn(shape, dtype, seed):
@@ -22,17 +22,17 @@ def puts(by, seed=0):
     kinds = {
         "one for all": ((), {}),
         "rows": ((3,), {"rows": torch.tensor([3, 0, 2])}),
-        "places": ((ROWS,), {"places": torch.tensor([4, 0, 1, 2])}),
-        "rows and places": ((2,), {"rows": torch.tensor([3, 1]), "places": torch.tensor([0, 4])}),
-        "heads": ((ROWS, 3), {"places": torch.arange(ROWS * 3).view(ROWS, 3) % PLACES}),
+        "pages": ((ROWS,), {"pages": torch.tensor([4, 0, 1, 2])}),
+        "rows and pages": ((2,), {"rows": torch.tensor([3, 1]), "pages": torch.tensor([0, 4])}),
+        "heads": ((ROWS, 3), {"pages": torch.arange(ROWS * 3).view(ROWS, 3) % PAGES}),
     }
     found = []
     for i, name in enumerate(by):
         shape, own = kinds[name]
         heads, width, dtype = (3, 33, torch.bfloat16) if i % 2 == 0 else (3 if name == "heads" else 1, 8, torch.int16)
         slots = 5 if name == "one for all" else drawn(shape, torch.int64, seed + i) % SLOTS
-        places = ROWS if name in ("one for all", "rows") else PLACES
-        into = drawn((places, SLOTS, heads, width + 2), dtype, 10 * seed + i).transpose(1, 2)[..., 1 : 1 + width]
+        pages = ROWS if name in ("one for all", "rows") else PAGES
+        into = drawn((pages, SLOTS, heads, width + 2), dtype, 10 * seed + i).transpose(1, 2)[..., 1 : 1 + width]
         tokens = drawn((ROWS, 2, heads, width), dtype, 20 * seed + i).transpose(1, 2)[:, :, 1:]
         found.append(Put(into, tokens, slots, **own))
     return found
@@ -43,11 +43,11 @@ def by_loops(one):
     found, rows = one.into.clone(), range(len(one.tokens)) if one.rows is None else one.rows.tolist()
     for i, row in enumerate(rows):
         for head in range(one.into.shape[1]):
-            place, slot = (
+            page, slot = (
                 row if part is None else part if isinstance(part, int) else part[i].expand(one.into.shape[1])[head]
-                for part in (one.places, one.slots)
+                for part in (one.pages, one.slots)
             )
-            found[int(place), head, int(slot)] = one.tokens[row, head, 0]
+            found[int(page), head, int(slot)] = one.tokens[row, head, 0]
     return found
 
 
@@ -56,9 +56,9 @@ def by_loops(one):
     [
         ["one for all"],
         ["rows", "rows"],
-        ["places", "places", "places"],
-        ["rows and places", "heads", "heads", "one for all"],
-        ["heads", "rows", "places", "rows and places", "one for all"],
+        ["pages", "pages", "pages"],
+        ["rows and pages", "heads", "heads", "one for all"],
+        ["heads", "rows", "pages", "rows and pages", "one for all"],
     ],
     ids=str,
 )
@@ -76,8 +76,8 @@ def test_tokens_are_where_they_belong(by, form, monkeypatch):
 def test_what_the_kernel_does_not_serve_is_put_plainly(monkeypatch):
     """Numbers that lie apart."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
-    served, other = puts(["rows", "places"])
-    apart = Put(torch.zeros(PLACES, 1, 8, SLOTS, dtype=torch.int16).mT, other.tokens, other.slots, places=other.places)
+    served, other = puts(["rows", "pages"])
+    apart = Put(torch.zeros(PAGES, 1, 8, SLOTS, dtype=torch.int16).mT, other.tokens, other.slots, pages=other.pages)
     expected, launched = by_loops(apart), watch(monkeypatch, "put_tokens")
     put_tokens([served, apart])
     assert torch.equal(apart.into, expected) and torch.equal(served.into, by_loops(served))
