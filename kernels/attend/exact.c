@@ -26,9 +26,10 @@ typedef struct {
     Group groups[GROUPS];
     const float *top[MOST_PARTS], *mass[MOST_PARTS], *mixed[MOST_PARTS]; /* [items][R], and [items][R][value_dim] */
     const float *query;                                                  /* [items][R][key_dim] */
-    const uint8_t *hidden; /* of each row: tokens of both groups that it does not see; or NULL */
-    int64_t hidden_row;
-    float *out; /* [items][R][value_dim] */
+    const uint8_t *hidden; /* of each row and head: tokens of all groups that it does not see; or NULL */
+    int64_t hidden_row, hidden_head;
+    float *out;               /* [items][R][value_dim] */
+    float *told, *normaliser; /* [items][R][tokens of all groups] and [items][R], where they are asked for */
     int32_t rows, heads, key_dim, value_dim, parts, kind;
     float softcap;
 } Asked;
@@ -52,7 +53,7 @@ INLINE void item_attention(const int R, const int kind, const Asked *asked, int 
     int row = item / asked->heads, head = item % asked->heads, total = tokens_of(asked), at = 0;
     int key_dim = asked->key_dim, value_dim = asked->value_dim;
     const float *query = asked->query + (int64_t)item * R * key_dim;
-    const uint8_t *hidden = asked->hidden ? asked->hidden + row * asked->hidden_row : 0;
+    const uint8_t *hidden = asked->hidden ? asked->hidden + row * asked->hidden_row + head * asked->hidden_head : 0;
     float top[MOST_ROWS], mass[MOST_ROWS];
     for (int r = 0; r < R; r++) {
         top[r] = -1e38f, mass[r] = 0;
@@ -80,6 +81,7 @@ INLINE void item_attention(const int R, const int kind, const Asked *asked, int 
             }
         }
     }
+    if (asked->told) memcpy(asked->told + (int64_t)item * R * total, scores, sizeof(float) * R * total);
     float *out = asked->out + (int64_t)item * R * value_dim;
     memset(out, 0, sizeof(float) * R * value_dim);
     for (int part = 0; part < asked->parts; part++)
@@ -94,6 +96,7 @@ INLINE void item_attention(const int R, const int kind, const Asked *asked, int 
             scores[r * total + t] = expf(scores[r * total + t] - top[r]);
             mass[r] += scores[r * total + t];
         }
+    for (int r = 0; r < R && asked->normaliser; r++) asked->normaliser[(int64_t)item * R + r] = top[r] + logf(mass[r]);
     for (int d = 0; d < value_dim; d += LANES) {
         floats sums[MOST_ROWS];
         for (int r = 0; r < R; r++) sums[r] = load(out + r * value_dim + d, value_dim - d);

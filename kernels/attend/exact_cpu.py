@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.packed_pages import Attended, ExactTokens
+from calib.kernels.attend.packed_pages import Attended, ExactAttention, ExactTokens
 from calib.kernels.compiled import library
 from calib.kernels.dispatch import prefers_compiled
 
@@ -38,7 +38,10 @@ class _Asked(ctypes.Structure):
         ("query", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
         ("hidden_row", ctypes.c_int64),
+        ("hidden_head", ctypes.c_int64),
         ("out", ctypes.c_void_p),
+        ("told", ctypes.c_void_p),
+        ("normaliser", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("rows", "heads", "key_dim", "value_dim", "parts", "kind")),
         ("softcap", ctypes.c_float),
     )
@@ -55,13 +58,15 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
         and len(tokens.groups) <= GROUPS
         and all(group.index is None for group in tokens.groups)
         and held[0].dtype in KINDS
-        and (hidden is None or (hidden.shape[1:3] == (1, 1) and hidden.is_contiguous()))
+        and (hidden is None or (hidden.shape[2] == 1 and hidden.is_contiguous()))
         and all(type(part) is Tensor and part.stride(3) == 1 and not part.requires_grad for part in (query, *held))
         and library(SOURCE) is not None
     )
 
 
-def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None) -> Tensor:
+def attend_exact(
+    query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None, told: bool = False
+) -> ExactAttention:
     """See `operation.attend_exact`."""
     rows, heads, asked, key_dim = query.shape
     out = query.new_empty(rows, heads, asked, tokens.groups[0].values.shape[3])
@@ -78,10 +83,15 @@ def attend_exact(query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], 
         request.top[number], request.mass[number], request.mixed[number] = map(_at, (top, mass, mixed))
     if tokens.hidden is not None:
         request.hidden = _at(tokens.hidden)
-        request.hidden_row = 0 if tokens.hidden.shape[0] == 1 else tokens.hidden.stride(0)
+        strides = (0 if tokens.hidden.shape[axis] == 1 else tokens.hidden.stride(axis) for axis in range(2))
+        request.hidden_row, request.hidden_head = strides
+    scores = query.new_empty(rows, heads, asked, tokens.count) if told else None
+    normaliser = query.new_empty(rows, heads, asked, 1) if told else None
+    if scores is not None and normaliser is not None:
+        request.told, request.normaliser = _at(scores), _at(normaliser)
     if _function()(request, asked, torch.get_num_threads()):
         raise MemoryError("no memory for the scores of exact tokens")
-    return out
+    return ExactAttention(out, normaliser, scores)
 
 
 def _at(part: Tensor) -> int:

@@ -16,21 +16,23 @@ from calib.kernels.attend.tile_products import exact_product, factors_of, neares
 UNFIXED = [
     "columns",
     "hidden_row",
+    "hidden_head",
     "hidden_column",
     "tokens_0",
     "tokens_1",
     "tokens_2",
     "scored_0",
+    "told",
     *(f"runs_{i}" for i in range(4)),
 ]
 
 
 @triton.jit(do_not_specialize=UNFIXED)
 def exact(
-    QUERY, HIDDEN, INDEX, OUT,
+    QUERY, HIDDEN, INDEX, OUT, TOLD, NORMALISER,
     KEYS_0, VALUES_0, SCORES_0, KEYS_1, VALUES_1, SCORES_1, KEYS_2, VALUES_2, SCORES_2,
     TOP_0, MASS_0, MIXED_0, TOP_1, MASS_1, MIXED_1, TOP_2, MASS_2, MIXED_2, TOP_3, MASS_3, MIXED_3,
-    query_scale, heads, query_rows, columns, hidden_row, hidden_column, tokens_0, tokens_1, tokens_2, scored_0,
+    query_scale, heads, query_rows, columns, hidden_row, hidden_head, hidden_column, tokens_0, tokens_1, tokens_2, scored_0, told,
     key_row_0, key_head_0, key_token_0, value_row_0, value_head_0, value_token_0,
     key_row_1, key_head_1, key_token_1, value_row_1, value_head_1, value_token_1,
     key_row_2, key_head_2, key_token_2, value_row_2, value_head_2, value_token_2,
@@ -39,8 +41,9 @@ def exact(
     RUNS: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Three groups of tokens at most, and four parts of some runs each; what is None is not there. QUERY and OUT are of the model's
-    type. The mask, HIDDEN, has a byte for a token of all groups, by row and by column of the query, of which query rows are
-    group-major. INDEX says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key."""
+    type. The mask, HIDDEN, has a byte for a token of all groups, by row, head and column of the query, of which query rows are
+    group-major. INDEX says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key. TOLD, where
+    it is there, takes the scores of all groups' tokens, `told` a query row, and NORMALISER the log-sum-exp of the query rows."""
     of_row, block = tl.program_id(0), tl.program_id(1)
     channels = tl.arange(0, DVP)
     first, inside = 0, channels < DV  # often all: a mask that is known to hide nothing
@@ -60,7 +63,12 @@ def exact(
     if INDEX is not None:
         index += row * tokens_0
     if HIDDEN is not None:
-        hidden += row * hidden_row + (rows % columns) * hidden_column
+        hidden += row * hidden_row + head * hidden_head + (rows % columns) * hidden_column
+    tell, told_scores = valid, TOLD
+    if TOLD is not None:
+        told_scores += at * told
+        if RUNS > 1:  # all pieces of channels find the same
+            tell = rows < tl.where(tl.program_id(2) == 0, query_rows, 0)
 
     top, mass = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32)
     mixed = tl.zeros([DVP, M], tl.float32)
@@ -86,30 +94,36 @@ def exact(
         )  # fmt: skip
 
     top, mass, mixed = met(
-        top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_0, VALUES_0, SCORES_0, index, scored_0, tokens_0,
-        row * key_row_0 + head * key_head_0, key_token_0, row * value_row_0 + head * value_head_0 + first, value_token_0,
+        top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_0, VALUES_0, SCORES_0, index, scored_0,
+        tokens_0, row * key_row_0 + head * key_head_0, key_token_0, row * value_row_0 + head * value_head_0 + first, value_token_0,
         channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
     )  # fmt: skip
     if VALUES_1 is not None:
         if HIDDEN is not None:
             hidden += tokens_0
+        if TOLD is not None:
+            told_scores += tokens_0
         top, mass, mixed = met(
-            top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_1, VALUES_1, SCORES_1, None, tokens_1, tokens_1,
-            row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1 + first, value_token_1,
+            top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_1, VALUES_1, SCORES_1, None, tokens_1,
+            tokens_1, row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1 + first, value_token_1,
             channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
         )  # fmt: skip
     if VALUES_2 is not None:
         if HIDDEN is not None:
             hidden += tokens_1
+        if TOLD is not None:
+            told_scores += tokens_1
         top, mass, mixed = met(
-            top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS_2, VALUES_2, SCORES_2, None, tokens_2, tokens_2,
-            row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2 + first, value_token_2,
+            top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_2, VALUES_2, SCORES_2, None, tokens_2,
+            tokens_2, row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2 + first, value_token_2,
             channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
         )  # fmt: skip
 
     # A row that has met no token at all has a mixture of 0.
     out = nearest(mixed / tl.maximum(mass, 1.0e-37)[None, :], OUT.dtype.element_ty, INTERPRET)
     tl.store(OUT + first + at[None, :] * DV + channels[:, None], out, mask=inside[:, None] & valid[None, :])
+    if TOLD is not None:
+        tl.store(NORMALISER + at, top + tl.log2(tl.maximum(mass, 1.0e-37)) / LOG2E, mask=tell)
 
 
 @triton.jit
@@ -146,7 +160,7 @@ def joined(
 
 @triton.jit
 def met(
-    top, mass, mixed, rounded, rest, size, at, valid, hidden, KEYS, VALUES, SCORES, INDEX, scored, tokens,
+    top, mass, mixed, rounded, rest, size, at, valid, hidden, told, tell, KEYS, VALUES, SCORES, INDEX, scored, tokens,
     key_at, key_token, value_at, value_token, value_channels, of_values,
     DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
@@ -179,6 +193,8 @@ def met(
             masked = tl.load(hidden[None, :] + token[:, None], mask=there[:, None] & valid[None, :], other=1)
             seen = seen & (masked == 0)
         product = tl.where(seen, product, float("-inf"))
+        if told is not None:
+            tl.store(told[None, :] + token[:, None], product, mask=there[:, None] & tell[None, :])
         higher = tl.maximum(top, tl.max(product, 0))
         stays = tl.exp2((top - higher) * LOG2E)
         weights = tl.exp2((product - higher[None, :]) * LOG2E)

@@ -20,6 +20,7 @@ from calib.kernels.attend.packed_pages import (
     Attended,
     ChannelMap,
     CodeFold,
+    ExactAttention,
     ExactGroup,
     ExactTokens,
     LowRankTerm,
@@ -39,6 +40,7 @@ __all__ = [
     "Attended",
     "ChannelMap",
     "CodeFold",
+    "ExactAttention",
     "ExactGroup",
     "ExactTokens",
     "LowRankTerm",
@@ -144,14 +146,22 @@ def exact_supported(query: Tensor, tokens: ExactTokens) -> bool:
 
 
 def attend_exact(
-    query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None = None, scale: float = 1.0
-) -> Tensor:
-    """The output of attention over `tokens` that are supported, and over what `parts` of the softmax, 16 at most, have found:
-    `[rows, kv_heads, R, Dv]` in the query's dtype. `query [rows, kv_heads, R, D]`, float32 or as the model made it, times
-    the `scale` of the scores is of one column on a CPU, and meets a token at least."""
+    query: Tensor,
+    tokens: ExactTokens,
+    parts: Sequence[Attended],
+    softcap: float | None = None,
+    scale: float = 1.0,
+    told: bool = False,
+    dtype: torch.dtype | None = None,
+) -> ExactAttention:
+    """Attention over `tokens` that are supported, and over what `parts` of the softmax, 16 at most, have found; its output in the
+    query's dtype, or another. `query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores is
+    of one column on a CPU, and meets a token at least. `told`: with the normaliser and the scores, from which probabilities
+    follow."""
     if not prefers_triton(query.device):
-        return exact_cpu.attend_exact(scaled(query, scale), tokens, parts, softcap).to(query.dtype)
+        found = exact_cpu.attend_exact(scaled(query, scale), tokens, parts, softcap, told)
+        return found._replace(output=found.output.to(dtype or query.dtype))
     from calib.kernels.attend import exact_triton
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        return exact_triton.attend_exact(query, tokens, parts, softcap, scale)
+        return exact_triton.attend_exact(query, tokens, parts, softcap, scale, told, dtype)

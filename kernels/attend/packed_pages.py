@@ -1,6 +1,7 @@
 """What attention's kernels read and give: packed keys and values in pages, the slots of them, and a part of a softmax."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -132,11 +133,31 @@ class ExactTokens:
 
     Args:
         groups: all of one dtype.
-        hidden: bool `[rows or 1, 1, columns or 1, tokens of all groups]`, those that a query does not see, or None.
+        hidden: bool `[rows or 1, kv_heads or 1, columns or 1, tokens of all groups]`, those that a query does not see, or None.
     """
 
     groups: tuple[ExactGroup, ...]
     hidden: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Tokens of all groups."""
+        return sum(group.values.shape[2] for group in self.groups)
+
+
+class ExactAttention(NamedTuple):
+    """What attention over exact tokens and other parts of a softmax gives.
+
+    Attributes:
+        output: `[rows, kv_heads, R, Dv]`.
+        normaliser: where it was asked for, the log-sum-exp of each query row's scores, of all parts, float32 `[rows, kv_heads, R,
+            1]`.
+        scores: where they were asked for, of the exact tokens of all groups, -inf where hidden, float32 `[rows, kv_heads, R, n]`.
+    """
+
+    output: Tensor
+    normaliser: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass(frozen=True)

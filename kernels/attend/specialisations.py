@@ -192,11 +192,13 @@ def _exact(
     spilled: int = 0,
     scored: bool = False,
     pieces: int = 0,
+    told: bool = False,
 ) -> Specialisation:
     """The kernel of a window's slots and new tokens under a mask, joined with two parts of the softmax. `scored`: some slots have
-    scores in place of keys. `pieces`: of values' channels, where the parts have runs."""
+    scores in place of keys. `pieces`: of values' channels, where the parts have runs. `told`: scores and normaliser are given."""
     constants = exact_constants(block, channels, channels, kind, None, pieces, interpreted=False)
     given = r"[A-Z]+_[23]|SCORES_1" if scored else r"[A-Z]+_[23]|SCORES_\d|INDEX"
+    given += "" if told else "|TOLD|NORMALISER"
     constants |= dict.fromkeys(name for name in exact.arg_names if re.fullmatch(given, name))
     types = {name: "*fp32" if name.isupper() else "i32" for name in exact.arg_names if name not in constants}
     types |= {name: "i32:16" for name in types if re.match("(key|value|mixed)_", name)} | {"HIDDEN": "*i8"}
@@ -303,6 +305,8 @@ SPECIALISATIONS = {
     "exact tokens and runs, 256 channels": _exact(256, 5.4, 1.7, pieces=2),
     "exact tokens and runs, 256, 16 rows": _exact(256, 10.6, 6, 16, pieces=2),
     "exact tokens and runs, float32": _exact(128, 17.6, 0, kind=torch.float32, pieces=4),
+    "exact tokens and runs, told": _exact(128, 9, 1.7, pieces=2, told=True),
+    "exact tokens told, 16 rows": _exact(128, 10, 3, 16, told=True),
     "merge": _merge([128, 0, 0, 0]),
     "merge, 256 channels and rank 4": _merge([256, 0, 4, 0]),
     "merge, components to channels": _merge([80, 1, 0, 81], 128),

@@ -57,7 +57,7 @@ def attend(held: LayerTokens, observed: Observed | None = None, stats: Attention
         for span in held.spans(grouped, plan, new_keys, new_values, observed):
             if isinstance(span, ExactTokens):
                 asking, scale = grouped.for_kernels
-                exact = attend_exact(asking, span, softmax.parts(), held.logits.softcap, scale)
+                exact = attend_exact(asking, span, softmax.parts(), held.logits.softcap, scale).output
                 break
             if span.is_asked:
                 asked.append(span)

@@ -49,7 +49,8 @@ class Asked:
         )
         self.hidden = None
         if masked:
-            shape = (rows if masked == "rows" else 1, 1, columns, sum(counts))
+            by_row, by_head = rows if masked in ("rows", "heads") else 1, heads if masked == "heads" else 1
+            shape = (by_row, by_head, columns, sum(counts))
             self.hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
             self.hidden[..., -1] = False
         others = [drawn(rows, heads, query_rows, 9, seed=next(draw)) for _ in range(parts)]
@@ -70,18 +71,24 @@ class Asked:
         met = met if softcap is None else softcap * (met / softcap).tanh()
         if self.hidden is not None:
             met = met.masked_fill(self.hidden.repeat(1, 1, query_rows // columns, 1), -torch.inf)
-        self.weights = torch.cat([*(own.double() for own in others), met], -1).softmax(-1)
+        self.met = met
+        every = torch.cat([*(own.double() for own in others), met], -1)
+        self.weights, self.normaliser = every.softmax(-1), every.logsumexp(-1, keepdim=True)
         self.values = torch.cat([*(own.double() for own in mixing), *(own.double() for own in values)], 2)
 
     def check(self, dtype):
         tokens = ExactTokens(self.groups, self.hidden)
         assert operation.exact_supported(self.query, tokens)
-        found, expected = (
-            operation.attend_exact(self.query, tokens, self.parts, self.softcap),
-            self.weights @ self.values,
-        )
+        told = operation.attend_exact(self.query, tokens, self.parts, self.softcap, told=True)
+        found, expected = told.output, self.weights @ self.values
         assert found.dtype == torch.float32 and found.is_contiguous()
         assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+        assert told.scores.shape == self.met.shape and torch.equal(told.scores.isneginf(), self.met.isneginf())
+        for own, exact in ((told.normaliser, self.normaliser), (told.scores, self.met)):
+            own, exact = own.double().nan_to_num(neginf=0), exact.nan_to_num(neginf=0)
+            assert (own - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+        alone = operation.attend_exact(self.query, tokens, self.parts, self.softcap, dtype=torch.bfloat16)
+        assert alone.normaliser is None and alone.scores is None and torch.equal(alone.output, found.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -93,9 +100,9 @@ def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, dims, softc
     Asked(dtype, query_rows, dims, (37, 7, 1), parts, softcap=softcap).check(dtype)
 
 
-@pytest.mark.parametrize("masked", ["rows", "all", None])
+@pytest.mark.parametrize("masked", ["rows", "heads", "all", None])
 @pytest.mark.parametrize(("columns", "counts"), [(1, (1, 1)), (3, (5, 33, 3))])
-def test_masks_of_rows_and_columns(masked, columns, counts):
+def test_masks_of_rows_heads_and_columns(masked, columns, counts):
     """Of a query row, group-major, its column's."""
     Asked(torch.float32, 4 * columns, (32, 32), counts, 1, columns, masked).check(torch.float32)
 
@@ -128,7 +135,8 @@ def test_parts_of_several_runs_are_joined(dtype, programs, query_rows, dims, par
     monkeypatch.setattr(exact_triton, "fills", lambda device: programs)
     launched = watch(monkeypatch, "attend")
     Asked(dtype, query_rows, dims, (20, 7, 1), parts, runs=runs).check(dtype)
-    (launch,) = launched
+    launch, again = launched
+    assert launch.grid == again.grid
     assert launch.grid[2] == pieces_of(dims[1], 8 if query_rows <= 8 else 16, programs // 6)
     assert launch.grid[2] * launch.arguments["DVP"] >= dims[1] and launch.arguments["RUNS"] > 1
 
@@ -151,9 +159,9 @@ def test_what_is_hidden_from_a_query_has_no_part():
     tokens = ExactTokens((ExactGroup(window, window), ExactGroup(new, new)), torch.ones(1, 1, 1, 41, dtype=torch.bool))
     nothing = Attended(torch.full((1, 2, 1, 1), -1e38), torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 16), None)
     query = drawn(1, 2, 1, 16, seed=5)
-    assert not operation.attend_exact(query, tokens, [nothing]).any()
+    assert not operation.attend_exact(query, tokens, [nothing]).output.any()
     tokens.hidden[..., -1] = False
-    torch.testing.assert_close(operation.attend_exact(query, tokens, [nothing]), new, rtol=1e-6, atol=0)
+    torch.testing.assert_close(operation.attend_exact(query, tokens, [nothing]).output, new, rtol=1e-6, atol=0)
 
 
 def test_what_is_not_served():

@@ -73,7 +73,7 @@ def test_a_query_as_the_model_made_it_is_scaled_in_the_kernels(dtype):
         assert torch.equal(getattr(found, name), getattr(expected, name))
     new = torch.randn(1, HEADS, 5, 32, generator=torch.Generator().manual_seed(4)).to(dtype)
     tokens = ExactTokens((ExactGroup(new, new),))
-    out = operation.attend_exact(query, tokens, [found], scale=scale)
-    plain = operation.attend_exact(query.float() * scale, tokens, [found])
+    out = operation.attend_exact(query, tokens, [found], scale=scale).output
+    plain = operation.attend_exact(query.float() * scale, tokens, [found]).output
     assert out.dtype == dtype and plain.dtype == torch.float32
     assert torch.equal(out, plain.to(dtype))

@@ -240,7 +240,8 @@ def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, key_dim, va
     groups = [
         ExactGroup(values[i], None if i == 1 else keys[i], scores[1].float() if i == 1 else None) for i in range(3)
     ]
-    hidden = torch.rand(rows, 1, 1, sum(counts), generator=torch.Generator().manual_seed(1)) < 0.3
+    by_head = heads if softcap is None else 1
+    hidden = torch.rand(rows, by_head, 1, sum(counts), generator=torch.Generator().manual_seed(1)) < 0.3
     hidden[..., -1] = False
     others = [drawn(rows, heads, query_rows, n, seed=next(draw)) for n in (50, 1)]
     mixing = [drawn(rows, heads, n, value_dim, seed=next(draw)) for n in (50, 1)]
@@ -252,11 +253,17 @@ def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, key_dim, va
     parts.append(Attended(torch.full_like(top, -1e38), torch.zeros_like(top), torch.zeros_like(parts[0].mixed), None))
     tokens = ExactTokens(tuple(groups), hidden)
     assert operation.exact_supported(query, tokens)
-    found = operation.attend_exact(query, tokens, parts, softcap)
+    told = operation.attend_exact(query, tokens, parts, softcap, told=True)
+    found = told.output
     met = torch.cat(scores, -1)
     met = (met if softcap is None else softcap * (met / softcap).tanh()).masked_fill(hidden, -torch.inf)
-    weights = torch.cat([*(own.double() for own in others), met], -1).softmax(-1)
+    every = torch.cat([*(own.double() for own in others), met], -1)
+    weights, normaliser = every.softmax(-1), every.logsumexp(-1, keepdim=True)
     assert found.dtype == torch.float32
+    for own, exact in ((told.normaliser, normaliser), (told.scores, met)):
+        own, exact = own.double().nan_to_num(neginf=0), exact.nan_to_num(neginf=0)
+        assert (own - exact).abs().max() <= FLOAT32_ATTENTION * exact.abs().max()
+    assert torch.equal(operation.attend_exact(query, tokens, parts, softcap).output, found)
     expected = weights @ torch.cat([*(own.double() for own in mixing), *(own.double() for own in values)], 2)
     assert (found.double() - expected).abs().max() <= FLOAT32_ATTENTION * expected.abs().max()
 

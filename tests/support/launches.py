@@ -20,7 +20,7 @@ OPERATIONS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
 WRITTEN = {
     "attend": ("TOP", "MASS", "MIXED", "SCORES"),
     "merge": ("TOP_ALL", "MASS_ALL", "MIXED_ALL"),
-    "exact": ("OUT",),
+    "exact": ("OUT", "TOLD", "NORMALISER"),
     "_attend": ("top", "mass", "mixed"),
     "token_groups": ("words", "parameters", "words_1", "parameters_1"),
     "by_planes": ("words", "parameters"),
