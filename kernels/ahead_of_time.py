@@ -34,6 +34,7 @@ OPERATIONS = (
     "neural_dict",
     "desparsify_attend",
     "host_gather",
+    "probability_mass",
     "put_tokens",
     "top_k",
     "trellis",

@@ -105,8 +105,8 @@ def exact(
             told_scores += tokens_0
         top, mass, mixed = met(
             top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_1, VALUES_1, SCORES_1, None, tokens_1,
-            tokens_1, row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1 + first, value_token_1,
-            channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
+            tokens_1, row * key_row_1 + head * key_head_1, key_token_1, row * value_row_1 + head * value_head_1 + first,
+            value_token_1, channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
         )  # fmt: skip
     if VALUES_2 is not None:
         if HIDDEN is not None:
@@ -115,8 +115,8 @@ def exact(
             told_scores += tokens_1
         top, mass, mixed = met(
             top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_2, VALUES_2, SCORES_2, None, tokens_2,
-            tokens_2, row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2 + first, value_token_2,
-            channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
+            tokens_2, row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2 + first,
+            value_token_2, channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
         )  # fmt: skip
 
     # A row that has met no token at all has a mixture of 0.

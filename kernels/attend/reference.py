@@ -110,6 +110,7 @@ class RunningSoftmax:
         self.mass: Tensor | None = None
         self.mixed: Tensor | None = None
         self._waiting: list[Attended] = []
+        self._normaliser: Tensor | None = None
 
     def weights(self, scores: Tensor) -> Tensor:
         """Takes a part's `scores [..., rows, T]` (masked ones -inf), rescales what is there, returns the part's weights."""
@@ -169,8 +170,14 @@ class RunningSoftmax:
         """The final probabilities of a part's `scores`, once every part was taken."""
         return (scores - self.normaliser()).exp_()
 
+    def end(self, normaliser: Tensor) -> None:
+        """Every part was taken, the last ones elsewhere, which found the log-sum-exp."""
+        self._normaliser = normaliser
+
     def normaliser(self) -> Tensor:
         """log-sum-exp of each row `[..., rows, 1]`, once every part was taken."""
+        if self._normaliser is not None:
+            return self._normaliser
         self._settle()
         if self.top is None or self.mass is None:
             raise ValueError("nothing was attended")

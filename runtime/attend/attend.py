@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calib.kernels.attend.operation import Attended, ExactTokens, attend_exact
+from calib.kernels.attend.operation import Attended, attend_exact
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens, newest
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.request import AttendRequest
-from calib.runtime.attend.scored_span import ScoredSpan
+from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
 QUERY_ROWS = 1024
@@ -37,16 +37,26 @@ def prompt(request: AttendRequest) -> Tensor:
     return F.scaled_dot_product_attention(*request.given, is_causal=True, scale=request.logits.scale, enable_gqa=True)
 
 
-def attend(held: LayerTokens, observed: Observed | None = None, stats: AttentionStats | None = None) -> Tensor:
+def attend(held: LayerTokens) -> Tensor:
     """Attention of queries none of whose columns is padding.
 
-    `query [rows, heads, n, D]`, new tokens `[rows, kv_heads, n, D]` -> `[rows, heads, n, D]` in the query's dtype. What was
-    `observed` is added to `stats`.
+    `query [rows, heads, n, D]`, new tokens `[rows, kv_heads, n, D]` -> `[rows, heads, n, D]` in the query's dtype.
     """
+    return _attend(held, None)[0]
+
+
+def attend_observed(held: LayerTokens, observed: Observed) -> tuple[Tensor, AttentionStats]:
+    """The same, and the attention that what is `observed` got."""
+    output, stats = _attend(held, observed)
+    assert stats is not None
+    return output, stats
+
+
+def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, AttentionStats | None]:
     query, new_keys, new_values = held.request.given
     heads, kv_heads, length = query.shape[1], new_keys.shape[1], query.shape[2]
     step = 1 if length == 1 else held.columns_at_once(heads, max(1, QUERY_ROWS * kv_heads // heads))
-    outputs = []
+    outputs, stats = [], None
     for at in range(0, length, step):
         tile = query[:, :, at : at + step] if length > step else query
         queries = range(at, at + tile.shape[2])
@@ -55,15 +65,15 @@ def attend(held: LayerTokens, observed: Observed | None = None, stats: Attention
         plan = held.plan(queries, grouped.given.shape[2])
         softmax, asked, exact = RunningSoftmax(), list[ScoredSpan](), None
         for span in held.spans(grouped, plan, new_keys, new_values, observed):
-            if isinstance(span, ExactTokens):
-                asking, scale = grouped.for_kernels
-                exact = attend_exact(asking, span, softmax.parts(), held.logits.softcap, scale).output
+            if isinstance(span, ExactSpan):
+                exact = _with_exact(span, grouped, held, softmax, asked)
                 break
             if span.is_asked:
                 asked.append(span)
             if isinstance(span.mix, Attended):
                 softmax.join(span.mix)
                 continue
+            assert span.mix is not None
             # Plain softmax where nothing came before; what is asked later needs the normaliser.
             last = span.is_last and not asked
             weights = softmax.last_weights(span.scores) if last else softmax.weights(span.scores)
@@ -73,11 +83,27 @@ def attend(held: LayerTokens, observed: Observed | None = None, stats: Attention
         if asked:
             mixed = _corrected(mixed, asked, softmax)
             _add_mass(held.fetched, asked, softmax, heads // kv_heads)
-        if observed is not None and stats is not None:
+        if observed is not None:
             with torch.no_grad():
-                stats.add(observed, asked, softmax, plan, queries)
+                seen = AttentionStats.of(observed, asked, softmax.normaliser(), plan, queries)
+                stats = seen if stats is None else stats.plus(seen, plan.new)
         outputs.append(mixed.unflatten(2, (-1, len(queries))).flatten(1, 2).to(query.dtype))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), stats
+
+
+def _with_exact(
+    span: ExactSpan, query: GroupedQuery, held: LayerTokens, softmax: RunningSoftmax, asked: list[ScoredSpan]
+) -> Tensor:
+    """The output of everything, by the kernel of exact tokens. Where probabilities are asked for it tells what they follow from."""
+    told, corrected = bool(asked) or span.is_asked, any(one.left is not None for one in asked)
+    given, scale = query.for_kernels
+    found = attend_exact(
+        given, span.tokens, softmax.parts(), held.logits.softcap, scale, told, torch.float32 if corrected else None
+    )
+    if found.normaliser is not None and found.scores is not None:
+        softmax.end(found.normaliser)
+        asked.append(ScoredSpan(found.scores, None, span.watched, positions=span.positions))
+    return found.output
 
 
 def _corrected(mixed: Tensor, spans: list[ScoredSpan], softmax: RunningSoftmax) -> Tensor:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from calib.kernels.attend.reference import RunningSoftmax
+from calib.kernels.probability_mass.operation import ScoredTokens, probability_mass
 from calib.runtime.attend.read_plan import ReadPlan
 from calib.runtime.attend.scored_span import ScoredSpan
 
@@ -19,7 +20,7 @@ class Observed:
     weights: Tensor | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class AttentionStats:
     """Attention mass by KV head, float32: on slots of the watched tier or the window `held [rows, kv_heads, slots]`, and
     on the new tokens `new [rows, kv_heads, n]`."""
@@ -27,20 +28,28 @@ class AttentionStats:
     held: Tensor
     new: Tensor
 
-    def add(
-        self, observed: Observed, spans: list[ScoredSpan], softmax: RunningSoftmax, plan: ReadPlan, queries: range
-    ) -> None:
-        """Takes in the probabilities of the watched `spans` for `queries`: their logits are there, and the log-sum-exp of the
-        query rows is known now."""
-        parts = [softmax.probabilities(span.scores) for span in spans if span.watched]
+    @staticmethod
+    def of(
+        observed: Observed, spans: list[ScoredSpan], normaliser: Tensor, plan: ReadPlan, queries: range
+    ) -> "AttentionStats":
+        """From the watched `spans`: the logits of `queries` are there, and their log-sum-exp is known now. The last span ends with
+        the new tokens, of which those that the plan reads have a column in `new`."""
+        scores = [span.scores for span in spans if span.watched]
+        last, count = scores.pop(), plan.new.stop - plan.new.start
+        window = last.shape[3] - count
+        scores += [last[..., :window], last[..., window:]] if window else [last]
+        weights: list[Tensor | None] = [None] * len(scores)
         if observed.weights is not None:
-            weights = observed.weights
-            if weights.shape[-1] > 1:
-                window, new = weights[..., : plan.window], weights[..., plan.window :][..., plan.new]
-                weights = torch.cat([window, new], -1)
-            weights = weights[:, None, None, queries.start : queries.stop]
-            parts = [(part.unflatten(2, (-1, len(queries))) * weights).flatten(2, 3) for part in parts]
-        sums = torch.cat([part.sum(2) for part in parts], -1)
-        fresh = plan.new.stop - plan.new.start
-        self.held += sums[..., : sums.shape[-1] - fresh]
-        self.new[..., plan.new] += sums[..., sums.shape[-1] - fresh :]
+            own = observed.weights[:, queries.start : queries.stop]
+            weights = [own] * len(scores)
+            if own.shape[2] > 1:
+                weights[-1] = own[..., plan.window :][..., plan.new]
+                weights[:-1] = [own[..., : plan.window]] * (len(scores) - 1)
+        *held, new = probability_mass([ScoredTokens(*one) for one in zip(scores, weights, strict=True)], normaliser)
+        return AttentionStats(new[..., :0] if not held else held[0] if len(held) == 1 else torch.cat(held, -1), new)
+
+    def plus(self, later: "AttentionStats", new: slice) -> "AttentionStats":
+        """With what later queries gave, who saw the `new` tokens of so many columns."""
+        added = F.pad(self.new, (0, new.stop - self.new.shape[2]))
+        added[..., new] += later.new
+        return AttentionStats(self.held + later.held, added)

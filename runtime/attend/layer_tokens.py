@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.kernels.attend.operation import ExactTokens
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import ReadPlan
 from calib.runtime.attend.request import AttendRequest
-from calib.runtime.attend.scored_span import ScoredSpan
+from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan
 from calib.runtime.logits import Logits
 from calib.runtime.paging.sequence_state import Forward
 
@@ -52,9 +51,8 @@ class LayerTokens(ABC):
     @abstractmethod
     def spans(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan | ExactTokens]:
-        """What the `query` meets; those that are `observed` are watched. Exact
-        tokens that a kernel meets come last."""
+    ) -> Iterator[ScoredSpan | ExactSpan]:
+        """What the `query` meets; those that are `observed` are watched. Exact tokens that a kernel meets come last."""
 
     def columns_at_once(self, heads: int, columns: int) -> int:
         """How many query columns of so many heads are scored at once, `columns` at most."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.operation import Attended
+from calib.kernels.attend.operation import Attended, ExactTokens
 
 
 @dataclass
@@ -17,7 +17,7 @@ class ScoredSpan:
         scores: float32 `[rows, kv_heads, query rows, tokens]`, -inf where hidden; of what a kernel attended anything, unless
             something is asked of its probabilities.
         mix: the values weighted by `[rows, kv_heads, query rows, tokens]`, in parts `[rows, kv_heads, query rows, D]` that are
-            added up in this order; or the mixture itself.
+            added up in this order; or the mixture itself; None: the output has it.
         watched: whether saliency asks for the probabilities.
         left: what the final probabilities of all spans that name it, side by side, add to the output.
         positions: int64 `[rows, kv_heads or 1, tokens]` or a slice, where the tokens' mass is asked for.
@@ -25,7 +25,7 @@ class ScoredSpan:
     """
 
     scores: Tensor
-    mix: Callable[[Tensor], Sequence[Tensor]] | Attended
+    mix: Callable[[Tensor], Sequence[Tensor]] | Attended | None
     watched: bool = False
     left: Callable[[Tensor], Tensor] | None = None
     positions: Tensor | slice | None = None
@@ -35,6 +35,25 @@ class ScoredSpan:
     def is_asked(self) -> bool:
         """Whether its final probabilities are asked for."""
         return self.watched or self.left is not None or self.positions is not None
+
+
+@dataclass(frozen=True)
+class ExactSpan:
+    """Exact tokens that a kernel meets, which joins all other spans with them: the last one.
+
+    Attributes:
+        tokens: where they lie.
+        watched, positions: as of a `ScoredSpan`.
+    """
+
+    tokens: ExactTokens
+    watched: bool = False
+    positions: Tensor | slice | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether its final probabilities are asked for."""
+        return self.watched or self.positions is not None
 
 
 def joined(spans: Sequence[ScoredSpan], order: Sequence[int]) -> ScoredSpan:
@@ -48,7 +67,7 @@ def joined(spans: Sequence[ScoredSpan], order: Sequence[int]) -> ScoredSpan:
         own: dict[int, Tensor] = dict(zip(order, weights.split(widths, -1), strict=True))
         mixed: list[Tensor] = []
         for i, span in enumerate(spans):
-            assert not isinstance(span.mix, Attended)
+            assert callable(span.mix)
             mixed += span.mix(own[i])
         return mixed
 

@@ -25,7 +25,7 @@ from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions, page_numbers
-from calib.runtime.attend.scored_span import ScoredSpan, joined
+from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan, joined
 from calib.runtime.logits import either, masked
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.stream import Stream
@@ -56,7 +56,7 @@ class OrderedTokens(LayerTokens):
 
     def spans(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan | ExactTokens]:
+    ) -> Iterator[ScoredSpan | ExactSpan]:
         """Nothing is watched: a token lies where its number says."""
         scorer, tiles = _Scorer(self.keys, query, self.forward), plan.tiers[0]
         keys, values = plan.read_of(new_keys), plan.read_of(new_values)
@@ -64,7 +64,7 @@ class OrderedTokens(LayerTokens):
             found = WindowKeys.of(self.state, self.forward, plan, 0)
             yield (part := self._in_one(scorer, span, slice(0, tiles[-1].stop), found.ahead))
             assert isinstance(part.mix, Attended)
-            yield self._exact_groups(plan, found, part.mix.ahead, keys, values)
+            yield ExactSpan(self._exact_groups(plan, found, part.mix.ahead, keys, values))
             return
         if plan.asked.fused:
             scores: Tensor | None = None
@@ -80,7 +80,7 @@ class OrderedTokens(LayerTokens):
             if self.fetched is None and exact_supported(
                 query.for_kernels[0], exact := self._slots(scorer, plan, keys, values, scores)
             ):
-                yield exact
+                yield ExactSpan(exact)
                 return
         for tile in tiles[:-1]:
             yield self._tile(scorer, tile)

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens, PageSpan, exact_supported, supported
 from calib.kernels.desparsify_attend.operation import supported as pairs_supported
-from calib.runtime.attend.attention_stats import AttentionStats, Observed
+from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
-from calib.runtime.attend.scored_span import ScoredSpan, joined
+from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan, joined
 from calib.runtime.logits import either, masked
-from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.saliency.probes import share_of
@@ -64,18 +63,9 @@ class TieredTokens(LayerTokens):
         longest = max(sum(self.state.held(row, self.forward.before[row])) for row in self.rows)
         return min(columns, max(1, LISTED_LOGITS // max(1, len(self.rows) * heads * longest)))
 
-    def no_stats(self, observed: Observed, new_keys: Tensor) -> AttentionStats:
-        """Nothing observed so far of the new `[rows, kv_heads, n, D]` and of what is held."""
-        slots = self.window_slots()
-        if observed.tier:
-            used = (self.state.held(row, self.forward.before[row])[0] for row in self.rows)
-            slots = -(-max(used) // TIER_PAGE_TOKENS) * TIER_PAGE_TOKENS
-        held = torch.zeros(*new_keys.shape[:2], slots, device=new_keys.device)
-        return AttentionStats(held, torch.zeros(new_keys.shape[:3], device=new_keys.device))
-
     def spans(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan | ExactTokens]:
+    ) -> Iterator[ScoredSpan | ExactSpan]:
         """What is observed is watched: the window and the new tokens, and perhaps the first tier. The last tile, the window and the
         new tokens are one span where they may be: most caches are no longer than that."""
         spans = self._one_by_one(query, plan, new_keys, new_values, observed)
@@ -85,21 +75,17 @@ class TieredTokens(LayerTokens):
 
     def _one_by_one(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
-    ) -> Iterator[ScoredSpan | ExactTokens]:
+    ) -> Iterator[ScoredSpan | ExactSpan]:
+        tokens, first_watched = self._exact_tokens(plan, new_keys, new_values), observed is not None and observed.tier
+        if self.oracle_share is None and exact_supported(query.for_kernels[0], tokens):
+            yield from self._in_tiers(query, plan, first_watched, runs=True)
+            yield ExactSpan(tokens, observed is not None, self._exact_positions(plan))
+            return
         waiting: ScoredSpan | None = None
-        unasked = observed is None and not self.asks and self.oracle_share is None
-        tokens = self._exact_tokens(plan, new_keys, new_values)
-        unasked = unasked and exact_supported(query.for_kernels[0], tokens)
-        for span in self._in_tiers(query, plan, observed is not None and observed.tier, unasked):
-            unasked = unasked and not span.is_asked
+        for span in self._in_tiers(query, plan, first_watched, runs=False):
             if waiting is not None:
                 yield waiting
             waiting = span
-        if unasked:
-            if waiting is not None:
-                yield waiting
-            yield tokens
-            return
         exact = self._exact(query, plan, new_keys, new_values, observed is not None)
         if waiting is not None and not (waiting.is_asked or exact.is_asked or isinstance(waiting.mix, Attended)):
             both = joined([waiting, exact], [0, 1])
@@ -166,10 +152,17 @@ class TieredTokens(LayerTokens):
         )
         keys, values = (own[0] if len(own) == 1 else torch.cat(own, 2) for own in (of_keys, of_values))
         exact = masked(self.logits.capped(query.scaled @ keys.float().mT), plan.hidden)
-        positions = exact_positions(self.state, self.forward, plan.asked, plan.window) if self.asks else None
         return ScoredSpan(
-            exact, lambda weights: (weights @ values.float(),), watched, positions=positions, is_last=True
+            exact,
+            lambda weights: (weights @ values.float(),),
+            watched,
+            positions=self._exact_positions(plan),
+            is_last=True,
         )
+
+    def _exact_positions(self, plan: ReadPlan) -> Tensor | None:
+        """Of the window's tokens and the new ones, where they are asked for."""
+        return exact_positions(self.state, self.forward, plan.asked, plan.window) if self.asks else None
 
     def _tier_in_one(self, view: TierView, tiles: list[Tile], span: PageSpan, wanted: bool, runs: bool) -> ScoredSpan:
         """A tier by one kernel."""
@@ -181,7 +174,7 @@ class TieredTokens(LayerTokens):
         if self.before_rope and self.rotation is not None:
             cos_sin = tables_between(self.forward, self.rotation, *self._span(view.tier, span), view.asked.given)
         scored = wanted or self.asks or view.corrected
-        found = view.fused(tiles, span, self.logits.softcap, scored, cos_sin, runs and not scored)
+        found = view.fused(tiles, span, self.logits.softcap, scored, cos_sin, runs)
         scores = found.mass if found.scores is None else found.scores
         left = partial(view.corrections, tiles) if view.corrected else None
         return ScoredSpan(scores, found, wanted, left, positions if self.asks else None)

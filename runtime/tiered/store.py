@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calib.kernels.probe_saliency.operation import attention_mass
 from calib.kernels.quantise.prologue import Prologue
-from calib.runtime.attend.attend import attend, is_prompt, prompt
+from calib.runtime.attend.attend import attend, attend_observed, is_prompt, prompt
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State
@@ -146,8 +146,8 @@ class TieredStore(ABC):
         observed = self.watch(request.forward, rows, given.query.device) if observe else None
         if observed is None:
             return attend(held)
-        self.shown.seen[rows] = stats = held.no_stats(observed, given.keys)
-        return attend(held, observed, stats)
+        output, self.shown.seen[rows] = attend_observed(held, observed)
+        return output
 
     @torch.no_grad()
     def _seen_of_prompt(self, request: AttendRequest) -> AttentionStats:

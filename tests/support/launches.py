@@ -26,6 +26,7 @@ WRITTEN = {
     "by_planes": ("words", "parameters"),
     "row_normalisers": ("normalisers",),
     "column_sums": ("mass",),
+    "sum_rows": tuple(f"MASS_{i}" for i in range(4)),
     "largest": ("chosen",),
     "exchange_entries": ("entries", "new"),
     "gather_rows": (),

@@ -1,0 +1,22 @@
+"""How much probability tokens got, by whichever form of the operation the device runs."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from calib.kernels.dispatch import prefers_triton
+from calib.kernels.probability_mass import reference
+from calib.kernels.probability_mass.reference import ScoredTokens
+
+__all__ = ["ScoredTokens", "probability_mass"]
+
+
+def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
+    """Of each span the sum of its tokens' probabilities exp(score - normaliser) over the query rows of a KV head: float32 `[rows,
+    kv_heads, n]`. `normaliser [rows, kv_heads, R, 1]` float32: the log-sum-exp of each query row over all spans of its softmax.
+    """
+    if prefers_triton(normaliser.device) and all(reference.is_served(span) for span in spans):
+        from calib.kernels.probability_mass import triton
+
+        return triton.probability_mass(spans, normaliser)
+    return reference.probability_mass(spans, normaliser)

@@ -1,0 +1,127 @@
+"""Sums probabilities over query rows, for all spans in one launch. See README.md."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.probability_mass.reference import ScoredTokens
+
+AT_ONCE = 4  # spans of a launch
+TOKENS = 256  # of a program
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# Numbers that change from step to step or with the batch.
+UNFIXED = ["query_rows", *(f"{name}_{i}" for i in range(AT_ONCE) for name in ("tokens", "row", "head", "query"))]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def sum_rows(
+    SCORES_0, WEIGHTS_0, MASS_0, SCORES_1, WEIGHTS_1, MASS_1, SCORES_2, WEIGHTS_2, MASS_2, SCORES_3, WEIGHTS_3, MASS_3,
+    NORMALISER, heads, query_rows, of_row, of_head, of_query,
+    tokens_0, row_0, head_0, query_0, columns_0, weight_row_0, weight_column_0, weight_token_0,
+    tokens_1, row_1, head_1, query_1, columns_1, weight_row_1, weight_column_1, weight_token_1,
+    tokens_2, row_2, head_2, query_2, columns_2, weight_row_2, weight_column_2, weight_token_2,
+    tokens_3, row_3, head_3, query_3, columns_3, weight_row_3, weight_column_3, weight_token_3,
+    M: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program for some tokens of a span, row and KV head. A span whose pointers are None is not there."""
+    which, item = tl.program_id(2), tl.program_id(1)
+    row, head = (item // heads).to(tl.int64), item % heads
+    NORMALISER += row * of_row + head * of_head
+    if which == 0:
+        sum_span(
+            SCORES_0 + row * row_0 + head * head_0, WEIGHTS_0, MASS_0 + item.to(tl.int64) * tokens_0, NORMALISER, row, query_rows,
+            of_query, tokens_0, query_0, columns_0, weight_row_0, weight_column_0, weight_token_0, M, BN,
+        )  # fmt: skip
+    if SCORES_1 is not None:  # noqa: SIM102
+        if which == 1:
+            sum_span(
+                SCORES_1 + row * row_1 + head * head_1, WEIGHTS_1, MASS_1 + item.to(tl.int64) * tokens_1, NORMALISER, row,
+                query_rows, of_query, tokens_1, query_1, columns_1, weight_row_1, weight_column_1, weight_token_1, M, BN,
+            )  # fmt: skip
+    if SCORES_2 is not None:  # noqa: SIM102
+        if which == 2:
+            sum_span(
+                SCORES_2 + row * row_2 + head * head_2, WEIGHTS_2, MASS_2 + item.to(tl.int64) * tokens_2, NORMALISER, row,
+                query_rows, of_query, tokens_2, query_2, columns_2, weight_row_2, weight_column_2, weight_token_2, M, BN,
+            )  # fmt: skip
+    if SCORES_3 is not None:  # noqa: SIM102
+        if which == 3:
+            sum_span(
+                SCORES_3 + row * row_3 + head * head_3, WEIGHTS_3, MASS_3 + item.to(tl.int64) * tokens_3, NORMALISER, row,
+                query_rows, of_query, tokens_3, query_3, columns_3, weight_row_3, weight_column_3, weight_token_3, M, BN,
+            )  # fmt: skip
+
+
+@triton.jit
+def sum_span(
+    SCORES, WEIGHTS, MASS, NORMALISER, row, query_rows, of_query, tokens, of_scores, columns, weight_row, weight_column,
+    weight_token, M: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Query rows in their order, `M` together: a row's sums are the same in any batch."""
+    token = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = token < tokens
+    mass = tl.zeros([BN], tl.float32)
+    for first in range(0, query_rows, M):
+        queries = first + tl.arange(0, M)
+        inside = (queries < query_rows)[:, None] & there[None, :]
+        normaliser = tl.load(NORMALISER + queries * of_query, mask=queries < query_rows, other=0.0)
+        scores = tl.load(
+            SCORES + queries[:, None].to(tl.int64) * of_scores + token[None, :], mask=inside, other=float("-inf")
+        )
+        shares = tl.exp2((scores - normaliser[:, None]) * LOG2E)
+        if WEIGHTS is not None:
+            at = row * weight_row + (queries % columns)[:, None] * weight_column + token[None, :] * weight_token
+            shares *= tl.load(WEIGHTS + at, mask=inside, other=0.0)
+        mass += tl.sum(shares, 0)
+    tl.store(MASS + token, mass, mask=there)
+
+
+def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
+    """See `operation.probability_mass`."""
+    found = [span.scores.new_empty(*span.scores.shape[:2], span.scores.shape[3]) for span in spans]
+    some = [(span, mass) for span, mass in zip(spans, found, strict=True) if mass.numel()]
+    for first in range(0, len(some), AT_ONCE):
+        _launch(some[first : first + AT_ONCE], normaliser)
+    return found
+
+
+def _launch(spans: list[tuple[ScoredTokens, Tensor]], normaliser: Tensor) -> None:
+    absent, (rows, heads, asked, _) = AT_ONCE - len(spans), normaliser.shape
+    pointers = [part for span, mass in spans for part in (span.scores, span.weights, mass)]
+    numbers = [part for span, _ in spans for part in _numbers(span)]
+    most = max(mass.shape[2] for _, mass in spans)
+    block = min(16, triton.next_power_of_2(asked))
+    with torch.cuda.device_of(normaliser):
+        sum_rows[(triton.cdiv(most, TOKENS), rows * heads, len(spans))](
+            *pointers, *[None] * (3 * absent), normaliser, heads, asked, *normaliser.stride()[:3], *numbers,
+            *[0] * (8 * absent), M=block, BN=TOKENS, num_warps=4,
+        )  # fmt: skip
+
+
+def _numbers(span: ScoredTokens) -> tuple[int, ...]:
+    """Tokens, strides of scores, columns, strides of weights."""
+    of_scores = (span.scores.shape[3], *span.scores.stride()[:3])
+    if span.weights is None:
+        return *of_scores, 1, 0, 0, 0
+    strides = (0 if size == 1 else step for size, step in zip(span.weights.shape, span.weights.stride(), strict=True))
+    return *of_scores, span.weights.shape[1], *strides
+
+
+def _specialisation(spans: int, block: int, weighted: bool) -> Specialisation:
+    absent = [name for name in sum_rows.arg_names if name[-1].isdigit() and int(name[-1]) >= spans]
+    constants: dict[str, object] = {name: None if name.isupper() else 0 for name in absent}
+    constants |= {} if weighted else {f"WEIGHTS_{i}": None for i in range(AT_ONCE)}
+    constants |= {"M": block, "BN": TOKENS}
+    types = {name: "*fp32" if name.isupper() else "i32" for name in sum_rows.arg_names if name not in constants}
+    return Specialisation(sum_rows, types, constants, warps=4)
+
+
+SPECIALISATIONS = {
+    "a tier and new tokens, 4 rows": _specialisation(2, 4, False),
+    "weighted, 16 rows": _specialisation(2, 16, True),
+}
