@@ -33,6 +33,7 @@ OPERATIONS = (
     "matching_pursuit",
     "neural_dict",
     "desparsify_attend",
+    "heavy_hitters",
     "host_gather",
     "probability_mass",
     "put_tokens",

@@ -52,7 +52,7 @@ def attend(
     KEY_WIDTHS: tl.constexpr, KEY_MODE: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_TOKENS: tl.constexpr,
     VALUE_WIDTHS: tl.constexpr, VALUE_MODE: tl.constexpr, VALUE_GROUPS: tl.constexpr, VALUE_TOKENS: tl.constexpr,
     KEY_FOLDED: tl.constexpr, KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SCALED: tl.constexpr,
-    SIZE_WORDS: tl.constexpr, KEYS_MIXED: tl.constexpr,
+    SIZE_WORDS: tl.constexpr, KEYS_MIXED: tl.constexpr, KEY_DIVIDES: tl.constexpr, VALUE_DIVIDES: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_PIECE: tl.constexpr, KEY_FULL: tl.constexpr,
     VALUE_ROW: tl.constexpr, VALUE_PIECE: tl.constexpr, VALUE_FULL: tl.constexpr,
     DK: tl.constexpr, WK: tl.constexpr, WKP: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, WVP: tl.constexpr,
@@ -94,11 +94,11 @@ def attend(
     if not TURNED:
         exact_query, constant = folded_query(
             exact_query, constant, KEY_SCALE, KEY_SHIFT, row * key_map_row + head * key_map_head, key_map_channel,
-            key_words, DK, WK,
+            key_words, KEY_DIVIDES, DK, WK,
         )  # fmt: skip
         exact_query, constant = folded_query(
             exact_query, constant, KEY_STEP, KEY_ZERO, row * key_step_row + head * key_step_head, key_step_channel,
-            key_words, DK, WK,
+            key_words, False, DK, WK,
         )  # fmt: skip
         size = largest_of(exact_query)
 
@@ -373,11 +373,11 @@ def attend(
         inside = (value_words < WV) & (channels < DV)
         out = folded_mixture(
             out, mass, VALUE_STEP, VALUE_ZERO, row * value_step_row + head * value_step_head, value_step_channel,
-            channels, inside,
+            channels, inside, False,
         )  # fmt: skip
         out = folded_mixture(
             out, mass, VALUE_SCALE, VALUE_SHIFT, row * value_map_row + head * value_map_head, value_map_channel,
-            channels, inside,
+            channels, inside, VALUE_DIVIDES,
         )  # fmt: skip
         own_rows = inside[:, None] & valid[None, :]
         tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=own_rows)

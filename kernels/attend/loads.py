@@ -30,10 +30,10 @@ def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constex
 
 @triton.jit
 def folded_query(
-    query, constant, SCALE, ZERO, at, step, words, D: tl.constexpr, W: tl.constexpr
+    query, constant, SCALE, ZERO, at, step, words, DIVIDES: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """For tokens that are scale y + zero in every channel: the query that meets y, by planes, and the `constant` [M] with what it
-    makes of the zeros. Numbers of a head begin `at`, `step` apart; None: 1, or 0."""
+    """For tokens that are scale y + zero in every channel, or y / scale + zero: the query that meets y, by planes, and the
+    `constant` [M] with what it makes of the zeros. Numbers of a head begin `at`, `step` apart; None: 1, or 0."""
     found = ()
     for f in tl.static_range(len(query)):
         channels = f * W + words
@@ -42,8 +42,8 @@ def folded_query(
             zero = tl.load(ZERO + at + channels * step, mask=inside, other=0.0).to(tl.float32)
             constant += tl.sum(query[f] * zero[:, None], 0)
         if SCALE is not None:
-            scale = tl.load(SCALE + at + channels * step, mask=inside, other=0.0).to(tl.float32)
-            found += (query[f] * scale[:, None],)
+            scale = tl.load(SCALE + at + channels * step, mask=inside, other=1.0).to(tl.float32)
+            found += (query[f] / scale[:, None] if DIVIDES else query[f] * scale[:, None],)
         else:
             found += (query[f],)
     return found, constant
@@ -51,11 +51,12 @@ def folded_query(
 
 @triton.jit
 def folded_mixture(
-    mixed, mass, SCALE, ZERO, at, step, channels, inside
+    mixed, mass, SCALE, ZERO, at, step, channels, inside, DIVIDES: tl.constexpr
 ):  # fmt: skip
     """What a plane's mixture [WP, M] and `mass` [M] of y are of such tokens."""
     if SCALE is not None:
-        mixed *= tl.load(SCALE + at + channels * step, mask=inside, other=0.0).to(tl.float32)[:, None]
+        scale = tl.load(SCALE + at + channels * step, mask=inside, other=1.0).to(tl.float32)[:, None]
+        mixed = mixed / scale if DIVIDES else mixed * scale
     if ZERO is not None:
         mixed += tl.load(ZERO + at + channels * step, mask=inside, other=0.0).to(tl.float32)[:, None] * mass[None, :]
     return mixed

@@ -142,6 +142,7 @@ def constants_of(
             f"{role}_GROUPS": groups_of(stream),
             f"{role}_TOKENS": stream.group_tokens,
             f"{role}_RANK": rank_of(stream),
+            f"{role}_DIVIDES": stream.map is not None and stream.map.divides,
             **({"VALUE_SCALED": stream.scales is not None} if role == "VALUE" else {}),
             f"{role}_ROW": sum(counts),
             f"{role}_PIECE": gcd(LOAD, *counts),

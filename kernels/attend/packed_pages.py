@@ -29,11 +29,12 @@ class LowRankTerm:
 
 @dataclass(frozen=True)
 class ChannelMap:
-    """x = scale y + zero in every channel. Both of any float dtype and of one shape, `[rows or 1, kv_heads or 1, 1, D or 1]` or
-    without the first axes; None: 1, and 0."""
+    """x = scale y + zero in every channel, or where it `divides` y / scale + zero. Both of any float dtype and of one shape, `[rows
+    or 1, kv_heads or 1, 1, D or 1]` or without the first axes; None: 1, and 0."""
 
     scale: Tensor | None = None
     zero: Tensor | None = None
+    divides: bool = False
 
 
 @dataclass(frozen=True)

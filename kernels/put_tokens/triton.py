@@ -8,7 +8,7 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.put_tokens.reference import Put
 
-AT_ONCE = 4  # tensors of a launch
+AT_ONCE = 5  # tensors of a launch: words and parameters of keys and values, and positions
 WIDEST = 4096  # numbers of a token and head
 
 # Numbers that change from step to step or with the batch.
@@ -19,11 +19,13 @@ UNFIXED = [f"{name}_{i}" for i in range(AT_ONCE) for name in ("count", "slot")]
 def put(
     INTO_0, TOKENS_0, ROWS_0, PAGES_0, SLOTS_0, INTO_1, TOKENS_1, ROWS_1, PAGES_1, SLOTS_1,
     INTO_2, TOKENS_2, ROWS_2, PAGES_2, SLOTS_2, INTO_3, TOKENS_3, ROWS_3, PAGES_3, SLOTS_3,
+    INTO_4, TOKENS_4, ROWS_4, PAGES_4, SLOTS_4,
     count_0, slot_0, heads_0, page_0, head_0, token_0, row_0, from_0, at_0,
     count_1, slot_1, heads_1, page_1, head_1, token_1, row_1, from_1, at_1,
     count_2, slot_2, heads_2, page_2, head_2, token_2, row_2, from_2, at_2,
     count_3, slot_3, heads_3, page_3, head_3, token_3, row_3, from_3, at_3,
-    W_0: tl.constexpr, W_1: tl.constexpr, W_2: tl.constexpr, W_3: tl.constexpr, WIDE: tl.constexpr,
+    count_4, slot_4, heads_4, page_4, head_4, token_4, row_4, from_4, at_4,
+    W_0: tl.constexpr, W_1: tl.constexpr, W_2: tl.constexpr, W_3: tl.constexpr, W_4: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A program for each row, head and tensor. One that is None is not there, which is known before the program's number is."""
     which = tl.program_id(2)
@@ -49,6 +51,12 @@ def put(
             put_one(
                 INTO_3, TOKENS_3, ROWS_3, PAGES_3, SLOTS_3, count_3, slot_3, heads_3, page_3, head_3, token_3, row_3, from_3,
                 at_3, W_3, WIDE,
+            )  # fmt: skip
+    if INTO_4 is not None:  # noqa: SIM102
+        if which == 4:
+            put_one(
+                INTO_4, TOKENS_4, ROWS_4, PAGES_4, SLOTS_4, count_4, slot_4, heads_4, page_4, head_4, token_4, row_4, from_4,
+                at_4, W_4, WIDE,
             )  # fmt: skip
 
 

@@ -4,9 +4,11 @@ A **schedule** says how many of a row's tokens are encoded, in order. A **salien
 **tiering** says how many of a row's tokens lie in each of several tiers.
 """
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
+
+from calib.kernels.heavy_hitters.operation import MassRule
 
 
 class Schedule(Protocol):
@@ -33,16 +35,18 @@ class Saliency(Protocol):
     """Attention mass -> scores. A token's mass is what the observed query rows gave it, summed over the query heads of a
     KV head.
 
-    A saliency subclasses this. It must have `scores`; what follows it may have.
+    A saliency subclasses this, and has what differs from a plain sum.
     """
+
+    rule: ClassVar[MassRule] = MassRule()
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
         """`mass [..., kv_heads, tokens]` and how many of the rows have `seen [..., tokens]` each -> scores like `mass`."""
-        ...
+        return self.rule.scores(mass, seen)
 
     def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """Takes into `mass`, in place, what one more forward has `shown` of tokens that were held before it: the sum."""
-        mass += shown
+        """Takes into `mass`, in place, what one more forward has `shown` of tokens that were held before it."""
+        self.rule.observe(mass, shown)
 
     @property
     def newest(self) -> int | None:
@@ -52,7 +56,7 @@ class Saliency(Protocol):
     @property
     def counts_rows(self) -> bool:
         """Whether scores depend on how many rows have seen a token."""
-        return False
+        return self.rule.mean
 
     @property
     def by_budget(self) -> bool:

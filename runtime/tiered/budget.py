@@ -12,6 +12,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from calib.kernels.heavy_hitters.operation import BudgetSlots, NewToken, enter_ring, lightest
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
@@ -47,74 +48,58 @@ class BudgetStore(BudgetScores):
         """One token for each row, all rows at once: what `_take_in` does, without a sort."""
         rows = list(range(len(forward.before)))
         step = self._step_of(forward, keys.device)
-        positions = forward.tensor("token positions", lambda step: step.before, keys.device)[:, None, None]
-        held, fresh = self.observed(forward, rows, positions)
-        if self.saliency is not None:
-            self.saliency.observe(self.mass[:, :, : held.shape[2]], held)
-        positions = positions.expand(-1, self.heads, 1)
+        positions = forward.tensor("positions to store", lambda step: step.before, keys.device, torch.int32)
+        positions = positions[:, None, None]
+        seen = self.observed(forward, rows, positions)
+        positions = positions.expand(-1, self.heads, -1)
         block = self.tiers[0].encode(rows, keys, values, positions)
         if self.tiering.has_ring:
-            self._through_ring(step, block, fresh)
+            self._through_ring(step, block, *seen)
         else:
-            self._past_ring(step, block, fresh, keys, values, positions)
+            self._past_ring(step, block, *seen, keys, values, positions)
 
-    def _through_ring(self, step: BudgetStep, block: Block, fresh: Tensor) -> None:
+    def _through_ring(self, step: BudgetStep, block: Block, shown: Tensor, fresh: Tensor) -> None:
         """The new token, encoded, takes the slot of the one that leaves the ring."""
-        top, table = self.tiers[0], self.sequences.tables[0].numbers(self.mass.device).long()
-        ring = step.ring[:, None].expand(-1, self.heads)
-        target = step.free[:, None].expand(-1, self.heads).clone()
-        if step.contested:
-            leaving = ring[step.rows]
-            lost = leaving
-            if self.saliency is not None:
-                entering = self.mass[step.rows].gather(2, self.of_numbers(leaving)[..., None])
-                lightest, lighter = self._lightest(step, entering)
-                lost = torch.where(lighter, leaving, lightest)
-            target[step.rows] = lost
-            if len(self.tiers) > 1 and step.below is not None:
-                self._demote(step, top.pool.read_tokens(*self._locations(table[step.rows], lost)))
-        to_device = top.pool.read_tokens(*self._locations(table, ring))
-        top.pool.write_tokens(*self._locations(table, target), to_device)
-        ring_mass, target_mass = (self.of_numbers(index)[..., None] for index in (ring, target))
-        self.mass.scatter_(2, target_mass, self.mass.gather(2, ring_mass))
-        top.pool.write_tokens(*self._locations(table, ring), block)
-        self.mass.scatter_(2, ring_mass, fresh)
+        fields = self.tiers[0].pool.tensors
+        rule = None if self.saliency is None else self.saliency.rule
+        tokens = [NewToken(field, block[name].to(field.dtype)) for name, field in fields.items()]
+        lost = enter_ring(rule, self.mass, shown, fresh, self._budget_slots(step), tokens)
+        self._demote(step, dict(zip(fields, lost, strict=True)))
 
     def _past_ring(
-        self, step: BudgetStep, block: Block, fresh: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+        self,
+        step: BudgetStep,
+        block: Block,
+        shown: Tensor,
+        fresh: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
     ) -> None:
         """The new token is heavy at once, or goes, not having been in the tier: from its exact keys and values."""
-        top, table = self.tiers[0], self.sequences.tables[0].numbers(self.mass.device).long()
-        target = step.free[:, None].expand(-1, self.heads).clone()
+        assert self.saliency is not None
+        top, slots = self.tiers[0], self._budget_slots(step)
+        self.saliency.observe(self.mass[:, :, : shown.shape[2]], shown)
+        target = slots.free[:, None].expand(-1, self.heads)
         if step.contested:
-            entering = fresh[step.rows]
-            lightest, lighter = self._lightest(step, entering)
-            target[step.rows] = lightest
-            held = top.pool.read_tokens(*self._locations(table[step.rows], lightest))
-            stays = lighter[..., None, None]
-            if len(self.tiers) > 1 and step.below is not None:
-                new = keys[step.rows], values[step.rows], positions[step.rows]
-                self._demote(step, held, (stays, *new))
-            own = self.of_numbers(lightest)[..., None]
-            kept = torch.where(self.of_numbers(lighter)[..., None], self.mass[step.rows].gather(2, own), entering)
-            fresh = fresh.index_copy(0, step.rows, kept)
+            lightest_slot, lighter = lightest(self.saliency.rule, self.mass, fresh, slots)
+            contested = (slots.first < slots.last)[:, None]
+            target, stays = torch.where(contested, lightest_slot, target), contested & lighter
+            held = top.pool.read_tokens(*slots.locations(target))
+            self._demote(step, held, (stays[..., None, None], keys, values, positions))
+            own = self.of_numbers(target)[..., None]
+            fresh = torch.where(self.of_numbers(stays)[..., None], self.mass.gather(2, own), fresh)
             # In the pages' types: what stays is not to be rounded again.
-            block = {name: part.to(held[name].dtype) for name, part in block.items()}
             block = {
-                name: part.index_copy(0, step.rows, torch.where(stays, held[name], part[step.rows]))
+                name: torch.where(stays[..., None, None], held[name], part.to(held[name].dtype))
                 for name, part in block.items()
             }
-        top.pool.write_tokens(*self._locations(table, target), block)
+        top.pool.write_tokens(*slots.locations(target), block)
         self.mass.scatter_(2, self.of_numbers(target)[..., None], fresh)
 
-    def _lightest(self, step: BudgetStep, entering: Tensor) -> tuple[Tensor, Tensor]:
-        """The slot of the lightest heavy token of each contested row and head, int64 `[contested, kv_heads]`, of equals the
-        newest; and whether a token with the mass `entering [contested, numbers x kv_heads, 1]` is no heavier."""
-        scores = self.scores(self.mass[step.rows])
-        heavy = scores.masked_fill(~step.heavy, torch.inf)
-        least = heavy.amin(-1, keepdim=True)
-        positions = self._positions(step.contested)[..., : scores.shape[2]].masked_fill(heavy > least, -1)
-        return positions.argmax(-1), (self.scores(entering) <= least)[..., 0]
+    def _budget_slots(self, step: BudgetStep) -> BudgetSlots:
+        table = self.sequences.tables[0].numbers(self.mass.device)
+        return BudgetSlots(*step[:4], table, self.tiers[0].pool.tensors[POSITIONS])
 
     def _positions(self, rows: list[int]) -> Tensor:
         """Positions of the important tokens of `rows`: int64 `[len(rows), kv_heads, slots]`."""
@@ -123,33 +108,30 @@ class BudgetStore(BudgetScores):
             numbers if len(rows) == len(numbers) else numbers[upload(rows, torch.int64, numbers.device)]
         )
 
-    def _demote(self, step: BudgetStep, block: Block, new: tuple[Tensor, ...] | None = None) -> None:
-        """Decodes a token of every contested row and head and encodes it in the tier below; a `new` one in its place where it says
-        so: bool `[contested, kv_heads, 1, 1]`, with keys, values and positions."""
-        assert step.below is not None
-        lower = self.tiers[1]
-        keys, values = self.tiers[0].decode(step.contested, block)
-        positions = block[POSITIONS][..., 0].long()
+    def _demote(self, step: BudgetStep, lost: Block, new: tuple[Tensor, ...] | None = None) -> None:
+        """Encodes what the contested rows have `lost`, a token of every row and head, in the tier below, if there is one; a `new`
+        one in its place where it says so: bool `[rows, kv_heads, 1, 1]`, with keys, values and positions."""
+        if len(self.tiers) == 1 or step.below is None:
+            return
+        lost = {name: step.of_contested(part) for name, part in lost.items()}
+        keys, values = self.tiers[0].as_held(step.contested, lost)
+        positions = lost[POSITIONS][..., 0]
         if new is not None:
-            instead, *exact, at = new
-            keys, values = (torch.where(instead, a.float(), b) for a, b in zip(exact, (keys, values), strict=True))
+            instead, *exact, at = (step.of_contested(part) for part in new)
+            keys, values = (
+                torch.where(instead, a.float(), b.float()) for a, b in zip(exact, (keys, values), strict=True)
+            )
             positions = torch.where(instead[..., 0], at, positions)
-        again = lower.encode(step.contested, keys, values, positions)
-        lower.pool.write_tokens(*step.below, again)
+        again = self.tiers[1].encode(step.contested, keys, values, positions)
+        self.tiers[1].pool.write_tokens(*step.below, again)
 
     def _step_of(self, forward: Forward, device: torch.device) -> BudgetStep:
         """The same for every layer; made by the first."""
         key = (BudgetStep, device)
         if key not in forward.readings:
-            asked = (self.sequences, self.tiering, len(self.tiers) > 1, self.mass.shape[2])
-            forward.readings[key] = BudgetStep.of(forward, *asked, device)
+            forward.readings[key] = BudgetStep.of(forward, self.sequences, self.tiering, len(self.tiers) > 1, device)
         step: BudgetStep = forward.readings[key]
         return step
-
-    @staticmethod
-    def _locations(table: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Page number and slot in it, of `slots [rows, kv_heads]` of the rows whose pages are `table [rows, pages]`."""
-        return table.gather(1, slots // TIER_PAGE_TOKENS), slots % TIER_PAGE_TOKENS
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Any number of tokens of rows of equal length, `[len(rows), kv_heads, n, D]`: selects heavy tokens anew."""

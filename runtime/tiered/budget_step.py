@@ -14,16 +14,17 @@ from calib.runtime.tiered.sequence_state import TieredSequenceState
 class BudgetStep(NamedTuple):
     """One token for each row.
 
-    `ring` is its slot, `free` where the token that leaves the ring goes while slots are free, int64 `[rows]`. The budget
-    of the `contested` rows is full (`rows` on the device): they contest for the slots `heavy`, bool `[contested, 1,
-    slots]`, and who loses goes to page and slot `below`.
+    `ring` is its slot, `free` where the token that leaves the ring goes while slots are free, `first` and `last` the heavy slots
+    that it contests for, int64 `[rows]`. The budget of the `contested` rows is full (`rows` on the device; None: of all or of
+    none), and who loses goes to page and slot `below`.
     """
 
     ring: Tensor
     free: Tensor
+    first: Tensor
+    last: Tensor
     contested: list[int]
-    rows: Tensor
-    heavy: Tensor
+    rows: Tensor | None
     below: tuple[Tensor, Tensor] | None
 
     @staticmethod
@@ -32,11 +33,13 @@ class BudgetStep(NamedTuple):
         sequences: TieredSequenceState,
         tiering: HeavyHitterBudget,
         demotes: bool,
-        slots_held: int,
         device: torch.device,
     ) -> "BudgetStep":
-        """The step of a forward whose rows hold `slots_held` slots at most; who loses goes to a tier below where it `demotes`."""
+        """The step of a forward; who loses goes to a tier below where it `demotes`."""
         sizes = [tiering.sizes(sequences.prompt(row)) for row in range(len(forward.before))]
+        contested = [
+            row for row, (length, size) in enumerate(zip(forward.before, sizes, strict=True)) if length >= sum(size)
+        ]
 
         def ring(step: Forward) -> list[int]:
             return [length % recent if recent else 0 for length, (_, recent) in zip(step.before, sizes, strict=True)]
@@ -48,16 +51,19 @@ class BudgetStep(NamedTuple):
                 for own, length, (heavy, recent) in zip(ring(step), step.before, sizes, strict=True)
             ]
 
+        def first(_: Forward) -> list[int]:
+            return [recent for _, recent in sizes]
+
+        def last(step: Forward) -> list[int]:
+            return [
+                recent + heavy * (length >= heavy + recent)
+                for length, (heavy, recent) in zip(step.before, sizes, strict=True)
+            ]
+
         def below_at(part: int, step: Forward) -> list[int]:
             held = (sequences.held(row, step.before[row])[1] for row in contested)
             return [sequences.tables[1].location(row, count)[part] for row, count in zip(contested, held, strict=True)]
 
-        contested = [
-            row for row, (length, size) in enumerate(zip(forward.before, sizes, strict=True)) if length >= sum(size)
-        ]
-        slots = torch.arange(slots_held, device=device)
-        first = forward.tensor("recent", lambda _: [sizes[row][1] for row in contested], device)[:, None, None]
-        last = forward.tensor("budget", lambda _: [sum(sizes[row]) for row in contested], device)[:, None, None]
         below = None
         if contested and demotes:
             pages, positions = (
@@ -65,12 +71,17 @@ class BudgetStep(NamedTuple):
                 for part, name in enumerate(("pages below", "slots below"))
             )
             below = pages, positions
-        index = forward.tensor("contested", lambda _: contested, device)
+        some = 0 < len(contested) < len(sizes)
         return BudgetStep(
             forward.tensor("ring", ring, device),
             forward.tensor("free", free, device),
+            forward.tensor("first heavy slot", first, device),
+            forward.tensor("heavy slots end", last, device),
             contested,
-            index,
-            (slots >= first) & (slots < last),
+            forward.tensor("contested", lambda _: contested, device) if some else None,
             below,
         )
+
+    def of_contested(self, part: Tensor) -> Tensor:
+        """Of a tensor with a row for each the contested ones'."""
+        return part if self.rows is None else part[self.rows]

@@ -12,9 +12,10 @@ from calib.runtime.paging.pages import TILE_TOKENS, Pages, PageTable, tile_token
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
+from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.contract import Codec
-from calib.runtime.stages.transform import coded_width
+from calib.runtime.stages.transform import Identity, coded_width
 from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.tier_plan import TierPlan
@@ -182,6 +183,12 @@ class Tier:
         if self.plan.prediction is not None:
             found[1] = found[1] + self.plan.prediction.values(self.key_codes(rows), part_named(block, "keys"))
         return found[0], found[1]
+
+    def as_held(self, rows: range | list[int], block: Block) -> tuple[Tensor, Tensor]:
+        """The same for who encodes them again: exact ones as they lie, without a copy."""
+        if all(type(stages.codec) is Exact and type(stages.transform) is Identity for _, stages in self.plan.streams()):
+            return block["keys.exact"], block["values.exact"]
+        return self.decode(rows, block)
 
     def key_codes(self, rows: range | list[int]) -> Sized:
         """The codec of the keys' codes, which values are predicted from."""

@@ -22,34 +22,35 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(triton, "_programs", lambda device: 16)
 
 
-def mapped(pages, rows, scale, zero):
+def mapped(pages, rows, scale, zero, divides):
     """The pages with a map of these shapes, and what it makes of their tokens: by row, float64 `[rows, pages, kv_heads, ...]`."""
     draw = torch.Generator().manual_seed(9)
     scales = None if scale is None else (0.5 + torch.rand(scale, generator=draw)).half()
     zeros = None if zero is None else torch.randn(zero, generator=draw).half()
     tokens = pages.tokens.expand(rows, *pages.tokens.shape)
-    for part, join in ((scales, torch.mul), (zeros, torch.add)):
+    for part, join in ((scales, torch.div if divides else torch.mul), (zeros, torch.add)):
         if part is not None:
             tokens = join(tokens, part.double().view(*[1] * (4 - part.ndim), *part.shape)[:, None])
-    return replace(pages.stream, map=ChannelMap(scales, zeros)), tokens.expand(rows, *pages.tokens.shape)
+    return replace(pages.stream, map=ChannelMap(scales, zeros, divides)), tokens.expand(rows, *pages.tokens.shape)
 
 
 @pytest.mark.parametrize("kinds", ["fixed token", "token channel", "channel fixed"])
 @pytest.mark.parametrize(
-    ("scale", "zero"),
+    ("scale", "zero", "divides"),
     [
-        ((ROWS, HEADS, 1, CHANNELS), (ROWS, HEADS, 1, CHANNELS)),
-        ((HEADS, 1, CHANNELS), None),
-        (None, (1, 1, 1)),
+        ((ROWS, HEADS, 1, CHANNELS), (ROWS, HEADS, 1, CHANNELS), False),
+        ((HEADS, 1, CHANNELS), None, False),
+        ((ROWS, HEADS, 1, CHANNELS), None, True),
+        (None, (1, 1, 1), False),
     ],
-    ids=["rows", "heads", "one zero"],
+    ids=["rows", "heads", "divisors", "one zero"],
 )
-def test_maps_of_channels(kinds, scale, zero):
+def test_maps_of_channels(kinds, scale, zero, divides):
     """Of keys in the query and a constant, of values in the mixture: as if tokens were what the map makes of codes."""
     shape = (3, HEADS, PAGE, CHANNELS)
     kinds = [Kind(4, name, 32 if name == "channel" else 1) for name in kinds.split()]
     keys, values = (pages_of(kind, shape, seed) for seed, kind in enumerate(kinds))
-    streams, tokens = zip(*(mapped(part, ROWS, scale, zero) for part in (keys, values)), strict=True)
+    streams, tokens = zip(*(mapped(part, ROWS, scale, zero, divides) for part in (keys, values)), strict=True)
     query, span = asked(keys, ROWS, 3), whole(keys, [2, 1], [0, 2], used=[100, 70])
     found = operation.attend_pages(query, *streams, span, precise=True)
     for row in range(ROWS):

@@ -28,6 +28,8 @@ WRITTEN = {
     "column_sums": ("mass",),
     "sum_rows": tuple(f"MASS_{i}" for i in range(4)),
     "largest": ("chosen",),
+    "choose": ("FOUND",),
+    "move": tuple(f"LOST_{i}" for i in range(6)),
     "exchange_entries": ("entries", "new"),
     "gather_rows": (),
     "put": (),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calib.kernels.heavy_hitters.operation import MassRule
 from calib.runtime.stages.selection import Saliency
 
 # A policy is what a head keeps besides its newest tokens: special ones, those with the most attention, or both.
@@ -30,19 +31,12 @@ class FastGen(Saliency):
     special_ids: tuple[int, ...] = ()
 
     by_budget = True
+    rule = MassRule(limit=PINNED)  # what is pinned gains nothing, so that of special tokens the earlier stay
 
     @property
     def policies(self) -> tuple[int, ...]:
         """Cheapest first; who recovers enough by none has the last."""
         return (0, SPECIAL, FREQUENT, SPECIAL | FREQUENT) if self.special_ids else (0, FREQUENT)
-
-    def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """The sum; what is pinned gains nothing, so that of special tokens the earlier stay."""
-        mass.add_(shown).clamp_(max=PINNED)
-
-    def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., tokens]` itself, which holds the weights."""
-        return mass
 
     def chosen(
         self, mass: Tensor, within: Callable[[int], Tensor], special: Tensor | None, heavy: int, recent: int

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from calib.kernels.heavy_hitters.operation import MassRule
 from calib.runtime.stages.selection import Saliency
 
 
@@ -12,11 +11,4 @@ class LastQuery(Saliency):
     """p_i = A[n, i], the attention of the last query n: what earlier queries thought of a token is forgotten."""
 
     newest = 1
-
-    def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """The newest forward's, in place of what was there."""
-        mass.copy_(shown)
-
-    def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., tokens]` itself."""
-        return mass
+    rule = MassRule(adds_up=False)

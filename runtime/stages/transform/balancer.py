@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from calib.kernels.attend.operation import ChannelMap
 from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.stages.contract import Transform
 
@@ -33,6 +34,10 @@ class Balancer(Transform):
     def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
         """sum p x = sum p y / balance."""
         return mixed / self.balance
+
+    def channel_map(self) -> ChannelMap:
+        """x = y / balance."""
+        return ChannelMap(self.balance, divides=True)
 
     def tensors(self) -> list[Tensor]:
         """The balancer."""
