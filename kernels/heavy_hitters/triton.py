@@ -122,17 +122,18 @@ def move(
 def move_one(
     INTO, TOKEN, LOST, FOUND, heads, into_page, into_head, into_slot, from_row, from_head, W: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Of one field: what is lost is read, the ring's token goes there, and the new one where that was. A number is one lane's."""
+    """Of one field: what is lost is read, the ring's token goes there, and the new one where that was."""
     item, items = tl.program_id(0), tl.num_programs(0)
     row, head, column = (item // heads).to(tl.int64), item % heads, tl.arange(0, WIDE)
     inside = column < W
     own = INTO + head * into_head + column
-    ring = own + tl.load(FOUND + item) * into_page + tl.load(FOUND + items + item) * into_slot
-    target = own + tl.load(FOUND + 2 * items + item) * into_page + tl.load(FOUND + 3 * items + item) * into_slot
-    old, lost = tl.load(ring, mask=inside), tl.load(target, mask=inside)
+    ring = tl.load(FOUND + item) * into_page + tl.load(FOUND + items + item) * into_slot
+    target = tl.load(FOUND + 2 * items + item) * into_page + tl.load(FOUND + 3 * items + item) * into_slot
+    old, lost = tl.load(own + ring, mask=inside), tl.load(own + target, mask=inside)
+    tl.debug_barrier()  # no lane writes before all have read
     tl.store(LOST + item.to(tl.int64) * W + column, lost, mask=inside)
-    tl.store(target, old, mask=inside)
-    tl.store(ring, tl.load(TOKEN + row * from_row + head * from_head + column, mask=inside), mask=inside)
+    tl.store(own + target, old, mask=column < tl.where(target == ring, 0, W))
+    tl.store(own + ring, tl.load(TOKEN + row * from_row + head * from_head + column, mask=inside), mask=inside)
 
 
 def supports(mass: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]) -> bool:
