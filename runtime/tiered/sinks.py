@@ -1,5 +1,8 @@
 """The first tokens for ever and a ring of the newest (StreamingLLM): no scores, nothing is moved, the oldest is written over."""
 
+from collections.abc import Hashable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,9 +23,21 @@ class SinkStore(TieredStore):
         """Nothing."""
         return None
 
+    def graph_key(self, forward: Forward) -> Hashable | None:
+        """See `Store.graph_key`: steps of rows that have all their sinks."""
+        return self.shapes(forward) if self._goes_on(forward) else None
+
+    def _goes_on(self, forward: Forward) -> bool:
+        """Whether every row brings one token, which is no sink."""
+        tiering: Sinks = self.plan.tiering
+        return forward.width == 1 and forward.columns is None and min(forward.before) >= tiering.sinks
+
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Each token to its slot."""
         tiering: Sinks = self.plan.tiering
+        if self._goes_on(forward):
+            self._step(tiering, forward, keys, values)
+            return
         for rows in self.sequences.equal_length_groups(forward):
             own = [forward.real(part, rows) for part in (keys, values)]
             before, after = forward.before[rows[0]], forward.after[rows[0]]
@@ -34,6 +49,23 @@ class SinkStore(TieredStore):
                 stop = min(after, position + tiering.window - slot)
                 self._write(1, rows, slot, position, stop, own, before)
                 position = stop
+
+    def _step(self, tiering: Sinks, forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """One token for each row, all rows at once."""
+        tier, table = self.tiers[1], self.sequences.tables[1]
+
+        def at(part: int, step: Forward) -> list[int]:
+            slots = ((length - tiering.sinks) % tiering.window for length in step.before)
+            return [table.location(row, slot)[part] for row, slot in enumerate(slots)]
+
+        pages, slots = (
+            forward.tensor(name, partial(at, part), keys.device)
+            for part, name in enumerate(("pages of the ring", "slots of the ring"))
+        )
+        positions = forward.tensor("positions to store", lambda step: step.before, keys.device, torch.int32)
+        rows = list(range(len(forward.before)))
+        block = tier.encode(rows, keys, values, positions[:, None, None].expand(-1, self.heads, 1))
+        tier.pool.write_tokens(pages, slots, block)
 
     def _write(
         self, tier: int, rows: list[int], slot: int, start: int, stop: int, own: list[Tensor], before: int

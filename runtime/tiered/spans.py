@@ -21,6 +21,7 @@ from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan, joined
 from calib.runtime.logits import either, masked
+from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.saliency.probes import share_of
@@ -197,14 +198,17 @@ class TieredTokens(LayerTokens):
     def _relocated(self, query: GroupedQuery) -> GroupedQuery:
         """The query where it stands inside the cache: as many positions back as its row has dropped tokens."""
         assert self.rotation is not None
-        device = query.given.device
-        key = ("relocated", self.rows, device)
+        key = ("relocated", self.rows, query.given.device)
         if key not in self.forward.readings:
-            before = [self.forward.before[row] for row in self.rows]
-            dropped = [self.state.kept(row, n) - n for row, n in zip(self.rows, before, strict=True)]
-            if self.fetched is not None and self.fetched.cos_sin is not None:
-                dropped = [positions + (positions < 0) for positions in dropped]  # what was fetched takes one position
-            self.forward.readings[key] = self.rotation.cos_sin(dropped, device)
+            # What was fetched takes one position, if anything was dropped.
+            spared = int(self.fetched is not None and self.fetched.cos_sin is not None)
+
+            def dropped(step: Forward) -> list[int]:
+                found = ((row, step.before[row]) for row in self.rows)
+                return [min(0, self.state.kept(row, n) - n + spared) for row, n in found]
+
+            positions = self.forward.tensor(f"tokens dropped of {self.rows}", dropped, query.given.device)
+            self.forward.readings[key] = self.rotation.at(positions[:, None, None])
         return GroupedQuery(Rotation.rotated(query.scaled, *self.forward.readings[key]), 1.0)
 
     def _heaviest(self, spans: list[ScoredSpan], plan: ReadPlan) -> list[ScoredSpan]:

@@ -16,8 +16,8 @@ STEPS = 150  # beyond every block and window of the cases
 
 # Cases that encode a token in every step.
 NONE_YET = {"csr-paper", "kvquant", "oscar"}
-# Methods whose steps are not alike: memory on the host, rings without a window, what an oracle keeps.
-NEVER = {"infllm", "offload", "oracle", "specache", "streaming_llm"}
+# Methods whose steps are not alike: memory on the host, what an oracle keeps.
+NEVER = {"infllm", "offload", "oracle", "specache"}
 
 
 @pytest.fixture(autouse=True)
