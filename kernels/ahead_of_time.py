@@ -35,6 +35,7 @@ OPERATIONS = (
     "desparsify_attend",
     "heavy_hitters",
     "host_gather",
+    "outliers",
     "probability_mass",
     "put_tokens",
     "top_k",

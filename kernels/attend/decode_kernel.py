@@ -22,6 +22,7 @@ from calib.kernels.attend.loads import (
     query_planes,
     token_number,
     token_sizes,
+    vector_products,
 )
 from calib.kernels.attend.rotate import halves_of, keys_of, offsets, query_halves, rotated, unrotated
 from calib.kernels.attend.stacked_mixture import mixed_rows, no_rows, store_rows
@@ -39,13 +40,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def attend(
     QUERY, KEYS, KEY_NUMBERS, KEY_FIRST, VALUES, VALUE_NUMBERS, VALUE_FIRST, TABLE, USED, CONSTANT, BIAS, HIDDEN, POSITIONS, BACK,
     KEY_STEP, KEY_ZERO, KEY_SCALE, KEY_SHIFT, VALUE_STEP, VALUE_ZERO, VALUE_SCALE, VALUE_SHIFT,
-    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, SHARED, VALUE_COEFFICIENTS, VALUE_SCALES,
+    AXES, MEAN, SIZE, COARSE, FINE, KEY_COEFFICIENTS, KEY_VECTORS, VALUE_COEFFICIENTS, VALUE_SCALES,
     KEY_SIZES, VALUE_SIZES, TOP, MASS, MIXED, SCORES,
     query_scale, heads, query_rows, columns, table_width, run, slots, ahead,
     key_page, key_head, key_numbers_page, key_numbers_head,
     value_page, value_head, value_numbers_page, value_numbers_head,
     hidden_row, hidden_head, positions_page, positions_head,
-    key_coefficients_page, key_coefficients_head, value_coefficients_page, value_coefficients_head,
+    key_coefficients_page, key_coefficients_head, key_vectors_row, key_vectors_head,
+    value_coefficients_page, value_coefficients_head,
     value_scales_page, value_scales_head, sizes_page,
     key_step_row, key_step_head, key_step_channel, key_map_row, key_map_head, key_map_channel,
     value_step_row, value_step_head, value_step_channel, value_map_row, value_map_head, value_map_channel,
@@ -96,6 +98,10 @@ def attend(
             exact_query, constant, KEY_SCALE, KEY_SHIFT, row * key_map_row + head * key_map_head, key_map_channel,
             key_words, KEY_DIVIDES, DK, WK,
         )  # fmt: skip
+        # The query's products with the vectors that keys have coefficients of.
+        products = vector_products(
+            exact_query, KEY_VECTORS, row * key_vectors_row + head * key_vectors_head, key_words, KEY_RANK, DK, WK
+        )
         exact_query, constant = folded_query(
             exact_query, constant, KEY_STEP, KEY_ZERO, row * key_step_row + head * key_step_head, key_step_channel,
             key_words, False, DK, WK,
@@ -116,10 +122,10 @@ def attend(
     elif KEY_MODE == 0:
         shift = constant - biased[0] * size
 
-    # The query's products with the vectors that keys have coefficients of, in the units of `product`.
+    # The query's products with vectors, in the units of `product`.
     shared = ()
     for j in tl.static_range(KEY_RANK):
-        shared += (tl.load(SHARED + (base + rows) * KEY_RANK + j, mask=valid, other=0.0) / scale,)
+        shared += (products[j] / scale,)
 
     # Turns are counted as if pages were whole numbers of them. (Triton 3.6 has no `tl.cdiv` of constants.)
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN

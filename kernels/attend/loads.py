@@ -63,6 +63,23 @@ def folded_mixture(
 
 
 @triton.jit
+def vector_products(
+    query, VECTORS, at, words, RANK: tl.constexpr, D: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """The products [M] of a query by planes with each of RANK vectors, which lie behind each other and begin `at`."""
+    found = ()
+    for j in tl.static_range(RANK):
+        product = tl.zeros([query[0].shape[1]], tl.float32)
+        for f in tl.static_range(len(query)):
+            channels = f * W + words
+            inside = (words < W) & (channels < D)
+            vector = tl.load(VECTORS + at + j * D + channels, mask=inside, other=0.0).to(tl.float32)
+            product += tl.sum(query[f] * vector[:, None], 0)
+        found += (product,)
+    return found
+
+
+@triton.jit
 def largest_of(query):
     """The largest size of each row of a query by planes, at least a tiny one: float32 [M]."""
     size = tl.full([query[0].shape[1]], 1.0e-30, tl.float32)

@@ -30,6 +30,7 @@ from calib.kernels.attend.packed_pages import (
 )
 from calib.kernels.attend.reference import folded, scaled
 from calib.kernels.dispatch import prefers_triton
+from calib.kernels.outliers.page_terms import PageTerms
 
 __all__ = [
     "EXACT",
@@ -88,6 +89,7 @@ def attend_pages(
     ahead: int = 0,
     scale: float = 1.0,
     runs: bool = False,
+    terms: PageTerms | None = None,
 ) -> Attended:
     """`query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores against a tier that is
     `supported`.
@@ -99,29 +101,27 @@ def attend_pages(
     the codes of keys that have sizes are mixed as well. With `fold` codes of values, whatever is `fixed`, are brought to channels
     by it. Scores of the `ahead` next keys are told besides, of those that are in the table: of keys that are not turned and have
     no coefficients, and where not all scores are asked. With `runs` the parts of several runs may wait for `attend_exact`.
+    With `terms`, which `kernels/outliers` supports and no C knows, what values are beside their codes is mixed with them.
     """
     if fold is not None:
         values = replace(values, fixed=None)
     # Whose mixtures are not of channels yet are joined first.
-    runs = runs and fold is None and values.ranked is None and values.sizes is None and not mixes_keys
+    whole = values.ranked is None or terms is not None
+    runs = runs and fold is None and whole and values.sizes is None and not mixes_keys
     if not prefers_triton(query.device):
         return pages_cpu.attend_pages(
             scaled(query, scale), keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
         )
     from calib.kernels.attend import triton
 
-    shared = None
-    if keys.ranked is not None:
-        query, scale = scaled(query, scale), 1.0
-        shared = query @ keys.ranked.basis.mT
     with torch.cuda.device_of(query):  # Triton launches on the current device
         found = triton.attend_pages(
-            query, keys, values, span, constant, softcap, scored, precise, rope_tables, shared, mixes_keys, ahead, scale,
-            None if values.ranked is not None else fold, runs,
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, mixes_keys, ahead, scale,
+            None if values.ranked is not None else fold, runs, terms,
         )  # fmt: skip
-    if found.runs > 1:
-        return found
     columns = triton.columns_of(keys, values, mixes_keys)
+    if found.runs > 1:
+        return replace(found, mixed=found.mixed[..., : columns[0]])
     if fold is not None and values.ranked is None:
         mixed, mixed_keys = found.mixed.split([fold.axes.shape[2], columns[3]], -1)
         return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)
@@ -129,8 +129,8 @@ def attend_pages(
     if values.fixed is not None and values.sizes is not None:
         step, zero = values.fixed
         mixed = mixed * step + sized_mass * zero
-    if values.ranked is not None:
-        mixed = mixed + coefficients @ values.ranked.basis
+    if values.ranked is not None and terms is None:
+        mixed = mixed + coefficients @ values.ranked.basis.float()
     if fold is not None:
         mixed = folded(fold, mixed, found.mass, sized_mass)
     return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)

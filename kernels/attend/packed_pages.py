@@ -17,10 +17,11 @@ SIZE_OF_ONE = 5
 @dataclass(frozen=True)
 class LowRankTerm:
     """What tokens have beside their codes, as coefficients of a few vectors: x^ = D + A B (GEAR, arXiv:2403.05527, eq. 6).
+    A `map` of the stream is of both.
 
     Args:
         coefficients: A, float16 or float32 `[pages, kv_heads or 1, page_tokens, r]`.
-        basis: B, float32 `[rows or 1, kv_heads, r, D]`.
+        basis: B, float16 or float32 `[rows or 1, kv_heads, r, D]`.
     """
 
     coefficients: Tensor
@@ -59,7 +60,7 @@ class PackedStream:
         trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
             number of its level, one bit longer than its field.
         map: tokens are what it makes of those that codes, parameters and `fixed` say, or None. On a GPU alone, of tokens without
-            `ranked` and `sizes`, and not of keys that are turned.
+            `sizes`, and not of keys that are turned; of values with `ranked` where `terms` are attended (`operation.py`).
     """
 
     bits: int | Widths

@@ -89,7 +89,7 @@ def specialisation(
     constants |= {
         f"{role}_COEFFICIENTS": None for role, own in (("KEY", keys), ("VALUE", values)) if own.ranked is None
     }
-    constants |= {"SHARED": None} if keys.ranked is None else {}
+    constants |= {"KEY_VECTORS": None} if keys.ranked is None else {}
     constants |= {"VALUE_SCALES": None} if values.scales is None else {}
     constants |= {f"{role}_SIZES": None for role, own in (("KEY", keys), ("VALUE", values)) if own.sizes is None}
     constants |= {f"{role}_FIRST": None for role, own in (("KEY", keys), ("VALUE", values)) if own.counts is None}
@@ -106,7 +106,7 @@ def specialisation(
     types |= {name: POINTERS[part.dtype] for name, part in maps.items() if part is not None}
     types |= {"QUERY": "*bf16", "query_scale": "fp32"}
     types |= dict.fromkeys(("CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
-    types |= {"AXES": "*fp16", "SHARED": "*fp32", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
+    types |= {"AXES": "*fp16", "KEY_VECTORS": "*fp16", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
     types |= {"VALUE_SCALES": "*fp16", "KEY_SIZES": "*i16", "VALUE_SIZES": "*i16"}
     types |= {"TABLE": "*i32", "USED": "*i32"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
@@ -225,7 +225,7 @@ _OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrate
 _OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
 _RANKED = replace(
     stream_of(2, TOKEN, 4),
-    ranked=LowRankTerm(torch.empty(1, 1, 64, 4, device="meta").half(), torch.empty(1, 1, 4, 128)),
+    ranked=LowRankTerm(*(torch.empty(1, 1, *size, dtype=torch.float16, device="meta") for size in ((64, 4), (4, 128)))),
 )
 _PATTERNED = stream_of((6, 4, 3, 2, 1), channels=80, counts=(16, 16))
 _TRELLIS = replace(_PATTERNED, trellis=True)

@@ -30,6 +30,8 @@ from calib.kernels.attend.options import PROGRAMS as PROGRAMS
 from calib.kernels.attend.options import columns_of as columns_of
 from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, CodeFold, PackedStream, PageSpan, RopeTables
 from calib.kernels.attend.specialisations import SPECIALISATIONS as SPECIALISATIONS
+from calib.kernels.outliers.page_terms import PageTerms
+from calib.kernels.outliers.triton import add_to_mixtures
 from calib.kernels.pack.heads import first_words
 
 # Query rows of a KV head that are served: more are a prompt's, not a step's.
@@ -41,7 +43,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
     channels, 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's channels beside tokens'
     parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of such keys, and of values
     that are codes without parameters."""
-    if rope_tables and not _are_plain_codes(keys):
+    if rope_tables and not (_are_plain_codes(keys) and keys.ranked is None):
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
         return False
@@ -63,16 +65,15 @@ def attend_pages(
     scored: bool,
     precise: bool,
     rope_tables: RopeTables | None = None,
-    shared: Tensor | None = None,
     mixes_keys: bool = False,
     ahead: int = 0,
     scale: float = 1.0,
     fold: CodeFold | None = None,
     runs: bool = False,
+    terms: PageTerms | None = None,
 ) -> Attended:
-    """See `operation.attend_pages`; `shared [rows, kv_heads, R, r]`: the query's products with the keys' vectors. What is mixed has
-    the columns of `options.columns_of`, or with `fold` channels in place of the first two; what is `fixed` of values that have
-    sizes is the caller's."""
+    """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` channels in place of the
+    first two; what is `fixed` of values that have sizes is the caller's."""
     (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
     block = block_of(asked, sized=values.sizes is not None)
     turn = turn_of(keys, values, block, rope_tables)
@@ -84,6 +85,7 @@ def attend_pages(
     wide = sum(columns)
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
+    scored = scored or (terms is not None and terms.of_tokens)
     scores = room((rows, heads, asked, ahead or slots), query) if scored or ahead else None
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
     attend[(splits, rows * heads, blocks)](
@@ -94,12 +96,13 @@ def attend_pages(
         None if span.hidden is None else span.hidden.view(torch.uint8), span.positions,
         None if span.back is None else span.back.contiguous(),
         *of_keys, *of_values, *_tables(rope_tables),
-        _coefficients(keys), shared if shared is None else shared.contiguous(), _coefficients(values), values.scales,
+        _coefficients(keys), vectors_of(keys), _coefficients(values), values.scales,
         keys.sizes, values.sizes,
         top, mass, mixed, scores,
         scale, heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots, ahead,
         *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
-        *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_strides(_coefficients(values)),
+        *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_vector_strides(keys),
+        *_strides(_coefficients(values)),
         *_strides(values.scales), _strides(keys.sizes if values.sizes is None else values.sizes)[0],
         *_map_strides(of_keys), *_map_strides(of_values),
         **constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys),
@@ -109,6 +112,11 @@ def attend_pages(
         num_warps=warps_of(block, keys, values, rope_tables), num_stages=stages_of(keys, values, rope_tables),
     )  # fmt: skip
     told = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
+    if terms is not None:
+        add_to_mixtures(
+            (top, mixed), scores if terms.of_tokens else None, terms, vectors_of(values), span.table, span.used, page, run, turn,
+            values.channels, of_values[2],
+        )  # fmt: skip
     if splits > 1 and runs:
         return Attended(top[..., None], mass[..., None], mixed, **told)
     if splits > 1 or fold is not None:
@@ -138,7 +146,7 @@ def room(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float3
 
 def _read(stream: PackedStream) -> bool:
     held = (stream.pages, stream.parameters, _coefficients(stream), stream.scales, stream.sizes)
-    if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)):
+    if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)) or (stream.ranked and stream.counts):
         return False
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None
@@ -164,6 +172,20 @@ def _by_token(pages: Tensor | None) -> bool:
 
 def _coefficients(stream: PackedStream) -> Tensor | None:
     return None if stream.ranked is None else stream.ranked.coefficients
+
+
+def vectors_of(stream: PackedStream) -> Tensor | None:
+    """What tokens have coefficients of, each vector's channels side by side and behind those of the one before."""
+    if stream.ranked is None:
+        return None
+    basis, side_by_side = stream.ranked.basis, (stream.ranked.basis.shape[-1], 1)
+    return basis if basis.stride()[2:] == side_by_side else basis.contiguous()
+
+
+def _vector_strides(stream: PackedStream) -> tuple[int, int]:
+    """Of rows, which may share vectors, and of heads."""
+    vectors = vectors_of(stream)
+    return (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
 
 
 def _numbers(stream: PackedStream) -> Tensor:

@@ -68,6 +68,14 @@ def farthest_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[T
     return positions * used, used, ((beyond > 0).sum(-1) - count).clamp_min(0).sum()
 
 
+def in_order(tokens: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists `[..., n]` of tokens, whole numbers that no entry but an unused one (token 0, distance 0) shares, and of their
+    distances: by token, unused entries last."""
+    unused = (tokens == 0) & (delta == 0)
+    order = tokens.long().masked_fill(unused, torch.iinfo(torch.int64).max).argsort(-1)
+    return tokens.gather(-1, order), delta.gather(-1, order)
+
+
 def run_counts(marked: Tensor) -> Tensor:
     """How many of each `RUN` neighbours are marked: bool `[..., N]` -> `[..., N / RUN]`; eight bytes are added as one word."""
     if marked.is_contiguous():  # a word's highest byte gathers the sum of all

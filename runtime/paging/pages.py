@@ -67,6 +67,7 @@ class PageTable:
         self._free: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
         self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
+        self._first: dict[tuple[range, torch.device], Pages] = {}
         self._released: dict[int, int] = {}  # positions of a row that `release` is done with
 
     def fit(self, tokens: int) -> None:
@@ -131,6 +132,16 @@ class PageTable:
         if key not in self._selected:
             self._selected[key] = self._select(*key)
         return self._selected[key]
+
+    def select_first(self, rows: range, device: torch.device) -> Pages:
+        """The first page of each of `rows`: where these follow each other their slice, of as many pages as rows."""
+        key = (rows, device)
+        if key not in self._first:
+            held = [self.pages(row, 0, 1)[0] for row in rows]
+            follow = held == list(range(held[0], held[0] + len(held)))
+            numbers = None if follow else self.numbers(device)[rows.start : rows.stop, :1]
+            self._first[key] = slice(held[0], held[0] + len(held)) if numbers is None else numbers
+        return self._first[key]
 
     def permute(self, sources: list[int]) -> list[int] | None:
         """Row i becomes a copy of row `sources[i]`: pages are shared, none is moved (beams, repeats, selections).
@@ -236,3 +247,4 @@ class PageTable:
         self.version += 1
         self._tensors.clear()
         self._selected.clear()
+        self._first.clear()

@@ -1,7 +1,7 @@
 """One layer's pages as tensors: what lies on the page numbers that a table gives out."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -197,6 +197,13 @@ class PagePool:
             tile = {name: part if part.device == self.device else part.to(self.device) for name, part in tile.items()}
         return tile
 
+    def first_rows(self, pages: Pages, part: str) -> Block:
+        """As `read`, of pages that are one for each row, of one row of each field: a field is read when it is asked for, and where
+        pages are a slice not copied."""
+        return FirstRows(
+            {name.removeprefix(part): held for name, held in self.tensors.items() if name.startswith(part)}, pages
+        )
+
     def write_run(self, pages: list[int], start: int, block: Block) -> None:
         """Writes a row's consecutive tokens, the first at token `start` of the row whose page numbers are `pages`.
 
@@ -240,6 +247,26 @@ class PagePool:
         """One token for each of n rows and each head: page number and slot int64 `[n, kv_heads]` -> `[n, kv_heads, 1, width]`."""
         heads = torch.arange(self.kv_heads, device=slots.device)
         return {name: tensor[pages, heads, slots][:, :, None] for name, tensor in self.tensors.items()}
+
+
+class FirstRows(Mapping[str, Tensor]):
+    """Fields of one page for each row, `[rows, kv_heads, width, 1]`."""
+
+    def __init__(self, tensors: dict[str, Tensor], pages: Pages) -> None:
+        self.tensors, self.pages = tensors, pages
+        self.found: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.found:
+            tensor, sliced = self.tensors[name], isinstance(self.pages, slice)
+            self.found[name] = tensor[self.pages].mT if sliced else _tokens_last(tensor, self.pages)
+        return self.found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 def _tokens_last(tensor: Tensor, pages: Pages) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens, PageSpan, exact_supported, supported
 from calib.kernels.desparsify_attend.operation import supported as pairs_supported
+from calib.kernels.dispatch import prefers_triton
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
@@ -101,7 +102,12 @@ class TieredTokens(LayerTokens):
         if self.before_rope and self.rotation is not None:
             rotated = RopeOnRead(self.forward, self.rotation)
         if self.state.row_params is not None:
-            row_params = self.state.row_params.select(self.rows, 0, 1, query.given.device)
+            device, table = query.given.device, self.state.row_params
+            row_params = (
+                table.select_first(self.rows, device)
+                if prefers_triton(device)
+                else table.select(self.rows, 0, 1, device)
+            )
         for number, (tier, tiles) in enumerate(zip(self.tiers, plan.tiers, strict=True)):
             if not tiles:
                 continue
@@ -174,10 +180,10 @@ class TieredTokens(LayerTokens):
         cos_sin = None
         if self.before_rope and self.rotation is not None:
             cos_sin = tables_between(self.forward, self.rotation, *self._span(view.tier, span), view.asked.given)
-        scored = wanted or self.asks or view.corrected
+        scored = wanted or self.asks or view.leaves_values
         found = view.fused(tiles, span, self.logits.softcap, scored, cos_sin, runs)
         scores = found.mass if found.scores is None else found.scores
-        left = partial(view.corrections, tiles) if view.corrected else None
+        left = partial(view.corrections, tiles) if view.leaves_values else None
         return ScoredSpan(scores, found, wanted, left, positions if self.asks else None)
 
     def _pairs_in_one(self, view: TierView, span: PageSpan, query: Tensor, runs: bool) -> ScoredSpan:

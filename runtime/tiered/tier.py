@@ -10,7 +10,7 @@ from calib.runtime.files.state import State, branch, part_of, tensor_like, whole
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
 from calib.runtime.paging.pool import PagePool
-from calib.runtime.stages.codec.corrected import counted, counter
+from calib.runtime.stages.codec.corrected import OUTLIERS, counted, counter
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.sized import Sized
@@ -101,9 +101,19 @@ class Tier:
         self.pool.restore(branch(state, "pages"), capacity)
         if self.row_params is not None:
             self.row_params.restore(branch(state, "records"), row_params)
+        self._order_lists()
         self.overflowed_outliers = (
             None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
         )
+
+    def _order_lists(self) -> None:
+        """Puts outliers that are listed into the order in which kernels read them."""
+        for role, stages in self.plan.streams():
+            corrected, pool = stages.codec.corrections, self.pool if self.row_params is None else self.row_params
+            if corrected is not None and corrected.outliers is not None and pool.device.type != "meta":
+                corrected.outliers.ordered(
+                    part_named(pool.tensors, f"{role}.{OUTLIERS}".removesuffix(".")), self.coded[role]
+                )
 
     def write(
         self,

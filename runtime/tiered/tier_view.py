@@ -9,6 +9,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import (
     MOST_RANK,
     Attended,
+    ChannelMap,
     LowRankTerm,
     PackedStream,
     PageSpan,
@@ -16,12 +17,14 @@ from calib.kernels.attend.operation import (
 )
 from calib.kernels.desparsify_attend.operation import desparsify_attend
 from calib.kernels.desparsify_attend.reference import SparsePages
+from calib.kernels.dispatch import prefers_triton
+from calib.kernels.outliers.operation import PageTerms, scores_of
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import Tile
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import Pages
 from calib.runtime.stages.codec.corrected import COEFFICIENTS, lists, segment_mix, segment_scores
-from calib.runtime.stages.codec.in_pages import mapped, packed_stream, sparse_pages
+from calib.runtime.stages.codec.in_pages import mapped, packed_stream, page_terms, sparse_pages
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.sparse import tokens_first
 from calib.runtime.stages.contract import Codec
@@ -47,11 +50,18 @@ class TierView:
         self.codecs = {role: tier.codec(role, rows) for role in tier.transforms}
         # What `fused` leaves to others where it attends codes and low rank alone.
         self.left = {role: self._without_ranked(codec, role) for role, codec in self.codecs.items()}
+        self.row_params, self.tokens = None if tier.row_params is None else row_params, tokens
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
-        self.bias: Tensor | None = None
         if tier.row_params is not None and row_params is not None:
-            self.shared = {role: tier.row_params.read(row_params, f"{role}.") for role in self.shared}
-            self.bias = segment_scores(self.codecs["keys"], self.query, self.shared["keys"], tokens)
+            read = tier.row_params.first_rows if prefers_triton(tier.pool.device) else tier.row_params.read
+            self.shared = {role: read(row_params, f"{role}.") for role in self.shared}
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """What the lists in the rows' parameters add to the scores of all tiles; None where there are none."""
+        if self.row_params is None:
+            return None
+        return segment_scores(self.codecs["keys"], self.query, self.shared["keys"], self.tokens)
 
     @cached_property
     def _folded(self) -> tuple[Tensor, Tensor | None]:
@@ -73,17 +83,40 @@ class TierView:
         """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
         if self.rotated is not None and not self._rotates_codes:
             return None, None
-        keys, values = self._stream("keys"), mapped(self._stream("values"), self.transforms["values"])
+        keys, values = self._stream("keys"), self._stream("values")
+        if not self._is_ranked("values") or self.value_terms is not None:
+            values = mapped(values, self.transforms["values"])
         return keys if self.rotated else mapped(keys, self.transforms["keys"]), values
 
     def _stream(self, role: str) -> PackedStream | None:
         codec, pool, width, part = self.codecs[role], self.tier.pool, self.tier.coded[role], f"{role}."
         stream = packed_stream(codec.uncorrected, pool, width, part, self.shared[role])
-        if stream is None or codec.corrections is None or self.left[role] is codec:
+        if stream is None or codec.corrections is None or not self._is_ranked(role):
             return stream
         basis = codec.corrections.vectors(self.shared[role], width)
         assert basis is not None
         return replace(stream, ranked=LowRankTerm(pool.tensors[part + COEFFICIENTS], basis))
+
+    def _is_ranked(self, role: str) -> bool:
+        """Whether attention's kernel takes the low rank of a stream."""
+        return self.left[role] is not self.codecs[role]
+
+    def _terms(self, role: str) -> PageTerms | None:
+        """What is left of a stream besides, where kernels take it."""
+        codec, tier = self.left[role].corrections, self.tier
+        if codec is None:
+            return None
+        return page_terms(codec, tier.pool, tier.coded[role], f"{role}.", tier.row_params, self.row_params)
+
+    @cached_property
+    def value_terms(self) -> PageTerms | None:
+        """What attention's kernels mix of values besides their codes; None where there is nothing, or others do."""
+        if self.tier.plan.prediction is not None or self.codecs["values"].component_codes is not None:
+            return None
+        if self.left["values"].corrections is None:
+            ranked = self._is_ranked("values") and prefers_triton(self.tier.pool.device)
+            return PageTerms() if ranked else None
+        return self._terms("values")
 
     def _without_ranked(self, codec: Codec, role: str) -> Codec:
         """The codec without its low rank, where a kernel takes that: few vectors, and for all of a row's tokens the same."""
@@ -120,8 +153,6 @@ class TierView:
         `corrections`. With `runs` parts may wait to be joined."""
         keys, values = self.streams
         assert keys is not None and values is not None
-        if self.corrected:
-            span = replace(span, bias=torch.cat([self._added_scores(tile) for tile in tiles], -1))
         if span.back is not None:
             span = replace(span, back=self._back(span.back))
         if span.back is not None or cos_sin is not None:
@@ -133,10 +164,12 @@ class TierView:
         (query, scale), constant = self.asked.for_kernels, None
         if keys.map is None and self.rotated is None:
             (query, constant), scale = self._folded, 1.0
+        if self.left["keys"].corrections is not None:
+            span = replace(span, bias=self._added_to_all(tiles, span, query, scale, keys.map))
         folds = fold is None and values.map is None
         found = attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, predicted is not None, fold,
-            scale=scale, runs=runs and not folds,
+            scale=scale, runs=runs and not folds, terms=self.value_terms,
         )  # fmt: skip
         mixed = transform.fold_output(found.mixed, found.mass) if folds else found.mixed
         if predicted is not None and found.mixed_keys is not None:
@@ -166,8 +199,13 @@ class TierView:
 
     @property
     def corrected(self) -> bool:
-        """Whether `fused` leaves something to corrections."""
+        """Whether tokens are more than codes and what of low rank goes with them."""
         return any(codec.corrections is not None for codec in self.left.values())
+
+    @property
+    def leaves_values(self) -> bool:
+        """Whether `fused` leaves something of the values to `corrections`."""
+        return self.left["values"].corrections is not None and self.value_terms is None
 
     def corrections(self, tiles: list[Tile], weights: Tensor) -> Tensor:
         """What corrections add to the output of `fused`, from the final `weights [..., slots]`."""
@@ -184,6 +222,16 @@ class TierView:
             mixed = added if mixed is None else mixed + added
         assert mixed is not None
         return mixed
+
+    def _added_to_all(
+        self, tiles: list[Tile], span: PageSpan, query: Tensor, scale: float, channel_map: ChannelMap | None
+    ) -> Tensor:
+        """What corrections add to the scores of all tiles, of `query` and `scale` as attention's kernel takes them."""
+        terms = self._terms("keys")
+        if terms is None:
+            return torch.cat([self._added_scores(tile) for tile in tiles], -1)
+        page, of_channels = self.tier.pool.page_tokens, None if channel_map is None else channel_map.scale
+        return scores_of(query, terms, span.table, span.used, page, tiles[0].start, scale, of_channels)
 
     def _added_scores(self, tile: Tile) -> Tensor:
         """What corrections add to the scores of a tile."""

@@ -36,6 +36,8 @@ WRITTEN = {
     "split_atoms": ("high", "low"),
     "pursue": ("index", "coefficient"),
     "search": ("WORDS",),
+    "score_terms": ("BIAS",),
+    "mixture_terms": ("MIXED",),
 }
 
 

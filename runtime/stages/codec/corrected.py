@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from calib.kernels.outliers.page_terms import PageTerms
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec, SamplesAtoms, Segment
@@ -176,8 +177,19 @@ class Corrected(Codec):
         return mixed
 
     def vectors(self, tile: Block, channels: int) -> Tensor | None:
-        """The low rank's, of a tile of one segment: float32 `[rows or 1, kv_heads, r, D]`, or None."""
+        """The low rank's, of a tile of one segment as they are stored: `[rows or 1, kv_heads, r, D]`, or None."""
         return None if self.low_rank is None else self.low_rank.vectors(_part(LOW_RANK, tile), channels)
+
+    def terms(self, pages: Block, lists: Block, records: Tensor | None, of_rows: bool) -> PageTerms | None:
+        """What corrects the codec, as kernels read it in `pages`, lists of outliers in `lists` (`Outliers.terms`). None where they
+        do not: a second quantiser, a whole matrix's outliers, vectors that lie in no page."""
+        found: PageTerms | None = PageTerms()
+        if self.outliers is not None:
+            found = self.outliers.terms(_part(OUTLIERS, pages), _part(OUTLIERS, lists), records, of_rows)
+        if self.low_rank is None or found is None or self.residual is not None:
+            return None if self.residual is not None else found
+        own = _part(LOW_RANK, pages)
+        return replace(found, coefficients=own["coefficients"], basis=own["basis"]) if "basis" in own else None
 
     @property
     def without_low_rank(self) -> Codec:

@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.dispatch import prefers_triton
+from calib.kernels.outliers.operation import PageTerms, supported
 from calib.runtime.paging.field import Block
+from calib.runtime.paging.pages import Pages
 from calib.runtime.paging.pool import PagePool, device_memory
+from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.contract import Codec, Transform
 
 NOTHING: Block = {}
@@ -24,9 +29,26 @@ def packed_stream(
 
 def mapped(stream: PackedStream | None, transform: Transform) -> PackedStream | None:
     """The stream with the map of its tokens' channels, where there is one and a kernel takes it: nobody else need fold it."""
-    if stream is None or stream.ranked is not None or stream.sizes is not None:
+    if stream is None or stream.sizes is not None:
         return stream
     return replace(stream, map=transform.channel_map()) if prefers_triton(stream.pages.device) else stream
+
+
+def page_terms(
+    codec: Corrected, pool: PagePool, channels: int, part: str, row_params: PagePool | None, pages: Pages | None
+) -> PageTerms | None:
+    """What corrects a codec in `part`, lists of rows' outliers in these `pages` of `row_params`; None where no kernel takes it."""
+    if not prefers_triton(pool.device) or pool.memory is not device_memory:
+        return None
+    own = lists = _of(pool, part)
+    of_rows = row_params is not None and pages is not None
+    if row_params is not None and pages is not None:
+        lists = _of(row_params, part)
+        if isinstance(pages, slice):
+            lists = {name: tensor[pages] for name, tensor in lists.items()}
+    records = pages.flatten() if of_rows and isinstance(pages, Tensor) else None
+    terms = codec.terms(own, lists, records, of_rows)
+    return terms if terms is not None and supported(terms, channels) else None
 
 
 def sparse_pages(codec: Codec, pool: PagePool, part: str) -> SparsePages | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import code_mix, code_scores, uniform_mix, uniform_scores
+from calib.kernels.dispatch import prefers_triton
 from calib.kernels.pack.reference import unpack, words_per_token
 from calib.kernels.quantise.operation import encode_fixed, encode_pair, encode_uniform
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
@@ -181,7 +182,10 @@ class UniformQuant(Codec):
         if self.group is None:
             return PackedStream(self.bits, words, channels, fixed=self.fixed(words))
         if "parameters" not in pages:
-            scale, zero = shared["parameters"].float().chunk(2, -2)
+            parameters = shared["parameters"]
+            if not prefers_triton(words.device):  # whose kernels take numbers as they lie
+                parameters = parameters.float()
+            scale, zero = parameters.chunk(2, -2)
             return PackedStream(self.bits, words, channels, fixed=(scale.mT, zero.mT)) if self.whole(channels) else None
         parameters = pages["parameters"]
         return PackedStream(self.bits, words, channels, parameters, words.shape[2] // max(1, parameters.shape[2]))

@@ -111,8 +111,11 @@ class LowRank:
         return low_rank_mix(weights, self._basis_tile(tile, channels), tile["coefficients"], channels)
 
     def vectors(self, tile: Block, channels: int) -> Tensor:
-        """B of a tile of one segment, float32 `[rows or 1, kv_heads, r, D]`."""
-        return self._basis_tile(tile, channels).float()[..., 0].unflatten(-1, (-1, channels))
+        """B of a tile of one segment as it is stored, `[rows or 1, kv_heads, r, D]`."""
+        if self.basis is not None:
+            held = self.basis[:, : int(self.rank)]
+            return (held if held.dtype == torch.float16 else stored(held, False))[None]
+        return tile["basis"][..., 0].unflatten(-1, (-1, channels))
 
     def with_seed(self, seed: int, layer: int) -> "LowRank":
         """The same with starts of its own."""

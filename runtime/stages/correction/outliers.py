@@ -1,13 +1,15 @@
 """The entries that would widen everyone's range, kept as they are (GEAR, arXiv:2403.05527, eq. 4)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from calib.kernels.outliers.reference import extremes, farthest_beyond, first_beyond, sparse_product
+from calib.kernels.outliers.page_terms import PageTerms
+from calib.kernels.outliers.reference import extremes, farthest_beyond, first_beyond, in_order, sparse_product
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.stored_values import Indices
@@ -89,6 +91,26 @@ class Outliers:
             for name, size in positions.items()
         }
 
+    def ordered(self, fields: Mapping[str, Tensor], channels: int) -> None:
+        """Puts lists of `fields [..., n channels]` into the order in which they are read, where they came from a file."""
+        if self.ranked != "tokens":
+            return
+        lists = [fields[name].unflatten(-1, (-1, channels)).mT for name in ("tokens", "delta")]
+        tokens, delta = in_order(_positions(lists[0]), lists[1])
+        for own, found in zip(lists, (tokens, delta), strict=True):
+            own.copy_(found)
+
+    def terms(
+        self, pages: Mapping[str, Tensor], lists: Mapping[str, Tensor], records: Tensor | None, of_rows: bool
+    ) -> PageTerms | None:
+        """As kernels read them: those of tokens in `pages`, those of segments in `lists`, the pages or what `records` are of. None
+        for a whole matrix's, which no kernel reads."""
+        if self.ranked == "matrix":
+            return None
+        if self.ranked == "tokens":
+            return PageTerms(lists["delta"], lists["tokens"], listed=True, of_rows=of_rows, records=records)
+        return PageTerms(pages["delta"], pages["channels"], across=self._across)
+
     def find(self, x: Tensor) -> Found:
         """The outliers of `x [1, kv_heads, T, D]`, float32."""
         rows = self._rows(x)
@@ -127,6 +149,7 @@ class Outliers:
         delta = stored(delta if found.used is None else delta * found.used, fp32_params)
         positions = found.positions.int()
         if self.ranked == "tokens":  # [1, heads, D, 2k] -> a list with channels running fastest
+            positions, delta = in_order(positions, delta)
             return {name: part.mT.flatten(2)[:, :, None] for name, part in (("delta", delta), ("tokens", positions))}
         if self.ranked == "channels":
             return {"delta": delta, "channels": positions}

@@ -1,0 +1,89 @@
+"""What outliers among values, and coefficients of vectors, add to the parts of a softmax that attention's kernel has left.
+
+A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It makes weights of
+the part's scores and its top, puts the outliers of a tile of tokens where they belong in a matrix of channels x tokens, and adds
+their product to the part's mixture, which nobody else touches. Whatever joins the parts then joins all that tokens are.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.outliers.score_kernel import index_of
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+UNFIXED = ["heads", "query_rows", "slots", "table_row", "run", "wide"]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def mixture_terms(
+    SCORES, SCALE, TABLE, USED, DELTA, INDEX, COEFFICIENTS, BASIS, VECTORS, TOP, MIXED,
+    heads, query_rows, slots, table_row, run, wide,
+    scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
+    vectors_row, vectors_head,
+    ACROSS: tl.constexpr, RANK: tl.constexpr, RANKED: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    PAGE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """`run` tokens of a part, counted as if pages had PADDED. A row of MIXED has COLUMNS: behind D channels the mixtures of RANKED
+    coefficients, of VECTORS that all tokens of a row share. Tokens have RANK others, of their page's BASIS."""
+    split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
+    base = of_row.to(tl.int64) * query_rows
+    part = (of_row * splits + split).to(tl.int64) * query_rows
+    rows, tokens, channels = block * M + tl.arange(0, M), tl.arange(0, BN), tl.arange(0, DP)
+    valid = rows < query_rows
+    added = tl.zeros([DP, M], tl.float32)
+    if SCORES is not None:
+        top = tl.load(TOP + part + rows, mask=valid, other=0.0)
+        used = tl.load(USED + row)
+        begin = split * run
+        stop = tl.minimum(begin + run, used // PAGE * PADDED + used % PAGE)
+        for start in range(begin, stop, BN):
+            position = start // PADDED
+            page = tl.load(TABLE + row * table_row + position).to(tl.int64)
+            slot = start - position * PADDED + tokens
+            slots_of = position * PAGE + slot
+            there = (slot < PAGE) & (slots_of < used)
+            scores = tl.load(
+                SCORES + (base + rows)[None, :] * slots + slots_of[:, None],
+                mask=valid[None, :] & there[:, None], other=float("-inf"),
+            )  # fmt: skip
+            weights = tl.exp2((scores - top[None, :]) * LOG2E)
+            if DELTA is not None:
+                placed = tl.zeros([DP, BN], tl.float32)
+                of_tokens = page * delta_page + head * delta_head + slot * wide
+                before = 0
+                if ACROSS:
+                    before = head * D
+                for some in range(0, wide, KP):
+                    numbers = some + tl.arange(0, KP)
+                    inside = (numbers < wide)[:, None] & there[None, :]
+                    pointers = of_tokens[None, :] + numbers[:, None]
+                    channel = index_of(INDEX + pointers, inside) - before
+                    delta = tl.load(DELTA + pointers, mask=inside, other=0.0).to(tl.float32)
+                    own = (channel >= 0) & (channel < D) & (delta != 0.0)
+                    # Other heads' are passed over: the first of each token's own, then the second, and so on.
+                    number = tl.cumsum(own.to(tl.int32), 0)
+                    for one in range(1, tl.max(tl.max(number, 0), 0) + 1):
+                        chosen = own & (number == one)
+                        where = tl.sum(tl.where(chosen, channel + 1, 0), 0) - 1
+                        distance = tl.sum(tl.where(chosen, delta, 0.0), 0)
+                        placed += tl.where(channels[:, None] == where[None, :], distance[None, :], 0.0)
+                added = tl.dot(placed, weights, added, input_precision="tf32x3")
+            for j in tl.static_range(RANK):
+                own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
+                ranked = tl.sum(weights * tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None], 0)
+                vector = BASIS + page * basis_page + head * basis_head + j * D + channels
+                added += tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None] * ranked[None, :]
+    MIXED += part * COLUMNS
+    for j in tl.static_range(RANKED):
+        ranked = tl.load(MIXED + rows * COLUMNS + (D + j), mask=valid, other=0.0)
+        vector = VECTORS + row * vectors_row + head * vectors_head + j * D + channels
+        added += tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None] * ranked[None, :]
+    if SCALE is not None:
+        scale = SCALE + row * scale_row + head * scale_head + channels * scale_channel
+        added *= tl.load(scale, mask=channels < D, other=0.0).to(tl.float32)[:, None]
+    inside = valid[None, :] & (channels < D)[:, None]
+    pointers = MIXED + rows[None, :] * COLUMNS + channels[:, None]
+    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + added, mask=inside)

@@ -1,0 +1,45 @@
+"""What tokens in pages are beside their codes: outliers and, where every page has vectors of its own, coefficients of these."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# Outliers of a token that a kernel meets together.
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class PageTerms:
+    """One stream's, as they lie. Indices of 16 bits have no sign; entries may repeat, and one of a distance of 0 adds nothing.
+
+    Args:
+        delta: distances of outliers, float16 or float32: `[pages, kv_heads or 1, page_tokens, n]`, n for each token; of `listed`
+            ones `[pages or records, kv_heads, 1, n D]`, n for each channel, channels running fastest. None: there are none.
+        index: of the same shape, the channel of each; of listed ones the token in its segment. Of a channel's entries tokens rise,
+            and unused ones (token 0, distance 0) come last (`reference.in_order`).
+        listed: whether outliers are lists of a segment, not some for each token.
+        across: whether a channel is one of all heads', and tokens' outliers are `[pages, 1, ...]`.
+        of_rows: whether the list of a row is a record, not each page's own.
+        records: int32 `[rows]`, their numbers; None: a row's is the record of its number.
+        coefficients: of each token, float16 or float32 `[pages, kv_heads or 1, page_tokens, r]`, or None.
+        basis: of each page the vectors that they are of, `[pages, kv_heads, 1, r D]`.
+    """
+
+    delta: Tensor | None = None
+    index: Tensor | None = None
+    listed: bool = False
+    across: bool = False
+    of_rows: bool = False
+    records: Tensor | None = None
+    coefficients: Tensor | None = None
+    basis: Tensor | None = None
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether tokens have any terms here."""
+        return self.delta is not None or self.coefficients is not None
+
+    @property
+    def rank(self) -> int:
+        """Coefficients of a token."""
+        return 0 if self.coefficients is None else self.coefficients.shape[-1]

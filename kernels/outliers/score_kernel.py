@@ -1,0 +1,141 @@
+"""What outliers among keys, and coefficients of a page's own vectors, add to scores: a bias that attention's kernel takes.
+
+A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a tile of tokens are put where they
+belong in a matrix of tokens x channels, which meets the query in one product. Lists have their tokens in order, so a program looks
+up once where each channel's list reaches its run, and walks on from there; nothing is added up in memory, and sums have one order.
+"""
+
+import triton
+import triton.language as tl
+
+# Beyond every token.
+NOWHERE = tl.constexpr(2**31 - 1)
+
+UNFIXED = ["heads", "query_rows", "slots", "first", "table_row", "run", "wide", "steps"]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def score_terms(
+    QUERY, SCALE, TABLE, USED, RECORDS, DELTA, INDEX, COEFFICIENTS, BASIS, BIAS,
+    query_scale, heads, query_rows, slots, first, table_row, run, wide, steps,
+    scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
+    LISTED: tl.constexpr, ACROSS: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Slot 0 is the segment's token `first` where lists are rows'. `wide` is the entries of a list's channel, or of a token; in
+    `steps` halvings one of them is found."""
+    part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head = of_row // heads, of_row % heads
+    base = of_row.to(tl.int64) * query_rows
+    rows, tokens, channels = block * M + tl.arange(0, M), tl.arange(0, BN), tl.arange(0, DP)
+    valid = rows < query_rows
+    QUERY += base * D
+    query = tl.load(
+        QUERY + rows[None, :] * D + channels[:, None], mask=valid[None, :] & (channels < D)[:, None], other=0.0
+    )
+    query = query.to(tl.float32) * query_scale
+    if SCALE is not None:
+        SCALE += row * scale_row + head * scale_head
+        scale = tl.load(SCALE + channels * scale_channel, mask=channels < D, other=0.0).to(tl.float32)
+        query *= scale[:, None]
+
+    # Tiles are counted as if pages were whole numbers of them.
+    PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
+    used = tl.load(USED + row)
+    begin = part * run * BN
+    stop = tl.minimum(begin + run * BN, used // PAGE * PADDED + used % PAGE)
+    at = tl.zeros([DP], tl.int32)
+    list_at = tl.full([], 0, tl.int64)
+    if LISTED and OF_ROWS:
+        record = row
+        if RECORDS is not None:
+            record = tl.load(RECORDS + row)
+        list_at = record.to(tl.int64) * delta_page + head * delta_head
+        at = first_from(
+            DELTA + list_at, INDEX + list_at, channels, first + begin // PADDED * PAGE + begin % PADDED, wide, steps, D
+        )
+
+    for start in range(begin, stop, BN):
+        position = start // PADDED
+        inside_page = start - position * PADDED
+        page = tl.load(TABLE + row * table_row + position).to(tl.int64)
+        slot = inside_page + tokens
+        slots_of = position * PAGE + slot
+        there = (slot < PAGE) & (slots_of < used)
+        product = tl.zeros([BN, M], tl.float32)
+        if DELTA is not None:
+            if LISTED:
+                from_token = inside_page
+                if OF_ROWS:
+                    from_token += first + position * PAGE
+                else:  # a program's run is of whole pages
+                    list_at = page * delta_page + head * delta_head
+                    at = tl.where(inside_page == 0, 0, at)
+                end = from_token + tl.minimum(BN, PAGE - inside_page)
+                placed = tl.zeros([BN, DP], tl.float32)
+                token, delta = entries(DELTA + list_at, INDEX + list_at, at, channels, wide, D)
+                while tl.min(token, 0) < end:
+                    own = (token - from_token)[None, :] == tokens[:, None]
+                    placed += tl.where(own & (token < end)[None, :], delta[None, :], 0.0)
+                    at += (token < end).to(tl.int32)
+                    token, delta = entries(DELTA + list_at, INDEX + list_at, at, channels, wide, D)
+                product = tl.dot(placed, query, product, input_precision="tf32x3")
+            else:
+                of_tokens = page * delta_page + head * delta_head + slot * wide
+                before = 0
+                if ACROSS:
+                    before = head * D
+                for number in range(wide):
+                    channel = index_of(INDEX + of_tokens + number, there) - before
+                    own = there & (channel >= 0) & (channel < D)
+                    delta = tl.load(DELTA + of_tokens + number, mask=own, other=0.0).to(tl.float32)
+                    asked = own[:, None] & valid[None, :]
+                    met = tl.load(QUERY + rows[None, :] * D + channel[:, None], mask=asked, other=0.0)
+                    delta *= query_scale
+                    if SCALE is not None:
+                        delta *= tl.load(SCALE + channel * scale_channel, mask=own, other=0.0).to(tl.float32)
+                    product += met.to(tl.float32) * delta[:, None]
+        for j in tl.static_range(RANK):
+            vector = BASIS + page * basis_page + head * basis_head + j * D + channels
+            shared = tl.sum(query * tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None], 0)
+            own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
+            product += tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None] * shared[None, :]
+        tl.store(
+            BIAS + (base + rows)[None, :] * slots + slots_of[:, None], product, mask=valid[None, :] & there[:, None]
+        )
+
+
+@triton.jit
+def index_of(pointers, inside):
+    """Stored positions as int32; those of 16 bits have no sign."""
+    found = tl.load(pointers, mask=inside, other=0)
+    if found.dtype == tl.int16:
+        return found.to(tl.int32) & 0xFFFF
+    else:
+        return found.to(tl.int32)
+
+
+@triton.jit
+def entries(
+    DELTA, INDEX, at, channels, wide, D: tl.constexpr
+):  # fmt: skip
+    """Token and distance of one entry of each channel, [DP]; beyond a channel's last used one there is no token."""
+    inside = (at < wide) & (channels < D)
+    token = index_of(INDEX + at * D + channels, inside)
+    delta = tl.load(DELTA + at * D + channels, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside & ((at == 0) | (token != 0) | (delta != 0.0)), token, NOWHERE), delta
+
+
+@triton.jit
+def first_from(
+    DELTA, INDEX, channels, token, wide, steps, D: tl.constexpr
+):  # fmt: skip
+    """The first entry of each channel that is not before `token`, [DP]; `steps` halvings find it among `wide`."""
+    low, high = channels * 0, channels * 0 + wide
+    for _ in range(steps):
+        middle = (low + high) // 2
+        found, _ = entries(DELTA, INDEX, middle, channels, wide, D)
+        is_before = (found < token) & (low < high)
+        high = tl.where(is_before | (low >= high), high, middle)
+        low = tl.where(is_before, middle + 1, low)
+    return low

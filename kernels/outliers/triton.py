@@ -1,0 +1,216 @@
+"""Launches `score_kernel.py` and `mixture_kernel.py`: which terms they take, and in how many programs."""
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.outliers.mixture_kernel import mixture_terms
+from calib.kernels.outliers.page_terms import AT_ONCE, PageTerms
+from calib.kernels.outliers.score_kernel import score_terms
+
+# Query rows of a program, tokens of a tile, tiles of a program of scores; coefficients of a token and channels at most.
+ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 16, 8, 16, 256
+
+FLOATS = (torch.float16, torch.float32)
+INDICES = (torch.uint8, torch.int16, torch.int32)
+
+
+def supports(terms: PageTerms, channels: int) -> bool:
+    """Whether the kernels take these: entries and coefficients that lie side by side, of few channels and vectors."""
+    held = [part for part in (terms.delta, terms.index, terms.coefficients, terms.basis) if part is not None]
+    numbers = [part for part in (terms.delta, terms.coefficients, terms.basis) if part is not None]
+    return (
+        0 < channels <= MOST_CHANNELS
+        and terms.rank <= MOST_RANK
+        and all(map(_by_token, held))
+        and all(part.dtype in FLOATS for part in numbers)
+        and (terms.index is None or terms.index.dtype in INDICES)
+    )
+
+
+def _by_token(pages: Tensor) -> bool:
+    (_, _, rows, width), (_, _, row, number) = pages.shape, pages.stride()
+    return (rows == 1 or row == width) and (width == 1 or number == 1)
+
+
+def _strides(part: Tensor | None) -> tuple[int, int]:
+    """Of pages or rows and of heads; what all heads share has none of the latter."""
+    return (0, 0) if part is None else (part.stride(0), 0 if part.shape[1] == 1 else part.stride(1))
+
+
+def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+    """Of rows, heads and channels; what is the same for all has a stride of 0."""
+    if scale is None:
+        return 0, 0, 0
+    return tuple(0 if scale.ndim < axis or scale.shape[-axis] == 1 else scale.stride(-axis) for axis in (4, 3, 1))
+
+
+def _block(query_rows: int) -> int:
+    return ROWS[0] if query_rows <= ROWS[0] else ROWS[1]
+
+
+def _warps(channels: int, block: int) -> int:
+    """More where a tile's matrix would fill the registers of one."""
+    return 1 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] else 2
+
+
+def _padded(channels: int) -> int:
+    return max(16, triton.next_power_of_2(channels))
+
+
+def score_constants(terms: PageTerms, block: int, channels: int, page: int) -> dict[str, object]:
+    """Of the kernel of scores: all that follows from how terms lie."""
+    found: dict[str, object] = {"LISTED": terms.listed, "ACROSS": terms.across, "OF_ROWS": terms.of_rows}
+    sizes = {"D": channels, "DP": _padded(channels), "M": block, "BN": TOKENS, "PAGE": page}
+    return found | {"RANK": terms.rank} | sizes
+
+
+def scores_of(
+    query: Tensor,
+    terms: PageTerms,
+    table: Tensor,
+    used: Tensor,
+    page: int,
+    first: int,
+    scale: float,
+    map_scale: Tensor | None,
+) -> Tensor:
+    """See `operation.scores_of`."""
+    rows, heads, asked, channels = query.shape
+    slots, tiles = table.shape[1] * page, triton.cdiv(page, TOKENS)
+    run = TILES if terms.of_rows or not terms.listed else tiles * max(1, TILES // tiles)
+    wide = 0 if terms.delta is None else terms.delta.shape[-1] // (channels if terms.listed else 1)
+    block = _block(asked)
+    bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)
+    score_terms[(triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))](
+        query.contiguous(), map_scale, table, used.contiguous(), terms.records, terms.delta, terms.index,
+        terms.coefficients, terms.basis, bias,
+        scale, heads, asked, slots, first, table.stride(0), run, wide, wide.bit_length(),
+        *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis),
+        **score_constants(terms, block, channels, page), num_warps=_warps(channels, block), num_stages=1,
+    )  # fmt: skip
+    return bias
+
+
+def mixture_constants(
+    terms: PageTerms, ranked: int, block: int, channels: int, page: int, padded: int, columns: int
+) -> dict[str, object]:
+    """Of the kernel of mixtures."""
+    wide = 1 if terms.delta is None else terms.delta.shape[-1]
+    sizes = {"D": channels, "DP": _padded(channels), "KP": min(AT_ONCE, triton.next_power_of_2(wide)), "M": block}
+    held = {"ACROSS": terms.across, "RANK": terms.rank, "RANKED": ranked, "COLUMNS": columns}
+    return held | sizes | {"BN": TOKENS, "PAGE": page, "PADDED": padded}
+
+
+def add_to_mixtures(
+    parts: tuple[Tensor, Tensor],
+    scores: Tensor | None,
+    terms: PageTerms,
+    vectors: Tensor | None,
+    table: Tensor,
+    used: Tensor,
+    page: int,
+    run: int,
+    turn: int,
+    channels: int,
+    map_scale: Tensor | None,
+) -> None:
+    """Adds to the mixtures of `parts`, top `[rows, kv_heads, splits, R]` and mixture `[..., R, channels and more]`, each of `run`
+    turns of `turn` tokens, what `terms` are by `scores [rows, kv_heads, R, slots]`, and what the coefficients behind their channels
+    are by `vectors [rows or 1, kv_heads, r, channels]`. `turn` is a whole number of `TOKENS`."""
+    top, mixed = parts
+    rows, heads, splits, asked = top.shape
+    block, ranked = _block(asked), 0 if vectors is None else vectors.shape[2]
+    row_head = (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
+    padded = triton.cdiv(page, turn) * turn
+    mixture_terms[(splits, rows * heads, triton.cdiv(asked, block))](
+        scores, map_scale, table, used.contiguous(), terms.delta, terms.index, terms.coefficients, terms.basis, vectors,
+        top, mixed,
+        heads, asked, table.shape[1] * page, table.stride(0), run * turn, 0 if terms.delta is None else terms.delta.shape[-1],
+        *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis), *row_head,
+        **mixture_constants(terms, ranked, block, channels, page, padded, mixed.shape[-1]),
+        num_warps=_warps(channels, block), num_stages=1,
+    )  # fmt: skip
+
+
+_POINTERS = {
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+}
+
+
+def _of_no_data(
+    listed: bool,
+    outliers: int = 0,
+    rank: int = 0,
+    of_rows: bool = True,
+    heads: int = 8,
+    page: int = 64,
+    channels: int = 128,
+) -> PageTerms:
+    """Terms to compile for: `outliers` of a listed channel or of a token."""
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float16, device="meta")
+
+    found = PageTerms(listed=listed, across=not listed, of_rows=of_rows)
+    if outliers:
+        shape = (1, heads, 1, outliers * channels) if listed else (1, 1, page, outliers)
+        found = replace(found, delta=half(*shape), index=half(*shape).to(torch.int16))
+    if rank:
+        found = replace(found, coefficients=half(1, heads, page, rank), basis=half(1, heads, 1, rank * channels))
+    return found
+
+
+def _types(kernel: object, terms: PageTerms, constants: dict[str, object], **more: str) -> dict[str, str]:
+    names = [name for name in kernel.arg_names if name not in constants]  # type: ignore[attr-defined]
+    types = {
+        name: "*fp32" if name.isupper() else "i32:16" if name.endswith(("_page", "_head")) else "i32" for name in names
+    }
+    held = {"DELTA": terms.delta, "INDEX": terms.index, "COEFFICIENTS": terms.coefficients, "BASIS": terms.basis}
+    types |= {name: _POINTERS[part.dtype] for name, part in held.items() if part is not None}
+    types |= {"TABLE": "*i32", "USED": "*i32", "RECORDS": "*i32", "VECTORS": "*fp16"} | more
+    return {name: kind for name, kind in types.items() if name in names}
+
+
+def _absent(terms: PageTerms) -> dict[str, object]:
+    held = {"DELTA": terms.delta, "INDEX": terms.index, "COEFFICIENTS": terms.coefficients, "BASIS": terms.basis}
+    absent = [name for name, part in held.items() if part is None]
+    return dict.fromkeys((*absent, "SCALE"))
+
+
+def _scores(terms: PageTerms, channels: int = 128, page: int = 64, block: int = ROWS[0]) -> Specialisation:
+    constants = score_constants(terms, block, channels, page) | _absent(terms)
+    constants |= {} if terms.listed and terms.of_rows else {"RECORDS": None}
+    types = _types(score_terms, terms, constants, QUERY="*bf16", query_scale="fp32")
+    return Specialisation(score_terms, types, constants, _warps(channels, block), 1)
+
+
+def _mixtures(
+    terms: PageTerms, ranked: int, channels: int = 128, page: int = 64, block: int = ROWS[0]
+) -> Specialisation:
+    padded = triton.cdiv(page, TOKENS) * TOKENS
+    constants = mixture_constants(terms, ranked, block, channels, page, padded, channels + ranked) | _absent(terms)
+    constants |= {} if ranked else {"VECTORS": None}
+    constants |= {} if terms.delta is not None or terms.rank else {"SCORES": None}
+    return Specialisation(mixture_terms, _types(mixture_terms, terms, constants), constants, _warps(channels, block), 1)
+
+
+SPECIALISATIONS = {
+    "scores, lists of rows": _scores(_of_no_data(True, 100)),
+    "scores, lists of rows, 16 rows": _scores(_of_no_data(True, 100), block=ROWS[1]),
+    "scores, lists of rows, 256 channels": _scores(_of_no_data(True, 100, channels=256), 256),
+    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, of_rows=False, page=20), page=20),
+    "scores, outliers of tokens": _scores(_of_no_data(False, 20)),
+    "mixtures, of all heads, rank 4": _mixtures(_of_no_data(False, 20), 4),
+    "mixtures, of all heads, 16 rows": _mixtures(_of_no_data(False, 20), 4, block=ROWS[1]),
+    "mixtures, 256 channels": _mixtures(_of_no_data(False, 40, channels=256), 4, 256),
+    "mixtures, rank 2 of pages": _mixtures(_of_no_data(False, 20, 2, page=20), 0, page=20),
+    "mixtures, rank 4 alone": _mixtures(_of_no_data(False), 4),
+}
