@@ -1,14 +1,15 @@
 """What outliers among values, and coefficients of vectors, add to the parts of a softmax that attention's kernel has left.
 
 A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It makes weights of
-the part's scores and its top, puts the outliers of a tile of tokens where they belong in a matrix of channels x tokens, and adds
-their product to the part's mixture, which nobody else touches. Whatever joins the parts then joins all that tokens are.
+the part's scores and its top, writes the outliers of a tile of tokens where they belong into a matrix of channels x tokens, a piece
+of memory of its own, reads that back and adds its product with the weights to the part's mixture, which nobody else touches.
+Whatever joins the parts then joins all that tokens are.
 """
 
 import triton
 import triton.language as tl
 
-from calib.kernels.outliers.score_kernel import index_of
+from calib.kernels.outliers.score_kernel import factors, index_of, own_piece, placed_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -17,7 +18,7 @@ UNFIXED = ["heads", "query_rows", "slots", "table_row", "run", "wide"]
 
 @triton.jit(do_not_specialize=UNFIXED)
 def mixture_terms(
-    SCORES, SCALE, TABLE, USED, DELTA, INDEX, COEFFICIENTS, BASIS, VECTORS, TOP, MIXED,
+    SCORES, SCALE, TABLE, USED, DELTA, INDEX, COEFFICIENTS, BASIS, VECTORS, TOP, PLACED, MIXED,
     heads, query_rows, slots, table_row, run, wide,
     scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
     vectors_row, vectors_head,
@@ -39,6 +40,11 @@ def mixture_terms(
         used = tl.load(USED + row)
         begin = split * run
         stop = tl.minimum(begin + run, used // PAGE * PADDED + used % PAGE)
+        if DELTA is not None:
+            KIND: tl.constexpr = DELTA.dtype.element_ty
+            PLACED += own_piece() * (DP * BN)
+            whole = PLACED + channels[:, None] * BN + tokens[None, :]
+            nothing = tl.zeros([DP, BN], KIND)
         for start in range(begin, stop, BN):
             position = start // PADDED
             page = tl.load(TABLE + row * table_row + position).to(tl.int64)
@@ -51,7 +57,9 @@ def mixture_terms(
             )  # fmt: skip
             weights = tl.exp2((scores - top[None, :]) * LOG2E)
             if DELTA is not None:
-                placed = tl.zeros([DP, BN], tl.float32)
+                tl.debug_barrier()
+                tl.store(whole, nothing)
+                tl.debug_barrier()
                 of_tokens = page * delta_page + head * delta_head + slot * wide
                 before = 0
                 if ACROSS:
@@ -61,16 +69,12 @@ def mixture_terms(
                     inside = (numbers < wide)[:, None] & there[None, :]
                     pointers = of_tokens[None, :] + numbers[:, None]
                     channel = index_of(INDEX + pointers, inside) - before
-                    delta = tl.load(DELTA + pointers, mask=inside, other=0.0).to(tl.float32)
+                    delta = tl.load(DELTA + pointers, mask=inside, other=0.0)
                     own = (channel >= 0) & (channel < D) & (delta != 0.0)
-                    # Other heads' are passed over: the first of each token's own, then the second, and so on.
-                    number = tl.cumsum(own.to(tl.int32), 0)
-                    for one in range(1, tl.max(tl.max(number, 0), 0) + 1):
-                        chosen = own & (number == one)
-                        where = tl.sum(tl.where(chosen, channel + 1, 0), 0) - 1
-                        distance = tl.sum(tl.where(chosen, delta, 0.0), 0)
-                        placed += tl.where(channels[:, None] == where[None, :], distance[None, :], 0.0)
-                added = tl.dot(placed, weights, added, input_precision="tf32x3")
+                    tl.store(PLACED + channel * BN + tokens[None, :], delta, mask=own)
+                tl.debug_barrier()
+                rounded, left = factors(weights, KIND)
+                added = placed_product(tl.load(whole, volatile=True), rounded, left, added)
             for j in tl.static_range(RANK):
                 own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
                 ranked = tl.sum(weights * tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None], 0)

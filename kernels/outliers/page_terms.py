@@ -10,7 +10,8 @@ AT_ONCE = 32
 
 @dataclass(frozen=True)
 class PageTerms:
-    """One stream's, as they lie. Indices of 16 bits have no sign; entries may repeat, and one of a distance of 0 adds nothing.
+    """One stream's, as they lie. Indices of 16 bits have no sign; of entries none repeats but those of a distance of 0, which
+    add nothing.
 
     Args:
         delta: distances of outliers, float16 or float32: `[pages, kv_heads or 1, page_tokens, n]`, n for each token; of `listed`

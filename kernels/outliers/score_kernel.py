@@ -1,8 +1,9 @@
 """What outliers among keys, and coefficients of a page's own vectors, add to scores: a bias that attention's kernel takes.
 
-A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a tile of tokens are put where they
-belong in a matrix of tokens x channels, which meets the query in one product. Lists have their tokens in order, so a program looks
-up once where each channel's list reaches its run, and walks on from there; nothing is added up in memory, and sums have one order.
+A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a tile of tokens are written where
+they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back to meet the query in one
+product. Lists have their tokens in order, so a program looks up once where each channel's list reaches its run, and walks on from
+there. Nothing is added up in memory, and sums have one order.
 """
 
 import triton
@@ -16,7 +17,7 @@ UNFIXED = ["heads", "query_rows", "slots", "first", "table_row", "run", "wide", 
 
 @triton.jit(do_not_specialize=UNFIXED)
 def score_terms(
-    QUERY, SCALE, TABLE, USED, RECORDS, DELTA, INDEX, COEFFICIENTS, BASIS, BIAS,
+    QUERY, SCALE, TABLE, USED, RECORDS, DELTA, INDEX, COEFFICIENTS, BASIS, PLACED, BIAS,
     query_scale, heads, query_rows, slots, first, table_row, run, wide, steps,
     scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
     LISTED: tl.constexpr, ACROSS: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr,
@@ -38,6 +39,14 @@ def score_terms(
         SCALE += row * scale_row + head * scale_head
         scale = tl.load(SCALE + channels * scale_channel, mask=channels < D, other=0.0).to(tl.float32)
         query *= scale[:, None]
+    if LISTED:
+        # Factors of the product, in units of the largest of each query row: float16 neither overflows nor starves.
+        size = tl.maximum(tl.max(tl.abs(query), 0), 1.0e-30)
+        KIND: tl.constexpr = DELTA.dtype.element_ty
+        rounded, left = factors(query / size[None, :], KIND)
+        PLACED += own_piece() * (BN * DP)
+        whole = PLACED + tokens[:, None] * DP + channels[None, :]
+        nothing = tl.zeros([BN, DP], KIND)
 
     # Tiles are counted as if pages were whole numbers of them.
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
@@ -72,14 +81,17 @@ def score_terms(
                     list_at = page * delta_page + head * delta_head
                     at = tl.where(inside_page == 0, 0, at)
                 end = from_token + tl.minimum(BN, PAGE - inside_page)
-                placed = tl.zeros([BN, DP], tl.float32)
+                tl.debug_barrier()
+                tl.store(whole, nothing)
+                tl.debug_barrier()
                 token, delta = entries(DELTA + list_at, INDEX + list_at, at, channels, wide, D)
                 while tl.min(token, 0) < end:
-                    own = (token - from_token)[None, :] == tokens[:, None]
-                    placed += tl.where(own & (token < end)[None, :], delta[None, :], 0.0)
+                    own = (token >= from_token) & (token < end)
+                    tl.store(PLACED + (token - from_token) * DP + channels, delta, mask=own)
                     at += (token < end).to(tl.int32)
                     token, delta = entries(DELTA + list_at, INDEX + list_at, at, channels, wide, D)
-                product = tl.dot(placed, query, product, input_precision="tf32x3")
+                tl.debug_barrier()
+                product = placed_product(tl.load(whole, volatile=True), rounded, left, product) * size[None, :]
             else:
                 of_tokens = page * delta_page + head * delta_head + slot * wide
                 before = 0
@@ -116,13 +128,41 @@ def index_of(pointers, inside):
 
 
 @triton.jit
+def own_piece():
+    """The program's number among all, int64."""
+    line = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return line * tl.num_programs(0) + tl.program_id(0)
+
+
+@triton.jit
+def factors(
+    numbers, KIND: tl.constexpr
+):  # fmt: skip
+    """Numbers of size 1 at most as they meet distances of KIND: as they are, or as the nearest float16 and what that leaves."""
+    if tl.float16 == KIND:
+        rounded = numbers.to(tl.float16)
+        return rounded, (numbers - rounded.to(tl.float32)).to(tl.float16)
+    else:
+        return numbers, numbers
+
+
+@triton.jit
+def placed_product(placed, rounded, left, total):
+    """`placed` times what `factors` made of numbers, and `total`."""
+    if placed.dtype == tl.float16:
+        return tl.dot(placed, rounded, tl.dot(placed, left, total))
+    else:
+        return tl.dot(placed, rounded, total, input_precision="tf32x3")
+
+
+@triton.jit
 def entries(
     DELTA, INDEX, at, channels, wide, D: tl.constexpr
 ):  # fmt: skip
     """Token and distance of one entry of each channel, [DP]; beyond a channel's last used one there is no token."""
     inside = (at < wide) & (channels < D)
     token = index_of(INDEX + at * D + channels, inside)
-    delta = tl.load(DELTA + at * D + channels, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.load(DELTA + at * D + channels, mask=inside, other=0.0)
     return tl.where(inside & ((at == 0) | (token != 0) | (delta != 0.0)), token, NOWHERE), delta
 
 

@@ -1,6 +1,7 @@
 """Launches `score_kernel.py` and `mixture_kernel.py`: which terms they take, and in how many programs."""
 
 from dataclasses import replace
+from math import inf
 
 import torch
 import triton
@@ -12,7 +13,7 @@ from calib.kernels.outliers.page_terms import AT_ONCE, PageTerms
 from calib.kernels.outliers.score_kernel import score_terms
 
 # Query rows of a program, tokens of a tile, tiles of a program of scores; coefficients of a token and channels at most.
-ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 16, 8, 16, 256
+ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 16, 256
 
 FLOATS = (torch.float16, torch.float32)
 INDICES = (torch.uint8, torch.int16, torch.int32)
@@ -53,8 +54,8 @@ def _block(query_rows: int) -> int:
 
 
 def _warps(channels: int, block: int) -> int:
-    """More where a tile's matrix would fill the registers of one."""
-    return 1 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] else 2
+    """More where a tile's matrix would fill the registers of fewer."""
+    return 2 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] else 4
 
 
 def _padded(channels: int) -> int:
@@ -84,10 +85,12 @@ def scores_of(
     run = TILES if terms.of_rows or not terms.listed else tiles * max(1, TILES // tiles)
     wide = 0 if terms.delta is None else terms.delta.shape[-1] // (channels if terms.listed else 1)
     block = _block(asked)
+    grid = (triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))
+    placed = _pieces(grid, terms, channels, TOKENS) if terms.listed else None
     bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)
-    score_terms[(triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))](
+    score_terms[grid](
         query.contiguous(), map_scale, table, used.contiguous(), terms.records, terms.delta, terms.index,
-        terms.coefficients, terms.basis, bias,
+        terms.coefficients, terms.basis, placed, bias,
         scale, heads, asked, slots, first, table.stride(0), run, wide, wide.bit_length(),
         *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis),
         **score_constants(terms, block, channels, page), num_warps=_warps(channels, block), num_stages=1,
@@ -95,14 +98,21 @@ def scores_of(
     return bias
 
 
+def _pieces(grid: tuple[int, int, int], terms: PageTerms, channels: int, tokens: int) -> Tensor | None:
+    """Where each program puts outliers of a tile of so many tokens."""
+    if terms.delta is None:
+        return None
+    return terms.delta.new_empty(grid[0] * grid[1] * grid[2] * tokens * _padded(channels))
+
+
 def mixture_constants(
-    terms: PageTerms, ranked: int, block: int, channels: int, page: int, padded: int, columns: int
+    terms: PageTerms, ranked: int, block: int, channels: int, page: int, turn: int, columns: int
 ) -> dict[str, object]:
-    """Of the kernel of mixtures."""
+    """Of the kernel of mixtures, parts of which are whole turns of `turn` tokens."""
     wide = 1 if terms.delta is None else terms.delta.shape[-1]
     sizes = {"D": channels, "DP": _padded(channels), "KP": min(AT_ONCE, triton.next_power_of_2(wide)), "M": block}
     held = {"ACROSS": terms.across, "RANK": terms.rank, "RANKED": ranked, "COLUMNS": columns}
-    return held | sizes | {"BN": TOKENS, "PAGE": page, "PADDED": padded}
+    return held | sizes | {"BN": min(TOKENS, turn), "PAGE": page, "PADDED": triton.cdiv(page, turn) * turn}
 
 
 def add_to_mixtures(
@@ -120,19 +130,19 @@ def add_to_mixtures(
 ) -> None:
     """Adds to the mixtures of `parts`, top `[rows, kv_heads, splits, R]` and mixture `[..., R, channels and more]`, each of `run`
     turns of `turn` tokens, what `terms` are by `scores [rows, kv_heads, R, slots]`, and what the coefficients behind their channels
-    are by `vectors [rows or 1, kv_heads, r, channels]`. `turn` is a whole number of `TOKENS`."""
+    are by `vectors [rows or 1, kv_heads, r, channels]`. `turn` is a power of two, 16 at least."""
     top, mixed = parts
     rows, heads, splits, asked = top.shape
     block, ranked = _block(asked), 0 if vectors is None else vectors.shape[2]
     row_head = (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
-    padded = triton.cdiv(page, turn) * turn
-    mixture_terms[(splits, rows * heads, triton.cdiv(asked, block))](
+    grid = (splits, rows * heads, triton.cdiv(asked, block))
+    constants = mixture_constants(terms, ranked, block, channels, page, turn, mixed.shape[-1])
+    mixture_terms[grid](
         scores, map_scale, table, used.contiguous(), terms.delta, terms.index, terms.coefficients, terms.basis, vectors,
-        top, mixed,
+        top, _pieces(grid, terms, channels, min(TOKENS, turn)), mixed,
         heads, asked, table.shape[1] * page, table.stride(0), run * turn, 0 if terms.delta is None else terms.delta.shape[-1],
         *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis), *row_head,
-        **mixture_constants(terms, ranked, block, channels, page, padded, mixed.shape[-1]),
-        num_warps=_warps(channels, block), num_stages=1,
+        **constants, num_warps=_warps(channels, block), num_stages=1,
     )  # fmt: skip
 
 
@@ -175,42 +185,60 @@ def _types(kernel: object, terms: PageTerms, constants: dict[str, object], **mor
     }
     held = {"DELTA": terms.delta, "INDEX": terms.index, "COEFFICIENTS": terms.coefficients, "BASIS": terms.basis}
     types |= {name: _POINTERS[part.dtype] for name, part in held.items() if part is not None}
-    types |= {"TABLE": "*i32", "USED": "*i32", "RECORDS": "*i32", "VECTORS": "*fp16"} | more
+    types |= {
+        "TABLE": "*i32",
+        "USED": "*i32",
+        "RECORDS": "*i32",
+        "VECTORS": "*fp16",
+        "PLACED": types.get("DELTA", ""),
+    } | more
     return {name: kind for name, kind in types.items() if name in names}
 
 
 def _absent(terms: PageTerms) -> dict[str, object]:
     held = {"DELTA": terms.delta, "INDEX": terms.index, "COEFFICIENTS": terms.coefficients, "BASIS": terms.basis}
     absent = [name for name, part in held.items() if part is None]
+    absent += ["PLACED"] if terms.delta is None else []
     return dict.fromkeys((*absent, "SCALE"))
 
 
-def _scores(terms: PageTerms, channels: int = 128, page: int = 64, block: int = ROWS[0]) -> Specialisation:
+def _scores(
+    terms: PageTerms, most: float, channels: int = 128, page: int = 64, block: int = ROWS[0], spilled: int = 0
+) -> Specialisation:
+    """At most so many instructions for a token's channel."""
     constants = score_constants(terms, block, channels, page) | _absent(terms)
     constants |= {} if terms.listed and terms.of_rows else {"RECORDS": None}
+    constants |= {} if terms.listed else {"PLACED": None}
     types = _types(score_terms, terms, constants, QUERY="*bf16", query_scale="fp32")
-    return Specialisation(score_terms, types, constants, _warps(channels, block), 1)
+    warps, codes = _warps(channels, block), TOKENS * channels
+    return Specialisation(score_terms, types, constants, warps, 1, codes, most, matrix=inf, spilled=spilled)
 
 
 def _mixtures(
-    terms: PageTerms, ranked: int, channels: int = 128, page: int = 64, block: int = ROWS[0]
+    terms: PageTerms,
+    ranked: int,
+    most: float,
+    channels: int = 128,
+    page: int = 64,
+    block: int = ROWS[0],
+    spilled: int = 0,
 ) -> Specialisation:
-    padded = triton.cdiv(page, TOKENS) * TOKENS
-    constants = mixture_constants(terms, ranked, block, channels, page, padded, channels + ranked) | _absent(terms)
+    constants = mixture_constants(terms, ranked, block, channels, page, TOKENS, channels + ranked) | _absent(terms)
     constants |= {} if ranked else {"VECTORS": None}
     constants |= {} if terms.delta is not None or terms.rank else {"SCORES": None}
-    return Specialisation(mixture_terms, _types(mixture_terms, terms, constants), constants, _warps(channels, block), 1)
+    types, warps, codes = _types(mixture_terms, terms, constants), _warps(channels, block), TOKENS * channels
+    return Specialisation(mixture_terms, types, constants, warps, 1, codes, most, matrix=inf, spilled=spilled)
 
 
 SPECIALISATIONS = {
-    "scores, lists of rows": _scores(_of_no_data(True, 100)),
-    "scores, lists of rows, 16 rows": _scores(_of_no_data(True, 100), block=ROWS[1]),
-    "scores, lists of rows, 256 channels": _scores(_of_no_data(True, 100, channels=256), 256),
-    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, of_rows=False, page=20), page=20),
-    "scores, outliers of tokens": _scores(_of_no_data(False, 20)),
-    "mixtures, of all heads, rank 4": _mixtures(_of_no_data(False, 20), 4),
-    "mixtures, of all heads, 16 rows": _mixtures(_of_no_data(False, 20), 4, block=ROWS[1]),
-    "mixtures, 256 channels": _mixtures(_of_no_data(False, 40, channels=256), 4, 256),
-    "mixtures, rank 2 of pages": _mixtures(_of_no_data(False, 20, 2, page=20), 0, page=20),
-    "mixtures, rank 4 alone": _mixtures(_of_no_data(False), 4),
+    "scores, lists of rows": _scores(_of_no_data(True, 100), 4.8),
+    "scores, lists of rows, 16 rows": _scores(_of_no_data(True, 100), 7, block=ROWS[1]),
+    "scores, lists of rows, 256 channels": _scores(_of_no_data(True, 100, channels=256), 5.1, 256),
+    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, of_rows=False, page=20), 7.4, page=20),
+    "scores, outliers of tokens": _scores(_of_no_data(False, 20), 4.2),
+    "mixtures, of all heads, rank 4": _mixtures(_of_no_data(False, 20), 4, 15),
+    "mixtures, of all heads, 16 rows": _mixtures(_of_no_data(False, 20), 4, 18, block=ROWS[1], spilled=16),
+    "mixtures, 256 channels": _mixtures(_of_no_data(False, 40, channels=256), 4, 8.5, 256),
+    "mixtures, rank 2 of pages": _mixtures(_of_no_data(False, 20, 2, page=20), 0, 19, page=20),
+    "mixtures, rank 4 alone": _mixtures(_of_no_data(False), 4, 1),
 }

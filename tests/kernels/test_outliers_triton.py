@@ -1,0 +1,304 @@
+"""Kernels of what tokens are beside their codes, interpreted, against sparse products with the same entries in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from calib.kernels.outliers import operation, triton
+from calib.kernels.outliers.page_terms import PageTerms
+from calib.kernels.outliers.reference import in_order, sparse_product
+
+# Lanes that no number lies in compute with infinities; only the interpreter tells.
+pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+PAGES, HEADS = 7, 2
+
+# Queries and weights are two float16 numbers, 22 bits of the largest of a row, and what is left are sums in float32.
+SPLIT = 2.0**-20
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel is to write, and its room for a tile, hold NaN before."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: filled(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: filled(new_empty(*args, **kwargs)))
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(torch.nan) if x.is_floating_point() and not x.is_meta else x
+
+
+def draws(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=draws(seed))
+
+
+def unsigned(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers as pages hold them, those of 16 bits without a sign."""
+    return torch.where(x >= 2**15, x - 2**16, x).to(dtype) if dtype == torch.int16 else x.to(dtype)
+
+
+def lists(
+    count: int,
+    tokens: int,
+    wide: int,
+    channels: int,
+    seed: int,
+    unused: int = 0,
+    index=torch.int16,
+    delta=torch.float16,
+) -> tuple[PageTerms, torch.Tensor]:
+    """`count` lists of `wide` entries a channel, `unused` of them, and what they are: `[count, heads, tokens, D]`, float64."""
+    draw = draws(seed)
+    order = torch.rand(count, HEADS, channels, tokens, generator=draw).argsort(-1)[..., :wide]
+    distance = torch.randn(count, HEADS, channels, wide, generator=draw).to(delta)
+    order[..., wide - unused :], distance[..., wide - unused :] = 0, 0
+    dense = torch.zeros(count, HEADS, channels, tokens, dtype=torch.float64).scatter_add_(-1, order, distance.double())
+    order, distance = in_order(order, distance)
+    held = (part.mT.flatten(2)[:, :, None].contiguous() for part in (distance, unsigned(order, index)))
+    return PageTerms(*held, listed=True), dense.mT
+
+
+def of_tokens(
+    page: int, wide: int, channels: int, seed: int, across: bool, index=torch.uint8, delta=torch.float16
+) -> tuple[PageTerms, torch.Tensor]:
+    """`wide` entries of every token, one of them unused, and what they are: `[pages, heads, page_tokens, D]`, float64."""
+    own, draw = 1 if across else HEADS, draws(seed)
+    total = channels * (HEADS if across else 1)
+    channel = torch.rand(PAGES, own, page, total, generator=draw).argsort(-1)[..., :wide]
+    distance = torch.randn(PAGES, own, page, wide, generator=draw).to(delta)
+    channel[..., -1], distance[..., -1] = 0, 0
+    dense = torch.zeros(PAGES, own, page, total, dtype=torch.float64).scatter_add_(-1, channel, distance.double())
+    terms = PageTerms(distance, unsigned(channel, index), across=across)
+    return terms, dense[:, 0].unflatten(-1, (HEADS, -1)).transpose(1, 2) if across else dense
+
+
+def factors(page: int, rank: int, channels: int, seed: int, shared: bool = False) -> tuple[dict, torch.Tensor]:
+    coefficients = randn(PAGES, 1 if shared else HEADS, page, rank, seed=seed).half()
+    basis = randn(PAGES, HEADS, 1, rank * channels, seed=seed + 1).half()
+    dense = coefficients.double() @ basis[:, :, 0].double().unflatten(-1, (rank, channels))
+    return {"coefficients": coefficients, "basis": basis}, dense
+
+
+def slots_of(dense: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """`[pages, heads, page_tokens, D]` as `[rows, heads, slots, D]`."""
+    return dense[table.long()].transpose(1, 2).flatten(2, 3)
+
+
+def assert_scores(query, terms, dense, table, used, page, **options):
+    """`dense [rows, heads, slots, D]` is what the terms are."""
+    assert operation.supported(terms, query.shape[-1])
+    found = operation.scores_of(query, terms, table, used, page, **options)
+    scale = options.get("scale", 1.0) * (1 if options.get("map_scale") is None else options["map_scale"].double())
+    asked = query.double() * scale
+    expected, sizes = asked @ dense.mT, asked.abs().amax(-1, keepdim=True) * dense.abs().sum(-1)[:, :, None]
+    for row, count in enumerate(used.tolist()):
+        error = (found[row, ..., :count].double() - expected[row, ..., :count]).abs()
+        assert (error <= SPLIT * sizes[row, ..., :count]).all(), error.max()
+        assert expected[row, ..., :count].any()
+    return found
+
+
+TABLE = torch.tensor([[5, 0, 3], [1, 6, 2]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "kinds", [(torch.uint8, torch.float16), (torch.int16, torch.float16), (torch.int32, torch.float32)], ids=str
+)
+@pytest.mark.parametrize(("page", "channels", "asked"), [(64, 32, 4), (20, 24, 1), (16, 80, 9), (128, 16, 19)])
+def test_lists_of_rows(page, channels, asked, kinds):
+    """Each row's own record; of a program's run of tokens the search finds where it begins in every channel."""
+    used = torch.tensor([3 * page, 2 * page + 5], dtype=torch.int32)
+    tokens = min(3 * page, 256 if kinds[0] == torch.uint8 else 2**16)
+    terms, dense = lists(3, tokens, 14, channels, page, unused=3, index=kinds[0], delta=kinds[1])
+    dense = torch.nn.functional.pad(dense, (0, 0, 0, 3 * page - tokens))
+    query = randn(2, HEADS, asked, channels, seed=1)
+    for records in (None, torch.tensor([2, 1], dtype=torch.int32)):
+        own = replace(terms, of_rows=True, records=records)
+        chosen = dense[:2] if records is None else dense[records.long()]
+        assert_scores(query, own, chosen, TABLE, used, page, scale=0.3)
+
+
+def test_lists_of_rows_from_a_later_token():
+    """Slot 0 is the 40th token of its segment, as under a sliding window; tokens beyond 32,767 have no sign in 16 bits."""
+    terms, dense = lists(2, 40_192, 120, 16, 3)
+    query, used = randn(2, HEADS, 2, 16, seed=4), torch.tensor([192, 150], dtype=torch.int32)
+    for first in (40, 40_000):
+        looked_at = dense[:, :, first : first + 192]
+        assert_scores(query, replace(terms, of_rows=True), looked_at, TABLE, used, 64, first=first)
+
+
+@pytest.mark.parametrize(("page", "wide", "rank"), [(20, 2, 2), (20, 4, 0), (48, 6, 3), (100, 2, 1)])
+def test_lists_of_pages(page, wide, rank):
+    """And coefficients of each page's own vectors, in the same launch."""
+    terms, dense = lists(PAGES, page, wide, 32, page)
+    if rank:
+        held, more = factors(page, rank, 32, 5)
+        terms, dense = replace(terms, **held), dense + more
+    used = torch.tensor([2 * page + 3, 3 * page], dtype=torch.int32)
+    query = randn(2, HEADS, 3, 32, seed=6)
+    assert_scores(
+        query, terms, slots_of(dense, TABLE), TABLE, used, page, map_scale=randn(1, HEADS, 1, 32, seed=7).half()
+    )
+
+
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize(("page", "wide", "asked"), [(64, 7, 4), (20, 40, 1), (16, 2, 9)])
+def test_outliers_of_tokens_among_keys(page, wide, asked, across):
+    terms, dense = of_tokens(page, wide, 48, wide, across)
+    used = torch.tensor([2 * page, 3 * page - 1], dtype=torch.int32)
+    query = randn(2, HEADS, asked, 48, seed=8).bfloat16()
+    assert_scores(
+        query, terms, slots_of(dense, TABLE), TABLE, used, page, scale=0.2, map_scale=randn(2, 1, 1, 48, seed=7)
+    )
+
+
+def test_coefficients_alone():
+    held, dense = factors(20, 2, 32, 9, shared=True)
+    used = torch.tensor([60, 41], dtype=torch.int32)
+    assert_scores(randn(2, HEADS, 2, 32, seed=1), PageTerms(**held), slots_of(dense, TABLE), TABLE, used, 20)
+
+
+def test_a_row_is_the_same_alone():
+    """Bit for bit, and twice."""
+    page, query = 64, randn(2, HEADS, 4, 32, seed=1)
+    used = torch.tensor([180, 130], dtype=torch.int32)
+    terms = replace(lists(2, 192, 12, 32, 1)[0], of_rows=True, records=torch.tensor([1, 0], dtype=torch.int32))
+    both = [operation.scores_of(query, terms, TABLE, used, page) for _ in range(2)]
+    for row, count in enumerate(used.tolist()):
+        own = slice(row, row + 1)
+        alone = operation.scores_of(query[own], replace(terms, records=terms.records[own]), TABLE[own], used[own], page)
+        assert torch.equal(alone[0, ..., :count], both[0][row, ..., :count])
+        assert torch.equal(both[1][row, ..., :count], both[0][row, ..., :count])
+
+
+def test_the_same_as_the_sparse_product():
+    """Of the lists as they are stored, entry by entry."""
+    terms, _ = lists(1, 64, 6, 16, 1)
+    query = randn(1, HEADS, 3, 16, seed=2)
+    used = torch.tensor([64], dtype=torch.int32)
+    found = operation.scores_of(query, replace(terms, of_rows=True), TABLE[:1, :1], used, 64)
+    for head in range(HEADS):
+        delta, token = (part[:, head, 0] for part in (terms.delta, terms.index))
+        channel = torch.arange(delta.shape[1])[None] % 16
+        expected = sparse_product(query[:, head], channel, token.long(), delta.float(), 64)
+        torch.testing.assert_close(found[:, head], expected, rtol=1e-5, atol=1e-5)
+
+
+# --- mixtures
+
+
+def assert_mixtures(terms, dense, page, turn, splits, asked, channels, ranked=0, map_scale=None, used=(0, 0), behind=0):
+    """The parts' mixtures gain what `dense [rows, heads, slots, D]` is by the weights, and what their coefficients are."""
+    rows, slots = len(TABLE), TABLE.shape[1] * page
+    turns = TABLE.shape[1] * -(-page // turn)
+    run = -(-turns // splits)
+    splits = -(-turns // run)
+    counts = torch.tensor(used, dtype=torch.int32)
+    scores = randn(rows, HEADS, asked, slots, seed=11) * 2
+    scores[..., 3] = -torch.inf  # hidden
+    for row, count in enumerate(used):
+        scores[row, ..., count:] = -torch.inf
+    padded = -(-page // turn) * turn
+    at = torch.arange(slots)
+    part = (at // page * padded + at % page) // (run * turn)
+    top = torch.full((rows, HEADS, splits, asked), -1.0e37)
+    for number in range(splits):
+        own = scores[..., part == number]
+        top[:, :, number] = own.amax(-1).clamp_min(-1.0e37) if own.shape[-1] else -1.0e37
+    vectors = randn(1, HEADS, ranked, channels, seed=12).half() if ranked else None
+    mixed = randn(rows, HEADS, splits, asked, channels + ranked + behind, seed=13)
+    weights = (scores.double()[:, :, None] - top.double()[..., None]).exp()
+    elsewhere = (part != torch.arange(splits)[:, None])[None, None, :, None, :]
+    weights = weights.masked_fill(elsewhere, 0)
+    there = (weights > 0).double().amax(3, keepdim=True).expand_as(weights)
+    added = torch.einsum("bhsrt,bhtd->bhsrd", weights, dense)
+    sizes = torch.einsum("bhsrt,bhtd->bhsrd", there, dense.abs())
+    if vectors is not None:
+        coefficients = mixed[..., channels : channels + ranked].double()
+        added = added + torch.einsum("bhsrj,hjd->bhsrd", coefficients, vectors[0].double())
+        sizes = sizes + torch.einsum("bhsrj,hjd->bhsrd", coefficients.abs(), vectors[0].double().abs())
+    if map_scale is not None:
+        factor = map_scale.double()[:, :, None]
+        added, sizes = added * factor, sizes * factor.abs()
+    before, asks = mixed.clone(), terms.of_tokens
+    triton.add_to_mixtures(
+        (top, mixed), scores if asks else None, terms, vectors, TABLE, counts, page, run, turn, channels, map_scale
+    )
+    expected = before[..., :channels].double() + added
+    error = (mixed[..., :channels].double() - expected).abs()
+    assert (error <= SPLIT * (sizes + before[..., :channels].abs())).all(), error.max()
+    assert torch.equal(mixed[..., channels:], before[..., channels:]) and added.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize(
+    ("page", "turn", "splits", "wide", "ranked", "asked", "kinds"),
+    [
+        (64, 64, 1, 5, 4, 4, (torch.uint8, torch.float16)),
+        (64, 32, 3, 40, 0, 1, (torch.int16, torch.float16)),
+        (20, 32, 2, 3, 0, 9, (torch.uint8, torch.float16)),
+        (16, 16, 3, 2, 1, 19, (torch.int32, torch.float32)),
+    ],
+    ids=str,
+)
+def test_outliers_of_values(page, turn, splits, wide, ranked, asked, kinds, across):
+    terms, dense = of_tokens(page, wide, 48, wide, across, *kinds)
+    used = (3 * page - 2, page + 1)
+    scale = randn(1, HEADS, 1, 48, seed=2).half() if ranked else None
+    dense = slots_of(dense, TABLE)
+    assert_mixtures(terms, dense, page, turn, splits, asked, 48, ranked, scale, used)
+
+
+@pytest.mark.parametrize("wide", [0, 3])
+def test_coefficients_of_a_page_s_vectors(wide):
+    held, dense = factors(20, 2, 40, 3)
+    terms = PageTerms()
+    if wide:
+        terms, own = of_tokens(20, wide, 40, 1, True)
+        dense = dense + own
+    assert_mixtures(replace(terms, **held), slots_of(dense, TABLE), 20, 32, 2, 4, 40, used=(60, 33))
+
+
+def test_coefficients_behind_the_channels_alone():
+    """No score is read."""
+    dense = torch.zeros(2, HEADS, 3 * 64, 32, dtype=torch.float64)
+    assert_mixtures(PageTerms(), dense, 64, 64, 3, 4, 32, ranked=4, used=(192, 100))
+
+
+def test_what_lies_in_slots_that_are_not_used_has_no_part():
+    terms, dense = of_tokens(20, 4, 32, 1, True)
+    terms.delta[2, :, 10:] = torch.nan  # the last page of the second row
+    assert_mixtures(terms, slots_of(dense.nan_to_num(), TABLE), 20, 32, 2, 2, 32, used=(60, 50))
+
+
+# --- order, and what is served
+
+
+def test_lists_in_order():
+    """By token; what is unused is last, and a token 0 with a distance first."""
+    tokens = torch.tensor([[5, 0, 2, 0, 0], [0, 0, 0, 0, 0]])
+    delta = torch.tensor([[1.0, 0, 2, 3, 0], [0, 0, 0, 0, 0]])
+    found = in_order(tokens, delta)
+    assert found[0].tolist() == [[0, 2, 5, 0, 0], [0] * 5] and found[1].tolist() == [[3, 2, 1, 0, 0], [0] * 5]
+    again = in_order(*found)
+    assert all(map(torch.equal, found, again))
+
+
+def test_what_is_not_served(monkeypatch):
+    terms, _ = lists(2, 64, 4, 32, 1)
+    assert operation.supported(terms, 32) and not operation.supported(terms, triton.MOST_CHANNELS + 1)
+    held, _ = factors(20, triton.MOST_RANK + 1, 32, 1)
+    assert not operation.supported(PageTerms(**held), 32)
+    assert not operation.supported(replace(terms, delta=terms.delta.double()), 32)
+    of_token, _ = of_tokens(16, 4, 32, 1, True)
+    across = replace(of_token, delta=of_token.delta.transpose(2, 3).contiguous().transpose(2, 3))
+    assert operation.supported(of_token, 32) and not operation.supported(across, 32)
+    monkeypatch.setenv("CALIB_KERNELS", "reference")
+    assert not operation.supported(terms, 32)
