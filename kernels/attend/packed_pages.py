@@ -60,7 +60,7 @@ class PackedStream:
         trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
             number of its level, one bit longer than its field.
         map: tokens are what it makes of those that codes, parameters and `fixed` say, or None. On a GPU alone, of tokens without
-            `sizes`, and not of keys that are turned; of values with `ranked` where `terms` are attended (`operation.py`).
+            `sizes`, and not of keys that are turned; of values with `ranked` where `terms` are mixed besides (`operation.py`).
     """
 
     bits: int | Widths

@@ -9,6 +9,7 @@ from torch import Tensor
 from calib.kernels.attend.decode_kernel import attend
 from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.options import (
+    CHANNEL,
     LEAST,
     TOKEN,
     block_of,
@@ -40,9 +41,9 @@ MOST_ROWS = 256
 
 def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
     """Whether the kernel reads these streams: codes of any widths, or exact; float16 parameters whose groups are whole planes of
-    channels, 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's channels beside tokens'
-    parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of such keys, and of values
-    that are codes without parameters."""
+    channels, or of each channel for 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's
+    channels beside tokens' parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of
+    such keys, and of values that are codes without parameters."""
     if rope_tables and not (_are_plain_codes(keys) and keys.ranked is None):
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
@@ -154,6 +155,8 @@ def _read(stream: PackedStream) -> bool:
         return stream.channels > 0
     if stream.counts is not None or stream.parameters.dtype != torch.float16:
         return False
+    if mode_of(stream) == CHANNEL:
+        return stream.parameters.shape[-1] == 2 * stream.channels
     count, groups = len(widths_of(stream)), groups_of(stream)
     return groups == 1 or (count % groups == 0 and count * wide_of(stream) == stream.channels)
 

@@ -12,12 +12,9 @@ from calib.kernels.outliers.page_terms import PageTerms
 __all__ = ["PageTerms", "scores_of", "supported"]
 
 
-def supported(terms: PageTerms, channels: int) -> bool:
-    """Whether kernels take these terms of tokens of so many channels."""
-    held = terms.coefficients if terms.delta is None else terms.delta
-    if held is None:
-        return True
-    if not prefers_triton(held.device):
+def supported(terms: PageTerms, channels: int, device: torch.device) -> bool:
+    """Whether kernels take these terms, or none, of tokens of so many channels on `device`."""
+    if not prefers_triton(device):
         return False
     from calib.kernels.outliers import triton
 

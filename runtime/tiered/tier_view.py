@@ -19,6 +19,7 @@ from calib.kernels.desparsify_attend.operation import desparsify_attend
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.outliers.operation import PageTerms, scores_of
+from calib.kernels.outliers.operation import supported as terms_supported
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import Tile
 from calib.runtime.paging.field import Block
@@ -114,8 +115,8 @@ class TierView:
         if self.tier.plan.prediction is not None or self.codecs["values"].component_codes is not None:
             return None
         if self.left["values"].corrections is None:
-            ranked = self._is_ranked("values") and prefers_triton(self.tier.pool.device)
-            return PageTerms() if ranked else None
+            terms, width, device = PageTerms(), self.tier.coded["values"], self.tier.pool.device
+            return terms if self._is_ranked("values") and terms_supported(terms, width, device) else None
         return self._terms("values")
 
     def _without_ranked(self, codec: Codec, role: str) -> Codec:

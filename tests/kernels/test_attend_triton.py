@@ -238,6 +238,7 @@ def test_what_is_served(monkeypatch):
         replace(keys.stream, bits=16),
         replace(keys.stream, bits=16, parameters=None),
         pages_of(Kind(1, "token", 4), (1, 1, 64, 24), 0).stream,  # planes that 24 channels do not fill
+        replace(keys.stream, parameters=torch.ones(1, 2, 1, 2).half(), group_tokens=64),  # a page's, of no channel
     ):
         assert not operation.supported(2, other, values.stream)
 

@@ -12,7 +12,7 @@ from calib.kernels.outliers.reference import in_order, sparse_product
 # Lanes that no number lies in compute with infinities; only the interpreter tells.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-PAGES, HEADS = 7, 2
+PAGES, HEADS, CPU = 7, 2, torch.device("cpu")
 
 # Queries and weights are two float16 numbers, 22 bits of the largest of a row, and what is left are sums in float32.
 SPLIT = 2.0**-20
@@ -93,7 +93,7 @@ def slots_of(dense: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def assert_scores(query, terms, dense, table, used, page, **options):
     """`dense [rows, heads, slots, D]` is what the terms are."""
-    assert operation.supported(terms, query.shape[-1])
+    assert operation.supported(terms, query.shape[-1], CPU)
     found = operation.scores_of(query, terms, table, used, page, **options)
     scale = options.get("scale", 1.0) * (1 if options.get("map_scale") is None else options["map_scale"].double())
     asked = query.double() * scale
@@ -293,12 +293,12 @@ def test_lists_in_order():
 
 def test_what_is_not_served(monkeypatch):
     terms, _ = lists(2, 64, 4, 32, 1)
-    assert operation.supported(terms, 32) and not operation.supported(terms, triton.MOST_CHANNELS + 1)
+    assert operation.supported(terms, 32, CPU) and not operation.supported(terms, triton.MOST_CHANNELS + 1, CPU)
     held, _ = factors(20, triton.MOST_RANK + 1, 32, 1)
-    assert not operation.supported(PageTerms(**held), 32)
-    assert not operation.supported(replace(terms, delta=terms.delta.double()), 32)
+    assert not operation.supported(PageTerms(**held), 32, CPU)
+    assert not operation.supported(replace(terms, delta=terms.delta.double()), 32, CPU)
     of_token, _ = of_tokens(16, 4, 32, 1, True)
     across = replace(of_token, delta=of_token.delta.transpose(2, 3).contiguous().transpose(2, 3))
-    assert operation.supported(of_token, 32) and not operation.supported(across, 32)
+    assert operation.supported(of_token, 32, CPU) and not operation.supported(across, 32, CPU)
     monkeypatch.setenv("CALIB_KERNELS", "reference")
-    assert not operation.supported(terms, 32)
+    assert not operation.supported(terms, 32, CPU)

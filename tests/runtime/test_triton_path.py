@@ -31,6 +31,9 @@ NEW = 4  # tokens; the interpreter takes its time
 # Kernels of attention by the operation that launches them.
 ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 
+# And what meets tokens beside their codes.
+SERVED = [*ATTENTION, "outliers"]
+
 # One case of every method whose tokens a kernel attends to. In no case does it where tokens lie in host memory, or where
 # other tokens are attended than are stored; and a window that nothing has left yet has no pages.
 QUICK = [
@@ -70,11 +73,11 @@ class Outcome:
 
 @pytest.fixture
 def both(monkeypatch):
-    """Runs a generation both ways; all operations but attention's in their plain form, unless `everything`."""
+    """Runs a generation both ways; all operations but attention's in their plain form, or but `served`, unless `everything`."""
 
-    def run(model, inputs, method, everything=False, **asked):
+    def run(model, inputs, method, everything=False, served=SERVED, **asked):
         if not everything:
-            alone(monkeypatch, *ATTENTION)
+            alone(monkeypatch, *served)
         with monkeypatch.context() as patched:
             # One part for each row and head, where the number of parts is not the point.
             patched.setattr(module_of("attend"), "_programs", lambda device: 2)
@@ -166,7 +169,7 @@ def test_with_all_operations(name, kernels, both):
 )
 def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
     """Its coefficients are read beside the codes; scores are written where outliers of values wait for them alone."""
-    alone(monkeypatch, *ATTENTION)
+    alone(monkeypatch, *SERVED)
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     launches = watch(monkeypatch, "attend")
     with BY_NAME[name].open(model := small()) as cache:
@@ -176,6 +179,32 @@ def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
     for arguments in own:
         assert arguments["KEY_RANK"] == arguments["VALUE_RANK"] == rank
         assert (arguments["SCORES"] is not None) == (arguments["BIAS"] is not None) == scored
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("method", "launched"),
+    [
+        ({"method": "gear", "block": 4}, True),
+        ({"method": "gear", "block": 24, "outliers": {"keys": 0.1, "values": 0.2}, "per_head": True}, True),
+        ({"method": "gear_l", "block": 4, "rank": 3, "decode_rank": 1}, True),
+        # A prompt has too many vectors for a kernel, blocks have not.
+        ({"method": "gear", "block": 4, "rank": 20, "decode_rank": 1}, True),
+        # A whole matrix's outliers, and a second quantiser.
+        ({"method": "gear", "block": 4, "variant": "paper", "rank": 2}, False),
+        ({"method": "zipcache", "recompress": 5, "corrections": {"outliers": 0.1, "rank": 2, "decode_rank": 1}}, True),
+        ({"method": "mikv", "balancer": False, "corrections": {"outliers": 0.1}}, True),
+        ({"method": "zipcache", "recompress": 5, "corrections": {"outliers": 0.1, "residual_bits": 2}}, False),
+        # One range for a page, which attention's kernel does not read either.
+        ({"method": "uniform", "block": 4}, False),
+    ],
+    ids=str,
+)
+def test_what_lies_beside_codes(method, launched, both):
+    """Lists of rows' prompts and of blocks, which are pages, and coefficients of either; what no kernel takes is met in torch."""
+    for served in (SERVED, [*ATTENTION]):
+        mine = check(both(small(), left_padded([71, 61]), method, served=served, max_new_tokens=11))
+        assert (mine.launched["mixture_terms"] > 0) == (launched and served is SERVED)
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ def page_terms(
     codec: Corrected, pool: PagePool, channels: int, part: str, row_params: PagePool | None, pages: Pages | None
 ) -> PageTerms | None:
     """What corrects a codec in `part`, lists of rows' outliers in these `pages` of `row_params`; None where no kernel takes it."""
-    if not prefers_triton(pool.device) or pool.memory is not device_memory:
+    if pool.memory is not device_memory:
         return None
     own = lists = _of(pool, part)
     of_rows = row_params is not None and pages is not None
@@ -48,7 +48,7 @@ def page_terms(
             lists = {name: tensor[pages] for name, tensor in lists.items()}
     records = pages.flatten() if of_rows and isinstance(pages, Tensor) else None
     terms = codec.terms(own, lists, records, of_rows)
-    return terms if terms is not None and supported(terms, channels) else None
+    return terms if terms is not None and supported(terms, channels, pool.device) else None
 
 
 def sparse_pages(codec: Codec, pool: PagePool, part: str) -> SparsePages | None:
