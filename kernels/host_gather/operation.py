@@ -6,24 +6,29 @@ from calib.kernels.dispatch import prefers_triton
 from calib.kernels.host_gather import reference
 
 
-def exchange(held: Tensor, chosen: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Which entry of a fixed number of positions holds which token, once `chosen` ones take the room of those not chosen.
+def exchange(
+    held: Tensor, chosen: Tensor, table: Tensor, page_tokens: int, reach: int, fetched: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lets a fixed number of entries hold the tokens `chosen`, in the room of those not chosen; one that is there stays there.
 
     Args:
-        held: int64 `[rows, kv_heads, n]`, the token in each entry, -1 where there is none; no token twice.
-        chosen: the same, in any order.
+        held: int32 `[rows, kv_heads, n]`, the token in each entry, -1 where there is none; no token twice. Changed.
+        chosen: int64 `[rows, kv_heads, at most n]`, in any order; -1 is none.
+        table: int32 `[rows, pages]`, the page of every `page_tokens` tokens of a row.
+        page_tokens: tokens of a page.
         reach: more than any token.
+        fetched: int64 `[1]`, to which the number of new tokens is added.
 
     Returns:
-        The entries afterwards: a token that was held and is chosen stays where it was. And bool of the same shape: which of
-        them are new and have to be fetched.
+        Of every entry, `[rows, kv_heads, n]`, the page and the slot in it of its token, int64, anything where it is not new; and
+        bool: which are new and have to be fetched.
     """
     if prefers_triton(held.device):
         from calib.kernels.host_gather import triton
 
-        if triton.supports_exchange(held):
-            return triton.exchange(held, chosen)
-    return reference.exchange(held, chosen, reach)
+        if triton.supports_exchange(held, chosen):
+            return triton.exchange(held, chosen, table, page_tokens, fetched)
+    return reference.exchange(held, chosen, table, page_tokens, reach, fetched)
 
 
 def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, into: Tensor) -> None:

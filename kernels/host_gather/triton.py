@@ -1,7 +1,7 @@
 """Fetching tokens from host memory on a GPU: few programs, which read only what is wanted, beside the kernels of a step.
 
-Rows are copied as whole numbers of 32 or 16 bits, whatever they mean. Which entry takes which token is a kernel of its own: a
-program for a row and head compares every token held with every token chosen.
+Rows are copied as whole numbers of 32 or 16 bits, whatever they mean. Which entry takes which token, and where that lies, is a
+kernel of its own: a program for a row and head compares every token held with every token chosen.
 """
 
 import torch
@@ -44,16 +44,21 @@ def gather_rows(
         tl.store(target[:, None] + column, tl.load(source[:, None] + column, mask=mask), mask=mask)
 
 
-@triton.jit
-def exchange_entries(held, chosen, entries, new, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """`held` and `chosen [rows and heads, n]` become `entries` and `new`; a program for each n, BLOCK at least n."""
-    start = tl.cast(tl.program_id(0), tl.int64) * n
+@triton.jit(do_not_specialize=["wanted", "table_width", "page_tokens"])
+def exchange_entries(
+    held, chosen, table, numbers, slots, new, fetched, heads, n, wanted, table_width, page_tokens,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`held [rows and heads, n]` takes `chosen [rows and heads, wanted]`; which tokens are `new`, and in which `slots` of which
+    pages, whose `numbers` the table has. A program for each n, BLOCK at least n."""
+    pair = tl.cast(tl.program_id(0), tl.int64)
+    start, own_table = pair * n, table + pair // heads * table_width
     block = tl.arange(0, BLOCK)
-    tokens = tl.load(chosen + start + block, mask=block < n, other=-1).to(tl.int32)
+    tokens = tl.load(chosen + pair * wanted + block, mask=block < wanted, other=-1).to(tl.int32)
     is_held = tl.zeros([BLOCK], tl.int32)
     for at in range(0, n, TILE):
         position = at + tl.arange(0, TILE)
-        own = tl.load(held + start + position, mask=position < n, other=-1).to(tl.int32)
+        own = tl.load(held + start + position, mask=position < n, other=-1)
         is_held = tl.maximum(is_held, tl.max((own[:, None] == tokens[None, :]).to(tl.int32), 0))
     arrives = (tokens >= 0) & (is_held == 0)
     turn = tl.where(arrives, tl.cumsum(arrives.to(tl.int32), 0), 0)  # 1 for the first that arrives; 0: does not
@@ -62,36 +67,44 @@ def exchange_entries(held, chosen, entries, new, n, BLOCK: tl.constexpr, TILE: t
     for at in range(0, n, TILE):
         position = at + tl.arange(0, TILE)
         inside = position < n
-        own = tl.load(held + start + position, mask=inside, other=-1).to(tl.int32)
+        own = tl.load(held + start + position, mask=inside, other=-1)
         chosen_again = tl.max((own[:, None] == tokens[None, :]).to(tl.int32), 1) != 0
         free = inside & ((own < 0) | (chosen_again == 0))
         freed = free_before + tl.cumsum(free.to(tl.int32), 0)
         free_before += tl.sum(free.to(tl.int32), 0)
         taker = free[:, None] & (freed[:, None] == turn[None, :])
         token = tl.max(tl.where(taker, tokens[None, :], -1), 1)
-        result = tl.where(free, token, own).to(tl.int64)
-        tl.store(entries + start + position, result, mask=inside)
-        tl.store(new + start + position, (free & (token >= 0)).to(tl.int8), mask=inside)
+        comes = free & (token >= 0)
+        tl.debug_barrier()  # the program's other threads have read what changes here
+        tl.store(held + start + position, tl.where(free, token, own), mask=inside)
+        page = tl.load(own_table + token // page_tokens, mask=comes, other=0).to(tl.int64)
+        tl.store(numbers + start + position, page, mask=inside)
+        tl.store(slots + start + position, tl.where(comes, token % page_tokens, 0).to(tl.int64), mask=inside)
+        tl.store(new + start + position, comes.to(tl.int8), mask=inside)
+    arrived = tl.sum(arrives.to(tl.int64), 0)
+    tl.atomic_add(fetched, arrived, sem="relaxed")  # whole numbers: any order gives the same sum
 
 
-def supports_exchange(held: Tensor) -> bool:
-    """Whether the kernel takes so many entries."""
-    return held.shape[2] <= MOST
+def supports_exchange(held: Tensor, chosen: Tensor) -> bool:
+    """Whether the kernel takes so many entries, which lie together."""
+    return held.shape[2] <= MOST and held.is_contiguous() and chosen.is_contiguous()
 
 
-def exchange(held: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """What `reference.exchange` gives, without marks: no token has a limit below 2^31."""
-    n = held.shape[2]
-    entries = torch.empty(held.shape, dtype=torch.int64, device=held.device)
+def exchange(
+    held: Tensor, chosen: Tensor, table: Tensor, page_tokens: int, fetched: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `reference.exchange` does, without marks: no token has a limit below 2^31."""
+    rows, heads, n = held.shape
+    numbers, slots = (torch.empty(held.shape, dtype=torch.int64, device=held.device) for _ in range(2))
     new = torch.empty(held.shape, dtype=torch.bool, device=held.device)
     if held.numel():
         block = max(32, triton.next_power_of_2(n))
         with torch.cuda.device_of(held):
-            exchange_entries[(held.shape[0] * held.shape[1],)](
-                held.contiguous(), chosen.contiguous(), entries, new.view(torch.int8), n,
-                BLOCK=block, TILE=min(block, PAIRS // block),
+            exchange_entries[(rows * heads,)](
+                held, chosen, table, numbers, slots, new.view(torch.int8), fetched,
+                heads, n, chosen.shape[2], table.stride(0), page_tokens, BLOCK=block, TILE=min(block, PAIRS // block),
             )  # fmt: skip
-    return entries, new
+    return numbers, slots, new
 
 
 def supports(pages: Tensor, into: Tensor) -> bool:
@@ -144,7 +157,9 @@ def _specialisations() -> dict[str, Specialisation]:
     types |= dict.fromkeys(("heads", "n", "entries"), "i32")
     width = 128  # numbers of 32 bits: keys and values of 128 channels of 16
     known = {"W": width, "WIDTH": width, "ROWS": _tile(width, 4)}
-    lists = dict.fromkeys(("held", "chosen", "entries"), "*i64") | {"new": "*i8", "n": "i32"}
+    lists = dict.fromkeys(("held", "table"), "*i32") | {"new": "*i8"}
+    lists |= dict.fromkeys(("chosen", "numbers", "slots", "fetched"), "*i64")
+    lists |= dict.fromkeys(("heads", "n", "wanted", "table_width", "page_tokens"), "i32")
     return {
         "rows of 512 bytes": Specialisation(gather_rows, types, known, WARPS),
         "exchange of 64": Specialisation(exchange_entries, lists, {"BLOCK": 64, "TILE": 64}),

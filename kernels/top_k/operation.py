@@ -6,12 +6,14 @@ from calib.kernels.dispatch import prefers_triton
 from calib.kernels.top_k import reference
 
 
-def top_k(scores: Tensor, k: int) -> Tensor:
+def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
     """Where the largest scores stand; the same on every device, and without waiting for it.
 
     Args:
         scores: float32 `[rows, heads, T]`, without NaN; -inf is never chosen.
         k: at most T; else ValueError.
+        ends: int32 `[rows, 2]`: of a row only scores from the first position on and before the second are there, the others may
+            be anything. None: all.
 
     Returns:
         int64 `[rows, heads, k]`: rising, -1 at the end where fewer than k are more than -inf. Of equal scores those with
@@ -23,5 +25,5 @@ def top_k(scores: Tensor, k: int) -> Tensor:
         from calib.kernels.top_k import triton
 
         if triton.supports(scores):
-            return triton.top_k(scores, k)
-    return reference.top_k(scores, k)
+            return triton.top_k(scores, k, ends)
+    return reference.top_k(scores, k, ends)

@@ -6,17 +6,22 @@ from torch import Tensor
 EMPTY = -1
 
 
-def top_k(scores: Tensor, k: int) -> Tensor:
+def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
     """Where the largest scores stand.
 
     Args:
         scores: float32 `[rows, heads, T]`, without NaN; -inf is never chosen.
         k: at most T.
+        ends: int32 `[rows, 2]`: of a row only scores from the first position on and before the second are there, the others may
+            be anything. None: all.
 
     Returns:
         int64 `[rows, heads, k]`: rising, -1 at the end where fewer than k are more than -inf. Of equal scores those with
         lower positions are chosen.
     """
+    if ends is not None:
+        at, (first, stop) = torch.arange(scores.shape[-1], device=scores.device), ends[:, None, :, None].unbind(2)
+        scores = scores.masked_fill((at < first) | (at >= stop), -torch.inf)
     best, positions = scores.topk(k, -1)
     if k:
         # Of those equal to the last, `topk` gives any: the first take their place.

@@ -26,22 +26,27 @@ def rising(scores):
 
 
 @triton.jit
-def largest(scores, chosen, row_stride, head_stride, heads, tokens, k, TILE: tl.constexpr):
-    """Writes `chosen [rows, heads, k]` of `scores [rows, heads, tokens]`."""
+def largest(scores, ends, chosen, row_stride, head_stride, heads, tokens, k, TILE: tl.constexpr):
+    """Writes `chosen [rows, heads, k]` of `scores [rows, heads, tokens]`, or of those between a row's two `ends`."""
     pair = tl.cast(tl.program_id(0), tl.int64)
-    own = scores + pair // heads * row_stride + pair % heads * head_stride
+    row = pair // heads
+    own = scores + row * row_stride + pair % heads * head_stride
     chosen += pair * k
     position = tl.arange(0, TILE)
+    first, stop = 0, tokens
+    if ends is not None:
+        first, stop = tl.maximum(tl.load(ends + row * 2), 0), tl.minimum(tl.load(ends + row * 2 + 1), tokens)
+    from_tile = first // TILE * TILE  # tiles begin where they always do, so that a lane's scores are read together
 
     # The key of the k-th largest score, from its highest digit on: `wanted` of those that agree so far are chosen.
     kth = tl.full([], 0, tl.uint32)
     agreed = tl.full([], 0, tl.uint32)
-    wanted = tl.cast(k, tl.int32)
+    wanted = tl.minimum(tl.cast(k, tl.int32), tl.maximum(stop - first, 0))
     for step in range(4):
         shift = tl.cast(24 - 8 * step, tl.uint32)
         counts = tl.zeros([DIGITS], tl.int32)
-        for at in range(0, tokens, TILE):
-            inside = at + position < tokens
+        for at in range(from_tile, stop, TILE):
+            inside = (at + position >= first) & (at + position < stop)
             keys = rising(tl.load(own + at + position, mask=inside, other=0.0))
             digits = ((keys >> shift) & (DIGITS - 1)).to(tl.int32)
             counts += tl.histogram(digits, DIGITS, mask=inside & ((keys & agreed) == kth))
@@ -55,8 +60,8 @@ def largest(scores, chosen, row_stride, head_stride, heads, tokens, k, TILE: tl.
     wanted = tl.where(kth == NEVER, 0, wanted)
     above = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
-    for at in range(0, tokens, TILE):
-        inside = at + position < tokens
+    for at in range(from_tile, stop, TILE):
+        inside = (at + position >= first) & (at + position < stop)
         keys = rising(tl.load(own + at + position, mask=inside, other=0.0))
         is_above = inside & (keys > kth)
         is_equal = inside & (keys == kth)
@@ -80,7 +85,7 @@ def supports(scores: Tensor) -> bool:
     return scores.dtype == torch.float32 and scores.stride(-1) == 1
 
 
-def top_k(scores: Tensor, k: int) -> Tensor:
+def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
     """What `reference.top_k` gives."""
     rows, heads, tokens = scores.shape
     chosen = torch.empty(rows, heads, k, dtype=torch.int64, device=scores.device)
@@ -88,8 +93,9 @@ def top_k(scores: Tensor, k: int) -> Tensor:
         tile = min(TILE, max(LEAST, triton.next_power_of_2(tokens)))
         with torch.cuda.device_of(scores):
             largest[(rows * heads,)](
-                scores, chosen, scores.stride(0), scores.stride(1), heads, tokens, k, TILE=tile, num_warps=_warps(tile)
-            )
+                scores, ends if ends is None else ends.contiguous(), chosen, scores.stride(0), scores.stride(1),
+                heads, tokens, k, TILE=tile, num_warps=_warps(tile),
+            )  # fmt: skip
     return chosen
 
 
@@ -97,10 +103,13 @@ def _warps(tile: int) -> int:
     return max(4, tile // 512)
 
 
-def _specialisation(tile: int) -> Specialisation:
-    types = {"scores": "*fp32", "chosen": "*i64"} | dict.fromkeys(("heads", "tokens", "k"), "i32")
+def _specialisation(tile: int, ends: bool) -> Specialisation:
+    types = {"scores": "*fp32", "ends": "*i32", "chosen": "*i64"} | dict.fromkeys(("heads", "tokens", "k"), "i32")
     types |= dict.fromkeys(("row_stride", "head_stride"), "i32:16")
-    return Specialisation(largest, types, {"TILE": tile}, _warps(tile))
+    return Specialisation(largest, types, {"TILE": tile} | ({} if ends else {"ends": None}), _warps(tile))
 
 
-SPECIALISATIONS = {"whole tiles": _specialisation(TILE), "few blocks": _specialisation(LEAST)}
+SPECIALISATIONS = {
+    "whole tiles between ends": _specialisation(TILE, ends=True),
+    "few blocks": _specialisation(LEAST, ends=False),
+}

@@ -37,10 +37,10 @@ class FetchedPool:
         self.positions = torch.cat([self.positions, self.positions.new_full((rows, heads, wanted - have), EMPTY)], 2)
 
     def of(self, rows: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions int64 `[rows, kv_heads, n]`, keys and values `[rows, kv_heads, n, D]`, once what is under way has arrived."""
+        """Positions int32 `[rows, kv_heads, n]`, keys and values `[rows, kv_heads, n, D]`, once what is under way has arrived."""
         self.side.wait()
         keys, values = self.pairs[rows.start : rows.stop].split(self.widths, -1)
-        return self.positions[rows.start : rows.stop].long(), keys, values
+        return self.positions[rows.start : rows.stop], keys, values
 
     def fetch(self, rows: range, chosen: Tensor, host: OrderedStore, reach: int) -> None:
         """From now on the entries hold the tokens `chosen` int64 `[rows, kv_heads, at most n]`, all less than `reach`.
@@ -52,18 +52,11 @@ class FetchedPool:
         own = slice(rows.start, rows.stop)
         if pages is None or not len(pages):  # nothing was ever stored: nothing can be chosen
             return
-        table, missing = host.sequences.table, self.positions.shape[2] - chosen.shape[2]
-        numbers = table.numbers(self.positions.device)[own].long()
+        table = host.sequences.table
+        numbers = table.numbers(self.positions.device)[own]
         with self.side.work(chosen, numbers):
-            positions, pairs = self.positions[own], self.pairs[own]
-            if missing:
-                chosen = torch.nn.functional.pad(chosen, (0, missing), value=EMPTY)
-            entries, new = exchange(positions.long(), chosen, reach)
-            at = entries.clamp(min=0)
-            page = numbers[:, None].expand(-1, at.shape[1], -1).gather(2, at // table.page_tokens)
-            host_gather(pages, page, at % table.page_tokens, new, pairs)
-            positions.copy_(entries)
-            self.fetched += new.sum()
+            found = exchange(self.positions[own], chosen, numbers, table.page_tokens, reach, self.fetched)
+            host_gather(pages, *found, self.pairs[own])
 
     def permute(self, sources: Tensor) -> None:
         """Row i becomes a copy of row `sources[i]`."""

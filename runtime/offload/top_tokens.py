@@ -69,18 +69,18 @@ class TopTokensStore(OffloadStore):
     def _heaviest(self, asked: FetchedTokens, lengths: list[int], request: AttendRequest) -> Tensor:
         """The k tokens with the most attention among those encoded at these `lengths`: int64 `[rows, kv_heads, n]`."""
         assert asked.mass is not None
-        readings, key = request.forward.readings, ("not encoded", request.rows, tuple(lengths), asked.reach)
+        readings, key = request.forward.readings, ("encoded", request.rows, tuple(lengths))
         if key not in readings:  # the same for every layer
-            readings[key] = self._not_encoded(asked, lengths, request.rows, request.logits)
-        most, hidden = readings[key]
-        return top_k(asked.mass.masked_fill_(hidden, -torch.inf), min(self.policy.k, most))
+            readings[key] = self._encoded(lengths, request.rows, request.logits, asked.mass.device)
+        most, ends = readings[key]
+        return top_k(asked.mass, min(self.policy.k, most), ends)
 
-    def _not_encoded(self, asked: FetchedTokens, lengths: list[int], rows: range, logits: Logits) -> tuple[int, Tensor]:
-        """The most encoded tokens of any row, and bool `[rows, 1, reach]`: positions without one that the next query sees."""
-        device = asked.positions.device
-        counts = [self.sequences.encoded(row, lengths[row]) for row in rows]
-        ends = upload([lengths[row] for row in rows], torch.int64, device)[:, None, None]
-        positions = torch.arange(asked.reach, device=device)
-        hidden = positions >= self.sequences.sinks + upload(counts, torch.int64, device)[:, None, None]
-        hidden = hidden | (positions < self.sequences.sinks)
-        return max(counts), hidden if logits.sliding is None else hidden | (positions <= ends - logits.sliding)
+    def _encoded(
+        self, lengths: list[int], rows: range, logits: Logits, device: torch.device
+    ) -> tuple[int, Tensor]:
+        """The most encoded tokens of any row, and int32 `[rows, 2]`: the position of the first that the next query sees, and the one
+        behind the last."""
+        sinks, counts = self.sequences.sinks, [self.sequences.encoded(row, lengths[row]) for row in rows]
+        seen = [0 if logits.sliding is None else lengths[row] - logits.sliding + 1 for row in rows]
+        ends = [number for first, count in zip(seen, counts, strict=True) for number in (max(sinks, first), sinks + count)]
+        return max(counts), upload(ends, torch.int32, device).view(len(rows), 2)

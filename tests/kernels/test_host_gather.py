@@ -4,12 +4,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from calib.kernels.host_gather.reference import exchange, host_gather
+from calib.kernels.host_gather import reference
+from calib.kernels.host_gather.reference import host_gather
 
 pytestmark = pytest.mark.arithmetic
 
 ROWS, HEADS = 3, 2
 TRIALS = 200
+
+
+def exchange(held: Tensor, chosen: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """The entries afterwards, and which are new: these lie where the table says, and are counted."""
+    entries, fetched = held.int(), torch.tensor([7])
+    table = 10 + torch.arange(len(held) * (reach // 3 + 1), dtype=torch.int32).view(len(held), -1)
+    numbers, slots, new = reference.exchange(entries, chosen, table, 3, reach, fetched)
+    assert fetched.tolist() == [7 + int(new.sum())]
+    assert entries.dtype == torch.int32 and numbers.dtype == slots.dtype == torch.int64
+    row, head, entry = new.nonzero(as_tuple=True)
+    token = entries[row, head, entry].long()
+    assert torch.equal(numbers[row, head, entry], table[row, token // 3].long())
+    assert torch.equal(slots[row, head, entry], token % 3)
+    return entries.long(), new
 
 
 def held_by(entries: Tensor) -> list[list[set[int]]]:
@@ -68,6 +83,14 @@ def test_rows_and_heads_do_not_see_each_other():
             alone = exchange(*(part[row : row + 1, head : head + 1] for part in (held, chosen)), 30)
             for mine, whole in zip(alone, together, strict=True):
                 assert torch.equal(mine[0, 0], whole[row, head])
+
+
+def test_fewer_are_chosen_than_there_are_entries():
+    draw = torch.Generator().manual_seed(4)
+    held, chosen = drawn(draw, 9, 30), drawn(draw, 5, 30)
+    whole = torch.nn.functional.pad(chosen, (0, 4), value=-1)
+    for mine, other in zip(exchange(held, chosen, 30), exchange(held, whole, 30), strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_a_larger_reach_changes_nothing():
@@ -132,9 +155,10 @@ def test_without_a_cpu_no_number_is_asked_for():
         torch.zeros(PAGES, HEADS, SLOTS, WIDTH, device="meta"),
         torch.zeros(ROWS, HEADS, 4, WIDTH, device="meta"),
     )
-    entries, new = exchange(numbers, numbers, 9)
-    host_gather(pages, numbers, numbers, new, into)
-    assert entries.shape == new.shape == numbers.shape
+    table, count = numbers[:, 0].int(), numbers[0, 0, :1]
+    pages_of, slots, new = reference.exchange(numbers.int(), numbers, table, 3, 9, count)
+    host_gather(pages, pages_of, slots, new, into)
+    assert pages_of.shape == slots.shape == new.shape == numbers.shape
     with pytest.raises((NotImplementedError, RuntimeError)):
         new.nonzero()
 

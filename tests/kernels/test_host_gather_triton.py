@@ -33,17 +33,28 @@ def drawn(draw: torch.Generator, rows: int, heads: int, n: int, reach: int, shar
     return found
 
 
+def check_exchange(held: Tensor, chosen: Tensor, reach: int, form=None) -> None:
+    """The kernel's entries, pages, slots and count are the plain form's; what is not new has any page and slot."""
+    table = 5 + torch.arange(len(held) * (reach // 16 + 3), dtype=torch.int32).view(len(held), -1)[:, :-2]
+    mine, other = held.int(), held.int()
+    counts, before = [torch.tensor([2**33]) for _ in range(2)], chosen.clone()
+    found = (form or triton.exchange)(mine, chosen, table, 16, counts[0])
+    expected = reference.exchange(other, chosen, table, 16, reach, counts[1])
+    assert torch.equal(chosen, before) and torch.equal(mine, other) and torch.equal(*counts)
+    new = expected[2]
+    assert found[2].dtype == torch.bool and torch.equal(found[2], new)
+    for one, two in zip(found[:2], expected[:2], strict=True):
+        assert one.dtype == two.dtype == torch.int64 and torch.equal(one[new], two[new])
+
+
 @pytest.mark.parametrize("n", [1, 2, 7, 63, 64, 65, 130])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_entries_are_exchanged_as_plainly(n, share):
     draw = torch.Generator().manual_seed(n)
     for reach in (1, n, 2 * n, 10**6) if n < 10 else (2 * n,):
         held, chosen = drawn(draw, 2, 2, n, reach, 0.5), drawn(draw, 2, 2, n, reach, share)
-        before = held.clone(), chosen.clone()
-        found, expected = triton.exchange(held, chosen), reference.exchange(held, chosen, reach)
-        assert torch.equal(held, before[0]) and torch.equal(chosen, before[1])
-        for mine, other in zip(found, expected, strict=True):
-            assert mine.dtype == other.dtype and torch.equal(mine, other)
+        check_exchange(held, chosen, reach)
+        check_exchange(held, drawn(draw, 2, 2, (n + 1) // 2, reach, share), reach)
 
 
 def test_entries_that_all_hold_a_token():
@@ -51,25 +62,32 @@ def test_entries_that_all_hold_a_token():
     draw = torch.Generator().manual_seed(2)
     held = torch.stack([torch.randperm(100, generator=draw)[:64] for _ in range(6)]).view(3, 2, 64)
     chosen = drawn(draw, 3, 2, 64, 100, 0.5)
-    for mine, other in zip(triton.exchange(held, chosen), reference.exchange(held, chosen, 100), strict=True):
-        assert torch.equal(mine, other)
+    check_exchange(held, chosen, 100)
 
 
 def test_the_largest_block_that_a_program_compares():
     draw = torch.Generator().manual_seed(0)
     held, chosen = (drawn(draw, 1, 1, triton.MOST // 2 + 3, 700, 0.8) for _ in range(2))
-    for mine, other in zip(triton.exchange(held, chosen), reference.exchange(held, chosen, 700), strict=True):
-        assert torch.equal(mine, other)
+    check_exchange(held, chosen, 700)
 
 
-def test_entries_that_do_not_lie_together():
+def test_rows_of_more_entries_change_alone():
     draw = torch.Generator().manual_seed(1)
-    held, chosen = (drawn(draw, 4, 3, 20, 30, 0.5) for _ in range(2))
-    parts = held.transpose(0, 1)[1:], chosen.transpose(0, 1)[1:]
-    for mine, other in zip(triton.exchange(*parts), reference.exchange(*parts, 30), strict=True):
-        assert torch.equal(mine, other)
-    nothing = held[:, :, :0]
-    assert [part.shape for part in triton.exchange(nothing, nothing)] == [nothing.shape] * 2
+    whole, chosen = (drawn(draw, 4, 3, 20, 30, 0.5) for _ in range(2))
+    whole, before = whole.int(), whole.int()
+    table, count = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    triton.exchange(whole[1:3], chosen[1:3], table[1:3], 16, count)
+    reference.exchange(before[1:3], chosen[1:3], table[1:3], 16, 30, count)
+    assert torch.equal(whole, before) and int(count) > 0
+
+
+def test_no_entries_and_nothing_chosen():
+    draw = torch.Generator().manual_seed(1)
+    held = drawn(draw, 4, 3, 20, 30, 0.5)
+    check_exchange(held, held[:, :, :0].contiguous(), 30)
+    nothing, count = held[:, :, :0].int(), torch.zeros(1, dtype=torch.int64)
+    found = triton.exchange(nothing, nothing.long(), torch.zeros(4, 1, dtype=torch.int32), 16, count)
+    assert [part.shape for part in found] == [nothing.shape] * 3 and int(count) == 0
 
 
 def gathered(
@@ -128,8 +146,10 @@ def test_what_the_kernel_leaves_to_the_plain_form():
     assert not triton.supports(pages.half(), into)
     assert not triton.supports(pages.to(torch.float8_e4m3fn), into.to(torch.float8_e4m3fn))
     assert not triton.supports(pages, into.mT.contiguous().mT)
-    assert triton.supports_exchange(torch.zeros(1, 1, triton.MOST))
-    assert not triton.supports_exchange(torch.zeros(1, 1, triton.MOST + 1))
+    many = torch.zeros(2, 1, triton.MOST)
+    assert triton.supports_exchange(many, many) and triton.supports_exchange(many[1:], many[:1, :, :3].contiguous())
+    assert not triton.supports_exchange(torch.zeros(1, 1, triton.MOST + 1), many)
+    assert not triton.supports_exchange(many[:, :, :3], many) and not triton.supports_exchange(many, many[:, :, :3])
 
 
 @pytest.mark.parametrize("forced", ["triton", "reference"])
@@ -141,11 +161,9 @@ def test_the_operations_run_what_serves(forced, monkeypatch):
         monkeypatch.setattr(triton, name, lambda *given, do=original: asked.append(1) or do(*given))
     draw = torch.Generator().manual_seed(5)
     held, chosen = (drawn(draw, 2, 2, 9, 30, 0.6) for _ in range(2))
-    entries, new = operation.exchange(held, chosen, 30)
-    for mine, other in zip((entries, new), reference.exchange(held, chosen, 30), strict=True):
-        assert torch.equal(mine, other)
+    check_exchange(held, chosen, 30, lambda *given: operation.exchange(*given[:4], 30, given[4]))
     pages, into = torch.randn(5, 2, 8, 6), torch.zeros(2, 2, 9, 6)
-    at = entries.clamp(min=0)
+    at, new = chosen.clamp(min=0), chosen >= 0
     operation.host_gather(pages, at // 8, at % 8, new, into)
     assert len(asked) == (2 if forced == "triton" else 0)
     expected = torch.zeros_like(into)
@@ -153,4 +171,5 @@ def test_the_operations_run_what_serves(forced, monkeypatch):
     assert torch.equal(into, expected)
     asked.clear()
     many = torch.arange(1500).view(1, 1, -1)
-    assert torch.equal(operation.exchange(many, many, 1500)[0], many) and not asked
+    check_exchange(many, many, 1500, lambda *given: operation.exchange(*given[:4], 1500, given[4]))
+    assert not asked

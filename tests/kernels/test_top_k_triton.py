@@ -85,6 +85,23 @@ def test_a_part_of_a_larger_tensor():
     assert torch.equal(triton.top_k(part, 9), expected(part, 9))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [128, None])
+def test_scores_between_two_ends(kind, tile, monkeypatch):
+    """What lies beside is anything; of none, of fewer than k, of whole tiles, and beyond what there is."""
+    if tile:
+        monkeypatch.setattr(triton, "TILE", tile)
+    ends = torch.tensor([[0, 700], [128, 256], [5, 699], [300, 310], [40, 40], [90, 30], [-3, 9000], [699, 700]])
+    scores = drawn(kind, 4 * 700).view(8, 1, 700)
+    at = torch.arange(700)
+    beside = (at < ends[:, :1]) | (at >= ends[:, 1:])
+    for k, anything in ((1, torch.inf), (64, torch.nan), (700, 0.5)):
+        wanted = expected(scores.masked_fill(beside[:, None], -torch.inf), k)
+        given = scores.masked_fill(beside[:, None], anything)
+        assert torch.equal(triton.top_k(given, k, ends.int()), wanted)
+        assert torch.equal(reference.top_k(given, k, ends.int()), wanted)
+
+
 def test_none_of_none():
     for k, shape in ((0, (2, 3, 5)), (0, (2, 3, 0)), (2, (0, 3, 5))):
         for form in (reference, triton):
@@ -106,7 +123,9 @@ def test_the_operation_runs_what_serves(forced, monkeypatch):
     monkeypatch.setattr(triton, "top_k", lambda *given: asked.append(given) or original(*given))
     scores = drawn("equals", 63)
     assert torch.equal(operation.top_k(scores, 9), expected(scores, 9))
-    assert len(asked) == (forced == "triton")
+    ends = torch.tensor([[4, 60]], dtype=torch.int32)
+    assert torch.equal(operation.top_k(scores, 9, ends), reference.top_k(scores, 9, ends))
+    assert len(asked) == 2 * (forced == "triton")
     asked.clear()
     assert torch.equal(operation.top_k(scores.double(), 9), expected(scores, 9))
     assert torch.equal(operation.top_k(scores.mT.contiguous().mT, 9), expected(scores, 9))

@@ -30,7 +30,7 @@ WRITTEN = {
     "largest": ("chosen",),
     "choose": ("FOUND",),
     "move": tuple(f"LOST_{i}" for i in range(6)),
-    "exchange_entries": ("entries", "new"),
+    "exchange_entries": ("numbers", "slots", "new"),
     "gather_rows": (),
     "put": (),
     "split_atoms": ("high", "low"),
