@@ -34,6 +34,7 @@ OPERATIONS = (
     "neural_dict",
     "desparsify_attend",
     "heavy_hitters",
+    "fetched_masks",
     "host_gather",
     "outliers",
     "probability_mass",

@@ -30,6 +30,7 @@ WRITTEN = {
     "largest": ("chosen",),
     "choose": ("FOUND",),
     "move": tuple(f"LOST_{i}" for i in range(6)),
+    "hide": ("REPLACED", "UNSEEN"),
     "exchange_entries": ("numbers", "slots", "new"),
     "gather_rows": (),
     "put": (),
