@@ -8,7 +8,7 @@ from calib.kernels.dispatch import prefers_triton
 from calib.kernels.probability_mass import reference
 from calib.kernels.probability_mass.reference import ScoredTokens
 
-__all__ = ["ScoredTokens", "probability_mass"]
+__all__ = ["ScoredTokens", "mass_by_position", "probability_mass"]
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
@@ -20,3 +20,13 @@ def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[
 
         return triton.probability_mass(spans, normaliser)
     return reference.probability_mass(spans, normaliser)
+
+
+def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: int) -> Tensor:
+    """The same of all spans together, by the tokens' positions: float32 `[rows, kv_heads, reach]`, anything where no query row met
+    a token. Of a position there is one token at most that is not hidden from all, and it lies before `reach`."""
+    if prefers_triton(normaliser.device) and all(reference.is_served(span) for span in spans):
+        from calib.kernels.probability_mass import triton
+
+        return triton.mass_by_position(spans, normaliser, reach)
+    return reference.mass_by_position(spans, normaliser, reach)

@@ -14,10 +14,13 @@ class ScoredTokens:
     Args:
         scores: float32 `[rows, kv_heads, R, n]`, -inf where hidden. Its rows R are group-major, then the columns.
         weights: float32 `[rows, columns, n or 1]`, what a column's probabilities count; None: 1.
+        positions: where `mass_by_position` writes: int32 or int64 `[rows, kv_heads or 1, n]`, anything where a token is hidden from
+            every query row; or the position of the first of tokens that lie in order.
     """
 
     scores: Tensor
     weights: Tensor | None = None
+    positions: Tensor | int | None = None
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
@@ -32,6 +35,19 @@ def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[
     return found
 
 
+def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: int) -> Tensor:
+    """See `operation.mass_by_position`; 0 where no token was met."""
+    found = normaliser.new_zeros(*normaliser.shape[:2], reach)
+    for span, given in zip(spans, probability_mass(spans, normaliser), strict=True):
+        positions = span.positions
+        assert positions is not None
+        if isinstance(positions, int):
+            positions = positions + torch.arange(given.shape[2], device=given.device)
+        found.scatter_add_(-1, positions.long().clamp(0, reach - 1).expand_as(given), given)
+    return found
+
+
 def is_served(span: ScoredTokens) -> bool:
     """Whether a kernel reads it: numbers of a query row side by side."""
-    return span.scores.dtype == torch.float32 and (span.scores.stride(3) == 1 or span.scores.shape[3] <= 1)
+    numbers = [part for part in (span.scores, span.positions) if isinstance(part, Tensor)]
+    return span.scores.dtype == torch.float32 and all(part.stride(-1) == 1 or part.shape[-1] <= 1 for part in numbers)

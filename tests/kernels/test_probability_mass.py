@@ -5,7 +5,7 @@ import torch
 from launches import counts, watch
 from tolerances import FLOAT32_ATTENTION
 
-from calib.kernels.probability_mass.operation import ScoredTokens, probability_mass
+from calib.kernels.probability_mass.operation import ScoredTokens, mass_by_position, probability_mass
 
 pytestmark = pytest.mark.arithmetic
 
@@ -61,3 +61,65 @@ def test_some_rows_of_a_query(form, monkeypatch):
         assert torch.equal(one[1:], other)
         exact = (part.double() - normaliser.double()).exp().sum(2)
         assert (one.double() - exact).abs().max() <= 4 * FLOAT32_ATTENTION
+
+
+def numbered(rows: int, heads: int, asked: int, kinds: tuple[torch.dtype | None, ...]):
+    """Spans of 290 tokens each, of which every position of a row and head has one that is seen, or none; those that are hidden from
+    all have any position, also one that another has, or one far away."""
+    draw = torch.Generator().manual_seed(asked)
+    reach, owner = 300, torch.randint(0, len(kinds) + 1, (rows, heads, 300), generator=draw)
+    spans = []
+    for number, kind in enumerate(kinds):
+        at = torch.stack([torch.randperm(reach, generator=draw)[:290] for _ in range(rows * heads)]).view(
+            rows, heads, 290
+        )
+        if kind is None:
+            at = torch.arange(7, 297).expand(rows, heads, -1)
+        scores = 3 * torch.randn(rows, heads, asked, 290, generator=draw)
+        hidden = (owner.gather(2, at) != number)[:, :, None]
+        some = torch.rand(scores.shape, generator=draw) < 0.1
+        some[:, :, 0] = False  # somebody sees it
+        scores = scores.masked_fill(hidden | some, -torch.inf)
+        positions = 7 if kind is None else at.masked_fill(hidden[:, :, 0], number).to(kind)
+        if kind is not None:
+            positions[hidden[:, :, 0] & (at % 5 == 0)] = 2**30
+        spans.append(ScoredTokens(scores, positions=positions))
+    return spans, reach
+
+
+@pytest.mark.parametrize("form", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("asked", "kinds"), [(1, (None,)), (4, (None, torch.int64, torch.int32)), (18, (torch.int32,) * 5)]
+)
+def test_mass_by_position(form, asked, kinds, monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    spans, reach = numbered(2, 3, asked, kinds)
+    normaliser = torch.cat([span.scores for span in spans], -1).double().logsumexp(-1, keepdim=True)
+    launched = watch(monkeypatch, "probability_mass")
+    found = mass_by_position(spans, normaliser.float(), reach)
+    assert counts(launched) == ({"sum_rows": -(-len(kinds) // 4)} if form == "triton" else {})
+    assert found.shape == (2, 3, reach) and found.dtype == torch.float32
+    expected, met = torch.zeros(2, 3, reach, dtype=torch.float64), torch.zeros(2, 3, reach, dtype=torch.bool)
+    for span in spans:
+        masses = (span.scores.double() - normaliser).exp().sum(2)
+        seen = (span.scores > -torch.inf).any(2)
+        for row, head, token in seen.nonzero().tolist():
+            at = span.positions + token if isinstance(span.positions, int) else int(span.positions[row, head, token])
+            assert not met[row, head, at]
+            expected[row, head, at], met[row, head, at] = masses[row, head, token], True
+    assert met.any() and not met.all()
+    assert (found.double() - expected)[met].abs().max() <= 4 * FLOAT32_ATTENTION * max(1, expected.max())
+
+
+def test_positions_that_all_heads_share(monkeypatch):
+    """And a row alone has the bits that it has in a batch."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    draw = torch.Generator().manual_seed(1)
+    positions = torch.stack([torch.randperm(40, generator=draw) for _ in range(2)])[:, None]
+    scores = torch.randn(2, 3, 8, 40, generator=draw)
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    found = mass_by_position([ScoredTokens(scores, positions=positions)], normaliser, 40)
+    (plain,) = probability_mass([ScoredTokens(scores)], normaliser)
+    assert torch.equal(found.gather(2, positions.expand(-1, 3, -1)), plain)
+    alone = mass_by_position([ScoredTokens(scores[1:], positions=positions[1:])], normaliser[1:], 40)
+    assert torch.equal(alone, found[1:])
