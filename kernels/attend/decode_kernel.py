@@ -65,7 +65,8 @@ def attend(
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Tokens are the rows of every product and query rows its columns, because a step has few of the latter. QUERY is of the
-    model's type. SCORES are those of all `slots`, or with HAS_AHEAD of the `ahead` keys behind the used ones alone."""
+    model's type. SCORES are those of all `slots`, and with HAS_AHEAD, behind those of all rows, of the `ahead` keys behind the used
+    ones, without a mask or a soft cap."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     FK: tl.constexpr = plane_count(KEY_WIDTHS)
@@ -133,7 +134,7 @@ def attend(
     used = tl.load(USED + row)
     first = split * run * BN
     stop = slots if HAS_SCORES else used
-    if HAS_AHEAD:
+    if HAS_AHEAD and not HAS_SCORES:
         stop = tl.minimum(used + ahead, slots)
     if RAGGED:
         stop = stop // PAGE * PADDED + stop % PAGE
@@ -241,6 +242,8 @@ def attend(
             if HAS_AHEAD:
                 behind_used = (at >= used) & (at < tl.minimum(used + ahead, slots))
                 scores_of = (base + rows)[None, :] * ahead + (at - used)[:, None]
+                if HAS_SCORES:
+                    scores_of += tl.num_programs(1).to(tl.int64) * query_rows * slots
                 tl.store(SCORES + scores_of, product, mask=valid[None, :] & behind_used[:, None])
             if SOFTCAP is not None:
                 product = SOFTCAP * (1 - 2 / (1 + tl.exp2(product * (2 * LOG2E / SOFTCAP))))

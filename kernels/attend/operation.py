@@ -100,7 +100,7 @@ def attend_pages(
     `rope_tables` the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `mixes_keys`
     the codes of keys that have sizes are mixed as well. With `fold` codes of values, whatever is `fixed`, are brought to channels
     by it. Scores of the `ahead` next keys are told besides, of those that are in the table: of keys that are not turned and have
-    no coefficients, and where not all scores are asked. With `runs` the parts of several runs may wait for `attend_exact`.
+    no coefficients. With `runs` the parts of several runs may wait for `attend_exact`.
     With `terms`, which `kernels/outliers` supports and no C knows, what values are beside their codes is mixed with them.
     """
     if fold is not None:

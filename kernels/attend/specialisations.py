@@ -73,16 +73,18 @@ def specialisation(
     block: int = BLOCK_ROWS[0],
     mixes_keys: bool = False,
     ahead: bool = False,
+    scored: bool = False,
     barriers: float = inf,
     waits: float = inf,
 ) -> Specialisation:
-    """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them. As many
+    """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them; with `scored` the
+    scores of all, some of which are hidden. As many
     programs of one warp have to fit a multiprocessor as a launch starts there; half of them where tokens are wide or exact."""
     turn = turn_of(keys, values, block, rope_tables)
-    absent = ("BIAS", "HIDDEN", "POSITIONS", "BACK", *(() if ahead else ("SCORES",)))
+    absent = ("BIAS", "POSITIONS", "BACK", *(() if scored else ("HIDDEN",)), *(() if ahead or scored else ("SCORES",)))
     constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
-    constants |= {"HAS_SCORES": False, "HAS_AHEAD": ahead}
+    constants |= {"HAS_SCORES": scored, "HAS_AHEAD": ahead} | ({"HAS_HIDDEN": True} if scored else {})
     has_constant = keys.parameters is None and rope_tables is None and keys.map is None
     constants |= {"HAS_CONSTANT": has_constant, "PRECISE": False} | ({} if has_constant else {"CONSTANT": None})
     constants |= {} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
@@ -108,7 +110,7 @@ def specialisation(
     types |= dict.fromkeys(("CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
     types |= {"AXES": "*fp16", "KEY_VECTORS": "*fp16", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
     types |= {"VALUE_SCALES": "*fp16", "KEY_SIZES": "*i16", "VALUE_SIZES": "*i16"}
-    types |= {"TABLE": "*i32", "USED": "*i32"}
+    types |= {"TABLE": "*i32", "USED": "*i32", "HIDDEN": "*i8"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
     for role, own in (("KEY", keys), ("VALUE", values)):
         types[f"{role}S"] = POINTERS[own.pages.dtype]
@@ -242,6 +244,8 @@ SPECIALISATIONS = {
     "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=6, ahead=True),
     "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=10, ahead=True),
     "2 bits, per channel, keys ahead": _kivi(2, 32, 4.2, barriers=9, waits=8, ahead=True),
+    # And `specache`: some tokens are hidden, and the scores of all are told.
+    "2 bits, per channel, scored, ahead": _kivi(2, 32, 4.4, ahead=True, scored=True),
     "4 bits, keys per token": specialisation(
         stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 2, barriers=5, waits=9
     ),

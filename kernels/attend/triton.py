@@ -1,6 +1,7 @@
 """Launches `decode_kernel.py` and `merge_kernel.py`: what they serve, and in how many programs."""
 
 from functools import lru_cache
+from math import prod
 
 import torch
 import triton
@@ -87,7 +88,8 @@ def attend_pages(
     top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
     mixed = room((rows, heads, splits, asked, wide), query)
     scored = scored or (terms is not None and terms.of_tokens)
-    scores = room((rows, heads, asked, ahead or slots), query) if scored or ahead else None
+    widths = [slots * scored, ahead]
+    scores = room((rows * heads * asked * sum(widths),), query) if any(widths) else None
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
     attend[(splits, rows * heads, blocks)](
         query.contiguous(), keys.pages, _numbers(keys), _first(keys), values.pages, _numbers(values), _first(values),
@@ -112,10 +114,10 @@ def attend_pages(
         HAS_AHEAD=ahead > 0, PRECISE=precise,
         num_warps=warps_of(block, keys, values, rope_tables), num_stages=stages_of(keys, values, rope_tables),
     )  # fmt: skip
-    told = {"scores": None, "ahead": scores} if ahead else {"scores": scores}
+    told = _told(scores, (rows, heads, asked), widths)
     if terms is not None:
         add_to_mixtures(
-            (top, mixed), scores if terms.of_tokens else None, terms, vectors_of(values), span.table, span.used, page, run, turn,
+            (top, mixed), told["scores"] if terms.of_tokens else None, terms, vectors_of(values), span.table, span.used, page, run, turn,
             values.channels, of_values[2],
         )  # fmt: skip
     if splits > 1 and runs:
@@ -138,6 +140,15 @@ def attend_pages(
             num_warps=merge_warps(fold is not None),
         )
     return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **told)
+
+
+def _told(scores: Tensor | None, of_rows: tuple[int, ...], widths: list[int]) -> dict[str, Tensor | None]:
+    """Of one memory the scores of all slots and of those ahead, where there are any."""
+    if scores is None:
+        return {"scores": None}
+    parts = scores.split([width * prod(of_rows) for width in widths])
+    found = (part.view(*of_rows, width) if width else None for part, width in zip(parts, widths, strict=True))
+    return dict(zip(("scores", "ahead"), found, strict=True))
 
 
 def room(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -261,3 +261,23 @@ def test_scores_of_keys_ahead(kind, programs, monkeypatch):
         assert (wrong.abs() <= SPLIT_SCORES * everything.terms[row]).all()
     assert found.ahead[1, :, :, 42:].isnan().all()
     torch.testing.assert_close(found.mixed / found.mass, plain.mixed / plain.mass, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+def test_scores_of_all_slots_and_of_keys_ahead(programs, monkeypatch):
+    """Both as they are told alone: those ahead neither masked nor capped, whatever is hidden."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    keys, values = pair(FEW, FOUR)
+    query, span = asked(keys, rows=2, query_rows=3), whole(keys, [2, 0, 1], [1, 2, 0], used=[40, 150])
+    hidden = torch.rand(2, 2, 3 * keys.stream.pages.shape[2], generator=torch.Generator().manual_seed(0)) < 0.3
+    given, options = (
+        (query, keys.stream, values.stream, replace(span, hidden=hidden)),
+        {"softcap": 4.0, "precise": True},
+    )
+    both = operation.attend_pages(*given, **options, ahead=70, scored=True)
+    scored, ahead = (operation.attend_pages(*given, **options, **one) for one in ({"scored": True}, {"ahead": 70}))
+    assert torch.equal(both.scores, scored.scores) and both.scores.isneginf().any()
+    assert torch.equal(both.ahead.nan_to_num(7), ahead.ahead.nan_to_num(7)) and both.ahead.is_contiguous()
+    assert torch.equal(both.mixed, scored.mixed) and torch.equal(both.mass, scored.mass)
+    torch.testing.assert_close(both.mixed / both.mass, ahead.mixed / ahead.mass, rtol=1e-5, atol=1e-5)
