@@ -102,7 +102,7 @@ def _with_exact(
     )
     if found.normaliser is not None and found.scores is not None:
         softmax.end(found.normaliser)
-        asked.append(ScoredSpan(found.scores, None, span.watched, positions=span.positions))
+        asked += span.scored(found.scores)
     return found.output
 
 
@@ -121,7 +121,4 @@ def _add_mass(fetched: FetchedTokens | None, spans: list[ScoredSpan], softmax: R
     """What the newest query gave to the tokens whose positions are known, for the policy that fetches."""
     if fetched is None or not fetched.asks:
         return
-    normaliser = newest(softmax.normaliser(), group)
-    for span in spans:
-        if span.positions is not None:
-            fetched.add(span.positions, span.scores, normaliser)
+    fetched.take([span for span in spans if span.positions is not None], newest(softmax.normaliser(), group))

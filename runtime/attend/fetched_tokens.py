@@ -1,10 +1,13 @@
 """What a layer attends beside the tokens of its store: exact pairs that were fetched, in place of their packed twins."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from calib.kernels.probability_mass.operation import ScoredTokens, mass_by_position
 from calib.runtime.attend.scored_span import ScoredSpan
 from calib.runtime.logits import Logits, masked
 from calib.runtime.rotation import Rotation
@@ -17,14 +20,14 @@ class FetchedTokens:
     """Fetched pairs of some rows, and what is asked about the tokens that a forward attends to.
 
     Attributes:
-        positions: int64 `[rows, kv_heads, n]`, the number of each token in its row, or EMPTY.
+        positions: int32 `[rows, kv_heads, n]`, the number of each token in its row, or EMPTY.
         keys: `[rows, kv_heads, n, Dk]`, in the model's dtype.
         values: `[rows, kv_heads, n, Dv]`.
         cos_sin: cos and sin that bring a query to where it meets these keys, where that is not its own position.
         reach: more than the position of any token attended, and of any slot in their last page.
         asks: whether `mass` is wanted.
         mass: afterwards, float32 `[rows, kv_heads, reach]`: for the token of each position its probability for the newest query,
-            summed over the query heads of a KV head.
+            summed over the query heads of a KV head; anything where no token was attended.
     """
 
     positions: Tensor
@@ -35,10 +38,15 @@ class FetchedTokens:
     asks: bool = False
     mass: Tensor | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.replaced = marked(self.positions, self.reach)
-        if self.asks:
-            self.mass = torch.zeros(*self.positions.shape[:2], self.reach, device=self.positions.device)
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no entry."""
+        return self.positions.shape[2] == 0
+
+    @cached_property
+    def replaced(self) -> Tensor:
+        """bool `[rows, kv_heads, reach]`: the positions of these tokens."""
+        return marked(self.positions.long(), self.reach)
 
     def hides(self, positions: Tensor | slice) -> Tensor:
         """bool `[rows, kv_heads, 1, tokens]`: which of a store's tokens are attended here instead.
@@ -66,20 +74,17 @@ class FetchedTokens:
         positions = self.positions[:, :, None]
         return positions == EMPTY if back is None else (positions == EMPTY) | (positions <= back)
 
-    def add(self, positions: Tensor | slice, scores: Tensor, normaliser: Tensor) -> None:
-        """Takes in what the newest query gave to the tokens of a part.
+    def take(self, spans: Sequence[ScoredSpan], normaliser: Tensor) -> None:
+        """Takes in what the newest query gave to the tokens of all `spans`, whose positions are known: `mass`.
 
-        Args:
-            positions: a stretch, or int64 `[rows, kv_heads, tokens]`, any where a token is hidden.
-            scores: `[rows, kv_heads, heads of the group x queries, tokens]`, -inf where a token is hidden.
-            normaliser: log-sum-exp of the newest query over all parts, `[rows, kv_heads, heads of the group, 1]`.
+        `normaliser [rows, kv_heads, heads of the group, 1]` is its log-sum-exp over all of them.
         """
-        assert self.mass is not None
-        given = (newest(scores, normaliser.shape[2]) - normaliser).exp_().sum(2)
-        if isinstance(positions, slice):
-            self.mass[..., positions] += given
-        else:
-            self.mass.scatter_add_(-1, positions.clamp(0, self.reach - 1).expand_as(given), given)
+        found = []
+        for span in spans:
+            assert span.positions is not None
+            at = span.positions.start if isinstance(span.positions, slice) else span.positions
+            found.append(ScoredTokens(newest(span.scores, normaliser.shape[2]), positions=at))
+        self.mass = mass_by_position(found, normaliser, self.reach)
 
 
 def newest(parts: Tensor, heads: int) -> Tensor:

@@ -20,7 +20,7 @@ class ScoredSpan:
             added up in this order; or the mixture itself; None: the output has it.
         watched: whether saliency asks for the probabilities.
         left: what the final probabilities of all spans that name it, side by side, add to the output.
-        positions: int64 `[rows, kv_heads or 1, tokens]` or a slice, where the tokens' mass is asked for.
+        positions: whole numbers `[rows, kv_heads or 1, tokens]` or a slice, where the tokens' mass is asked for.
         is_last: no other follows, and every query row meets a token of it.
     """
 
@@ -43,17 +43,29 @@ class ExactSpan:
 
     Attributes:
         tokens: where they lie.
-        watched, positions: as of a `ScoredSpan`.
+        watched: as of a `ScoredSpan`.
+        positions: where the tokens' mass is asked for, whole numbers `[rows, kv_heads or 1, tokens]` of parts that lie side by
+            side.
     """
 
     tokens: ExactTokens
     watched: bool = False
-    positions: Tensor | slice | None = None
+    positions: tuple[Tensor, ...] = ()
 
     @property
     def is_asked(self) -> bool:
         """Whether its final probabilities are asked for."""
-        return self.watched or self.positions is not None
+        return self.watched or bool(self.positions)
+
+    def scored(self, scores: Tensor) -> list[ScoredSpan]:
+        """What a kernel told of them, as spans: a part each."""
+        if not self.positions:
+            return [ScoredSpan(scores, None, self.watched)]
+        parts = scores.split([positions.shape[-1] for positions in self.positions], -1)
+        return [
+            ScoredSpan(part, None, self.watched, positions=positions)
+            for part, positions in zip(parts, self.positions, strict=True)
+        ]
 
 
 def joined(spans: Sequence[ScoredSpan], order: Sequence[int]) -> ScoredSpan:

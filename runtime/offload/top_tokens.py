@@ -75,12 +75,12 @@ class TopTokensStore(OffloadStore):
         most, ends = readings[key]
         return top_k(asked.mass, min(self.policy.k, most), ends)
 
-    def _encoded(
-        self, lengths: list[int], rows: range, logits: Logits, device: torch.device
-    ) -> tuple[int, Tensor]:
-        """The most encoded tokens of any row, and int32 `[rows, 2]`: the position of the first that the next query sees, and the one
-        behind the last."""
+    def _encoded(self, lengths: list[int], rows: range, logits: Logits, device: torch.device) -> tuple[int, Tensor]:
+        """The most encoded tokens of any row, and int32 `[rows, 2]`: the position of the first that the next query sees, and the
+        one behind the last."""
         sinks, counts = self.sequences.sinks, [self.sequences.encoded(row, lengths[row]) for row in rows]
         seen = [0 if logits.sliding is None else lengths[row] - logits.sliding + 1 for row in rows]
-        ends = [number for first, count in zip(seen, counts, strict=True) for number in (max(sinks, first), sinks + count)]
+        ends = [
+            number for first, count in zip(seen, counts, strict=True) for number in (max(sinks, first), sinks + count)
+        ]
         return max(counts), upload(ends, torch.int32, device).view(len(rows), 2)

@@ -21,6 +21,7 @@ from calib.kernels.attend.operation import (
     supported,
 )
 from calib.kernels.dispatch import prefers_triton
+from calib.kernels.fetched_masks.operation import fetched_masks
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
@@ -62,30 +63,70 @@ class OrderedTokens(LayerTokens):
         keys, values = plan.read_of(new_keys), plan.read_of(new_values)
         if plan.trimmed and tiles and (span := plan.page_spans[0]) is not None and self._meets_first_slots(query):
             found = WindowKeys.of(self.state, self.forward, plan, 0)
-            yield (part := self._in_one(scorer, span, slice(0, tiles[-1].stop), found.ahead))
+            slots = slice(0, tiles[-1].stop)
+            if found.ahead:
+                span, slots = self._with_keys_ahead(span, slots)
+            yield (part := self._in_one(scorer, span, slots, found.ahead))
             assert isinstance(part.mix, Attended)
             yield ExactSpan(self._exact_groups(plan, found, part.mix.ahead, keys, values))
             return
         if plan.asked.fused:
-            scores: Tensor | None = None
-            if tiles:
-                assert plan.page_spans[0] is not None
-                span, slots = plan.page_spans[0], slice(tiles[0].start, tiles[-1].stop)
-                first = tiles[0].start // self.keys.pool.page_tokens
-                new = ExactTokens((ExactGroup(values, keys),))
-                runs = self.fetched is None and exact_supported(query.for_kernels[0], new)
-                yield (part := self._in_one(scorer, span, slots, self._slots_ahead(plan), first, runs))
-                assert isinstance(part.mix, Attended)
-                scores, tiles = part.mix.ahead, []
-            if self.fetched is None and exact_supported(
-                query.for_kernels[0], exact := self._slots(scorer, plan, keys, values, scores)
-            ):
-                yield ExactSpan(exact)
+            if self._meets_all_exact(query, keys, values):
+                yield from self._by_kernels(scorer, plan, keys, values)
                 return
+            if (span := plan.page_spans[0]) is not None:
+                slots = slice(tiles[0].start, tiles[-1].stop)
+                if self.fetched is not None:
+                    span = replace(span, hidden=self.fetched.hides(slots)[:, :, 0])
+                yield self._in_one(scorer, span, slots)
+                tiles = []
         for tile in tiles[:-1]:
             yield self._tile(scorer, tile)
         last = self._last_of_equal if plan.trimmed else self._last
         yield last(scorer, plan, tiles[-1:], keys, values)
+
+    def _by_kernels(
+        self, scorer: "_Scorer", plan: ReadPlan, new_keys: Tensor, new_values: Tensor
+    ) -> Iterator[ScoredSpan | ExactSpan]:
+        """Packed tokens by one kernel and all others by another, the fetched ones among them."""
+        tiles, span, slots, count, ahead = plan.tiers[0], plan.page_spans[0], slice(0, 0), 0, None
+        if span is not None:
+            slots, count = slice(tiles[0].start, tiles[-1].stop), self._slots_ahead(plan)
+            if count:
+                span, slots = self._with_keys_ahead(span, slots)
+        replaced, hidden = self._fetched_masks(plan, slots)
+        if span is not None:
+            yield (part := self._in_one(scorer, replace(span, hidden=replaced), slots, count, runs=True))
+            assert isinstance(part.mix, Attended)
+            ahead = part.mix.ahead
+        groups = (*self._slots(scorer, plan, new_keys, new_values, ahead), *self._fetched_group())
+        yield ExactSpan(ExactTokens(groups, hidden), positions=self._positions_of_exact(plan) if self.asks else ())
+
+    def _meets_all_exact(self, query: GroupedQuery, new_keys: Tensor, new_values: Tensor) -> bool:
+        """Whether a kernel meets everything that is exact: the window, new tokens, and fetched ones that the query need not be
+        moved for."""
+        window = ExactGroup(self.values.window.tokens, self.keys.window.tokens)
+        tokens = ExactTokens((window, ExactGroup(new_values, new_keys), *self._fetched_group()))
+        return (self.fetched is None or self.fetched.cos_sin is None) and exact_supported(query.for_kernels[0], tokens)
+
+    def _fetched_group(self) -> tuple[ExactGroup, ...]:
+        """Fetched tokens, if any."""
+        fetched = self.fetched
+        return () if fetched is None or fetched.is_empty else (ExactGroup(fetched.values, fetched.keys),)
+
+    def _fetched_masks(self, plan: ReadPlan, slots: slice) -> tuple[Tensor | None, Tensor | None]:
+        """What is hidden of packed tokens, and of exact ones with the fetched behind them."""
+        fetched = self.fetched
+        if fetched is None or fetched.is_empty:
+            return None, plan.hidden
+        exact = exact_positions(self.state, self.forward, plan.asked, plan.window)
+        return fetched_masks(fetched.positions, range(slots.start, slots.stop), exact, plan.hidden, plan.back)
+
+    def _positions_of_exact(self, plan: ReadPlan) -> tuple[Tensor, ...]:
+        """Of the window's tokens and the new ones, and of those fetched."""
+        assert self.fetched is not None
+        exact = exact_positions(self.state, self.forward, plan.asked, plan.window)
+        return (exact,) if self.fetched.is_empty else (exact, self.fetched.positions)
 
     def _meets_first_slots(self, query: GroupedQuery) -> bool:
         """Whether a kernel of a CPU meets the packed tokens, and what is exact beside them."""
@@ -112,7 +153,7 @@ class OrderedTokens(LayerTokens):
         value is exact, whatever the step, so that all steps of a block are alike."""
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2]) if plan.window else None
         keys, _ = self._streams
-        served = self.fetched is None and keys is not None and keys.ranked is None and self._same_rings()
+        served = keys is not None and keys.ranked is None and self._same_rings()
         return plan.window if found is not None and found.pages is not None and served else 0
 
     def _same_rings(self) -> bool:
@@ -121,19 +162,19 @@ class OrderedTokens(LayerTokens):
 
     def _slots(
         self, scorer: "_Scorer", plan: ReadPlan, new_keys: Tensor, new_values: Tensor, ahead: Tensor | None
-    ) -> ExactTokens:
-        """All slots of the window, under a mask, and the new tokens; `ahead`: scores of the keys behind those attended."""
+    ) -> tuple[ExactGroup, ...]:
+        """All slots of the window, and the new tokens; `ahead`: scores of the keys behind those attended."""
         new = ExactGroup(new_values, new_keys)
         if not plan.window:
-            return ExactTokens((new,), plan.hidden)
+            return (new,)
         own = slice(self.rows.start, self.rows.stop)
         held, values = (stream.window.tokens[own, :, : plan.window] for stream in (self.keys, self.values))
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         if ahead is not None:
-            return ExactTokens((ExactGroup(values, held, ahead, found.ahead_index), new), plan.hidden)
+            return ExactGroup(values, held, ahead, found.ahead_index), new
         if found.pages is None and self._same_rings() and held.shape[2] == plan.window:
-            return ExactTokens((ExactGroup(values, held), new), plan.hidden)
-        return ExactTokens((ExactGroup(values, scores=self._window_scores(scorer, found)), new), plan.hidden)
+            return ExactGroup(values, held), new
+        return ExactGroup(values, scores=self._window_scores(scorer, found)), new
 
     def _window_scores(self, scorer: "_Scorer", found: WindowKeys) -> Tensor:
         """Of the keys that belong to the window's slots, which are exact or packed."""
@@ -143,19 +184,20 @@ class OrderedTokens(LayerTokens):
         assert found.index is not None
         return sources.gather(-1, found.index.expand(*sources.shape[:3], -1))
 
+    def _with_keys_ahead(self, span: PageSpan, slots: slice) -> tuple[PageSpan, slice]:
+        """With the pages of keys that are packed ahead of the slots: they may lie in later ones."""
+        table, own, page = self.state.table, self.rows, self.keys.pool.page_tokens
+        pages = range(slots.start // page, max(len(table.rows[row]) for row in own))
+        numbers = page_numbers(table, self.forward, own, pages, span.table.device)
+        return replace(span, table=numbers), slice(slots.start, pages.stop * page)
+
     def _in_one(
-        self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, first: int = 0, runs: bool = False
+        self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, runs: bool = False
     ) -> ScoredSpan:
-        """All packed tokens from page `first` on by one kernel, and scores of so many keys `ahead` of them; with `runs` parts may
-        wait to be joined."""
-        (keys, values), fetched = self._streams, self.fetched
+        """All packed tokens in `slots` by one kernel, and scores of so many keys `ahead` of them; with `runs` parts may wait to be
+        joined."""
+        keys, values = self._streams
         assert keys is not None and values is not None
-        if ahead:  # they may lie in later pages
-            table, own = self.state.table, self.rows
-            pages = range(first, max(len(table.rows[row]) for row in own))
-            span = replace(span, table=page_numbers(table, self.forward, own, pages, span.table.device))
-        if fetched is not None:
-            span = replace(span, hidden=fetched.hides(slots)[:, :, 0])
         (query, scale), constant = scorer.query.for_kernels, None
         if keys.map is None:
             (query, constant), scale = scorer.folded, 1.0

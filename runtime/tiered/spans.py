@@ -81,7 +81,8 @@ class TieredTokens(LayerTokens):
         tokens, first_watched = self._exact_tokens(plan, new_keys, new_values), observed is not None and observed.tier
         if self.oracle_share is None and exact_supported(query.for_kernels[0], tokens):
             yield from self._in_tiers(query, plan, first_watched, runs=True)
-            yield ExactSpan(tokens, observed is not None, self._exact_positions(plan))
+            positions = self._exact_positions(plan)
+            yield ExactSpan(tokens, observed is not None, () if positions is None else (positions,))
             return
         waiting: ScoredSpan | None = None
         for span in self._in_tiers(query, plan, first_watched, runs=False):

@@ -1,11 +1,17 @@
-"""The positions of the largest scores, and their pairs out of host memory: the kernels against plain torch on the CPU."""
+"""The positions of the largest scores and their pairs out of host memory, and what these hide: kernels against plain torch on the
+CPU."""
 
 import pytest
 import torch
 from gpu.moved import moved
 
 from benchmarks.gpu.operations import operation
+from calib.kernels.fetched_masks import reference as masks_reference
+from calib.kernels.fetched_masks.operation import fetched_masks
 from calib.kernels.host_gather import reference
+from calib.kernels.host_gather.operation import exchange
+from calib.kernels.probability_mass import reference as mass_reference
+from calib.kernels.probability_mass.operation import ScoredTokens, mass_by_position
 from calib.kernels.top_k import reference as top_k_reference
 from calib.kernels.top_k.operation import top_k
 from calib.runtime.paging.pinned_kv import host_zeros
@@ -19,6 +25,66 @@ def test_top_k(device, times, count, k):
     scores[0, 0, ::3] = 1.5  # equals at the border
     scores[1, 1, k // 2 :] = -torch.inf  # fewer than k
     assert torch.equal(top_k(scores.to(device), k).cpu(), top_k_reference.top_k(scores, k))
+    ends = torch.tensor([[3, scores.shape[2] - 5], [count // 2, scores.shape[2]]], dtype=torch.int32)
+    assert torch.equal(
+        top_k(*moved((scores,), device), k, ends.to(device)).cpu(), top_k_reference.top_k(scores, k, ends)
+    )
+
+
+def chosen_of(n: int, reach: int, seed: int) -> torch.Tensor:
+    """int64 `[3, 2, n]`: most of n tokens below `reach`, none twice, among -1."""
+    draw = torch.Generator().manual_seed(seed)
+    found = torch.stack([torch.randperm(reach, generator=draw)[:n] for _ in range(6)]).view(3, 2, n)
+    return found.masked_fill(torch.rand(found.shape, generator=draw) < 0.2, -1)
+
+
+@pytest.mark.parametrize("n", [5, 64, 700])
+def test_exchange(device, n):
+    """Entries change in place while other threads of the program read them."""
+    held, table = chosen_of(n, 2 * n, 0).int(), torch.arange(3 * n, dtype=torch.int32).view(3, n)
+    on_device, count, expected = held.to(device, copy=True), torch.zeros(1, dtype=torch.int64), held.clone()
+    counted = count.to(device, copy=True)
+    for seed in range(1, 9):
+        chosen = chosen_of(n, 2 * n, seed)
+        found = exchange(on_device, chosen.to(device), table.to(device), 2, 2 * n, counted)
+        plain = reference.exchange(expected, chosen, table, 2, 2 * n, count)
+        assert torch.equal(on_device.cpu(), expected) and torch.equal(counted.cpu(), count)
+        assert torch.equal(found[2].cpu(), plain[2])
+        for one, two in zip(found[:2], plain[:2], strict=True):
+            assert torch.equal(one.cpu()[plain[2]], two[plain[2]])
+
+
+@pytest.mark.parametrize("n", [16, 300])
+def test_fetched_masks(device, times, n):
+    reach = 600 * times
+    fetched, draw = chosen_of(n, reach, 3).int(), torch.Generator().manual_seed(0)
+    exact = torch.stack([torch.randperm(reach, generator=draw)[:70] for _ in range(3)])[:, None]
+    hidden, back = torch.rand(3, 1, 2, 70, generator=draw) < 0.3, torch.tensor([[4, 5], [200, 201], [-1, 0]])
+    given = exact, hidden, back[:, None, :, None]
+    found = fetched_masks(fetched.to(device), range(32, reach), *moved(given, device))
+    for one, two in zip(found, masks_reference.fetched_masks(fetched, range(32, reach), *given), strict=True):
+        assert torch.equal(one.cpu(), two)
+
+
+def test_mass_by_position(device, times):
+    """Pages in order, a window that all heads share, and fetched tokens of each head: every position once."""
+    draw, reach = torch.Generator().manual_seed(0), 300 * times
+    order = torch.stack([torch.randperm(reach - 70, generator=draw) for _ in range(6)]).view(3, 2, -1)
+    fetched = order[..., :40].int()
+    window = torch.stack([reach - 70 + torch.randperm(70, generator=draw) for _ in range(3)])[:, None]
+    scores = torch.randn(3, 2, 8, reach - 70, generator=draw).scatter(
+        3, fetched.long()[:, :, None].expand(-1, -1, 8, -1), -torch.inf
+    )
+    spans = [
+        ScoredTokens(scores, positions=0),
+        ScoredTokens(torch.randn(3, 2, 8, 70, generator=draw), positions=window),
+        ScoredTokens(torch.randn(3, 2, 8, 40, generator=draw), positions=fetched),
+    ]
+    normaliser = torch.cat([span.scores for span in spans], -1).logsumexp(-1, keepdim=True)
+    numbers = [0, window.to(device), fetched.to(device)]
+    there = [ScoredTokens(span.scores.to(device), positions=at) for span, at in zip(spans, numbers, strict=True)]
+    found = mass_by_position(there, normaliser.to(device), reach)
+    torch.testing.assert_close(found.cpu(), mass_reference.mass_by_position(spans, normaliser, reach))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.arithmetic
 
 # Torch's and ours together.
 MOST = {"rtn": 4, "kivi": 3, "klt": 4, "zipcache": 4, "csr": 5, "gear": 61, "h2o": 5, "tova": 7, "mikv": 9}
+MOST |= {"specache": 9}  # with a speculative token
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,15 @@ def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
     assert (found.ours["attend"] or found.ours["_attend"]) and (found.ours["put"] or found.ours["move"])
     assert found.ours["exact"] == 1 and bool(found.ours["merge"]) == (method in ("gear", "klt"))
     assert found.total <= MOST[method], (found.torch, found.ours)
+
+
+@pytest.mark.full
+def test_a_step_that_attends_twice(monkeypatch):
+    """Without a speculative token: over the low-bit copy, asked for probabilities, and with what was fetched, under masks."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    found = launches_of("specache", {"speculative": False})
+    assert found.ours["attend"] == found.ours["exact"] == found.ours["put"] == 2 and found.ours["sum_rows"] == 1
+    assert found.total <= 11, (found.torch, found.ours)
 
 
 def test_views_and_allocations_are_no_launches():

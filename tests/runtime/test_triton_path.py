@@ -54,6 +54,9 @@ IN_TILES = [
     "zipcache-before-frozen",
 ]
 
+# What a step launches that fetches tokens by their mass, besides masks for those that it has.
+FETCHING = {"attend", "exact", "sum_rows", "largest", "exchange_entries", "gather_rows"}
+
 # Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.
 ROUNDED = 4 * FORWARD[torch.float32]
 
@@ -150,7 +153,7 @@ def test_every_method_that_is_served_is_quick():
         pytest.param("zipcache-short", {"attend", "row_normalisers", "column_sums"}, marks=pytest.mark.slow),
         ("infllm-original", {"attend", "largest", "exchange_entries", "gather_rows"}),
         pytest.param("mikv-8-2", {"attend"}, marks=pytest.mark.slow),
-        pytest.param("specache", {"attend", "largest", "exchange_entries"}, marks=pytest.mark.slow),
+        pytest.param("specache", FETCHING | {"hide"}, marks=pytest.mark.slow),
         pytest.param("csr-short", {"_attend", "pursue"}, marks=pytest.mark.slow),
         ("klt-trellis", {"attend", "search"}),
     ],
@@ -273,6 +276,26 @@ def test_a_soft_cap(name, both):
     """And a scale of its own."""
     model = small("gemma2", layer_types=["full_attention"])
     check(both(model, left_padded(PROMPTS), BY_NAME[name]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"speculative": False}),
+        ("llama", {"residual": {"keys": 32, "values": 31}}),  # windows of keys and values apart
+        ("mistral-sliding", {}),
+        pytest.param("mistral-sliding", {"speculative": False}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_fetched_tokens(family, changes, both):
+    """In one launch with the window and the new tokens; and by what all tokens got, others are fetched, as plainly."""
+    model = small(family, **({"layer_types": ["full_attention"]} if family == "gemma2" else {}))
+    method = {"method": "specache", "k": 16, "residual": 32, **changes}
+    mine = check(both(model, left_padded(PROMPTS), method, everything=True))
+    assert FETCHING | {"hide"} <= set(mine.launched) and not mine.launched["merge"]
 
 
 @pytest.mark.full
