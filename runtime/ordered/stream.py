@@ -57,11 +57,17 @@ class Stream:
         self.role, self.plan, self.rotation = role, plan.to(like.device), rotation
         self.head_dim = like.shape[3]
         self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
-        self.fp32_params = plan.codec.fp32_params(self.plan.transform.forward(like)) if like.shape[2] else False
+        self.fp32_params = plan.codec.fp32_params(self._coded(like)) if like.shape[2] else False
         self.window = Window(plan.schedule.window(), like)
         fields = plan.codec.fields(self.head_dim, like.dtype, self.fp32_params)
         self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.overflowed_outliers = counter(plan.codec, like.device)
+
+    def _coded(self, like: Tensor) -> Tensor:
+        """What the codec sees. Tokens that no transform changes stay where they lie: a prompt in float32 would be written and read
+        once more."""
+        prologue = self.plan.transform.prologue()
+        return like if prologue is not None and prologue.moves else self.plan.transform.forward(like)
 
     @property
     def bias(self) -> BiasAtPositions | None:

@@ -212,7 +212,10 @@ class PagePool:
         for name, field in self.fields.items():
             target = self.tensors[name]
             source = _there(block[name], target).to(target.dtype)  # exact tokens come in float32, indices in int32
-            source = F.pad(source, (0, target.shape[-1] - source.shape[-1]))  # a segment that is not the longest
+            if (
+                source.shape[-1] < target.shape[-1]
+            ):  # a segment that is not the longest; padding by nothing would copy it
+                source = F.pad(source, (0, target.shape[-1] - source.shape[-1]))
             row_tokens = self.rows_of(field)
             page_rows = self.page_tokens // row_tokens
             at, done, total = start // row_tokens, 0, source.shape[-2]

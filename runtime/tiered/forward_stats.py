@@ -42,4 +42,6 @@ class ForwardStats:
             inside = [row - span.start for row in rows if row in span]
             if inside:
                 parts.append(query if len(inside) == query.shape[0] else query[inside])
+        if len(parts) == 1:  # no copy of a prompt's queries
+            return parts[0]
         return torch.cat(parts) if parts else None

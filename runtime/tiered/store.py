@@ -19,6 +19,7 @@ from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counts_of
+from calib.runtime.stages.magnitude import largest_magnitude
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.to_half import HALF_MAX
@@ -52,7 +53,7 @@ class TieredStore(ABC):
         self.heads, self.widths, self.itemsize = keys.shape[1], (keys.shape[3], values.shape[3]), keys.element_size()
         self.transforms: dict[Any, RowTransform] = {}
         for role, like in (("keys", keys), ("values", values)):
-            largest = like.abs().max() if like.shape[2] and like.dtype != torch.float16 else torch.zeros(())
+            largest = largest_magnitude(like) if like.shape[2] and like.dtype != torch.float16 else torch.zeros(())
             dtype = torch.float32 if bool(largest > HALF_MAX) else torch.float16
             for number, tier in enumerate(plan.tiers):
                 stage = dict(tier.streams())[role].transform
@@ -183,7 +184,7 @@ class TieredStore(ABC):
         for (own, key), transform in self.transforms.items():
             if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
                 found = Prologue(order).gathered(tokens)
-                queries = self.shown.queries_of(rows)
+                queries = self.shown.queries_of(rows) if transform.measured.needs_queries else None
                 transform.measure(rows, found, found if queries is None else queries)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:

@@ -17,6 +17,7 @@ from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec, SamplesAtoms, Segment
 from calib.runtime.stages.correction import LowRank, Outliers
 from calib.runtime.stages.correction.outliers import Found
+from calib.runtime.stages.magnitude import largest_magnitude
 from calib.runtime.stages.to_half import HALF_MAX
 
 OUTLIERS, LOW_RANK, RESIDUAL = "outliers.", "low_rank.", "residual."
@@ -103,7 +104,7 @@ class Corrected(Codec):
             return True
         if self.outliers is None or not x.numel() or x.is_meta:  # a meta tensor has no values to ask for
             return False
-        return bool(x.abs().max() > HALF_MAX / 4)
+        return bool(largest_magnitude(x).float() > HALF_MAX / 4)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row -> block, and `OVERFLOWED` where that can be."""

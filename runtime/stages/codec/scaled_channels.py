@@ -18,6 +18,7 @@ from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec, Segment
+from calib.runtime.stages.magnitude import largest_magnitude
 from calib.runtime.stages.transform.measured import Over, root_of_largest
 
 
@@ -68,7 +69,7 @@ class ScaledChannels(Codec):
 
     def fp32_params(self, x: Tensor) -> bool:
         """Whether a scale or zero point of |x / c|, at most sqrt(max |x|), could be beyond float16."""
-        return bool(x.numel()) and self.uniform.fp32_params(x.float().abs().amax().sqrt()[None])
+        return bool(x.numel()) and self.uniform.fp32_params(largest_magnitude(x).float().sqrt()[None])
 
     def encode(self, x: Tensor, fp32_params: bool | None = None, prologue: Prologue = IDENTITY) -> Block:
         """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row, of which `prologue` may choose some -> words int16

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.stages.contract import Transform
+from calib.runtime.stages.magnitude import largest_magnitude
 from calib.runtime.stages.to_half import stored
 from calib.runtime.stages.transform.balancer import Balancer
 from calib.runtime.stages.transform.channel import NARROW, ChannelRange, ChannelScale
@@ -112,8 +113,8 @@ class MeasuredBalancer(Measured):
 
     def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> Balancer:
         """From keys `tokens [rows, kv_heads, T, D]` and `query [rows, heads, n, D]`, whose groups are taken together."""
-        keys = tokens.abs().amax(2, keepdim=True).float()
-        by_head = query.abs().amax(2, keepdim=True).float()
+        keys = largest_magnitude(tokens, 2).float()
+        by_head = largest_magnitude(query, 2).float()
         queries = by_head.unflatten(1, (tokens.shape[1], -1)).amax(2)
         balance = (queries / keys.clamp_min(torch.finfo(torch.float32).tiny)).sqrt().half().to(dtype)
         usable = (queries > 0) & (keys > 0) & (balance > 0) & balance.isfinite()
@@ -126,7 +127,7 @@ class MeasuredBalancer(Measured):
 
 def root_of_largest(tokens: Tensor, fp32_params: bool) -> Tensor:
     """sqrt(max_t |x_ti|) of each channel of `tokens [rows, kv_heads, T, D]` as it is stored: `[rows, kv_heads, 1, D]`."""
-    return stored(tokens.abs().amax(2, keepdim=True).float().sqrt(), fp32_params)
+    return stored(largest_magnitude(tokens, 2).float().sqrt(), fp32_params)
 
 
 def positive(scale: Tensor) -> Tensor:
