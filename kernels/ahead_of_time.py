@@ -63,6 +63,7 @@ class Specialisation:
         barriers: how often the warps of a program may meet in a turn of that loop.
         waits: how often a warp may stop for a load from memory in a turn.
         beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
+        fusion: whether a product may be joined to a sum, as the launch says.
     """
 
     kernel: Any
@@ -79,6 +80,7 @@ class Specialisation:
     barriers: float = inf
     waits: float = inf
     beside: Mapping[str, str] = field(default_factory=dict)
+    fusion: bool = True
 
 
 def compiled(one: Specialisation, capability: int) -> Any:
@@ -94,7 +96,7 @@ def compiled(one: Specialisation, capability: int) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     constants = {(names.index(name),): value for name, value in one.constants.items()}
     source = ASTSource(one.kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": one.warps, "num_stages": one.stages}
+    options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": one.fusion}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

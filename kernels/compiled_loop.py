@@ -71,6 +71,15 @@ def registers_of(line: str) -> int:
 
 def loop_figures(kernel: Any) -> LoopFigures:
     """Of a kernel from `ahead_of_time.compiled`. Raises CalledProcessError where a tool of Triton's package cannot read it."""
+    listing, used = disassembled(kernel)
+    return LoopFigures(longest_loop(listing), used["REG"], used["STACK"] + used["LOCAL"], kernel.metadata.shared)
+
+
+def disassembled(kernel: Any) -> tuple[str, dict[str, int]]:
+    """The listing (SASS) of a kernel from `ahead_of_time.compiled`, and what a lane takes: REG, and bytes of STACK and LOCAL.
+
+    Raises CalledProcessError where a tool of Triton's package cannot read it.
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -79,12 +88,18 @@ def loop_figures(kernel: Any) -> LoopFigures:
         file.flush()
         listing = _output([str(tools / "nvdisasm"), "-c", file.name])
         usage = _output([str(tools / "cuobjdump"), "-res-usage", file.name])
-    used = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return LoopFigures(longest_loop(listing), used["REG"], used["STACK"] + used["LOCAL"], kernel.metadata.shared)
+    return listing, {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
 def longest_loop(listing: str) -> tuple[str, ...]:
     """The instructions between a label and the last jump back to it, of the longest such stretch."""
+    code, loops = code_and_loops(listing)
+    start, end = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, -1))
+    return tuple(code[start : end + 1])
+
+
+def code_and_loops(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """All instructions, and of every jump back the first and the last that it repeats."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -94,8 +109,7 @@ def longest_loop(listing: str) -> tuple[str, ...]:
             code.append(instruction.group(1).strip())
     jumps = ((re.search(r"BRA\S*\s.*?(\.L_\w+)", line), at) for at, line in enumerate(code))
     loops = [(labels[jump.group(1)], at) for jump, at in jumps if jump and labels.get(jump.group(1), at + 1) < at]
-    start, end = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, -1))
-    return tuple(code[start : end + 1])
+    return code, loops
 
 
 def _output(command: list[str]) -> str:
