@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.devices import BASELINE_NODES, COPY, DEVICES, NODE, Device
 from benchmarks.gpu.loop_clocks import busy
+from benchmarks.gpu.prefill_cost import found_prefill
 from benchmarks.gpu.sizes import REAL
 from calib.kernels.ahead_of_time import CAPABILITIES, Specialisation, compiled
 from calib.kernels.attend.options import CHANNEL, PROGRAMS, TOKEN, runs_of
@@ -205,6 +206,7 @@ def found() -> dict[str, Any]:
         "loops": loops,
         "steps": steps,
         "bounds": bounds,
+        "prefill": found_prefill(),
     }
 
 

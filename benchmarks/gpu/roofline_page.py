@@ -1,9 +1,11 @@
 """docs/results/gpu/roofline.md, from the numbers of `roofline.py`, and beside them what runs on GPUs have measured."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.gpu.page_tables import between, measured, table
+from benchmarks.gpu.prefill_page import section
 from benchmarks.gpu.report import RESULTS
 from benchmarks.gpu.targets import TARGETS
 
@@ -109,35 +111,6 @@ def runs() -> list[Run]:
     return sorted(found, key=lambda run: run["when"])
 
 
-def measured(row: str, device: str, of: Sequence[Run]) -> str:
-    """The median of a target's row in the newest run on such a GPU."""
-    for run in reversed(of):
-        if device in run["device"]["name"]:
-            for target in run["targets"]:
-                if target["name"] == row and target["measured"]:
-                    return shown(target["measured"]["median"], target["unit"])
-    return "not yet"
-
-
-def shown(value: float, unit: str) -> str:
-    """A ratio or a share."""
-    return f"{value:.0%}" if unit == "%" else f"{value:.2f}{unit}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
-    return (
-        "".join("| " + " | ".join(line) + " |\n" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
-    )
-
-
-def between(low: float, high: float, unit: str = "") -> str:
-    """A range; one number where both look the same."""
-    first, second = (f"{value:.0%}" if unit == "%" else f"{value:.2f}{unit}" for value in (low, high))
-    return first if first == second else f"{first} ... {second}"
-
-
 def step_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
     """A line for each step and GPU, and one for its share of the copy rate where that is a target."""
     targets = {target.name: target for target in TARGETS}
@@ -234,6 +207,7 @@ def page(run: Run, of: Sequence[Run]) -> str:
         text += GAPS.format(case=case.split(" : ")[0], launches=launches)
         rows = [[own["device"], between(*own["speedup"], "x")] for own in run["bounds"] if own["case"] == case]
         text += table(["GPU", "below"], rows)
+    text += section(run["prefill"], of, run["node_seconds"])
     text += PARTS + table([*parts, "waits"], part_rows(run))
     text += LOOPS.format(programs=PROGRAMS)
     text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))

@@ -1,0 +1,140 @@
+"""The kernels that a prefill launches, compiled as they are launched and read in the disassembler, part by part.
+
+A part is what a program runs equally often: "once"; for row_normalisers and column_sums the turns over a tile that all rows see
+("inside"), those where it is asked who sees what ("edge"), and what every query head of a group begins with ("head").
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from importlib import import_module
+from math import prod
+from typing import Any
+
+from benchmarks.gpu.loop_clocks import busy
+from calib.kernels.ahead_of_time import Specialisation, compiled
+from calib.kernels.compiled_loop import code_and_loops, disassembled
+from calib.kernels.occupancy import programs_at_once
+from calib.kernels.turn_alone import turn_alone
+
+Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as it lies in a file
+
+ONCE, HEAD, EDGE, INSIDE = "once", "head", "edge", "inside"
+SCORED = ("row_normalisers", "column_sums")
+
+
+def specialisation(launch: Launch) -> Specialisation:
+    """What the launch has Triton compile: it knows numbers that 16 divides and those that are 1, unless the kernel says not to."""
+    kernel = getattr(import_module(launch["module"]), launch["kernel"])
+    types: dict[str, str] = {}
+    constants: dict[str, object] = {}
+    for own in kernel.params:
+        kind, value = launch["types"].get(own.name), launch["values"].get(own.name)
+        if kind is None:
+            # What the interpreter alone needs is asked for by a flag.
+            constants[own.name] = False if own.name == "WIDE" and value is True else value
+        elif kind == "i32" and not own.do_not_specialize and value == 1:
+            constants[own.name] = 1
+        elif kind == "i32" and not own.do_not_specialize and value % 16 == 0:
+            types[own.name] = "i32:16"
+        else:
+            types[own.name] = kind
+    return Specialisation(kernel, types, constants, launch["warps"], launch["stages"], fusion=launch["fusion"])
+
+
+def key_of(launch: Launch) -> str:
+    """The same for launches of one compiled kernel: everything that it is compiled for."""
+    one = specialisation(launch)
+    return repr((launch["kernel"], sorted(one.types.items()), sorted(one.constants.items()), one.warps, one.stages))
+
+
+def read(one: Specialisation, capability: int) -> dict[str, Any]:
+    """Registers, room and parts of a compiled kernel."""
+    kernel = compiled(one, capability)
+    listing, used = disassembled(kernel)
+    parts = parts_of(listing, one.kernel.__name__ in SCORED)
+    return {
+        "capability": capability,
+        "warps": one.warps,
+        "registers": used["REG"],
+        "spilled": used["STACK"] + used["LOCAL"],
+        "programs": programs_at_once(used["REG"], kernel.metadata.shared, one.warps, capability),
+        "parts": {
+            name: {
+                "instructions": len(lines),
+                "busy": busy(lines, capability),
+                "alone": turn_alone(lines).clocks,
+            }
+            for name, lines in parts.items()
+            if lines
+        },
+    }
+
+
+def parts_of(listing: str, scored: bool) -> dict[str, list[str]]:
+    """The instructions of each part. Raises ValueError where a kernel has other loops than are known of it."""
+    code, loops = code_and_loops(listing)
+    loops = sorted(set(loops), key=lambda ends: ends[1] - ends[0])
+    innermost = [one for one in loops if not any(_within(other, one) for other in loops if other != one)]
+    if len(innermost) != (2 if scored else 0) or len(loops) - len(innermost) > 1:
+        raise ValueError(f"loops at {loops}, expected {'two, or two in one' if scored else 'none'}")
+    if not scored:
+        return {ONCE: code}
+    inside, edge = ({*range(start, stop + 1)} for start, stop in innermost)  # the shorter first
+    around = {at for start, stop in loops[2:] for at in range(start, stop + 1)} - inside - edge
+    of_part = {INSIDE: inside, EDGE: edge, HEAD: around}
+    rest = {*range(len(code))} - inside - edge - around
+    return {name: [code[at] for at in sorted(lines)] for name, lines in {**of_part, ONCE: rest}.items()}
+
+
+def _within(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return other[0] <= one[0] and one[1] <= other[1]
+
+
+def turns_of(launch: Launch) -> dict[str, int]:
+    """How often all programs together run each part."""
+    programs = prod(launch["grid"])
+    if launch["kernel"] not in SCORED:
+        return {ONCE: programs}
+    positions, given = launch["probes"], launch["values"]
+    owned, streamed, tokens = given["OWNED"], given["STREAMED"], given["tokens"]
+    edge = inside = 0
+    if launch["kernel"] == "row_normalisers":
+        tiles = range(0, len(positions), owned)
+        for start in tiles:
+            seen = min(positions[start] + 1, tokens) // streamed
+            stop = min(positions[min(start + owned, len(positions)) - 1] + 1, tokens)
+            inside, edge = inside + seen, edge + -(-stop // streamed) - seen
+        copies = programs // len(tiles)
+        return {ONCE: programs, EDGE: copies * edge, INSIDE: copies * inside}
+    tiles = range(0, tokens, owned)
+    for start in tiles:
+        first, after = (bisect_left(positions, edge_at + given["nearest"]) for edge_at in (start, start + owned))
+        stop = bisect_right(positions, start + owned - 1 + given["farthest"])
+        met = -(-after // streamed)
+        edge, inside = edge + met - first // streamed, inside + max(0, -(-stop // streamed) - met)
+    copies, group = programs // len(tiles), given["group"]
+    return {ONCE: programs, HEAD: programs * group, EDGE: copies * group * edge, INSIDE: copies * group * inside}
+
+
+def elements_of(launch: Launch) -> int:
+    """Values that a launch encodes, or logits that it computes."""
+    given, grid = launch["values"], launch["grid"]
+    if launch["kernel"] in SCORED:
+        turns = turns_of(launch)
+        return (turns[EDGE] + turns[INSIDE]) * int(given["OWNED"] * given["STREAMED"])
+    return int(given["total"] * grid[1] * grid[2] * given["D"])
+
+
+def bytes_of_launch(launch: Launch) -> int:
+    """What it reads and writes at least: of tokens those that it encodes, of all else everything once."""
+    tensors = launch["tensors"]
+    if launch["kernel"] in SCORED:
+        return sum(tensors.values())
+    width = {"*fp32": 4}.get(launch["types"]["x"], 2)
+    return sum(size for name, size in tensors.items() if name not in ("x", "x_1")) + width * elements_of(launch)
+
+
+def through_cache(launch: Launch) -> int:
+    """Bytes of 16 bits that all programs of a score read of the tiles that they stream, from the L2 where they are there."""
+    given = launch["values"]
+    return elements_of(launch) // int(given["OWNED"]) * int(given["D"]) * 2 if launch["kernel"] in SCORED else 0

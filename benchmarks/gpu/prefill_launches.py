@@ -1,0 +1,198 @@
+"""What a prefill launches in a layer besides the prefill without compression: our kernels as they are launched, and operations of
+torch with the bytes that each has to move. Counted on any machine, at the real shape.
+
+    python -m benchmarks.gpu.prefill_launches METHOD ...      # as JSON
+
+The layer runs on the CPU as it would on a GPU. Nothing of attention over the prompt is counted or carried out, for it is in every
+prefill; our kernels are not carried out either, what they would write is filled, so that 32,768 tokens take seconds.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from benchmarks.gpu.inputs import tokens
+from benchmarks.gpu.launch_counts import ALLOCATIONS
+from benchmarks.gpu.layers import Heads, bare_layers, forward
+from benchmarks.gpu.prefill_bytes import bytes_of, moved, products_of, tensors_in
+from benchmarks.gpu.sizes import REAL
+
+LAYERS = 2  # the second is counted: what the first works out for all is not a layer's
+
+# Of the methods whose defaults are not those of the other pages.
+OPTIONS: dict[str, dict[str, Any]] = {"rtn": {"bits": 4}, "klt": {"bits": 2.0}}
+
+KINDS = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One launch of a kernel of ours.
+
+    Args:
+        module, kernel: where the kernel stands.
+        grid: programs along each axis.
+        types: of each tensor and number, as `Specialisation.types` has them without alignment.
+        values: of each number and constant.
+        warps, stages, fusion: asked for.
+        tensors: bytes of each tensor that is handed over.
+        probes: positions of the query rows of a score, where it has any.
+    """
+
+    module: str
+    kernel: str
+    grid: list[int]
+    types: dict[str, str]
+    values: dict[str, Any]
+    warps: int
+    stages: int
+    fusion: bool
+    tensors: dict[str, int]
+    probes: list[int] | None = None
+
+
+@dataclass
+class TorchLaunches:
+    """All launches of an operation of torch: bytes that they read and write at least, and products of matrix products."""
+
+    launches: int = 0
+    bytes: int = 0
+    products: int = 0
+
+
+@dataclass
+class Noted:
+    """What was launched: `torch` by operation, `ours` in their order; `waits`: how often the host waits for the device."""
+
+    torch: dict[str, TorchLaunches] = field(default_factory=dict)
+    ours: list[KernelLaunch] = field(default_factory=list)
+    waits: int = 0
+
+
+class Noting(TorchDispatchMode):
+    """Notes operations of torch inside `with`."""
+
+    def __init__(self, noted: Noted) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        is_view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
+        if name == "_local_scalar_dense":
+            self.noted.waits += 1
+        elif not is_view and name not in ALLOCATIONS and "view" not in name:
+            own = self.noted.torch.setdefault(name, TorchLaunches())
+            given, made = list(tensors_in([args, kwargs])), list(tensors_in(found))
+            own.launches += 1
+            own.bytes += moved(name, given, made)
+            own.products += products_of(name, given)
+        return found
+
+
+@contextmanager
+def kernels_noted(noted: Noted, runs: bool) -> Iterator[None]:
+    """Kernels of ours inside are noted, and carried out with `runs` alone."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def instead(kernel: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        with _disable_current_modes():
+            named = dict(zip(kernel.arg_names, given, strict=False)) | options
+            noted.ours.append(kernel_launch(kernel, named, grid))
+            if runs:
+                return run(kernel, *given, grid=grid, warmup=warmup, **options)
+            fill(kernel.__name__, named)
+            return None
+
+    with mock.patch.object(InterpretedFunction, "run", instead):
+        yield
+
+
+def kernel_launch(kernel: Any, named: dict[str, Any], grid: Any) -> KernelLaunch:
+    """As the launch says it."""
+    constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+    types, values, tensors = {}, {}, {}
+    for name in kernel.arg_names:
+        value = named.get(name)
+        if isinstance(value, Tensor):
+            types[name], tensors[name] = f"*{KINDS[value.dtype]}", bytes_of(value)
+            continue
+        values[name] = value
+        if name not in constants and value is not None:
+            types[name] = "fp32" if isinstance(value, float) else "i32"
+    probes = named["positions"][: named["probes"]].tolist() if "probes" in named else None
+    asked = named.get("num_warps", 4), named.get("num_stages", 3), named.get("enable_fp_fusion", True)
+    return KernelLaunch(kernel.fn.__module__, kernel.__name__, list(grid), types, values, *asked, tensors, probes)
+
+
+def fill(kernel: str, named: dict[str, Any]) -> None:
+    """What a prompt's kernels would write, in numbers that the rest of the store can go on with."""
+    if kernel == "column_sums":
+        named["mass"].uniform_(generator=torch.Generator().manual_seed(0))
+    for name in ("words", "parameters", "words_1", "parameters_1", "normalisers"):
+        if isinstance(named.get(name), Tensor):
+            named[name].zero_()
+
+
+@torch.no_grad()
+def prefill_of(method: str, options: dict[str, Any], heads: Heads, count: int, runs: bool = False) -> Noted:
+    """A prompt of so many tokens through a layer."""
+    layers = bare_layers(method, heads, LAYERS, **options)
+    cpu, shape = torch.device("cpu"), (heads.rows, heads.kv_heads)
+    given = [tokens(*shape, count, heads.head_dim, seed, cpu, torch.bfloat16) for seed in range(2)]
+    query = tokens(heads.rows, heads.heads, count, heads.head_dim, 3, cpu, torch.bfloat16)
+    noted = Noted()
+    for layer in layers:
+        noted = Noted()
+        with as_on_a_gpu(), kernels_noted(noted, runs), Noting(noted):
+            forward(layer, query, *given)
+    return noted
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Attention of the prompt is left out, and no codec takes the pieces that suit a CPU's cache."""
+    from calib.runtime.stages.codec import encoded
+
+    with ExitStack() as entered:
+        for module, name, own in ((F, "scaled_dot_product_attention", unattended), (encoded, "at_once", all_of)):
+            entered.enter_context(mock.patch.object(module, name, own))
+        yield
+
+
+def unattended(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """In place of attention."""
+    return query
+
+
+def all_of(codec: Any, given: Tensor, count: int) -> int:
+    """In place of a piece."""
+    return count
+
+
+def main(names: list[str]) -> None:
+    """Prints the launches of these methods."""
+    os.environ |= {"CALIB_KERNELS": "triton", "TRITON_INTERPRET": "1"}  # before a kernel is imported
+    heads = Heads(1, REAL.heads, REAL.kv_heads, REAL.head_dim)
+    found = {name: asdict(prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt)) for name in names}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,201 @@
+"""What docs/results/gpu/roofline.md says of prefills, from the numbers of `prefill_cost.py`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.gpu.devices import DEVICES
+from benchmarks.gpu.page_tables import between, measured, table
+from benchmarks.gpu.prefill_cost import METHODS, TARGET_ROWS, dense
+from benchmarks.gpu.sizes import REAL
+from benchmarks.gpu.targets import TARGETS
+
+Run = Mapping[str, Any]
+
+SHARES = """
+## Prefill
+
+What encoding adds to a prompt of 32,768 tokens, one sequence, in a layer of the 8B shape. *probes* are the two kernels
+that score (`row_normalisers`, `column_sums`), *encoding* is every other kernel of ours, *torch* are operations of torch
+by their bytes at the rate of a copy. *work* is these three over the prefill without compression; *share* adds what
+all launches cost, {node} us each. *beside* is what would be left of it on a side stream, see below.
+
+"""
+
+BASELINE = """
+The prefill without compression is taken at its best, which makes every share as large as it can be: matrix products at
+the peak of the data sheet ({dense} TFLOP/s at the clocks below), all of them one after the other, nothing else. Ours
+are taken at their limits, too. Where both reach the same part of their limit, the share stays what it is.
+
+"""
+
+PARTS = """
+### Where a prefill's prediction comes from
+
+Microseconds of all launches of a kernel in a layer by each limit, on an {device}. *a value*: instructions of a lane
+for a value that is encoded, or for a logit of the probes. "no. 2" is the same kernel compiled for other arguments.
+
+"""
+
+OPERATIONS = """
+### Operations of torch
+
+In a layer, besides our kernels. Bytes are those that each operation must read and write; products are of float64.
+
+"""
+
+SAID = """
+### What is above the targets, and what would lower it
+
+- **ZipCache's probes** are {probes:.1f} % on an {device}, of which {first:.1f} % are the first pass. It computes what
+  attention has computed already: the logarithm of every row's sum. `torch.nn.attention.varlen.varlen_attn` gives it
+  back (`return_aux`), on GPUs alone; with it the probes' first pass would go, and one launch would be left.
+  Probes are {rows:.1%} of the pairs that attention sees, and a pass has half of its products: both passes are as much
+  as {rows:.1%} of attention at least, one is half of it.
+- **MiKV scores with every row.** Its two passes have as many products as attention itself, and no kernel brings that
+  below {mikv:.0f} % of the prefill; without the first pass it is about half of it. `probes="random+recent"` makes it
+  ZipCache's.
+- **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
+  ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
+  shared memory ({memory} clocks beside {matrix_80} of matrix products).
+- **Ranges are looked at again and again**: {ranges} times in a layer of ZipCache, of which most read all keys or all
+  values, {range_bytes:.0f} MB. Tiers of a stream could share what they ask of the same tokens.
+- **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price. It encodes in pieces of 4,096 tokens, which
+  bound what codecs without a kernel hold in float32: {encoded} launches of ours, and some nine of torch for every two of
+  them. A codec with a kernel could take a tier at once.
+- **`klt`** has no kernel that encodes. Its products are in float64, and every step between them is an operation of its
+  own: {klt:,.0f} MB of a layer.
+- **The host waits** for the device {waits} times in a layer of ZipCache, {waits_kivi} times in KIVI's: whether parameters fit
+  16 bits is asked of the tokens before pages are allocated, and attention is queued only then. The device stands still for as
+  long as the host takes to go on, which no count shows; 4 % of a layer are {stretch:.0f} us.
+
+### What a side stream could hide
+
+A prefill is bound by matrix products, and its memory is nearly idle. What is bound by bytes can run beside it, and so
+can the gaps of launches; what issues instructions competes with it. So of the share at most this is left, in the
+column *beside*: what our programs take from schedulers and pipes. For KIVI that is {kivi:.1f} % of {kivi_share:.1f} %; for
+ZipCache {zipcache:.1f} % of {zipcache_share:.1f} %, since its probes are bound by arithmetic, which no stream hides.
+
+### What is left out of it
+
+- The L2: tiles that the probes' programs stream are read from it again by each, {cache:.0f} GB in a layer of ZipCache
+  against {cache_of_attention:.0f} GB that attention reads in tiles of 128 query rows. No data sheet states its rate.
+- Sorting counts as one pass over its keys; it has {sorted:.0f} MB in all.
+- Norms, RoPE, residuals and the copy that DynamicCache makes: they would lengthen the prefill without compression.
+"""
+
+
+def share_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
+    """A line for each method and GPU."""
+    targets = {target.name: target for target in TARGETS}
+    for step in run["steps"]:
+        target = targets.get(TARGET_ROWS.get(step["method"], ""))
+        limits = [target.shown(target.accept), target.shown(target.stretch)] if target else ["", ""]
+        found = measured(target.name, step["device"], of) if target else ""
+        times = [f"{1e6 * step[part]:,.0f}" for part in ("probes", "encoding", "torch")]
+        shares = [f"{step['share_of_work']:.1%}", between(*step["share"], "%", 1), f"{step['share_beside']:.1%}"]
+        known = [f"`{step['method']}`", step["device"], f"{1e3 * step['prefill']:.1f} ms"]
+        yield [*known, *times, step["launches"], *shares, *limits, found]
+
+
+def part_rows(run: Run, device: str) -> Iterator[list[object]]:
+    """A line for each method and kernel."""
+    for step in run["steps"]:
+        for part in step["parts"] if step["device"] == device else ():
+            taken = part["seconds"]
+            pipe = next(name for name in taken if name not in ("bytes", "waits"))
+            times = [
+                f"{1e6 * taken['bytes']:.0f}",
+                f"{1e6 * taken[pipe]:,.0f} ({pipe})",
+                f"{1e6 * taken['waits']:,.0f}",
+            ]
+            moved = f"{part['bytes'] / 1e6:.0f} MB"
+            yield [
+                f"`{step['method']}`",
+                part["kernel"],
+                part["launches"],
+                moved,
+                f"{part['instructions']:.1f}",
+                *times,
+            ]
+
+
+def operation_rows(run: Run) -> Iterator[list[object]]:
+    """A line for each method: its operations, those with the most bytes first, and what they come to."""
+    for method in METHODS:
+        own = run["launched"][method]["torch"]
+        most = sorted(own.items(), key=lambda item: (-item[1]["bytes"], item[0]))
+        named = ", ".join(
+            f"{name.strip('_')} {one['launches']} x ({one['bytes'] / 1e6:.0f} MB)"
+            for name, one in most
+            if one["bytes"] >= 1e6
+        )
+        few = sum(one["launches"] for one in own.values() if one["bytes"] < 1e6)
+        products = sum(one["products"] for one in own.values())
+        total = f"{sum(one['bytes'] for one in own.values()) / 1e6:,.0f} MB"
+        yield [f"`{method}`", f"{named}; {few} of less than 1 MB", total, f"{products / 1e9:.1f} G" if products else ""]
+
+
+def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
+    """The section; `of` are the runs that have measured, `nodes` what a launch costs."""
+    device, peaks = "H200", {own.capability: own for own in DEVICES.values()}.values()
+    steps = {(step["method"], step["device"]): step for step in run["steps"]}
+    zipcache, mikv, kivi = (steps[method, device] for method in ("zipcache", "mikv", "kivi"))
+    scored = {
+        part["kernel"]: part["seconds"][part["bound"]]
+        for part in zipcache["parts"]
+        if part["kernel"] == "row_normalisers"
+    }
+    inside, inside_80 = (run["kernels"][f"row_normalisers for sm_{of}"]["parts"]["inside"]["busy"] for of in (90, 80))
+    launched = run["launched"]["zipcache"]
+    head = [
+        "method",
+        "GPU",
+        "prefill, a layer",
+        "probes, us",
+        "encoding, us",
+        "torch, us",
+        "launches",
+        "work",
+        "share",
+        "beside",
+    ]
+    parts = ["method", "kernel", "launches", "bytes", "a value", "bytes, us", "busy, us", "waits, us"]
+    text = SHARES.format(node=" ... ".join(f"{1e6 * seconds:g}" for seconds in nodes))
+    text += table([*head, "accept", "stretch", "measured"], share_rows(run, of))
+    text += BASELINE.format(dense=" and ".join(f"{2e-12 * dense(own):,.0f}" for own in peaks))
+    text += table(
+        ["GPU", "projections, ms", "MLP, ms", "attention, ms"],
+        ([name, *(f"{1e3 * seconds:.1f}" for seconds in own.values())] for name, own in run["baseline"].items()),
+    )
+    text += PARTS.format(device=device) + table(parts, part_rows(run, device))
+    text += OPERATIONS + table(["method", "operations", "together", "products"], operation_rows(run))
+    pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
+    first = next(group for group in launched["ours"] if group["kernel"] == "row_normalisers")
+    return text + SAID.format(
+        device=device,
+        probes=100 * zipcache["probes"] / zipcache["prefill"],
+        first=100 * scored["row_normalisers"] / zipcache["prefill"],
+        rows=first["elements"] / pairs,
+        mikv=100 * run["baseline"][device]["attention"] / mikv["prefill"],
+        special=inside["special"],
+        issue=inside["issue"],
+        matrix=inside["matrix"],
+        memory=inside_80["memory"],
+        matrix_80=inside_80["matrix"],
+        launches=zipcache["launches"],
+        nodes=100 * zipcache["launches"] * nodes[1] / zipcache["prefill"],
+        encoded=sum(part["launches"] for part in zipcache["parts"]) - 2,
+        klt=sum(one["bytes"] for one in run["launched"]["klt"]["torch"].values()) / 1e6,
+        ranges=launched["torch"]["aminmax"]["launches"],
+        range_bytes=launched["torch"]["aminmax"]["bytes"] / 1e6,
+        waits=zipcache["waits"],
+        waits_kivi=kivi["waits"],
+        stretch=1e6 * 0.04 * zipcache["prefill"],
+        kivi=100 * kivi["share_beside"],
+        kivi_share=100 * kivi["share"][1],
+        zipcache=100 * zipcache["share_beside"],
+        zipcache_share=100 * zipcache["share"][1],
+        cache=sum(group["cache"] for group in launched["ours"]) / 1e9,
+        cache_of_attention=pairs / 128 * 2 * REAL.head_dim * 2 / 1e9,
+        sorted=launched["torch"]["sort"]["bytes"] / 1e6,
+    )

@@ -1,0 +1,205 @@
+"""The page's predictions of prefills: the formulas are right on numbers made by hand, turns are those of the tiles that probes see,
+and what is counted without running a kernel is what a prefill launches."""
+
+import json
+from math import prod
+
+import pytest
+import torch
+
+from benchmarks.gpu.devices import COPY, DEVICES, NODE, Device
+from benchmarks.gpu.layers import Heads
+from benchmarks.gpu.prefill_bytes import bytes_of, moved, products_of
+from benchmarks.gpu.prefill_cost import METHODS, TARGET_ROWS, baseline, group_seconds, predicted
+from benchmarks.gpu.prefill_kernels import EDGE, HEAD, INSIDE, ONCE, bytes_of_launch, elements_of, parts_of, turns_of
+from benchmarks.gpu.prefill_launches import OPTIONS, prefill_of
+from benchmarks.gpu.roofline import RESULT
+from benchmarks.gpu.sizes import REAL, Sizes
+from benchmarks.gpu.targets import TARGETS
+
+pytestmark = pytest.mark.arithmetic
+
+RUN = json.loads(RESULT.read_text(encoding="utf-8"))["prefill"]
+SMALL = Device("small", 90, 10, 1e9, 1e12, "made up")
+HEADS = Heads(1, 4, 2, 128)
+
+
+# --- the run of record ---
+
+
+def test_the_run_follows_from_its_kernels_and_launches():
+    steps = [
+        predicted(method, RUN["launched"][method], RUN["kernels"], device)
+        for method in METHODS
+        for device in DEVICES.values()
+    ]
+    assert json.loads(json.dumps(steps)) == RUN["steps"]
+    assert RUN["baseline"] == {own.name: baseline(own) for own in DEVICES.values()}
+
+
+def test_targets_have_their_rows():
+    assert set(TARGET_ROWS.values()) == {target.name for target in TARGETS if target.name.startswith("prefill")}
+    assert set(TARGET_ROWS) < set(METHODS)
+
+
+def test_every_value_of_a_prompt_is_encoded():
+    """All but KIVI's exact window, and in MiKV the important tokens."""
+    values = 2 * REAL.kv_heads * REAL.prompt * REAL.head_dim
+    encoded = {
+        method: sum(group["elements"] for group in RUN["launched"][method]["ours"] if "bits" in group["kernel"])
+        for method in METHODS
+    }
+    important = -(-REAL.prompt * 2 // 10)
+    assert encoded["rtn"] == encoded["zipcache"] == values
+    assert encoded["kivi"] == values - REAL.kv_heads * 128 * REAL.head_dim
+    assert encoded["mikv"] == values - 2 * REAL.kv_heads * important * REAL.head_dim
+
+
+def test_spans_of_mikv_are_those_of_attention():
+    """Every row is a probe: the tiles cover all pairs that it sees, and little more."""
+    pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
+    groups = {group["kernel"]: group["elements"] for group in RUN["launched"]["mikv"]["ours"]}
+    for kernel in ("row_normalisers", "column_sums"):
+        assert pairs < groups[kernel] < 1.01 * pairs
+
+
+# --- the formulas ---
+
+
+def test_a_prefill_at_its_best_by_hand():
+    size = Sizes(heads=4, kv_heads=2, head_dim=8, prompt=1000, hidden=32, intermediate=64)
+    found, device = baseline(SMALL, size), SMALL
+    rate = 512 * 4 * 10 * 1e9  # products a second: bytes take longer for widths so small
+    copied = COPY * 1e12
+    assert found["projections"] == pytest.approx(2 * (32 * 64 + 32 * 32 + 1000 * (32 + 64 + 32 + 32)) / copied)
+    assert found["MLP"] == pytest.approx(2 * (32 * 128 + 64 * 32 + 1000 * (32 + 128 + 64 + 32)) / copied)
+    assert found["attention"] == pytest.approx(2 * 4 * 8 * 1000 * 1001 / 2 / rate)
+    assert baseline(DEVICES["A100"])["MLP"] == pytest.approx(32768 * 3 * 4096 * 14336 / 156e12, rel=0.01)
+    assert device.capability == 90
+
+
+def test_launches_of_a_kernel_by_hand():
+    """Two launches of 30 and 50 programs of two warps; 20 fit the device at once, so that they take two and three rounds."""
+    group = {"turns": {"once": 80, "inside": 400}, "grids": [30, 50], "bytes": 9_000_000}
+    parts = {
+        "once": {"busy": {"issue": 100, "special": 8}, "alone": 600},
+        "inside": {"busy": {"issue": 50, "special": 80}, "alone": 100},
+    }
+    found = group_seconds(group, {"parts": parts, "warps": 2, "programs": 2}, SMALL)
+    assert found["bytes"] == pytest.approx(9e6 / (COPY * 1e12))
+    assert found["special"] == pytest.approx(2 * (80 * 8 + 400 * 80) / (40 * 1e9))
+    assert "issue" not in found, "the pipe that has most to do is named alone"
+    assert found["waits"] == pytest.approx((80 * 600 + 400 * 100) / 80 * 5 / 1e9)
+
+
+def test_a_method_by_hand():
+    """Half of a kernel's time is bytes, which a side stream hides; torch's operations and launches come to it."""
+    kernel = {"parts": {"once": {"busy": {"issue": 90}, "alone": 1, "instructions": 90}}, "warps": 1, "programs": 8}
+    group = {
+        "kernel": "encode, 4 bits",
+        "turns": {"once": 4000},
+        "grids": [4000],
+        "bytes": 16_200_000,
+        "elements": 64000,
+    }
+    launched = {"ours": [group], "torch": {"cat": {"launches": 3, "bytes": 900_000, "products": 0}}, "waits": 2}
+    found = predicted("kivi", launched, {"encode, 4 bits for sm_90": kernel}, SMALL)
+    whole = sum(baseline(SMALL).values())
+    assert found["prefill"] == whole and found["launches"] == 4 and found["waits"] == 2 and found["probes"] == 0
+    assert found["encoding"] == pytest.approx(18e-6) and found["torch"] == pytest.approx(1e-6)
+    assert found["share"] == pytest.approx([(19e-6 + 4 * node) / whole for node in NODE])
+    assert found["share_beside"] == pytest.approx(9e-6 / whole)
+    assert found["parts"][0]["instructions"] == 180 and found["parts"][0]["bound"] == "bytes"
+
+
+# --- what a program runs ---
+
+
+def score(kernel: str, probes: list[int], tokens: int) -> dict:
+    """A launch of one of the kernels that score, for two rows of two KV heads and six heads."""
+    owners = -(-(len(probes) if kernel == "row_normalisers" else tokens) // 8)
+    values = {"OWNED": 8, "STREAMED": 4, "D": 16, "tokens": tokens, "group": 3, "nearest": 0, "farthest": tokens}
+    return {
+        "kernel": kernel,
+        "grid": [owners * (12 if kernel == "row_normalisers" else 4)],
+        "probes": probes,
+        "values": values,
+    }
+
+
+@pytest.mark.parametrize("tokens", [64, 61])
+def test_turns_are_those_of_the_tiles_that_probes_see(tokens):
+    draw = torch.Generator().manual_seed(tokens)
+    probes = torch.randperm(tokens - 9, generator=draw)[:13].sort().values.tolist() + list(range(tokens - 9, tokens))
+    edge = inside = 0
+    for start in range(0, len(probes), 8):
+        own = probes[start : start + 8]
+        for at in range(0, tokens, 4):
+            seen = own[-1] >= at
+            whole = own[0] >= at + 3
+            inside, edge = inside + whole, edge + (seen and not whole)
+    found = turns_of(score("row_normalisers", probes, tokens))
+    assert found == {ONCE: 12 * -(-len(probes) // 8), EDGE: 12 * edge, INSIDE: 12 * inside}
+
+    edge = inside = 0
+    for start in range(0, tokens, 8):
+        for at in range(0, len(probes), 4):
+            own = probes[at : at + 4]
+            seen, whole = own[-1] >= start, own[0] >= start + 8
+            inside, edge = inside + whole, edge + (seen and not whole)
+    launch = score("column_sums", probes, tokens)
+    programs = 4 * -(-tokens // 8)
+    assert turns_of(launch) == {ONCE: programs, HEAD: 3 * programs, EDGE: 12 * edge, INSIDE: 12 * inside}
+    assert elements_of(launch) == 12 * (edge + inside) * 32
+
+
+def test_parts_of_a_listing():
+    def line(text: str) -> str:
+        return f"        /*0010*/                   {text} ;"
+
+    once, inside, edge = "MOV R1, R2", "HMMA.16816.F32 R4, R8, R12, R4", "ISETP.GE.AND P0, PT, R1, R2, PT"
+    scored = [
+        line(once), ".L_x_1:", line("S2R R0, SR_TID.X"), ".L_x_2:", line(edge), line(edge), line("@P0 BRA `(.L_x_2)"),
+        ".L_x_3:", line(inside), line("@P0 BRA `(.L_x_3)"), line("@P1 BRA `(.L_x_1)"), line("EXIT"),
+    ]  # fmt: skip
+    found = parts_of("\n".join(scored), True)
+    assert {name: len(lines) for name, lines in found.items()} == {INSIDE: 2, EDGE: 3, HEAD: 2, ONCE: 2}
+    assert inside in found[INSIDE] and edge in found[EDGE] and once in found[ONCE]
+    assert parts_of("\n".join([line(once), line("EXIT")]), False) == {ONCE: [once, "EXIT"]}
+    with pytest.raises(ValueError, match="loops"):
+        parts_of("\n".join(scored), False)
+
+
+# --- what is launched ---
+
+
+def test_bytes_of_operations():
+    x, index = torch.zeros(4, 100, 8, dtype=torch.float16), torch.zeros(4, 10, 8, dtype=torch.int64)
+    assert bytes_of(x) == 6400 and bytes_of(x[:1].expand(4, 100, 8)) == 1600
+    assert moved("abs", [x], [x]) == 12800
+    assert moved("gather", [x, index], [x[:, :10]]) == 2 * 640 + 2560
+    assert moved("index_put_", [x, index[0, :, 0], x[0, :10]], [x]) == 80 + 2 * 160
+    assert moved("zeros", [], [x]) == 6400
+    assert moved("copy_", [x, x.float()], [x]) == 12800 + 6400
+    assert products_of("bmm", [torch.zeros(2, 3, 5), torch.zeros(2, 5, 7)]) == 2 * 3 * 5 * 7
+    assert products_of("mul", [x, x]) == 0
+
+
+@pytest.mark.parametrize("method", ["kivi", "zipcache", "mikv"])
+def test_what_is_counted_is_what_a_prefill_launches(method, monkeypatch):
+    """Kernels that are only noted, and those that are carried out; the kernels are those of the long prompt."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    noted, run = (prefill_of(method, OPTIONS.get(method, {}), HEADS, 300, runs) for runs in (False, True))
+    assert noted.ours == run.ours and noted.torch == run.torch and noted.waits == run.waits
+    counted = RUN["launched"][method]
+    assert {launch.kernel for launch in noted.ours} == {group["kernel"].split(",")[0] for group in counted["ours"]}
+    assert set(noted.torch) <= set(counted["torch"]) and noted.waits == counted["waits"]
+    assert all(prod(launch.grid) for launch in noted.ours)
+
+
+def test_bytes_of_a_launch_are_those_of_the_tokens_that_it_encodes(monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    launches = [vars(launch) for launch in prefill_of("rtn", {"bits": 4}, HEADS, 256).ours]
+    tokens = 2 * 256 * 128  # of each stream
+    assert [elements_of(launch) for launch in launches] == [tokens, tokens]
+    assert [bytes_of_launch(launch) for launch in launches] == [2 * tokens + tokens // 2 + 2 * 256 * 4] * 2
