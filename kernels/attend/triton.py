@@ -117,8 +117,8 @@ def attend_pages(
     told = _told(scores, (rows, heads, asked), widths)
     if terms is not None:
         add_to_mixtures(
-            (top, mixed), told["scores"] if terms.of_tokens else None, terms, vectors_of(values), span.table, span.used, page, run, turn,
-            values.channels, of_values[2],
+            (top, mixed), told["scores"] if terms.of_tokens else None, terms, vectors_of(values), span.table, span.used, page, run,
+            turn, values.channels, of_values[2],
         )  # fmt: skip
     if splits > 1 and runs:
         return Attended(top[..., None], mass[..., None], mixed, **told)
