@@ -7,6 +7,7 @@ for tests.
 """
 
 import os
+import threading
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -17,23 +18,47 @@ VARIABLE = "CALIB_KERNELS"
 # The first GPUs whose matrix instructions take what the kernels give them.
 CAPABILITY = (8, 0)
 
+_here = threading.local()  # what `OneChoice` knows
+
 
 def prefers_triton(device: torch.device) -> bool:
     """Whether tensors on `device` go to Triton, where the operation's kernel serves them.
 
     Raises RuntimeError where the variable forces what cannot run.
     """
+    known: dict[torch.device, bool] | None = getattr(_here, "known", None)
+    if known is None:
+        return _chosen(device)
+    if device not in known:
+        known[device] = _chosen(device)
+    return known[device]
+
+
+class OneChoice:
+    """Within it a device is asked about once, in this thread: a layer's work is many operations, and reading the variable for each
+    is a tenth of what they take the host."""
+
+    def __enter__(self) -> None:
+        self.outer = getattr(_here, "known", None)
+        _here.known = {}
+
+    def __exit__(self, *_: object) -> None:
+        _here.known = self.outer
+
+
+def _chosen(device: torch.device) -> bool:
+    """What the variable says, and where it says nothing the device."""
     forced = os.environ.get(VARIABLE, "")
-    if forced not in ("", "reference", "triton"):
+    if not forced:
+        return _prefers_triton(device)
+    if forced not in ("reference", "triton"):
         raise RuntimeError(
             f"{VARIABLE} must be 'reference' or 'triton', got {forced!r}; unset it to leave the choice to calib"
         )
     if forced == "reference":
         return False
-    if forced == "triton":
-        _check_forced(device)
-        return True
-    return device.type == "cuda" and _serves(device.index)
+    _check_forced(device)
+    return True
 
 
 def prefers_compiled(device: torch.device) -> bool:
@@ -54,6 +79,11 @@ def _check_forced(device: torch.device) -> None:
 @lru_cache
 def _installed() -> bool:
     return find_spec("triton") is not None
+
+
+@lru_cache
+def _prefers_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and _serves(device.index)
 
 
 @lru_cache

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from calib.kernels.attend.exact_kernel import exact
 from calib.kernels.attend.options import EXACT_LAUNCH, block_of, exact_constants, pieces_of
 from calib.kernels.attend.packed_pages import Attended, ExactAttention, ExactTokens
+from calib.kernels.attend.page_launch import strides_of
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.kernels.attend.triton import MOST_ROWS, fills, room
+from calib.kernels.powers import cdiv
 
 GROUPS, PARTS = 3, 4  # of tokens, and of the softmax, that the kernel takes
 MOST_CHANNELS = 256
@@ -19,16 +20,17 @@ KINDS = (torch.float16, torch.bfloat16, torch.float32)
 
 def supports(query: Tensor, tokens: ExactTokens) -> bool:
     """Whether the kernel meets these tokens: those of one type whose numbers lie side by side, under any mask."""
-    held = [part for group in tokens.groups for part in (group.keys, group.values) if part is not None]
-    return (
-        0 < query.shape[2] <= MOST_ROWS
-        and max(query.shape[3], held[-1].shape[3]) <= MOST_CHANNELS
-        and len(tokens.groups) <= GROUPS
-        and all(group.index is None for group in tokens.groups[1:])
-        and held[0].dtype in KINDS
-        and all(part.stride(3) == 1 and part.dtype == held[0].dtype and not part.requires_grad for part in held)
-        and not query.requires_grad
-    )
+    groups = tokens.groups
+    kind, channels = groups[0].values.dtype, max(query.shape[3], groups[-1].values.shape[3])
+    if kind not in KINDS or len(groups) > GROUPS or channels > MOST_CHANNELS or not 0 < query.shape[2] <= MOST_ROWS:
+        return False
+    for number, group in enumerate(groups):
+        if number and group.index is not None:
+            return False
+        for part in (group.keys, group.values):
+            if part is not None and (part.dtype != kind or part.stride(3) != 1 or part.requires_grad):
+                return False
+    return not query.requires_grad
 
 
 def attend_exact(
@@ -41,34 +43,43 @@ def attend_exact(
     dtype: torch.dtype | None = None,
 ) -> ExactAttention:
     """See `operation.attend_exact`. More parts than `PARTS` are joined before."""
-    rows, heads, asked, _ = query.shape
-    out = room((rows, heads, asked, tokens.groups[0].values.shape[3]), query, dtype or query.dtype)
-    scores = room((rows, heads, asked, tokens.count), query) if told else None
-    normaliser = room((rows, heads, asked, 1), query) if told else None
-    few = _few(parts)
-    held = [tensor for part in few for tensor in _flat(part)]
-    mixed_rows, runs = [mixed.stride(0) for mixed in held[2::3]], [part.runs for part in few]
-    groups = tokens.groups
-    sources = [
-        part
-        for group in groups
-        for part in (group.keys, group.values, None if group.scores is None else group.scores.contiguous())
-    ]
-    strides = [stride for group in groups for part in (group.keys, group.values) for stride in _strides(part)]
+    (rows, heads, asked, _), device = query.shape, query.device
+    out = room((rows, heads, asked, tokens.groups[0].values.shape[3]), device, dtype or query.dtype)
+    scores = room((rows, heads, asked, tokens.count), device) if told else None
+    normaliser = room((rows, heads, asked, 1), device) if told else None
+    held, mixed_rows, runs = list[Tensor | None](), list[int](), list[int]()
+    for part in _few(parts):
+        mixed, row = part.mixed, part.mixed.shape[-1]
+        if not mixed.is_contiguous():  # some columns of a wider one may be taken as they lie
+            mixed = mixed.flatten(0, -2)
+            mixed = mixed if mixed.stride(1) == 1 else mixed.contiguous()
+            row = mixed.stride(0)
+        held += part.top.contiguous(), part.mass.contiguous(), mixed
+        mixed_rows.append(row)
+        runs.append(part.runs)
+    groups, sources = tokens.groups, list[Tensor | None]()
+    counts, strides = list[int](), list[int]()
+    for group in groups:
+        sources += group.keys, group.values, None if group.scores is None else group.scores.contiguous()
+        strides += (0, 0, 0) if group.keys is None else group.keys.stride()[:3]
+        strides += group.values.stride()[:3]
+        counts.append(group.values.shape[2])
+    no_groups, no_parts = GROUPS - len(groups), PARTS - len(runs)  # so many are not there
     hidden = None if tokens.hidden is None else tokens.hidden.contiguous().view(torch.uint8)
     columns = 1 if hidden is None else hidden.shape[2]
-    of_row, of_head = (0 if hidden is None or hidden.shape[axis] == 1 else hidden.stride(axis) for axis in range(2))
+    of_row, of_head = (0, 0) if hidden is None else strides_of(hidden)
+    of_row = 0 if hidden is None or hidden.shape[0] == 1 else of_row
     block = block_of(asked, sized=True)  # a window is short: more programs read it again
-    programs = rows * heads * triton.cdiv(asked, block)
-    pieces = pieces_of(out.shape[3], block, fills(query.device) // programs) if max(runs, default=1) > 1 else 0
+    programs = rows * heads * cdiv(asked, block)
+    pieces = pieces_of(out.shape[3], block, fills(device) // programs) if max(runs, default=1) > 1 else 0
     constants = exact_constants(block, query.shape[3], out.shape[3], groups[0].values.dtype, softcap, pieces)
-    exact[(rows * heads, triton.cdiv(asked, block), max(1, pieces))](
+    exact[(rows * heads, cdiv(asked, block), max(1, pieces))](
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,
-        *_padded(sources, 3 * GROUPS, None), *_padded(held, 3 * PARTS, None),
+        *sources, *(None,) * (3 * no_groups), *held, *(None,) * (3 * no_parts),
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],
-        *_padded([group.values.shape[2] for group in groups], GROUPS, 0),
-        0 if groups[0].scores is None else groups[0].scores.shape[3], tokens.count, *_padded(strides, 6 * GROUPS, 0),
-        *_padded(mixed_rows, PARTS, 0), *_padded(runs, PARTS, 0), **constants, **EXACT_LAUNCH,
+        *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], sum(counts),
+        *strides, *(0,) * (6 * no_groups), *mixed_rows, *(0,) * no_parts, *runs, *(0,) * no_parts,
+        **constants, **EXACT_LAUNCH,
     )  # fmt: skip
     return ExactAttention(out, normaliser, scores)
 
@@ -80,17 +91,3 @@ def _few(parts: Sequence[Attended]) -> list[Attended]:
     for part in parts[PARTS - 1 :]:
         softmax.join(part)
     return [*parts[: PARTS - 1], softmax.settled()]
-
-
-def _flat(part: Attended) -> tuple[Tensor, Tensor, Tensor]:
-    """Top, mass and mixture by query rows of all heads; a mixture may be some columns of a wider one."""
-    mixed = part.mixed.flatten(0, -2)
-    return part.top.contiguous(), part.mass.contiguous(), mixed if mixed.stride(1) == 1 else mixed.contiguous()
-
-
-def _strides(part: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if part is None else part.stride()[:3]
-
-
-def _padded(found: Sequence[object], count: int, filling: int | None) -> list[object]:
-    return [*found, *[filling] * (count - len(found))]

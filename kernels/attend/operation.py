@@ -6,6 +6,8 @@ For what is not `supported` callers meet the same pages tile by tile (`reference
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from calib.kernels.attend.packed_pages import (
     RopeTables,
 )
 from calib.kernels.attend.reference import folded, scaled
+from calib.kernels.current_device import launching_on
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.outliers.page_terms import PageTerms
 
@@ -69,9 +72,7 @@ def supported(
         return False
     if not prefers_triton(keys.pages.device):
         return first_slots and pages_cpu.supports(query_rows, keys, values, rope_tables)
-    from calib.kernels.attend import triton
-
-    return triton.supports(query_rows, keys, values, rope_tables)
+    return _triton().supports(query_rows, keys, values, rope_tables)
 
 
 def attend_pages(
@@ -104,7 +105,7 @@ def attend_pages(
     With `terms`, which `kernels/outliers` supports and no C knows, what values are beside their codes is mixed with them.
     """
     if fold is not None:
-        values = replace(values, fixed=None)
+        values = values.without_fixed
     # Whose mixtures are not of channels yet are joined first.
     whole = values.ranked is None or terms is not None
     runs = runs and fold is None and whole and values.sizes is None and not mixes_keys
@@ -112,17 +113,20 @@ def attend_pages(
         return pages_cpu.attend_pages(
             scaled(query, scale), keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
         )
-    from calib.kernels.attend import triton
-
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    triton = _triton()
+    with launching_on(query):
         found = triton.attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, mixes_keys, ahead, scale,
             None if values.ranked is not None else fold, runs, terms,
         )  # fmt: skip
     columns = triton.columns_of(keys, values, mixes_keys)
+    if fold is None and columns == (values.channels, 0, 0, 0):
+        return found
     if found.runs > 1:
         return replace(found, mixed=found.mixed[..., : columns[0]])
     if fold is not None and values.ranked is None:
+        if not mixes_keys:
+            return found
         mixed, mixed_keys = found.mixed.split([fold.axes.shape[2], columns[3]], -1)
         return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)
     mixed, sized_mass, coefficients, mixed_keys = found.mixed.split(columns, -1)
@@ -140,9 +144,7 @@ def exact_supported(query: Tensor, tokens: ExactTokens) -> bool:
     """Whether a kernel meets these tokens and joins other parts with them."""
     if not prefers_triton(query.device):
         return exact_cpu.supports(query, tokens)
-    from calib.kernels.attend import exact_triton
-
-    return exact_triton.supports(query, tokens)
+    return _exact_triton().supports(query, tokens)
 
 
 def attend_exact(
@@ -161,7 +163,19 @@ def attend_exact(
     if not prefers_triton(query.device):
         found = exact_cpu.attend_exact(scaled(query, scale), tokens, parts, softcap, told)
         return found._replace(output=found.output.to(dtype or query.dtype))
+    with launching_on(query):
+        return _exact_triton().attend_exact(query, tokens, parts, softcap, scale, told, dtype)
+
+
+@cache
+def _triton() -> ModuleType:
+    from calib.kernels.attend import triton
+
+    return triton
+
+
+@cache
+def _exact_triton() -> ModuleType:
     from calib.kernels.attend import exact_triton
 
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        return exact_triton.attend_exact(query, tokens, parts, softcap, scale, told, dtype)
+    return exact_triton

@@ -1,14 +1,15 @@
 """How the kernel of `decode_kernel.py` is compiled: its constants, warps and stages, by what is read and how much at once."""
 
 import os
+from functools import lru_cache
 from math import gcd
 
 import torch
-import triton
 from torch import Tensor
 
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, PackedStream, RopeTables
 from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
+from calib.kernels.powers import next_power_of_2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -51,6 +52,7 @@ FOLDED = 6
 LEAN = 16
 
 
+@lru_cache
 def block_of(query_rows: int, sized: bool = False) -> int:
     """Query rows of a program, padding included; fewer where values are `sized`, whose mixtures lie in more registers."""
     sizes = [size for size in BLOCK_ROWS if size <= MOST_SIZED or not sized]
@@ -94,7 +96,7 @@ def turn_of(
     whole = gcd(most, page, *groups)
     if whole >= LEAST or groups or rope_tables is not None:  # slots of ragged pages are no positions' run
         return whole
-    return max(LEAST, min(most, triton.next_power_of_2(page)))
+    return max(LEAST, min(most, next_power_of_2(page)))
 
 
 def widths_of(stream: PackedStream) -> Widths:
@@ -135,7 +137,7 @@ def constants_of(
     found |= {"SIZE_WORDS": max(sizes, default=0), "KEYS_MIXED": mixes_keys, "KEY_FOLDED": is_folded(keys, block)}
     for role, letter, stream in (("KEY", "K", keys), ("VALUE", "V", values)):
         widths, wide, counts = widths_of(stream), wide_of(stream), stream.counts or (wide_of(stream),)
-        room_of = max(16, triton.next_power_of_2(wide))
+        room_of = max(16, next_power_of_2(wide))
         found |= {
             f"{role}_WIDTHS": widths,
             f"{role}_MODE": mode_of(stream),
@@ -154,7 +156,7 @@ def constants_of(
     half = (
         0 if rope_tables is None else rope_tables.axes.shape[-1] // 2
     )  # channel pairs, and how many of them are turned
-    found |= {"HALF": half, "HALFP": max(16, triton.next_power_of_2(half)), "STRIDE": STRIDE}
+    found |= {"HALF": half, "HALFP": max(16, next_power_of_2(half)), "STRIDE": STRIDE}
     return found | {"PAIRS": 0 if rope_tables is None else rope_tables.fine.shape[-1], "INTERPRET": interpreted}
 
 
@@ -191,26 +193,28 @@ def maps_of(stream: PackedStream, fixed: bool) -> tuple[Tensor | None, ...]:
     return (*(stream.fixed if fixed and stream.fixed else (None, None)), found.scale, found.zero)
 
 
+@lru_cache
 def pieces_of(channels: int, block: int, wanted: int) -> int:
     """Into how many pieces values' channels are cut where programs of `block` query rows join runs: so many as are `wanted` to fill
     the device, if pieces are not too narrow then, and enough for two runs at once."""
-    whole, pieces = triton.next_power_of_2(channels), 1
+    whole, pieces = next_power_of_2(channels), 1
     while whole // (2 * pieces) >= LEAST_PIECE and (2 * pieces <= wanted or 2 * block * whole > JOINED * pieces):
         pieces *= 2
     return pieces
 
 
-def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> list[int]:
+def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> tuple[int, ...]:
     """Columns of a mixture: channels, the sum of weights times sizes, coefficients; with `mixes_keys` keys' codes and their sum."""
     sized = 0 if values.sizes is None else 1
-    return [values.channels, sized, rank_of(values), keys.channels + 1 if mixes_keys else 0]
+    return values.channels, sized, rank_of(values), keys.channels + 1 if mixes_keys else 0
 
 
-def merge_constants(columns: list[int], channels: int = 0) -> dict[str, int]:
+@lru_cache
+def merge_constants(columns: tuple[int, ...], channels: int = 0) -> dict[str, int]:
     """Of the kernel that joins the parts of all runs, which have `columns_of`: parts read together, 64 numbers of a lane at most.
     Where codes of components become `channels`, as many of these at once as half so many numbers of the axes."""
     wide = sum(columns)
-    padded = triton.next_power_of_2(wide)
+    padded = next_power_of_2(wide)
     found = {"D": wide, "DP": padded, "AT_ONCE": max(1, MERGED // padded), "COMPONENTS": columns[0]}
     return found | {
         "BEHIND": sum(columns[:2]), "CHANNELS": channels, "CHANNELS_AT_ONCE": max(16, MERGED // 2 // padded),
@@ -222,6 +226,7 @@ def merge_warps(folds: bool) -> int:
     return 8 if folds else 4
 
 
+@lru_cache
 def exact_constants(
     block: int,
     key_dim: int,
@@ -233,8 +238,8 @@ def exact_constants(
 ) -> dict[str, object]:
     """Of the kernel that meets exact tokens of type `kind`: channels, query rows of a program, and tokens of a turn, fewer where
     they take more registers. With `pieces`, so many of values' channels, parts have runs, of which some are read together."""
-    wide = max(16, triton.next_power_of_2(value_dim) // max(1, pieces))
-    padded = {"DKP": max(16, triton.next_power_of_2(key_dim)), "DVP": wide}
+    wide = max(16, next_power_of_2(value_dim) // max(1, pieces))
+    padded = {"DKP": max(16, next_power_of_2(key_dim)), "DVP": wide}
     padded["RUNS"] = max(2, JOINED // (block * wide)) if pieces else 1
     numbers = max(key_dim, value_dim) * (2 if kind == torch.float32 else 1) * block
     turn = {"M": block, "BN": 2 * LEAST if numbers <= WIDE * MOST_SIZED else LEAST}

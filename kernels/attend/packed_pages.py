@@ -1,7 +1,9 @@
 """What attention's kernels read and give: packed keys and values in pages, the slots of them, and a part of a softmax."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,9 +40,10 @@ class ChannelMap:
     divides: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedStream:
-    """Keys or values of a tier in pages.
+    """Keys or values of a tier in pages. Kept as long as the pages stay where they are, it spares later launches what the first has
+    `worked_out`.
 
     Args:
         bits: of a code, or the widths of a word's fields, or `EXACT`: the tokens as the model made them.
@@ -75,6 +78,16 @@ class PackedStream:
     sizes: Tensor | None = None
     trellis: bool = False
     map: ChannelMap | None = None
+
+    @cached_property
+    def without_fixed(self) -> "PackedStream":
+        """The same, `fixed` being the caller's."""
+        return self if self.fixed is None else replace(self, fixed=None)
+
+    @cached_property
+    def worked_out(self) -> dict[Hashable, Any]:
+        """What launches that read these pages have in common: by what it is, and the other stream."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ class CodeFold:
     mean: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ExactGroup:
     """Tokens whose values are as the model made them: `values [rows, kv_heads, n, Dv]`, and `keys [rows, kv_heads, n, D]` or, where
     these are packed, their `scores`, float32 `[rows, kv_heads, R, n]`. Where some are packed both are given, of m keys `scores

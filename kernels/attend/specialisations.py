@@ -179,7 +179,7 @@ def _full(bits: int, block: int, channels: int, most: float, matrix: float, spil
 
 def _merge(columns: list[int], channels: int = 0) -> Specialisation:
     """The kernel that joins the parts of all runs; components, of tokens that have sizes, become so many channels."""
-    constants: dict[str, object] = dict(merge_constants(columns, channels))
+    constants: dict[str, object] = dict(merge_constants(tuple(columns), channels))
     constants |= {} if channels else dict.fromkeys(("AXES", "SIZE", "ORIGIN", "MEAN"))
     types = {name: "i32" if name.islower() else "*fp32" for name in merge.arg_names if name not in constants}
     return Specialisation(merge, types | ({"AXES": "*fp16"} if channels else {}), constants, merge_warps(channels > 0))

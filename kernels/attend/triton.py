@@ -4,7 +4,6 @@ from functools import lru_cache
 from math import prod
 
 import torch
-import triton
 from torch import Tensor
 
 from calib.kernels.attend.decode_kernel import attend
@@ -13,28 +12,23 @@ from calib.kernels.attend.options import (
     CHANNEL,
     LEAST,
     TOKEN,
-    block_of,
-    constants_of,
     groups_of,
-    maps_of,
     merge_constants,
     merge_warps,
     mode_of,
     rank_of,
     runs_of,
-    stages_of,
     turn_of,
-    warps_of,
     wide_of,
     widths_of,
 )
 from calib.kernels.attend.options import PROGRAMS as PROGRAMS
 from calib.kernels.attend.options import columns_of as columns_of
 from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, CodeFold, PackedStream, PageSpan, RopeTables
+from calib.kernels.attend.page_launch import PageLaunch, coefficients_of, strides_of, vectors_of
 from calib.kernels.attend.specialisations import SPECIALISATIONS as SPECIALISATIONS
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.triton import add_to_mixtures
-from calib.kernels.pack.heads import first_words
 
 # Query rows of a KV head that are served: more are a prompt's, not a step's.
 MOST_ROWS = 256
@@ -45,6 +39,17 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
     channels, or of each channel for 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's
     channels beside tokens' parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of
     such keys, and of values that are codes without parameters."""
+    if query_rows > MOST_ROWS:
+        return False
+    key = (supports, values, rope_tables)
+    if key not in keys.worked_out:
+        keys.worked_out[key] = _reads(keys, values, rope_tables)
+    found: bool = keys.worked_out[key]
+    return found
+
+
+def _reads(keys: PackedStream, values: PackedStream, rope_tables: bool) -> bool:
+    """Whatever the query rows are."""
     if rope_tables and not (_are_plain_codes(keys) and keys.ranked is None):
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
@@ -54,7 +59,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
         return False
     if keys.scales is not None or (values.scales is not None and mode_of(values) != TOKEN):
         return False
-    return query_rows <= MOST_ROWS and _read(keys) and _read(values) and turn_of(keys, values) >= LEAST
+    return _read(keys) and _read(values) and turn_of(keys, values) >= LEAST
 
 
 def attend_pages(
@@ -76,56 +81,44 @@ def attend_pages(
 ) -> Attended:
     """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` channels in place of the
     first two; what is `fixed` of values that have sizes is the caller's."""
-    (rows, heads, asked, _), page = query.shape, keys.pages.shape[2]
-    block = block_of(asked, sized=values.sizes is not None)
-    turn = turn_of(keys, values, block, rope_tables)
-    turns = span.table.shape[1] * triton.cdiv(page, turn)
-    blocks = triton.cdiv(asked, block)
-    run, splits = runs_of(turns, _programs(query.device) // (rows * heads * blocks))
-    slots = span.table.shape[1] * page
-    columns = columns_of(keys, values, mixes_keys)
-    wide = sum(columns)
-    top, mass = (room((rows, heads, splits, asked), query) for _ in range(2))
-    mixed = room((rows, heads, splits, asked, wide), query)
+    rows, heads, asked, _ = query.shape
+    same = PageLaunch.over(keys, values, asked, softcap, rope_tables, mixes_keys)
+    pages, wide = span.table.shape[1], sum(same.columns)
+    run, splits = runs_of(pages * same.turns, _programs(query.device) // (rows * heads * same.blocks))
+    slots = pages * keys.pages.shape[2]
+    each, device = (rows, heads, splits, asked) if splits > 1 else (rows, heads, asked), query.device
+    top, mass, mixed = room((*each, 1), device), room((*each, 1), device), room((*each, wide), device)
     scored = scored or (terms is not None and terms.of_tokens)
     widths = [slots * scored, ahead]
-    scores = room((rows * heads * asked * sum(widths),), query) if any(widths) else None
-    of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
-    attend[(splits, rows * heads, blocks)](
-        query.contiguous(), keys.pages, _numbers(keys), _first(keys), values.pages, _numbers(values), _first(values),
-        span.table, span.used.contiguous(),
+    scores = room((rows * heads * asked * sum(widths),), device) if any(widths) else None
+    attend[(splits, rows * heads, same.blocks)](
+        query.contiguous(), *same.pages, span.table, span.used.contiguous(),
         constant if constant is None else constant.contiguous(),
         span.bias if span.bias is None else span.bias.contiguous(),
         None if span.hidden is None else span.hidden.view(torch.uint8), span.positions,
         None if span.back is None else span.back.contiguous(),
-        *of_keys, *of_values, *_tables(rope_tables),
-        _coefficients(keys), vectors_of(keys), _coefficients(values), values.scales,
-        keys.sizes, values.sizes,
+        *same.maps, *_tables(rope_tables), *same.coefficients,
         top, mass, mixed, scores,
         scale, heads, asked, 1 if span.back is None else span.back.shape[1], span.table.stride(0), run, slots, ahead,
-        *_strides(keys.pages), *_strides(keys.parameters), *_strides(values.pages), *_strides(values.parameters),
-        *_strides(span.hidden), *_strides(span.positions), *_strides(_coefficients(keys)), *_vector_strides(keys),
-        *_strides(_coefficients(values)),
-        *_strides(values.scales), _strides(keys.sizes if values.sizes is None else values.sizes)[0],
-        *_map_strides(of_keys), *_map_strides(of_values),
-        **constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys),
+        *same.page_strides, *strides_of(span.hidden), *strides_of(span.positions), *same.other_strides, **same.options,
         HAS_CONSTANT=constant is not None, HAS_BIAS=span.bias is not None, HAS_HIDDEN=span.hidden is not None,
         HAS_POSITIONS=span.positions is not None, HAS_BACK=span.back is not None, HAS_SCORES=scored,
         HAS_AHEAD=ahead > 0, PRECISE=precise,
-        num_warps=warps_of(block, keys, values, rope_tables), num_stages=stages_of(keys, values, rope_tables),
     )  # fmt: skip
     told = _told(scores, (rows, heads, asked), widths)
     if terms is not None:
+        runs_apart = (rows, heads, splits, asked)
         add_to_mixtures(
-            (top, mixed), told["scores"] if terms.of_tokens else None, terms, vectors_of(values), span.table, span.used, page, run,
-            turn, values.channels, of_values[2],
+            (top.view(runs_apart), mixed.view(*runs_apart, wide)), told["scores"] if terms.of_tokens else None, terms,
+            vectors_of(values), span.table, span.used, keys.pages.shape[2], run, same.turn, values.channels, same.maps[6],
         )  # fmt: skip
     if splits > 1 and runs:
-        return Attended(top[..., None], mass[..., None], mixed, **told)
+        return Attended(top, mass, mixed, **told)
     if splits > 1 or fold is not None:
-        parts, (top, mass) = (top, mass, mixed), (room((rows, heads, 1, asked), query) for _ in range(2))
+        parts, each = (top, mass, mixed), (rows, heads, asked)
         channels = 0 if fold is None else fold.axes.shape[2]
-        mixed = room((rows, heads, 1, asked, wide if fold is None else channels + sum(columns[2:])), query)
+        wide = wide if fold is None else channels + sum(same.columns[2:])
+        top, mass, mixed = room((*each, 1), device), room((*each, 1), device), room((*each, wide), device)
         folding = (None,) * 4 if fold is None else (fold.axes, fold.size, fold.origin, fold.mean)
         merge[(rows * heads, asked)](
             *parts,
@@ -136,10 +129,10 @@ def attend_pages(
             splits,
             asked,
             heads,
-            **merge_constants(columns, channels),
+            **merge_constants(same.columns, channels),
             num_warps=merge_warps(fold is not None),
         )
-    return Attended(top[:, :, 0, :, None], mass[:, :, 0, :, None], mixed[:, :, 0], **told)
+    return Attended(top, mass, mixed, **told)
 
 
 def _told(scores: Tensor | None, of_rows: tuple[int, ...], widths: list[int]) -> dict[str, Tensor | None]:
@@ -151,13 +144,13 @@ def _told(scores: Tensor | None, of_rows: tuple[int, ...], widths: list[int]) ->
     return dict(zip(("scores", "ahead"), found, strict=True))
 
 
-def room(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def room(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Where a kernel writes."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _read(stream: PackedStream) -> bool:
-    held = (stream.pages, stream.parameters, _coefficients(stream), stream.scales, stream.sizes)
+    held = (stream.pages, stream.parameters, coefficients_of(stream), stream.scales, stream.sizes)
     if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)) or (stream.ranked and stream.counts):
         return False
     if stream.bits == EXACT:
@@ -184,61 +177,11 @@ def _by_token(pages: Tensor | None) -> bool:
     return (rows == 1 or row == width) and (width == 1 or number == 1)
 
 
-def _coefficients(stream: PackedStream) -> Tensor | None:
-    return None if stream.ranked is None else stream.ranked.coefficients
-
-
-def vectors_of(stream: PackedStream) -> Tensor | None:
-    """What tokens have coefficients of, each vector's channels side by side and behind those of the one before."""
-    if stream.ranked is None:
-        return None
-    basis, side_by_side = stream.ranked.basis, (stream.ranked.basis.shape[-1], 1)
-    return basis if basis.stride()[2:] == side_by_side else basis.contiguous()
-
-
-def _vector_strides(stream: PackedStream) -> tuple[int, int]:
-    """Of rows, which may share vectors, and of heads."""
-    vectors = vectors_of(stream)
-    return (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
-
-
-def _numbers(stream: PackedStream) -> Tensor:
-    return stream.pages if stream.parameters is None else stream.parameters
-
-
-def _first(stream: PackedStream) -> Tensor | None:
-    return None if stream.counts is None else first_words(stream.counts, stream.pages.device)
-
-
 def _tables(rope_tables: RopeTables | None) -> tuple[Tensor | None, ...]:
     """What the kernel calls AXES, MEAN, SIZE, COARSE, FINE."""
     if rope_tables is None:
         return (None,) * 5
     return rope_tables.axes, rope_tables.mean, rope_tables.size, rope_tables.coarse, rope_tables.fine
-
-
-def _map_strides(maps: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    """Of rows, heads and channels, of the first two together and of the others."""
-    step, zero, scale, shift = maps
-    return *_channel_strides(step, zero), *_channel_strides(scale, shift)
-
-
-def _channel_strides(one: Tensor | None, other: Tensor | None) -> tuple[int, ...]:
-    """What is the same for all rows, heads or channels has a stride of 0."""
-    found = {
-        tuple(0 if part.ndim < axis or part.shape[-axis] == 1 else part.stride(-axis) for axis in (4, 3, 1))
-        for part in (one, other)
-        if part is not None
-    }
-    assert len(found) <= 1, "scales and zero points that lie differently"
-    return found.pop() if found else (0, 0, 0)
-
-
-def _strides(part: Tensor | None) -> tuple[int, int]:
-    """Of pages or rows and of heads; what all heads share has none of the latter."""
-    if part is None:
-        return 0, 0
-    return part.stride(0), 0 if part.shape[1] == 1 else part.stride(1)
 
 
 def fills(device: torch.device) -> int:

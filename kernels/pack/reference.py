@@ -35,6 +35,7 @@ def planes(bits: int | Widths) -> int:
     return len(pattern(bits))
 
 
+@cache
 def words_per_token(channels: int, bits: int | Widths) -> int:
     """Words that hold one token's `channels` codes; the last plane is padded where the planes do not divide them."""
     return -(-channels // planes(bits))

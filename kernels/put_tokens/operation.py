@@ -1,6 +1,8 @@
 """New tokens into the slots where they belong, by whichever form of the operation the device runs."""
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.put_tokens import reference
@@ -12,8 +14,12 @@ __all__ = ["Put", "put_tokens"]
 def put_tokens(puts: Sequence[Put]) -> None:
     """Puts all tokens, in any order: no tensor is read and written. All are on one device."""
     if puts and prefers_triton(puts[0].into.device):
-        from calib.kernels.put_tokens import triton
-
-        triton.put_tokens([put for put in puts if triton.supports(put)])
-        puts = [put for put in puts if not triton.supports(put)]
+        puts = _triton().put_tokens(puts)
     reference.put_tokens(puts)
+
+
+@cache
+def _triton() -> ModuleType:
+    from calib.kernels.put_tokens import triton
+
+    return triton

@@ -1,15 +1,13 @@
 """One new token of some rows into tensors that hold many, in plain torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Put:
+class Put(NamedTuple):
     """One token each of n rows, and where it belongs: `into[pages, :, slots] = tokens[rows, :, 0]`.
 
     Args:

@@ -1,11 +1,14 @@
 """Copies a token of each row into several tensors in one launch. See README.md."""
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.current_device import launching_on
+from calib.kernels.powers import next_power_of_2
 from calib.kernels.put_tokens.reference import Put
 
 AT_ONCE = 5  # tensors of a launch: words and parameters of keys and values, and positions
@@ -88,51 +91,46 @@ def put_one(
 
 def supports(one: Put) -> bool:
     """Whether the kernel copies these: numbers of one type that lie side by side."""
+    into, tokens = one.into, one.tokens
+    width = into.shape[3]
     return (
-        one.into.dtype == one.tokens.dtype
-        and one.into.device == one.tokens.device
-        and (one.into.shape[3] == 1 or one.into.stride(3) == one.tokens.stride(3) == 1)
-        and 0 < one.into.shape[3] <= WIDEST
+        into.dtype == tokens.dtype
+        and into.device == tokens.device
+        and (width == 1 or into.stride(3) == tokens.stride(3) == 1)
+        and 0 < width <= WIDEST
     )
 
 
-def put_tokens(puts: list[Put]) -> None:
-    """What `reference.put_tokens` does."""
-    some = [one for one in puts if _count(one)]
+def put_tokens(puts: Sequence[Put]) -> list[Put]:
+    """What `reference.put_tokens` does, but for those that it returns: the kernel does not copy them."""
+    served = [one for one in puts if supports(one)]
+    some = [one for one in served if _count(one)]
     for first in range(0, len(some), AT_ONCE):
         _launch(some[first : first + AT_ONCE])
+    return [] if len(served) == len(puts) else [one for one in puts if not supports(one)]
 
 
 def _launch(puts: list[Put]) -> None:
-    absent, counts, heads = AT_ONCE - len(puts), map(_count, puts), (one.into.shape[1] for one in puts)
-    pointers = [part for one in puts for part in _pointers(one)]
-    numbers = [part for one in puts for part in _numbers(one)]
-    widths = [one.into.shape[3] for one in puts]
-    with torch.cuda.device_of(puts[0].into):
-        put[(max(counts), max(heads), len(puts))](
+    absent, most, most_heads = AT_ONCE - len(puts), 0, 0
+    pointers, numbers, widths = list[Tensor | None](), list[int](), list[int]()
+    for one in puts:
+        (_, heads, _, width), count = one.into.shape, _count(one)
+        slots, slot = (one.slots, 0) if isinstance(one.slots, Tensor) else (None, one.slots)
+        pointers += one.into, one.tokens
+        pointers += [None if part is None else part.contiguous() for part in (one.rows, one.pages, slots)]
+        own = one.pages is not None and one.pages.ndim == 2  # pages for each head
+        numbers += (count, slot, heads, *one.into.stride()[:3], *one.tokens.stride()[:2], int(own))
+        widths.append(width)
+        most, most_heads = max(most, count), max(most_heads, heads)
+    with launching_on(puts[0].into):
+        put[(most, most_heads, len(puts))](
             *pointers, *[None] * (5 * absent), *numbers, *[0] * (9 * absent), *widths, *[0] * absent,
-            WIDE=triton.next_power_of_2(max(widths)), num_warps=1,
+            WIDE=next_power_of_2(max(widths)), num_warps=1,
         )  # fmt: skip
 
 
-def _pointers(one: Put) -> tuple[Tensor | None, ...]:
-    slots = one.slots if isinstance(one.slots, Tensor) else None
-    return (
-        one.into,
-        one.tokens,
-        *(part if part is None else part.contiguous() for part in (one.rows, one.pages, slots)),
-    )
-
-
 def _count(one: Put) -> int:
-    return len(one.tokens if one.rows is None else one.rows)
-
-
-def _numbers(one: Put) -> tuple[int, ...]:
-    """Of a tensor: rows, their slot, heads, strides, and whether heads have pages of their own."""
-    slot = 0 if isinstance(one.slots, Tensor) else one.slots
-    own = one.pages is not None and one.pages.ndim == 2
-    return _count(one), slot, one.into.shape[1], *one.into.stride()[:3], *one.tokens.stride()[:2], int(own)
+    return (one.tokens if one.rows is None else one.rows).shape[0]
 
 
 def _specialisation(kind: str, count: int, width: int) -> Specialisation:
@@ -141,7 +139,7 @@ def _specialisation(kind: str, count: int, width: int) -> Specialisation:
     absent = [name for name in names if int(name[-1]) >= count]
     pointers = {name for name in names if name.isupper() and not name.startswith("W_")}
     constants = {name: None if name in pointers else 0 for name in absent}
-    constants |= {f"W_{i}": width for i in range(count)} | {"WIDE": triton.next_power_of_2(width)}
+    constants |= {f"W_{i}": width for i in range(count)} | {"WIDE": next_power_of_2(width)}
     types = {name: "*i64" if name in pointers else "i32" for name in names if name not in constants}
     types |= {name: kind for name in types if name.startswith(("INTO", "TOKENS"))}
     return Specialisation(put, types, constants, warps=1)

@@ -1,8 +1,12 @@
 """Tokens to packed codes in one go: measured ranges (`encode_uniform`) or calibrated ones (`encode_fixed`)."""
 
+from functools import cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
+from calib.kernels.current_device import launching_on
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.pack.reference import pack_away
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
@@ -36,10 +40,9 @@ def encode_uniform(
     if total % group[0] or x.shape[-1] % group[1]:
         raise ValueError(f"a group must divide the tokens and channels, {total} x {x.shape[-1]}, got {group}")
     if prefers_triton(x.device):
-        from calib.kernels.quantise import triton
-
+        triton = _triton()
         if triton.supports(x, clip, prologue):
-            with torch.cuda.device_of(x):
+            with launching_on(x):
                 return triton.encode_uniform(x, group, bits, clip, parameter_dtype, across_heads, prologue)
     y = prologue.forward(x)
     parameters = stored_parameters(y, group, bits, clip, parameter_dtype, across_heads)
@@ -52,10 +55,9 @@ def encode_pair(
     """What `encode_uniform` gives for both in turn, parameters of each token's groups of so many channels in `dtype`; by one launch
     where a kernel takes both."""
     if prefers_triton(pair[0].device):
-        from calib.kernels.quantise import triton
-
+        triton = _triton()
         if triton.supports_pair(pair, group, bits, clips):
-            with torch.cuda.device_of(pair[0]):
+            with launching_on(pair[0]):
                 return triton.encode_pair(pair, group, bits, clips, dtype)
     return [encode_uniform(x, (1, group), bits, clip, dtype) for x, clip in zip(pair, clips, strict=True)]
 
@@ -71,13 +73,19 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue 
         words int16 `[..., n, W]`.
     """
     if prefers_triton(x.device):
-        from calib.kernels.quantise import triton
-
+        triton = _triton()
         if triton.supports(x, clip, prologue):
-            with torch.cuda.device_of(x):
+            with launching_on(x):
                 return triton.encode_fixed(x, bits, clip, prologue)
     y = prologue.forward(x)
     bound = clip if isinstance(clip, Tensor) else torch.full((1, 1, 1), clip, device=x.device)
     fixed = torch.cat([bound * (2 / (2**bits - 1)), -bound], -1)
     # One group that holds the whole head: the constants broadcast.
     return pack_away(quantise(y, fixed, (y.shape[-2], y.shape[-1]), bits), bits)
+
+
+@cache
+def _triton() -> ModuleType:
+    from calib.kernels.quantise import triton
+
+    return triton

@@ -7,6 +7,7 @@ strides, gather by `order` and transform on the way, and write words `[rows, kv_
 The bits are the reference's, so no product may be joined to a sum: every launch says `enable_fp_fusion=False`.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.pack.reference import words_per_token
+from calib.kernels.powers import cdiv, next_power_of_2
 from calib.kernels.quantise.arithmetic import code_fields, divisor, load_values, scale_and_zero, source_positions
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.kernels.quantise.reference import stored_parameters
@@ -232,10 +234,15 @@ def supports_pair(
     x, other = pair
     return (
         (x.shape, x.dtype, x.device) == (other.shape, other.dtype, other.device)
-        and all(size == 1 or x.stride(axis) == other.stride(axis) for axis, size in enumerate(x.shape))
-        and all(supports(part, clip) for part, clip in zip(pair, clips, strict=True))
+        and (x.stride() == other.stride() or _lie_alike(x, other))
+        and supports(x, clips[0])
+        and supports(other, clips[1])
         and _in_planes(group, x.shape[-1], words_per_token(x.shape[-1], bits))
     )
+
+
+def _lie_alike(x: Tensor, other: Tensor) -> bool:
+    return all(size == 1 or x.stride(axis) == other.stride(axis) for axis, size in enumerate(x.shape))
 
 
 def _in_planes(group: int, width: int, runs: int) -> bool:
@@ -253,13 +260,21 @@ def _token_groups(
     x, words = operands[0], operands[6]
     assert x is not None and words is not None
     (rows, heads, total, runs), width = words.shape, x.shape[-1]
-    run = min(runs, group)
-    up = {"RUNS_UP": triton.next_power_of_2(runs // run), "RUN_UP": triton.next_power_of_2(run)}
-    tokens = _tokens(up["RUNS_UP"] * up["RUN_UP"])
-    token_groups[triton.cdiv(total, tokens), heads, rows * (1 if others[0] is None else 2)](
-        *operands, *others, *(clip * (2 / (2**bits - 1)) for clip in clips), total, rows, *x.stride(), width, bits, runs,
-        triton.cdiv(group, runs), runs // run, run, tokens, **up, enable_fp_fusion=False,
+    tokens, constants = _of_groups(width, bits, runs, group)
+    ratio = 2 / (2**bits - 1)
+    token_groups[cdiv(total, tokens), heads, rows * (1 if others[0] is None else 2)](
+        *operands, *others, clips[0] * ratio, clips[1] * ratio, total, rows, *x.stride(), **constants, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@lru_cache
+def _of_groups(width: int, bits: int, runs: int, group: int) -> tuple[int, dict[str, int]]:
+    """Tokens of a program, and the constants of `token_groups`."""
+    run = min(runs, group)
+    up = {"RUNS_UP": next_power_of_2(runs // run), "RUN_UP": next_power_of_2(run)}
+    tokens = _tokens(up["RUNS_UP"] * up["RUN_UP"])
+    sizes = {"D": width, "BITS": bits, "W": runs, "SPAN": cdiv(group, runs), "RUNS": runs // run, "RUN": run}
+    return tokens, sizes | {"TOKENS": tokens} | up
 
 
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue = IDENTITY) -> Tensor:
@@ -277,6 +292,8 @@ def _words(x: Tensor, bits: int, prologue: Prologue) -> Tensor:
 
 def _operands(x: Tensor, prologue: Prologue) -> tuple[Tensor | None, ...]:
     """x and what is done to it; numbers of channels laid out alike, for each row and head."""
+    if prologue is IDENTITY:
+        return x, None, None, None, None
     rows, heads, _, width = x.shape
     numbers = (prologue.center, prologue.half, prologue.balance)
     spread = (None if part is None else part.expand(rows, heads, 1, width).contiguous() for part in numbers)
@@ -305,17 +322,17 @@ def _by_planes(
     ratio = 2 / (2**bits - 1)
     # Calibrated ranges multiply in float32, measured ones a number in float64: as the reference does.
     bound, ratio = (number, number * ratio) if measured and clips is None else (number, ratio)
-    up = triton.next_power_of_2(runs)
-    tokens = triton.next_power_of_2(group[0]) if measured else _tokens(up)
+    up = next_power_of_2(runs)
+    tokens = next_power_of_2(group[0]) if measured else _tokens(up)
     step = group[0] if measured else tokens
-    wide = triton.next_power_of_2(width) if measured else 1
+    wide = next_power_of_2(width) if measured else 1
     p_row, p_head = 0, 0
     if parameters is not None:
         p_head = parameters.shape[2]
         p_row = parameters.shape[1] * p_head
         if parameters.shape[1] == 1:  # across heads
             p_head = 0
-    by_planes[triton.cdiv(total, step), heads, rows](
+    by_planes[cdiv(total, step), heads, rows](
         *_operands(x, prologue), clips, words, parameters, bound, ratio, p_row, p_head, step, group[0], total, *x.stride(),
         width, bits, runs, group[1], measured, tokens, up, wide,
         num_warps=max(1, min(8, tokens * wide // 4096)) if measured else 4, enable_fp_fusion=False,

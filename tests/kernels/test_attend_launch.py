@@ -7,7 +7,7 @@ import pytest
 import torch
 from launches import watch
 
-from calib.kernels.attend import triton
+from calib.kernels.attend import page_launch, triton
 from calib.kernels.attend.operation import PageSpan
 from calib.kernels.attend.options import CHANNEL, TOKEN, constants_of
 from calib.kernels.attend.specialisations import stream_of
@@ -33,7 +33,7 @@ def calls(work) -> int:
 @pytest.mark.parametrize("bits", [1, 2, 4, (6, 4, 3, 2, 1)], ids=str)
 def test_a_launch_makes_nothing_that_the_compiler_makes(bits, monkeypatch):
     """As on a GPU: for the compiler, not for the interpreter."""
-    monkeypatch.setattr(triton, "constants_of", partial(constants_of, interpreted=False))
+    monkeypatch.setattr(page_launch, "constants_of", partial(constants_of, interpreted=False))
     launched = watch(monkeypatch, "attend", runs=False)
     keys, values = stream_of(bits, CHANNEL, 32, channels=80), stream_of(bits, TOKEN, channels=80)
     query = torch.zeros(1, 1, 4, 80, device="meta")

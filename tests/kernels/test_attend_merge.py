@@ -25,7 +25,7 @@ def test_parts_become_one(splits, rows, channels):
     if splits > 2:
         top[:, 1::3], mass[:, 1::3], mixed[:, 1::3] = float(NOTHING.value), 0.0, 0.0  # runs that the rows do not reach
     found = [torch.full(shape, torch.nan) for shape in ((2, rows), (2, rows), (2, rows, channels))]
-    merge[(2, rows)](top, mass, mixed, *found, *[None] * 4, splits, rows, 1, **merge_constants([channels, 0, 0, 0]))
+    merge[(2, rows)](top, mass, mixed, *found, *[None] * 4, splits, rows, 1, **merge_constants((channels, 0, 0, 0)))
     shares = (top.double() - top.double().amax(1, keepdim=True)).exp()
     assert torch.equal(found[0], top.amax(1))
     torch.testing.assert_close(found[1].double(), (mass * shares).sum(1), rtol=1e-5, atol=0)
@@ -35,7 +35,7 @@ def test_parts_become_one(splits, rows, channels):
 def test_parts_of_nothing_stay_finite():
     top, mass, mixed = torch.full((1, 70, 1), float(NOTHING.value)), torch.zeros(1, 70, 1), torch.zeros(1, 70, 1, 32)
     found = [torch.full(shape, torch.nan) for shape in ((1, 1), (1, 1), (1, 1, 32))]
-    merge[(1, 1)](top, mass, mixed, *found, *[None] * 4, 70, 1, 1, **merge_constants([32, 0, 0, 0]))
+    merge[(1, 1)](top, mass, mixed, *found, *[None] * 4, 70, 1, 1, **merge_constants((32, 0, 0, 0)))
     assert found[0] == top[0, 0] and not found[1].any() and not found[2].any()
 
 
@@ -67,9 +67,9 @@ def test_components_become_channels(sized, components, channels, behind):
         splits,
         rows,
         2,
-        **merge_constants(columns, channels),
+        **merge_constants(tuple(columns), channels),
     )
-    merge[(4, rows)](top, mass, mixed, *expected, *[None] * 4, splits, rows, 2, **merge_constants(columns))
+    merge[(4, rows)](top, mass, mixed, *expected, *[None] * 4, splits, rows, 2, **merge_constants(tuple(columns)))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     own, sums, kept = expected[2].double().unflatten(0, (2, 2)).split([components, int(sized), behind], -1)
     masses = expected[1].double().view(2, 2, rows, 1)
