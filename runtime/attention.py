@@ -7,7 +7,7 @@ layers beside ours), keys and values are tensors and get exact attention here.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -64,11 +64,14 @@ def attention(
     if isinstance(key, CompressedLayer):
         if key.steps and module.training and wants_gradients(query):
             raise ValueError(INFERENCE)
-        output = key.attend(query, attention_mask, Logits(scale, softcap, sliding_window))
+        output = key.attend(query, attention_mask, _logits(scale, softcap, sliding_window))
     else:
         assert isinstance(value, Tensor)
-        output = exact_attention(query, key, value, attention_mask, Logits(scale, softcap, sliding_window))
+        output = exact_attention(query, key, value, attention_mask, _logits(scale, softcap, sliding_window))
     return output.transpose(1, 2).contiguous(), None
+
+
+_logits = lru_cache(Logits)  # the same for all layers of most models
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:

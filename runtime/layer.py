@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from calib.kernels.dispatch import OneChoice
 from calib.runtime.attend.request import QKV, AttendRequest
 from calib.runtime.files.state import State, StateError, branch, dtype_named, named, wholes
 from calib.runtime.logits import Logits
@@ -24,6 +25,8 @@ from calib.runtime.paging.encoding_chunks import encoding_chunks
 from calib.runtime.paging.pages import PAGE_TOKENS, TILE_TOKENS
 from calib.runtime.paging.sequence_state import Draft, Forward, SequenceState
 from calib.runtime.store import LayerContext, Plan, Store
+
+_AS_IT_IS = nullcontext()
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -83,7 +86,7 @@ class CompressedLayer(CacheLayerMixin):
         self.steps += 1
         # Of a prompt gradients are those of plain attention. What is stored has none, and changes before they are asked for.
         refusing = (any(forward.before) or self._in_chunks(forward)) and wants_gradients(*given)
-        with torch.no_grad() if refusing else nullcontext():
+        with OneChoice(), torch.no_grad() if refusing else _AS_IT_IS:
             if forward.recorded:
                 output = self._rehearsed(forward, given, logits)
                 real = given.of_columns(slice(forward.width)) if forward.speculative else given
@@ -137,12 +140,6 @@ class CompressedLayer(CacheLayerMixin):
         self._store(self.store, forward, QKV(keys[:, :, :0], *arrived))
         forward.stored()
         self.seen = seen
-
-    def replayed(self, forward: Forward) -> None:
-        """A step of this layer has been done on the device alone; the host counts it."""
-        self.steps += 1
-        self.seen += forward.width
-        forward.stored()
 
     def _check_window(self, asked: int | None) -> None:
         kept = self.sequences.sliding

@@ -61,7 +61,8 @@ def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, Atten
         tile = query[:, :, at : at + step] if length > step else query
         queries = range(at, at + tile.shape[2])
         # Query rows of a KV head: group-major, then the tokens of the tile.
-        grouped = GroupedQuery(tile.unflatten(1, (kv_heads, -1)).flatten(2, 3).contiguous(), held.logits.scale)
+        by_head = tile.reshape(query.shape[0], kv_heads, heads // kv_heads * len(queries), query.shape[3])
+        grouped = GroupedQuery(by_head.contiguous(), held.logits.scale)
         plan = held.plan(queries, grouped.given.shape[2])
         softmax, asked, exact = RunningSoftmax(), list[ScoredSpan](), None
         for span in held.spans(grouped, plan, new_keys, new_values, observed):
@@ -87,7 +88,8 @@ def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, Atten
             with torch.no_grad():
                 seen = AttentionStats.of(observed, asked, softmax.normaliser(), plan, queries)
                 stats = seen if stats is None else stats.plus(seen, plan.new)
-        outputs.append(mixed.unflatten(2, (-1, len(queries))).flatten(1, 2).to(query.dtype))
+        mixed = mixed if mixed.dtype == query.dtype else mixed.to(query.dtype)
+        outputs.append(mixed.reshape(query.shape[0], heads, len(queries), mixed.shape[3]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), stats
 
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -19,30 +19,17 @@ from calib.runtime.paging.sequence_state import Forward
 
 @dataclass
 class LayerTokens(ABC):
-    """The tokens that the rows of a `request` hold, by their sequence `state`, and what is fetched beside them."""
+    """The tokens that the rows of a `request` hold, by their sequence `state`, and what is `fetched` in place of packed ones."""
 
     state: Any
     request: AttendRequest
+    forward: Forward = field(init=False)
+    rows: range = field(init=False)
+    logits: Logits = field(init=False)
+    fetched: FetchedTokens | None = field(init=False)
 
-    @property
-    def forward(self) -> Forward:
-        """The forward under way."""
-        return self.request.forward
-
-    @property
-    def rows(self) -> range:
-        """Of the batch."""
-        return self.request.rows
-
-    @property
-    def logits(self) -> Logits:
-        """Scale, soft cap and sliding window."""
-        return self.request.logits
-
-    @property
-    def fetched(self) -> FetchedTokens | None:
-        """Exact tokens in place of packed ones."""
-        return self.request.fetched
+    def __post_init__(self) -> None:
+        self.forward, self.rows, self.logits, _, _, self.fetched = self.request
 
     @abstractmethod
     def plan(self, queries: range, query_rows: int) -> ReadPlan:

@@ -8,6 +8,7 @@ What is no such step (a prompt, drafts, a step that encodes a block) runs as alw
 
 import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -76,8 +77,10 @@ class StepGraphs:
         if block.recorded is None:
             return self._recorded(block, step, forward, named)
         block.graph_inputs.feed(step)
-        for layer in self.layers:
-            layer.replayed(step)
+        for layer in self.layers:  # has done it on the device alone; the host counts
+            layer.steps += 1
+            layer.seen += 1
+        step.stored_by_all()
         self.replays += 1
         block.recorded.replay()
         return _copied(block.recorded.result)
@@ -199,6 +202,12 @@ def _copied(result: Any) -> Any:
     """A result of its own: the next replay writes over the other."""
     if isinstance(result, Tensor):
         return result.clone()
-    if isinstance(result, ModelOutput):
-        return type(result)(**{name: _copied(value) for name, value in result.items()})
+    if isinstance(
+        result, ModelOutput
+    ):  # attributes, and those that are not None also by name; made anew it would check every one
+        copied = OrderedDict.__new__(type(result))
+        vars(copied).update(vars(result))
+        for name, value in result.items():
+            copied[name] = _copied(value)
+        return copied
     return type(result)(map(_copied, result)) if isinstance(result, tuple | list) else result

@@ -2,6 +2,7 @@
 has P = `table.page_tokens` slots."""
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,18 @@ from calib.runtime.files.state import State
 from calib.runtime.paging.pages import GROWTH, PageTable
 from calib.runtime.paging.sequence_state import Forward, SequenceState
 from calib.runtime.stages.selection import Schedule
+
+MOST_KNOWN = 4096  # lengths that are remembered
+
+
+class _Row(NamedTuple):
+    """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, pages of the only table,
+    and what the shapes of a `ReadPlan` follow from."""
+
+    page: int
+    packed: int
+    pages: list[int]
+    shape: Hashable
 
 
 class OrderedSequenceState(SequenceState):
@@ -30,6 +43,7 @@ class OrderedSequenceState(SequenceState):
         """The schedules of both streams, the others as `SequenceState` has them, and whether pages are `fitted` to short rows
         (`PageTable`)."""
         self.keys, self.values, self.fitted = keys, values, fitted
+        self._known: dict[int, _Row] = {}
         super().__init__(layers, sliding, growth=growth)
 
     def clear(self) -> None:
@@ -44,11 +58,26 @@ class OrderedSequenceState(SequenceState):
 
     def packed(self, length: int) -> int:
         """Tokens of which key and value are both encoded: what attention reads from pages alone."""
-        return min(self.keys.packed(length), self.values.packed(length))
+        return self._at(length).packed
+
+    def _at(self, length: int) -> "_Row":
+        """See `_Row`; remembered, because rows of one length and consecutive steps ask again."""
+        found, page = self._known.get(length), self.tables[0].page_tokens
+        if found is None or found.page != page:
+            if len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            found = self._known[length] = self._row_of(length, page)
+        return found
+
+    def _row_of(self, length: int, page: int) -> "_Row":
+        keys, encoded = self.keys.packed(length), max(self.keys.encoded(length), self.values.encoded(length))
+        packed = min(keys, self.values.packed(length))
+        shape = self.first_page(length), -(-packed // page), -(-keys // page), keys > packed, length == packed
+        return _Row(page, packed, [-(-encoded // page)], shape)
 
     def held(self, row: int, length: int) -> list[int]:
         """The same, as slots of the only tier."""
-        return [self.packed(length)]
+        return [self._at(length).packed]
 
     def exact(self, row: int, length: int) -> int:
         """Tokens in the window of values."""
@@ -67,14 +96,7 @@ class OrderedSequenceState(SequenceState):
 
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
-        ends, page = (
-            [(held, self.packed(held), self.keys.packed(held)) for held in forward.before],
-            self.table.page_tokens,
-        )
-        return self.table.version, tuple(
-            (self.first_page(held), -(-read // page), -(-keys // page), keys > read, held == read)
-            for held, read, keys in ends
-        )
+        return self.table.version, tuple([self._at(held).shape for held in forward.before])
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what both schedules encode; those that a sliding window has left behind are given back."""
@@ -106,7 +128,7 @@ class OrderedSequenceState(SequenceState):
 
     def pages_of(self, row: int, length: int) -> list[int]:
         """What the stream needs that encodes more."""
-        return [-(-max(self.keys.encoded(length), self.values.encoded(length)) // self.table.page_tokens)]
+        return self._at(length).pages
 
     def first_page(self, length: int) -> int:
         """Where the oldest token lies that a query behind `length` tokens can see; its own row always keeps its newest."""

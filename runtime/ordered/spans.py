@@ -33,7 +33,6 @@ from calib.runtime.ordered.stream import Stream
 from calib.runtime.ordered.window_keys import WindowKeys
 from calib.runtime.paging.pages import Pages
 from calib.runtime.paging.sequence_state import Forward
-from calib.runtime.stages.codec.in_pages import mapped, packed_stream
 
 
 @dataclass
@@ -96,7 +95,8 @@ class OrderedTokens(LayerTokens):
                 span, slots = self._with_keys_ahead(span, slots)
         replaced, hidden = self._fetched_masks(plan, slots)
         if span is not None:
-            yield (part := self._in_one(scorer, replace(span, hidden=replaced), slots, count, runs=True))
+            span = span if replaced is None else replace(span, hidden=replaced)
+            yield (part := self._in_one(scorer, span, slots, count, runs=True))
             assert isinstance(part.mix, Attended)
             ahead = part.mix.ahead
         groups = (*self._slots(scorer, plan, new_keys, new_values, ahead), *self._fetched_group())
@@ -167,8 +167,7 @@ class OrderedTokens(LayerTokens):
         new = ExactGroup(new_values, new_keys)
         if not plan.window:
             return (new,)
-        own = slice(self.rows.start, self.rows.stop)
-        held, values = (stream.window.tokens[own, :, : plan.window] for stream in (self.keys, self.values))
+        held, values = (stream.window.leading(self.rows, plan.window) for stream in (self.keys, self.values))
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         if ahead is not None:
             return ExactGroup(values, held, ahead, found.ahead_index), new
@@ -186,10 +185,14 @@ class OrderedTokens(LayerTokens):
 
     def _with_keys_ahead(self, span: PageSpan, slots: slice) -> tuple[PageSpan, slice]:
         """With the pages of keys that are packed ahead of the slots: they may lie in later ones."""
-        table, own, page = self.state.table, self.rows, self.keys.pool.page_tokens
-        pages = range(slots.start // page, max(len(table.rows[row]) for row in own))
-        numbers = page_numbers(table, self.forward, own, pages, span.table.device)
-        return replace(span, table=numbers), slice(slots.start, pages.stop * page)
+        key = ("keys ahead", id(span))  # which the plan of all layers holds
+        if key not in self.forward.readings:
+            table, page = self.state.table, self.keys.pool.page_tokens
+            pages = range(slots.start // page, max(len(table.rows[row]) for row in self.rows))
+            numbers = page_numbers(table, self.forward, self.rows, pages, span.table.device)
+            self.forward.readings[key] = replace(span, table=numbers), slice(slots.start, pages.stop * page)
+        found: tuple[PageSpan, slice] = self.forward.readings[key]
+        return found
 
     def _in_one(
         self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, runs: bool = False
@@ -270,11 +273,7 @@ class OrderedTokens(LayerTokens):
     @cached_property
     def _streams(self) -> tuple[PackedStream | None, PackedStream | None]:
         """Keys and values as a kernel reads them."""
-        keys, values = (
-            mapped(packed_stream(own.plan.codec, own.pool, own.head_dim), own.plan.transform)
-            for own in (self.keys, self.values)
-        )
-        return keys, values
+        return self.keys.in_pages, self.values.in_pages
 
     def _mix(self, tile: Tile, weights: Tensor) -> list[Tensor]:
         """Weighted sum of a tile's values; a tile may end within its last page."""

@@ -3,10 +3,13 @@
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.operation import PackedStream
+from calib.kernels.dispatch import prefers_triton
 from calib.kernels.put_tokens.operation import Put
 from calib.runtime.device.graph_inputs import Numbers
 from calib.runtime.files.state import State, branch, part_of, tensor_like
@@ -19,6 +22,7 @@ from calib.runtime.paging.window import Window, allocated
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded
+from calib.runtime.stages.codec.in_pages import mapped, packed_stream
 from calib.runtime.stages.contract import Codec, Transform
 from calib.runtime.stages.selection import Schedule
 from calib.runtime.stages.to_device import tensors_of, to_device
@@ -39,6 +43,19 @@ class StreamPlan:
     def to(self, device: torch.device) -> "StreamPlan":
         """The same stages with their tables on `device`, in storage of their own."""
         return replace(self, transform=to_device(self.transform, device), codec=to_device(self.codec, device))
+
+
+MOST_KNOWN = 4096  # lengths that are remembered
+
+
+class _Step(NamedTuple):
+    """Where the tokens of a decode step go: groups of rows of which a block is `encoding`, slots of the `window` in use behind it,
+    and there the `slots` of the newest tokens of `rows`, None where all stay; without a window the slots of pages `rows`."""
+
+    encoding: list[list[int]]
+    window: int
+    rows: Tensor | None
+    slots: Tensor | int | None
 
 
 class Stream:
@@ -62,6 +79,7 @@ class Stream:
         fields = plan.codec.fields(self.head_dim, like.dtype, self.fp32_params)
         self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.overflowed_outliers = counter(plan.codec, like.device)
+        self._steps: dict[int, tuple[int, bool, bool]] = {}
 
     def _coded(self, like: Tensor) -> Tensor:
         """What the codec sees. Tokens that no transform changes stay where they lie: a prompt in float32 would be written and read
@@ -77,6 +95,14 @@ class Stream:
             return None
         assert self.rotation is not None, "a folded bias without the model's RoPE"
         return BiasAtPositions(stage, self.rotation)
+
+    @property
+    def in_pages(self) -> PackedStream | None:
+        """The pages as a kernel of attention reads them; None: no kernel does."""
+        return self.pool.derived.once("stream", self._in_pages, (prefers_triton(self.pool.device),))
+
+    def _in_pages(self) -> PackedStream | None:
+        return mapped(packed_stream(self.plan.codec, self.pool, self.head_dim), self.plan.transform)
 
     def decoded(self, table: PageTable, row: int, length: int) -> Tensor:
         """What the codes of a row of `length` tokens say, in order: float32 `[kv_heads, packed tokens, head_dim]`."""
@@ -131,46 +157,75 @@ class Stream:
     @property
     def encodes_plainly(self) -> bool:
         """Whether a step's token goes straight into pages, encoded as it is."""
+        return self.pool.derived.once("plainly", self._encodes_plainly)
+
+    def _encodes_plainly(self) -> bool:
+        if self.plan.schedule.window():
+            return False
         prologue = self.plan.transform.prologue()
         plain = prologue is not None and prologue.moves and self.bias is None and self.overflowed_outliers is None
-        return plain and not self.plan.schedule.window()
+        return plain
 
     def store_step(self, forward: Forward, table: PageTable, new: Tensor, block: Block | None = None) -> list[Put]:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are, but for what it
         returns: that is still to be put where it belongs. `block`: the tokens encoded, where that is done already."""
-        schedule = self.plan.schedule
-        if not schedule.window():  # straight into pages
-            pages, slots = (forward.tensor(*numbers, new.device) for numbers in _positions(table))
+        key = ("step", self.role)
+        if key not in forward.readings:  # the same for every layer
+            forward.readings[key] = self._step(forward, table, new.device)
+        step: _Step = forward.readings[key]
+        if not self.window.size:  # straight into pages
             own = new if self.bias is None else self.bias.off(forward, new)
-            return self.pool.puts(pages, slots, self._encode(own) if block is None else block)
-        for rows in forward.equal_length_groups:
+            assert step.rows is not None and isinstance(step.slots, Tensor)
+            return self.pool.puts(step.rows, step.slots, self._encode(own) if block is None else block)
+        for rows in step.encoding:
             self._write_pages(rows, forward, table, new)
-        self.window.resize(max(map(schedule.slots, forward.after)))
-        staying, size = (
-            [row for row, after in enumerate(forward.after) if schedule.packed(after) < after],
-            self.window.size,
-        )
+        self.window.resize(step.window)
+        return [] if step.slots is None else [Put(self.window.tokens, new, step.slots, step.rows)]
+
+    def _step(self, forward: Forward, table: PageTable, device: torch.device) -> "_Step":
+        """See `_Step`."""
+        schedule, size = self.plan.schedule, self.window.size
+        if not size:
+            pages, slots = (forward.tensor(*numbers, device) for numbers in _positions(table))
+            return _Step([], 0, pages, slots)
+        encoding = [rows for rows in forward.equal_length_groups if range(*self._encoding(forward, rows[0]))]
+        window = max(map(schedule.slots, forward.after))
+        staying = [row for row, after in enumerate(forward.after) if schedule.packed(after) < after]
         newest = {forward.before[row] % size for row in staying}
-        if len(staying) == new.shape[0] and len(newest) == 1 and forward.graph_inputs is None:
-            return [Put(self.window.tokens, new, newest.pop())]
         if not staying:
-            return []
-        at = forward.tensor(f"{self.role} staying", lambda _: staying, new.device)
-        slots = forward.tensor(
-            f"{self.role} newest", lambda step: [step.before[row] % size for row in staying], new.device
-        )
-        return [Put(self.window.tokens, new, slots, at)]
+            return _Step(encoding, window, None, None)
+        if len(staying) == len(forward.after) and len(newest) == 1 and forward.graph_inputs is None:
+            return _Step(encoding, window, None, newest.pop())
+        at = forward.tensor(f"{self.role} staying", lambda _: staying, device)
+        slots = forward.tensor(f"{self.role} newest", lambda step: [step.before[row] % size for row in staying], device)
+        return _Step(encoding, window, at, slots)
+
+    def _encoding(self, forward: Forward, row: int) -> tuple[int, int]:
+        """The first token of a row that a forward encodes, and where they end."""
+        encoded = self.plan.schedule.encoded
+        return max(encoded(forward.before[row]), forward.oldest[row]), encoded(forward.after[row])
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`."""
-        schedule, window = self.plan.schedule, self.window
-        if allocated(max(map(schedule.slots, forward.after)), window.size) != window.tokens.shape[2]:
+        window, steps = self.window, [self._step_at(length) for length in forward.before]
+        rows, _, slots, _ = window.tokens.shape
+        if window.size and any(encodes for _, _, encodes in steps):
             return None
-        ends = list(zip(forward.before, forward.after, strict=True))
-        if window.size and any(schedule.encoded(before) < schedule.encoded(after) for before, after in ends):
+        if allocated(max(used for used, _, _ in steps), window.size) != slots:
             return None
-        staying = tuple(schedule.packed(after) < after for _, after in ends)
-        return staying, len(window.tokens), window.tokens.shape[2], self.pool.capacity, self.pool.page_tokens
+        staying = tuple([stays for _, stays, _ in steps])
+        return staying, rows, slots, self.pool.capacity, self.pool.page_tokens
+
+    def _step_at(self, length: int) -> tuple[int, bool, bool]:
+        """Of one more token behind so many: slots of the window then in use, whether the token stays in it, and whether any is
+        encoded. Remembered, because rows of one length and consecutive steps ask again."""
+        if length not in self._steps:
+            if len(self._steps) > MOST_KNOWN:
+                self._steps.clear()
+            schedule, after = self.plan.schedule, length + 1
+            encodes = schedule.encoded(length) < schedule.encoded(after)
+            self._steps[length] = schedule.slots(after), schedule.packed(after) < after, encodes
+        return self._steps[length]
 
     def store_run(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor) -> None:
         """Stores what `rows`, a group of equal length, were given: `new [len(rows), kv_heads, their tokens, head_dim]`."""
@@ -182,9 +237,7 @@ class Stream:
 
     def _write_pages(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor, own: bool = False) -> None:
         """Encodes what the schedule asks for. `new` holds the tokens of all rows of the batch, or of `rows` if `own`."""
-        before, after = forward.before[rows[0]], forward.after[rows[0]]
-        start = max(self.plan.schedule.encoded(before), forward.oldest[rows[0]])
-        stop = self.plan.schedule.encoded(after)
+        before, (start, stop) = forward.before[rows[0]], self._encoding(forward, rows[0])
         if start >= stop:
             return
         tokens = new if own or len(rows) == new.shape[0] else new[rows]

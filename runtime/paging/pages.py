@@ -67,6 +67,7 @@ class PageTable:
         self._free: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
         self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
+        self._shares: bool | None = None  # once somebody has asked
         self._first: dict[tuple[range, torch.device], Pages] = {}
         self._released: dict[int, int] = {}  # positions of a row that `release` is done with
 
@@ -107,6 +108,13 @@ class PageTable:
                 held[position] = EMPTY
                 self._changed()
         self._released[row] = max(stop, self._released.get(row, 0))
+
+    @property
+    def shares(self) -> bool:
+        """Whether any page is held by several rows."""
+        if self._shares is None:
+            self._shares = max(self._holders, default=0) > 1
+        return self._shares
 
     def prepare(self, needed: int) -> None:
         """Grows the capacity so that `needed` pages can be taken."""
@@ -245,6 +253,7 @@ class PageTable:
 
     def _changed(self) -> None:
         self.version += 1
+        self._shares = None
         self._tensors.clear()
         self._selected.clear()
         self._first.clear()

@@ -13,6 +13,7 @@ from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.runtime.device.graph_inputs import upload
 from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable
+from calib.runtime.paging.derived import Derived
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.pages import PAGE_TOKENS, Pages
 
@@ -30,7 +31,7 @@ def device_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 class PagePool:
     """One layer's pages: for each field of a stream a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]`, where
     heads share it `[pages, 1, ...]`. What a whole segment shares is one row of its page: a page is then no more than a segment.
-    Where `memory` gives tensors of another device, what is read comes to the pool's own.
+    Where `memory` gives tensors of another device, what is read comes to the pool's own. `derived` is made anew when pages move.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PagePool:
         self.fields: dict[str, Field] = {}
         self.tensors: dict[str, Tensor] = {}
         self._tiles: dict[tuple[str, int], tuple[int, Block]] = {}
+        self.derived = Derived()
         self._reads_views = self._lies_as_read()
         self.fit(fields)
 
@@ -62,7 +64,7 @@ class PagePool:
                 new[..., : old.shape[-1]] = old
             self.tensors[name] = new
         self.fields = fields
-        self._tiles.clear()
+        self._forget()
 
     def _zeros(self, field: Field, pages: int, page_tokens: int) -> Tensor:
         """`[pages, kv_heads or 1, rows, width]`, in the order in memory in which it is read: kernels read a page as it lies; plain
@@ -78,6 +80,11 @@ class PagePool:
     def _lies_as_read(self) -> bool:
         """Whether pages lie in the order in which plain torch reads them."""
         return self.memory is device_memory and not prefers_triton(self.device)
+
+    def _forget(self) -> None:
+        """The tensors are others."""
+        self._tiles.clear()
+        self.derived.clear()
 
     def rows_of(self, field: Field) -> int:
         """Tokens of a row of `field`."""
@@ -95,7 +102,7 @@ class PagePool:
                 new[: self.capacity, :, : old.shape[2]] = old
             self.tensors[name] = new
         self.capacity, self.page_tokens = capacity, slots
-        self._tiles.clear()
+        self._forget()
 
     def to(self, device: torch.device) -> None:
         """Moves every page."""
@@ -103,7 +110,7 @@ class PagePool:
         self._reads_views = self._lies_as_read()
         for name, tensor in self.tensors.items():
             self.tensors[name] = self._zeros(self.fields[name], self.capacity, self.page_tokens).copy_(tensor)
-        self._tiles.clear()
+        self._forget()
 
     def bytes_by_kind(self, capacity: int) -> Counter[str]:
         """Bytes of so many pages, from shapes."""
@@ -156,7 +163,7 @@ class PagePool:
             kept = self._zeros(self.fields[name], len(pages), self.page_tokens)
             self.tensors[name] = kept.copy_(tensor[upload(pages, torch.int64, tensor.device)])
         self.capacity = len(pages)
-        self._tiles.clear()
+        self._forget()
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole pages, (from, to) each."""

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import ne
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +113,11 @@ class Forward:
         if not self.pending:
             self.columns = self.ids = self.host_forward = None
 
+    def stored_by_all(self) -> None:
+        """All layers have."""
+        self.pending = 1
+        self.stored()
+
     def tensor(
         self, name: str, numbers: "Numbers[Forward]", device: torch.device, dtype: torch.dtype = torch.int64
     ) -> Tensor:
@@ -186,6 +192,14 @@ class SequenceState(ABC):
     def encoded(self, row: int, length: int) -> int:
         """How many tokens of `row`, always its first but for sinks, have a key that is not exact any more once it holds
         `length`."""
+
+    def moves_pages(self, forward: Forward) -> bool:
+        """Whether any row needs pages that it does not have, writes to one that is shared, or may give some back."""
+        if self.sliding is not None or any(table.shares for table in self.tables):
+            return True
+        held = zip(*(map(len, table.rows) for table in self.tables), strict=True)
+        needed = (self.pages_of(row, length) for row, length in enumerate(forward.after))
+        return any(map(ne, map(list, held), needed))
 
     @abstractmethod
     def reserve(self, forward: Forward) -> None:
@@ -293,7 +307,10 @@ class SequenceState(ABC):
 
     def _take_in(self, forward: Forward) -> None:
         """Advances the lengths once the pages are there."""
-        self.reserve(forward)
+        if all(forward.before) and not self.moves_pages(forward):
+            forward.oldest, forward.copies = [0] * len(self.lengths), [[] for _ in self.tables]
+        else:
+            self.reserve(forward)
         self.lengths = forward.after
         if self.host_state is not None and forward.host_forward is not None:
             self.host_state._take_in(forward.host_forward)

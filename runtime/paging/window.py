@@ -35,6 +35,12 @@ class Window:
             tokens[:, :, :kept] = self.tokens[:, :, :kept]
             self.tokens = tokens
 
+    def leading(self, rows: range, slots: int) -> Tensor:
+        """Of `rows` the first `slots` or all that are allocated: `[len(rows), kv_heads, slots, head_dim]`."""
+        if len(rows) == self.tokens.shape[0] and slots >= self.tokens.shape[2]:
+            return self.tokens
+        return self.tokens[rows.start : rows.stop, :, :slots]
+
     def permute(self, sources: Tensor) -> None:
         """Row i becomes a copy of row `sources[i]`."""
         self.tokens = self.tokens.index_select(0, sources)

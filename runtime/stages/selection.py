@@ -88,6 +88,11 @@ class Tiering(Protocol):
         """Tokens in the exact window then: the newest, in no tier yet, and sinks."""
         ...
 
+    def changes(self, length: int, prompt: int) -> bool:
+        """Whether tiers may hold others than before from the token on that makes a row hold `length`; if not it is one more in the
+        exact window."""
+        return True
+
     def evicts(self, stored: int) -> bool:
         """Whether tokens are dropped where `stored` of its tiers are stored."""
         return False

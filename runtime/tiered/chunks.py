@@ -7,8 +7,8 @@ encoded is ever touched again.
 
 import warnings
 from collections.abc import Hashable
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,24 @@ from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.store import Footprint, LayerContext
+from calib.runtime.tiered.probe_rows import MOST_BLOCKS, LayerProbes
 from calib.runtime.tiered.rope_on_read import unrotated
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
 
-MOST_BLOCKS = 1024  # whose probes are remembered
+
+class _Changes(NamedTuple):
+    """What a forward does to windows: the `most` slots in use before or behind it and those `left` behind it, of all rows of the
+    `batch`; rows of which a chunk is `going_on` by one token, as a tensor of `rows` where they differ or are not all, and the
+    `slots` of these tokens; and the `others` in groups of equal length."""
+
+    most: int
+    left: int
+    batch: int
+    going_on: list[int]
+    rows: Tensor | None
+    slots: Tensor | int
+    others: list[list[int]]
 
 
 class ChunkStore(TieredStore):
@@ -40,6 +53,8 @@ class ChunkStore(TieredStore):
         super().__init__(plan, keys, values, sequences, context)
         self.tiering: RatioTiers = plan.tiering
         self._blocks: dict[range, tuple[bool, ...]] = {}
+        if self.observes:
+            sequences.probe_rows.add(context.layer, LayerProbes(plan.probes, self.rng))
         self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
@@ -83,13 +98,17 @@ class ChunkStore(TieredStore):
         if forward.graph_inputs is not None:
             assert self.windows is not None
             return self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
+        if forward.width == 1 and all(forward.before[row] for row in rows):
+            one_each = self._probes_of_step(forward, rows)[self.sequences.probe_rows.number_of(self.context.layer)]
+            if not any(one_each):
+                return None
+            width = self.sequences.most_exact(forward, rows)
+            return Observed(tier=False) if all(one_each) else self._watched(forward, rows, width, device)
         spans = [(forward.before[row], forward.after[row], self.sequences.prompt(row)) for row in rows]
         probes = [self._probes(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
         if not any(map(any, probes)):
             return None
         width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
-        if forward.width == 1:
-            return Observed(tier=False) if all(map(all, probes)) else self._watched(forward, rows, width, device)
         weights = torch.zeros(len(rows), len(probes[0]), width + len(probes[0]))
         for i, ((before, after, prompt), own) in enumerate(zip(spans, probes, strict=True)):
             exact = self.tiering.exact(before, prompt)  # sinks are counted for nothing, whichever their chunk
@@ -100,19 +119,21 @@ class ChunkStore(TieredStore):
 
     def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Observed:
         """The window and the new token, for the rows whose one query is a probe."""
-
-        def chosen(step: Forward) -> list[int]:
-            key = ("chunks of new tokens", rows)
-            if key not in step.readings:  # the same for every layer; what is chosen of them is not
-                held = [step.before[row] for row in rows]
-                chunks = [
-                    self.tiering.chunk_of(n, self.sequences.prompt(row)) for n, row in zip(held, rows, strict=True)
-                ]
-                step.readings[key] = [(chunk, n - chunk.start) for chunk, n in zip(chunks, held, strict=True)]
-            return [int(self._block(chunk)[number]) for chunk, number in step.readings[key]]
-
-        flags = forward.tensor(f"probes of layer {self.context.layer} among {rows}", chosen, device)
+        probe_rows = self.sequences.probe_rows
+        flags = forward.tensor(
+            f"probes among {rows}", lambda step: list(chain.from_iterable(self._probes_of_step(step, rows))), device
+        ).view(len(probe_rows), len(rows))[probe_rows.number_of(self.context.layer)]
         return Observed(False, flags[:, None, None].expand(-1, 1, slots + 1))
+
+    def _probes_of_step(self, step: Forward, rows: range) -> list[tuple[bool, ...]]:
+        """For each layer, whether the one new query of each of the `rows` is a probe."""
+        key = ("probes", rows)
+        if key not in step.readings:  # worked out by the first layer
+            held = [(step.before[row], self.sequences.prompt(row)) for row in rows]
+            by_row = [self.sequences.probe_rows.at(self.tiering.chunk_of(n, prompt), n) for n, prompt in held]
+            step.readings[key] = list(zip(*by_row, strict=True))
+        found: list[tuple[bool, ...]] = step.readings[key]
+        return found
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: steps whose chunk goes on in every row."""
@@ -129,47 +150,54 @@ class ChunkStore(TieredStore):
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
         if "chunks" not in forward.readings:  # the same for every layer
-            forward.readings["chunks"] = self._changes(forward)
-        exact, left, going_on, others = forward.readings["chunks"]
-        self._resize(max(exact + left))
-        for rows in others:
+            forward.readings["chunks"] = self._changes(forward, keys.device)
+        changes: _Changes = forward.readings["chunks"]
+        self._resize(changes.most)
+        for rows in changes.others:
             self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
-        if going_on:
-            self._append(going_on, exact, forward, keys, values)
-        self._resize(max(left))
+        if changes.going_on:
+            self._append(changes, keys, values)
+        self._resize(changes.left)
         self.shown.clear()
 
-    def _changes(self, forward: Forward) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-        """Exact tokens of each row before and after; the rows that gain one, and the others in groups of equal length."""
+    def _changes(self, forward: Forward, device: torch.device) -> "_Changes":
+        """See `_Changes`."""
         exact, left = (
             [self.sequences.exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after)
         )
         step = forward.width == 1 and forward.columns is None
         going_on = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if step and other > one]
         others = [[row for row in rows if row not in going_on] for rows in self.sequences.equal_length_groups(forward)]
-        return exact, left, going_on, [rows for rows in others if rows]
+        slots: Tensor | int = 0
+        index: Tensor | None = None
+        if going_on:
+            slots = exact[going_on[0]]
+            level = len(going_on) == len(exact) == exact.count(slots) and forward.graph_inputs is None
+            if not level:
+                index = forward.tensor("rows that go on", lambda _: going_on, device)
+                slots = forward.tensor(
+                    "their slots",
+                    lambda step: [self.sequences.exact(row, step.before[row]) for row in going_on],
+                    device,
+                )
+        return _Changes(
+            max(exact + left), max(left), len(exact), going_on, index, slots, [rows for rows in others if rows]
+        )
 
-    def _append(self, rows: list[int], exact: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """One token each for `rows` whose chunk goes on."""
+    def _append(self, changes: "_Changes", keys: Tensor, values: Tensor) -> None:
+        """One token each for the rows whose chunk goes on."""
         assert self.windows is not None
-        slots = [exact[row] for row in rows]
-        level = len(rows) == len(exact) and len(set(slots)) == 1 and forward.graph_inputs is None
-        index: Any = slice(None)
-        position: Any = slots[0]
-        if not level:
-            index = forward.tensor("rows that go on", lambda _: rows, keys.device)
-            position = forward.tensor(
-                "their slots", lambda step: [self.sequences.exact(row, step.before[row]) for row in rows], keys.device
-            )
         put_tokens(
             [
-                Put(window.tokens, new, position, None if level else index)
+                Put(window.tokens, new, changes.slots, changes.rows)
                 for window, new in zip(self.windows, (keys, values), strict=True)
             ]
         )
         if not self.shown.seen:
             return
-        held, fresh = self.seen_by(list(range(len(exact))), 1)
+        index: Any = slice(None) if changes.rows is None else changes.rows
+        position: Any = changes.slots
+        held, fresh = self.seen_by(list(range(changes.batch)), 1)
         self.mass[index, :, : held.shape[2]] += held[index]
         self.mass[index, :, position] += fresh[index, :, 0]
 
@@ -271,7 +299,7 @@ class ChunkStore(TieredStore):
         return chosen
 
     def _block(self, chunk: range) -> tuple[bool, ...]:
-        """`Probes.of_block`, remembered: a decode step asks for one row of it."""
+        """`Probes.of_block`, remembered."""
         if chunk not in self._blocks:
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.clear()

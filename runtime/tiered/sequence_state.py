@@ -1,6 +1,7 @@
 """Sequences whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,19 @@ from calib.runtime.messages.printable import printable
 from calib.runtime.paging.pages import PageTable
 from calib.runtime.paging.sequence_state import Forward, SequenceState
 from calib.runtime.stages.selection import Tiering
+from calib.runtime.tiered.probe_rows import ProbeRows
+
+MOST_KNOWN = 4096  # lengths whose slots are remembered
+
+
+class _Row(NamedTuple):
+    """What follows from the lengths of a row and of its prompt: slots in use of the stored tiers and of the exact window, and slots
+    and pages of every table."""
+
+    held: list[int]
+    exact: int
+    filled: list[int]
+    pages: list[int]
 
 
 class TieredSequenceState(SequenceState):
@@ -30,6 +44,8 @@ class TieredSequenceState(SequenceState):
         self.tiering, self.stored = tiering, len(page_tokens)
         self.sinks = tiering.exact_sinks
         self.first = tiering.slots_from
+        self.probe_rows = ProbeRows()
+        self._known: dict[tuple[int, int], _Row] = {}
         super().__init__(layers, sliding, [*page_tokens, 1] if row_params else page_tokens)
 
     @property
@@ -44,11 +60,38 @@ class TieredSequenceState(SequenceState):
 
     def held(self, row: int, length: int) -> list[int]:
         """Slots in use of each stored tier when `row` holds `length` tokens."""
-        return self.tiering.held(length, self.prompt(row))[: self.stored]
+        return self._at(row, length).held
 
     def exact(self, row: int, length: int) -> int:
         """Slots in use of the exact window then."""
-        return self.tiering.exact(length, self.prompt(row))
+        return self._at(row, length).exact
+
+    def _at(self, row: int, length: int) -> "_Row":
+        """See `_Row`; remembered, because rows of one length and consecutive steps ask again."""
+        key = (length, self.prompts[row] if self.prompts else 0)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._row_of(*key)
+        return found
+
+    def _row_of(self, length: int, prompt: int) -> "_Row":
+        before = self._known.get((length - 1, prompt))
+        if before is not None and not self.tiering.changes(length, prompt):
+            return before._replace(exact=before.exact + 1)
+        held = self.tiering.held(length, prompt)[: self.stored]
+        filled = held if self.row_params is None else [*held, int(sum(held) > 0)]
+        pages = [-(-slots // table.page_tokens) for slots, table in zip(filled, self.tables, strict=True)]
+        return _Row(held, self.tiering.exact(length, prompt), filled, pages)
+
+    def most_exact(self, forward: Forward, rows: range) -> int:
+        """Slots of the window that any of the `rows` uses."""
+        key = ("most exact", rows)
+        if key not in forward.readings:  # the same for every layer
+            forward.readings[key] = max(self.exact(row, forward.before[row]) for row in rows)
+        found: int = forward.readings[key]
+        return found
 
     def kept(self, row: int, length: int) -> int:
         """Tokens of `row` in the cache when it has seen `length`."""
@@ -80,13 +123,8 @@ class TieredSequenceState(SequenceState):
 
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
-        versions = tuple(table.version for table in self.tables)
-        pages = [table.page_tokens for table in self.tables[: self.stored]]
-        return versions, tuple(
-            -(-count // page)
-            for row, length in enumerate(forward.before)
-            for count, page in zip(self.held(row, length), pages, strict=True)
-        )
+        versions = tuple([table.version for table in self.tables])
+        return versions, tuple([tuple(self.pages_of(row, length)) for row, length in enumerate(forward.before)])
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""
@@ -96,7 +134,7 @@ class TieredSequenceState(SequenceState):
             if count and not before:
                 self.prompts[row] = count
         held = [
-            list(zip(self._filled(row, before), self._filled(row, after), strict=True))
+            list(zip(self._at(row, before).filled, self._at(row, after).filled, strict=True))
             for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
         ]
         forward.copies = []
@@ -111,11 +149,6 @@ class TieredSequenceState(SequenceState):
                 changes = after > before or (forward.counts[row] and rewritten)
                 copies += table.reserve(row, count, range(first, count) if changes else ())
             forward.copies.append(copies)
-
-    def _filled(self, row: int, length: int) -> list[int]:
-        """Slots in use of every table when `row` holds `length` tokens."""
-        held = self.held(row, length)
-        return held if self.row_params is None else [*held, int(sum(held) > 0)]
 
     def state(self) -> State:
         """Also the prompts."""
@@ -134,8 +167,7 @@ class TieredSequenceState(SequenceState):
 
     def pages_of(self, row: int, length: int) -> list[int]:
         """What its slots take."""
-        filled = self._filled(row, length)
-        return [-(-slots // table.page_tokens) for slots, table in zip(filled, self.tables, strict=True)]
+        return self._at(row, length).pages
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Also the prompts."""

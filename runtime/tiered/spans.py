@@ -50,7 +50,7 @@ class TieredTokens(LayerTokens):
         """Leading slots of the window that are met: those that any row uses, or all where shapes are a block's."""
         if self.windows is not None and self.forward.graph_inputs is not None:
             return self.windows[0].tokens.shape[2]
-        return max(self.state.exact(row, self.forward.before[row]) for row in self.rows)
+        return self.state.most_exact(self.forward, self.rows)
 
     def plan(self, queries: range, query_rows: int) -> ReadPlan:
         """With masks for what rows do not hold."""
@@ -146,7 +146,7 @@ class TieredTokens(LayerTokens):
         new = ExactGroup(plan.read_of(new_values), plan.read_of(new_keys))
         if self.windows is None or not plan.window:
             return ExactTokens((new,), plan.hidden)
-        keys, values = (window.tokens[self.rows.start : self.rows.stop, :, : plan.window] for window in self.windows)
+        keys, values = (window.leading(self.rows, plan.window) for window in self.windows)
         return ExactTokens((ExactGroup(values, keys), new), plan.hidden)
 
     def _exact(

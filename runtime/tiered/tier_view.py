@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import (
-    MOST_RANK,
     Attended,
     ChannelMap,
-    LowRankTerm,
     PackedStream,
     PageSpan,
     attend_pages,
@@ -24,13 +22,13 @@ from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import Tile
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import Pages
-from calib.runtime.stages.codec.corrected import COEFFICIENTS, lists, segment_mix, segment_scores
-from calib.runtime.stages.codec.in_pages import mapped, packed_stream, page_terms, sparse_pages
+from calib.runtime.stages.codec.corrected import lists, segment_mix, segment_scores
+from calib.runtime.stages.codec.in_pages import page_terms, sparse_pages
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.sparse import tokens_first
-from calib.runtime.stages.contract import Codec
 from calib.runtime.tiered.rope_on_read import RopeOnRead
 from calib.runtime.tiered.tier import POSITIONS, Tier
+from calib.runtime.tiered.tier_reading import TierReading
 
 
 class TierView:
@@ -47,10 +45,10 @@ class TierView:
     ) -> None:
         """`rotated` brings decoded keys to their positions, where they are stored before RoPE."""
         self.tier, self.asked, self.rotated = tier, asked, rotated
-        self.transforms = {role: tier.transforms[role].of(rows) for role in tier.transforms}
-        self.codecs = {role: tier.codec(role, rows) for role in tier.transforms}
+        self.reading = TierReading.of(tier, rows)
+        self.transforms, self.codecs = self.reading.transforms, self.reading.codecs
         # What `fused` leaves to others where it attends codes and low rank alone.
-        self.left = {role: self._without_ranked(codec, role) for role, codec in self.codecs.items()}
+        self.left, self.corrected = self.reading.left, self.reading.corrected
         self.row_params, self.tokens = None if tier.row_params is None else row_params, tokens
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
         if tier.row_params is not None and row_params is not None:
@@ -84,19 +82,8 @@ class TierView:
         """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
         if self.rotated is not None and not self._rotates_codes:
             return None, None
-        keys, values = self._stream("keys"), self._stream("values")
-        if not self._is_ranked("values") or self.value_terms is not None:
-            values = mapped(values, self.transforms["values"])
-        return keys if self.rotated else mapped(keys, self.transforms["keys"]), values
-
-    def _stream(self, role: str) -> PackedStream | None:
-        codec, pool, width, part = self.codecs[role], self.tier.pool, self.tier.coded[role], f"{role}."
-        stream = packed_stream(codec.uncorrected, pool, width, part, self.shared[role])
-        if stream is None or codec.corrections is None or not self._is_ranked(role):
-            return stream
-        basis = codec.corrections.vectors(self.shared[role], width)
-        assert basis is not None
-        return replace(stream, ranked=LowRankTerm(pool.tensors[part + COEFFICIENTS], basis))
+        maps_values = not self._is_ranked("values") or self.value_terms is not None
+        return self.reading.streams(self.rotated is not None, maps_values, self.shared)
 
     def _is_ranked(self, role: str) -> bool:
         """Whether attention's kernel takes the low rank of a stream."""
@@ -112,24 +99,14 @@ class TierView:
     @cached_property
     def value_terms(self) -> PageTerms | None:
         """What attention's kernels mix of values besides their codes; None where there is nothing, or others do."""
+        if not (self.corrected or self.reading.ranked):
+            return None
         if self.tier.plan.prediction is not None or self.codecs["values"].component_codes is not None:
             return None
         if self.left["values"].corrections is None:
             terms, width, device = PageTerms(), self.tier.coded["values"], self.tier.pool.device
             return terms if self._is_ranked("values") and terms_supported(terms, width, device) else None
         return self._terms("values")
-
-    def _without_ranked(self, codec: Codec, role: str) -> Codec:
-        """The codec without its low rank, where a kernel takes that: few vectors, and for all of a row's tokens the same."""
-        corrected = codec.corrections
-        if corrected is None or corrected.low_rank is None:
-            return codec
-        few = self.tier.pool.fields[f"{role}.{COEFFICIENTS}"].width <= MOST_RANK
-        return (
-            corrected.without_low_rank
-            if few and (corrected.low_rank.basis is not None or self.tier.row_params)
-            else codec
-        )
 
     @property
     def _rotates_codes(self) -> bool:
@@ -157,7 +134,8 @@ class TierView:
         if span.back is not None:
             span = replace(span, back=self._back(span.back))
         if span.back is not None or cos_sin is not None:
-            span = replace(span, positions=self.tier.pool.tensors.get(POSITIONS))
+            positions = self.tier.pool.tensors.get(POSITIONS)
+            span = span if positions is None else replace(span, positions=positions)
         rope_tables = None if cos_sin is None else self.transforms["keys"].rope_tables(*cos_sin)
         precise = self.tier.dtype == torch.float32
         predicted, transform = self.tier.plan.prediction, self.transforms["values"]
@@ -172,6 +150,8 @@ class TierView:
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, predicted is not None, fold,
             scale=scale, runs=runs and not folds, terms=self.value_terms,
         )  # fmt: skip
+        if not folds and predicted is None:
+            return found
         mixed = transform.fold_output(found.mixed, found.mass) if folds else found.mixed
         if predicted is not None and found.mixed_keys is not None:
             mixed = mixed + predicted.of_mixed(self._key_codes, found.mixed_keys)
@@ -199,14 +179,9 @@ class TierView:
         return back - self.tier.first if self.tier.first else back
 
     @property
-    def corrected(self) -> bool:
-        """Whether tokens are more than codes and what of low rank goes with them."""
-        return any(codec.corrections is not None for codec in self.left.values())
-
-    @property
     def leaves_values(self) -> bool:
         """Whether `fused` leaves something of the values to `corrections`."""
-        return self.left["values"].corrections is not None and self.value_terms is None
+        return self.corrected and self.left["values"].corrections is not None and self.value_terms is None
 
     def corrections(self, tiles: list[Tile], weights: Tensor) -> Tensor:
         """What corrections add to the output of `fused`, from the final `weights [..., slots]`."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from calib.runtime.stages.saliency.probes import share_of
 from calib.runtime.stages.selection import Tiering
@@ -34,16 +35,7 @@ class HeavyHitterBudget(Tiering):
 
     def sizes(self, prompt: int) -> tuple[int, int]:
         """(heavy, recent) tokens of a row with that prompt; together at least one."""
-        heavy, recent = self._parts(prompt)
-        return (0, heavy + recent) if self.local else (heavy, recent)
-
-    def _parts(self, prompt: int) -> tuple[int, int]:
-        if self.ratio is not None:
-            budget = max(1, math.ceil(self.ratio * prompt - 1e-9))
-            recent = budget - budget // 2 if self.recent is None else _tokens(self.recent, prompt)
-            return max(0, budget - recent), min(budget, recent)
-        assert self.heavy is not None and self.recent is not None
-        return _tokens(self.heavy, prompt), _tokens(self.recent, prompt)
+        return _sizes(self.heavy, self.recent, self.ratio, self.local, prompt)
 
     def held(self, length: int, prompt: int) -> list[int]:
         """Tokens in the important tier and below once a row holds `length`."""
@@ -61,6 +53,21 @@ class HeavyHitterBudget(Tiering):
     def exact(self, length: int, prompt: int) -> int:
         """None: every token goes to a tier."""
         return 0
+
+
+@lru_cache(4096, typed=True)  # 1 is a token, 1.0 all of them
+def _sizes(
+    heavy: float | int | None, recent: float | int | None, ratio: float | None, local: bool, prompt: int
+) -> tuple[int, int]:
+    """See `HeavyHitterBudget.sizes`; a step asks again for every row."""
+    if ratio is not None:
+        budget = max(1, math.ceil(ratio * prompt - 1e-9))
+        newest = budget - budget // 2 if recent is None else _tokens(recent, prompt)
+        sizes = max(0, budget - newest), min(budget, newest)
+    else:
+        assert heavy is not None and recent is not None
+        sizes = _tokens(heavy, prompt), _tokens(recent, prompt)
+    return (0, sum(sizes)) if local else sizes
 
 
 def _tokens(amount: float | int, prompt: int) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.stages.saliency.probes import share_of
@@ -49,11 +50,7 @@ class RatioTiers(Tiering):
 
     def counts(self, tokens: int) -> list[int]:
         """How many of so many `tokens` of a chunk go to each tier."""
-        counts, left = [], tokens
-        for share in self.shares[:-1]:
-            counts.append(min(left, share_of(share, tokens)))
-            left -= counts[-1]
-        return [*counts, left]
+        return list(_counts(self.shares, tokens))
 
     def first(self, prompt: int) -> int:
         """Tokens of the first chunk, sinks among them."""
@@ -80,13 +77,18 @@ class RatioTiers(Tiering):
     def held(self, length: int, prompt: int) -> list[int]:
         """Tokens in each tier once a row holds `length`."""
         encoded, first = self.encoded(length, prompt), self.first(prompt) - self.sinks
-        blocks = (encoded - first) // self.block
-        of_first, of_block = self.counts(first), [blocks * count for count in self.counts(self.block)]
         if not encoded:
-            of_first, of_block = [0] * len(of_first), [0] * len(of_block)
+            return [0] * (2 * self.separate_prompt_tiers or len(self.shares))
+        blocks = (encoded - first) // self.block
+        of_first, of_block = self.counts(first), [blocks * count for count in _counts(self.shares, self.block)]
         if self.separate_prompt_tiers:
             return of_first[: self.separate_prompt_tiers] + of_block[: self.separate_prompt_tiers]
         return [one + more for one, more in zip(of_first, of_block, strict=True)]
+
+    def changes(self, length: int, prompt: int) -> bool:
+        """Where a chunk is complete."""
+        behind = length - self.window - self.first(prompt)
+        return behind >= 0 and behind % self.block == 0
 
     def longest(self) -> int:
         """The most tokens that ever stay exact, and one more."""
@@ -132,3 +134,12 @@ class RatioTiers(Tiering):
     def exact(self, length: int, prompt: int) -> int:
         """Tokens in the exact window: sinks and the newest."""
         return length - self.encoded(length, prompt)
+
+
+@lru_cache(4096)
+def _counts(shares: tuple[float, ...], tokens: int) -> tuple[int, ...]:
+    counts, left = list[int](), tokens
+    for share in shares[:-1]:
+        counts.append(min(left, share_of(share, tokens)))
+        left -= counts[-1]
+    return *counts, left
