@@ -1,10 +1,12 @@
-"""What is left for the host in a decode step that is replayed from a graph: microseconds a step, 32 layers. Writes
-benchmarks/results/replay_host.json.
+"""What is left for the host in a decode step of 32 layers that is replayed from a graph, and in one that is not: microseconds.
+Writes benchmarks/results/replay_host.json.
 
-    python benchmarks/replay_host.py [--write]
+    PYTHONPATH=. python benchmarks/replay_host.py [--write]
 
 A graph's launch is replaced by nothing, so that no device and no model's products are in it; a step is lengths, slots and page
-numbers worked out, copied to where the graph reads them, and the answer's copy. Rows hold equally much, or all differ.
+numbers worked out, copied to where the graph reads them, and the answer's copy. Of a step without a graph launches are counted
+instead (`eager_host.py`). Rows hold equally much, or all differ. On a machine that others use as well, each figure is the least
+of several runs.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import eager_host
 import torch
 from protocol import keep, quartiles
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,6 +27,15 @@ LAYERS, ROWS, PROMPT, STEPS = 32, 8, 262, 60
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 4}, "kivi": {"bits": 2, "residual": 128}, "zipcache": {}, "gear": {}, "mikv": {}, "h2o": {},
 }  # fmt: skip
+
+
+EAGER: dict[str, dict[str, Any]] = {
+    "rtn": {"bits": 4},
+    "kivi": {"bits": 2, "residual": 128},
+    "klt": {"bits": 2.0},
+    "zipcache": {},
+}
+RUNS = 5
 
 
 class Nothing:
@@ -74,18 +86,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    os.environ["CALIB_KERNELS"] = "reference"
+    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
     torch.set_num_threads(1)
     step_graphs.recorder = lambda device: Nothing
-    model = model_of()
     batches = {"equal": [PROMPT] * ROWS, "ragged": [PROMPT - row for row in range(ROWS)]}
-    found = {
-        method: {name: microseconds(model, method, lengths) for name, lengths in batches.items()} for method in METHODS
-    }
-    for method, of in found.items():
-        print(f"{method:10}", *(f"{name} {own[1]:4.0f} us" for name, own in of.items()), sep="  ")
+    model, found = model_of(), dict[str, dict[str, list[float]]]()
+    os.environ["CALIB_KERNELS"] = "reference"
+    for method in METHODS:
+        found[method] = {
+            name: min((microseconds(model, method, lengths) for _ in range(RUNS)), key=lambda run: run[1])
+            for name, lengths in batches.items()
+        }
+        print(f"{method:10}", *(f"{name} {own[1]:4.0f} us" for name, own in found[method].items()), sep="  ")
+    os.environ["CALIB_KERNELS"] = "triton"
+    model, eager = eager_host.model_of(LAYERS), dict[str, dict[str, dict[str, Any]]]()
+    for method, options in EAGER.items():
+        eager[method] = {
+            name: min(
+                (eager_host.step(model, method, options, lengths) for _ in range(RUNS)),
+                key=lambda run: run["microseconds"],
+            )
+            for name, lengths in batches.items()
+        }
+        print(
+            f"{method:10}", *(f"{name} {own['microseconds'] / 1e3:5.2f} ms" for name, own in eager[method].items()),
+            eager[method]["equal"]["launches"], sep="  ",
+        )  # fmt: skip
     if asked.write:
-        keep("replay_host.json", {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found})
+        content = {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found, "eager": eager}
+        keep("replay_host.json", content)
 
 
 if __name__ == "__main__":

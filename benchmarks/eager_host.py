@@ -1,0 +1,84 @@
+"""The host's part of a decode step that no graph replays: what runs between a model's keys and the launches of our kernels.
+
+Every launch of ours is replaced by a count. Torch's operators run on small tensors of the CPU: in the steps that are measured
+these are views and allocations, and where a layer watches its probes the sums of their probabilities. Not in it: what Triton
+and CUDA take for a launch, and the model's own layers.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.bases import made_up
+from calib.runtime import compress
+from calib.runtime.attention import attention
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+FIRST, STEPS = 10, 60  # steps that are left out, and all
+
+
+@contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Nothing of ours runs inside, and what would have run is counted, by kernel."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found: Counter[str] = Counter()
+    run = InterpretedFunction.run
+
+    def counted(kernel: Any, *arguments: Any, **options: Any) -> None:
+        found[kernel.fn.__name__] += 1
+
+    InterpretedFunction.run = counted
+    try:
+        yield found
+    finally:
+        InterpretedFunction.run = run
+
+
+def model_of(layers: int) -> LlamaForCausalLM:
+    """So many layers, whose attention is all that is called."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().bfloat16()
+
+
+def drawn(rows: int, heads: int, tokens: int) -> Tensor:
+    """Queries, keys or values as the model would make them."""
+    return torch.randn(rows, heads, tokens, HEAD_DIM).bfloat16()
+
+
+@torch.no_grad()
+def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
+    """Microseconds of a step behind prompts of these `lengths`, its layers' medians added up, and the launches of
+    most steps."""
+    modules, rows = [layer.self_attn for layer in model.model.layers], len(lengths)
+    artifact = made_up(model) if method == "klt" else None
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    taken: list[list[float]] = [[] for _ in modules]
+    launches = []
+    with counted_launches() as counts, compress(model, method, artifact, **options) as cache:
+        for number in range(STEPS + 1):
+            width = 1 if number else max(lengths)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1) if number else mask
+            query, (keys, values) = drawn(rows, HEADS, width), (drawn(rows, KV_HEADS, width) for _ in range(2))
+            counts.clear()
+            for layer, module in enumerate(modules):
+                begun = time.perf_counter()
+                held = cache.update(keys, values, layer)
+                attention(module, query, *held, mask, scaling=HEAD_DIM**-0.5)
+                if number > FIRST:
+                    taken[layer].append(time.perf_counter() - begun)
+            launches.append(tuple(counts.items()))
+    microseconds = 1e6 * sum(map(statistics.median, taken))
+    return {
+        "microseconds": round(microseconds, 1),
+        "launches": dict(statistics.mode(launches[FIRST:])),
+    }
