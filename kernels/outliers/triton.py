@@ -1,6 +1,7 @@
 """Launches `score_kernel.py` and `mixture_kernel.py`: which terms they take, and in how many programs."""
 
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 
 import torch
@@ -12,8 +13,9 @@ from calib.kernels.outliers.mixture_kernel import mixture_terms
 from calib.kernels.outliers.page_terms import AT_ONCE, PageTerms
 from calib.kernels.outliers.score_kernel import score_terms
 
-# Query rows of a program, tokens of a tile, tiles of a program of scores; coefficients of a token and channels at most.
-ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 16, 256
+# Query rows of a program, tokens of a tile, tiles of a program of scores at least, programs of a multiprocessor; coefficients of a
+# token and channels at most.
+ROWS, TOKENS, TILES, PROGRAMS, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 8, 16, 256
 
 FLOATS = (torch.float16, torch.float32)
 INDICES = (torch.uint8, torch.int16, torch.int32)
@@ -30,6 +32,12 @@ def supports(terms: PageTerms, channels: int) -> bool:
         and all(part.dtype in FLOATS for part in numbers)
         and (terms.index is None or terms.index.dtype in INDICES)
     )
+
+
+@lru_cache
+def _programs(device: torch.device) -> int:
+    """Programs that fill the device: each has room of its own, so no more are started, but one for each head and block of rows."""
+    return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8)
 
 
 def _by_token(pages: Tensor) -> bool:
@@ -82,9 +90,12 @@ def scores_of(
     """See `operation.scores_of`."""
     rows, heads, asked, channels = query.shape
     slots, tiles = table.shape[1] * page, triton.cdiv(page, TOKENS)
-    run = TILES if terms.of_rows or not terms.listed else tiles * max(1, TILES // tiles)
     wide = 0 if terms.delta is None else terms.delta.shape[-1] // (channels if terms.listed else 1)
     block = _block(asked)
+    lines = rows * heads * triton.cdiv(asked, block)
+    run = max(TILES, triton.cdiv(table.shape[1] * tiles, max(1, _programs(query.device) // lines)))
+    if terms.listed and not terms.of_rows:
+        run = tiles * triton.cdiv(run, tiles)  # whole pages
     grid = (triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))
     placed = _pieces(grid, terms, channels, TOKENS) if terms.listed else None
     bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)

@@ -134,9 +134,11 @@ def test_lists_of_rows_from_a_later_token():
         assert_scores(query, replace(terms, of_rows=True), looked_at, TABLE, used, 64, first=first)
 
 
+@pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize(("page", "wide", "rank"), [(20, 2, 2), (20, 4, 0), (48, 6, 3), (100, 2, 1)])
-def test_lists_of_pages(page, wide, rank):
+def test_lists_of_pages(page, wide, rank, programs, monkeypatch):
     """And coefficients of each page's own vectors, in the same launch."""
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
     terms, dense = lists(PAGES, page, wide, 32, page)
     if rank:
         held, more = factors(page, rank, 32, 5)
@@ -165,8 +167,10 @@ def test_coefficients_alone():
     assert_scores(randn(2, HEADS, 2, 32, seed=1), PageTerms(**held), slots_of(dense, TABLE), TABLE, used, 20)
 
 
-def test_a_row_is_the_same_alone():
-    """Bit for bit, and twice."""
+@pytest.mark.parametrize("programs", [1, 64])
+def test_a_row_is_the_same_alone(programs, monkeypatch):
+    """Bit for bit, and twice, however many programs share its tokens."""
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
     page, query = 64, randn(2, HEADS, 4, 32, seed=1)
     used = torch.tensor([180, 130], dtype=torch.int32)
     terms = replace(lists(2, 192, 12, 32, 1)[0], of_rows=True, records=torch.tensor([1, 0], dtype=torch.int32))

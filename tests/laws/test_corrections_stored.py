@@ -26,7 +26,7 @@ from tolerances import FLOAT32_ATTENTION
 
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.stages.codec import Corrected, UniformQuant
-from calib.runtime.stages.codec.corrected import OVERFLOWED
+from calib.runtime.stages.codec.corrected import OUTLIERS, OVERFLOWED
 from calib.runtime.stages.contract import Segment
 from calib.runtime.stages.correction import Outliers
 
@@ -202,3 +202,23 @@ def test_indices_are_as_wide_as_a_segment_is_long(count, dtype, form):
         if number == 0:  # beside a longer row
             fit(codec, pages, records, x, 70_000, False)
             assert records.fields["outliers.tokens"].dtype == torch.int32
+
+
+@pytest.mark.parametrize("length", [60, 300])
+def test_lists_from_a_file_are_put_in_order(length):
+    """As they are encoded, whatever order they come in: by token, unused slots last, in the room that a longer row has left."""
+    x = randn(1, HEADS, length, 8, seed=5)
+    found = Outliers(0.2, "tokens", low=torch.tensor(-1.5), high=torch.tensor(1.5))
+    codec = Corrected(UniformQuant(4, (None, 1)), found)
+    block = codec.encode(x)
+    fields = {name: block[OUTLIERS + name] for name in ("delta", "tokens")}
+    room = {name: torch.nn.functional.pad(part, (0, 3 * 8)) for name, part in fields.items()}
+    entries = {name: part.unflatten(-1, (-1, 8)) for name, part in room.items()}
+    order = torch.randperm(entries["delta"].shape[-2], generator=torch.Generator().manual_seed(1))
+    shuffled = {name: part[..., order, :].flatten(-2) for name, part in entries.items()}
+    kept = {name: part.to(torch.int16) if name == "tokens" else part for name, part in shuffled.items()}
+    assert not torch.equal(kept["delta"], room["delta"])
+    found.ordered(kept, 8)
+    assert torch.equal(kept["delta"], room["delta"]) and torch.equal(kept["tokens"].int(), room["tokens"].int())
+    by_channel = entries["tokens"].mT.double().masked_fill(entries["delta"].mT == 0, torch.inf)
+    assert (by_channel.diff(dim=-1).nan_to_num(1) > 0).all() and by_channel.isfinite().any()
