@@ -66,9 +66,6 @@ CASES = (
     Case("the same, sizes and predicted values", "klt", {"6 4 3 2 1 bits, turned, mixed": 1.0}),
 )
 
-# Most of its step is plain torch, whose bytes no loop of ours shows: only its launches say what is out of reach.
-LAUNCHES_ALONE = {"GEAR : SDPA": "gear"}
-
 
 def bytes_of_token(one: Specialisation) -> float:
     """Bytes of a token's keys and values of one KV head as this kernel reads them, parameters included."""
@@ -166,12 +163,6 @@ def predicted(
     }
 
 
-def least(launches: int, device: Device) -> list[float]:
-    """SDPA's time over what launches alone cost: no step with so many is faster against it."""
-    exact = REAL.batch * REAL.kv_heads * REAL.tokens * 2 * REAL.head_dim * 2 / device.copied(1.0)
-    return [(exact + BASELINE_NODES * node) / (launches * node) for node in reversed(NODE)]
-
-
 def launches_of(methods: Iterable[str]) -> dict[str, int]:
     """Launches of a decode step in a layer, by method: `python -m benchmarks.gpu.launches`, whose kernels are interpreted."""
     command = [sys.executable, "-m", "benchmarks.gpu.launches", *methods]
@@ -183,8 +174,7 @@ def found() -> dict[str, Any]:
     """All that the page says."""
     from calib.kernels.attend.specialisations import SPECIALISATIONS
 
-    methods = sorted({case.method for case in CASES} | set(LAUNCHES_ALONE.values()))
-    launches = launches_of(methods)
+    launches = launches_of(sorted({case.method for case in CASES}))
     loops = [
         loop_of(name, SPECIALISATIONS[name], capability, loop_figures(compiled(SPECIALISATIONS[name], capability)))
         for name in dict.fromkeys(name for case in CASES for name in case.loops)
@@ -192,11 +182,6 @@ def found() -> dict[str, Any]:
     ]
     by_name = {(loop["name"], loop["capability"]): loop for loop in loops}
     steps = [predicted(case, by_name, launches[case.method], own) for case in CASES for own in DEVICES.values()]
-    bounds = [
-        {"case": name, "device": own.name, "launches": launches[method], "speedup": least(launches[method], own)}
-        for name, method in LAUNCHES_ALONE.items()
-        for own in DEVICES.values()
-    ]
     return {
         "triton": version("triton"),
         "devices": [asdict(own) for own in DEVICES.values()],
@@ -205,7 +190,6 @@ def found() -> dict[str, Any]:
         "launches": launches,
         "loops": loops,
         "steps": steps,
-        "bounds": bounds,
         "prefill": found_prefill(),
     }
 

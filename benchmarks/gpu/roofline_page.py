@@ -94,14 +94,6 @@ ASSUMED = """
 - sm_100 is compiled and counted. No time is predicted for it.
 """
 
-GAPS = """
-## By launches alone
-
-{case} is not predicted: most of its step is plain torch, whose bytes no loop of ours shows. Its {launches} launches alone keep it
-below these ratios.
-
-"""
-
 Run = Mapping[str, Any]
 
 
@@ -203,10 +195,6 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += table([*steps, "measured", "bound"], step_rows(run, of))
     text += ROOM.format(node=f"{1e6 * run['node_seconds'][1]:g}")
     text += table(["step", "GPU", "method", "launches today", "for accept", "for stretch"], room(run))
-    for case, launches in {bound["case"]: bound["launches"] for bound in run["bounds"]}.items():
-        text += GAPS.format(case=case.split(" : ")[0], launches=launches)
-        rows = [[own["device"], between(*own["speedup"], "x")] for own in run["bounds"] if own["case"] == case]
-        text += table(["GPU", "below"], rows)
     text += section(run["prefill"], of, run["node_seconds"])
     text += PARTS + table([*parts, "waits"], part_rows(run))
     text += LOOPS.format(programs=PROGRAMS)

@@ -119,8 +119,8 @@ def used_slots(store, tier: int, stream: str) -> int:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_generation_never_decodes(model, case, monkeypatch):
     """But for MiKV's demotion: the one token of a head that leaves the important tier is decoded to be encoded again, where it is
-    not exact there; for what corrections must know of the block that is being encoded; and for CSR, which adds atoms up, and KVQuant and
-    ZipCache's keys before RoPE, which are rotated to their positions, a tile at a time."""
+    not exact there; for what corrections must know of the block that is being encoded; and for CSR, which adds atoms up, and
+    KVQuant and ZipCache's keys before RoPE, which are rotated to their positions, a tile at a time."""
     by_tile = case.method in ("csr", "kvquant") or (case.method == "zipcache" and case.options.get("rope") == "before")
     demotes_codes = case.method == "mikv" and case.options.get("important", 16) != 16
     demoted, encoding, most = [], [], TILE_TOKENS if by_tile else int(demotes_codes)
