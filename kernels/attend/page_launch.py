@@ -61,12 +61,12 @@ class PageLaunch:
         key = (PageLaunch, values, query_rows, softcap, turned, mixes_keys)
         found: PageLaunch | None = keys.worked_out.get(key)
         if found is None:
-            found = _over(keys, values, query_rows, softcap, rope_tables, mixes_keys)
+            found = made(keys, values, query_rows, softcap, rope_tables, mixes_keys)
             keys.worked_out[key] = found
         return found
 
 
-def _over(
+def made(
     keys: PackedStream,
     values: PackedStream,
     query_rows: int,
@@ -74,6 +74,7 @@ def _over(
     rope_tables: RopeTables | None,
     mixes_keys: bool,
 ) -> PageLaunch:
+    """The same, kept by nobody."""
     block = block_of(query_rows, sized=values.sizes is not None)
     turn = turn_of(keys, values, block, rope_tables)
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)

@@ -13,6 +13,7 @@ from launches import watch
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import launch_options
 from benchmarks.gpu.targets import MEASUREMENTS, ON_REQUEST
+from calib.kernels.attend import page_launch
 from calib.kernels.attend import triton as attend
 
 pytestmark = pytest.mark.arithmetic
@@ -96,11 +97,11 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
     from calib.kernels.attend.operation import PageSpan
     from calib.kernels.attend.specialisations import stream_of
 
-    launched, own = watch(monkeypatch, "attend", runs=False), (attend.PROGRAMS, attend.stages_of)
+    launched, own = watch(monkeypatch, "attend", runs=False), (attend.PROGRAMS, page_launch.stages_of)
     query, stream = torch.zeros(1, 1, 4, 128, device="meta"), stream_of(4)
     stretch = PageSpan(*(torch.zeros(size, dtype=torch.int32, device="meta") for size in ((1, 8), (1,))))
     stages = []
-    for given in (None, (12, 5)):
+    for given in (None, (12, 5), None):
         if given is None:
             attend.attend_pages(query, stream, stream, stretch, None, None, False, False)
         else:
@@ -108,4 +109,4 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
                 assert given[0] == attend.PROGRAMS
                 attend.attend_pages(query, stream, stream, stretch, None, None, False, False)
         stages.append(next(one for one in reversed(launched) if one.kernel == "attend").arguments["num_stages"])
-    assert stages == [3, 5] and own == (attend.PROGRAMS, attend.stages_of)
+    assert stages == [3, 5, 3] and own == (attend.PROGRAMS, page_launch.stages_of)
