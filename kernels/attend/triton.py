@@ -50,7 +50,9 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
 
 def _reads(keys: PackedStream, values: PackedStream, rope_tables: bool) -> bool:
     """Whatever the query rows are."""
-    if rope_tables and not (_are_plain_codes(keys) and keys.ranked is None):
+    if rope_tables and not _are_plain_codes(keys):
+        return False
+    if keys.ranked is not None and (rope_tables or keys.counts is not None):  # vectors lie by channels
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
         return False
@@ -151,7 +153,7 @@ def room(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torc
 
 def _read(stream: PackedStream) -> bool:
     held = (stream.pages, stream.parameters, coefficients_of(stream), stream.scales, stream.sizes)
-    if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)) or (stream.ranked and stream.counts):
+    if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)):
         return False
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None

@@ -28,14 +28,15 @@ def told(model, lengths: list[int], steps: int, every: int, **wanted):
     """A cache while it generates: what it weighs and its rows' lengths after the prompt and after some of the steps."""
     inputs = left_padded(lengths)
     mask = inputs["attention_mask"]
-    with compress(model, **wanted) as cache, torch.no_grad():
+    forward = torch.no_grad()(model)  # around each call: two of these generators may run by turns
+    with compress(model, **wanted) as cache:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        token = model(**inputs, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = forward(**inputs, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
         yield cache, cache.memory(), list(cache.sequences.lengths)
         for step in range(1, steps + 1):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             positions = mask.sum(1, keepdim=True) - 1
-            found = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            found = forward(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
             token = found.logits.argmax(-1)
             if step % every == 0:
                 yield cache, cache.memory(), list(cache.sequences.lengths)
