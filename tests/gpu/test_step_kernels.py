@@ -1,0 +1,105 @@
+"""What follows a step's attention (exact tokens told, mass, a budget's contest) and what lies beside codes: kernels against plain
+torch on the CPU, and the same again bit for bit."""
+
+import pytest
+import torch
+from gpu.moved import moved, near
+
+from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens, attend_exact
+from calib.kernels.heavy_hitters import reference as budget_reference
+from calib.kernels.heavy_hitters.operation import BudgetSlots, MassRule, NewToken, enter_ring
+from calib.kernels.outliers.operation import scores_of
+from calib.kernels.outliers.page_terms import PageTerms
+from calib.kernels.outliers.reference import in_order
+from calib.kernels.probability_mass.operation import ScoredTokens, probability_mass
+
+ROWS, HEADS, CHANNELS, PAGE = 3, 4, 64, 64
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("runs", [1, 7])
+@pytest.mark.parametrize("asked", [1, 4, 12])
+def test_exact_tokens_told_and_their_mass(device, times, asked, runs):
+    counts = (9 * times, 1)
+    query = drawn(ROWS, HEADS, asked, CHANNELS, seed=1).bfloat16()
+    groups = tuple(
+        ExactGroup(*(drawn(ROWS, HEADS, n, CHANNELS, seed=seed + i).bfloat16() for seed in (2, 4)))
+        for i, n in enumerate(counts)
+    )
+    hidden = torch.rand(ROWS, HEADS, 1, sum(counts), generator=torch.Generator().manual_seed(6)) < 0.3
+    hidden[..., -1] = False
+    other = drawn(ROWS, HEADS, runs, asked, 20 * times, seed=7)
+    top = other.amax(-1, keepdim=True)
+    weights = (other - top).exp()
+    found = (top, weights.sum(-1, keepdim=True), drawn(*top.shape[:4], CHANNELS, seed=8))
+    part = Attended(*(one[:, :, 0] if runs == 1 else one for one in found), None)
+    keys = torch.cat([group.keys for group in groups], 2).double()
+    scores = (query.double() @ keys.mT / 8).masked_fill(hidden, -torch.inf)
+    every = torch.cat([other.transpose(2, 3).flatten(3).double(), scores], -1)
+    found = attend_exact(
+        *moved((query, ExactTokens(groups, hidden), [part]), device), scale=0.125, told=True, dtype=torch.float32
+    )
+    near(found.normaliser, every.logsumexp(-1, keepdim=True), 1e-4)
+    assert torch.equal(found.scores.isneginf().cpu(), hidden.expand_as(scores))
+    near(found.scores.cpu().masked_fill(hidden, 0), scores.masked_fill(hidden, 0), 1e-4)
+    (mass,) = probability_mass([ScoredTokens(found.scores)], found.normaliser)
+    near(mass, (scores - every.logsumexp(-1, keepdim=True)).exp().sum(2), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "rule", [MassRule(), MassRule(adds_up=False), MassRule(limit=2.0), MassRule(mean=True), None], ids=str
+)
+def test_a_budget_step(device, times, rule):
+    """Several steps one after the other, on the same pages: every bit moves as in plain torch."""
+    slots, draw = 2 * PAGE * times, torch.Generator().manual_seed(3)
+    numbers, pages = 0 if rule is None else 1 + rule.mean, ROWS * slots // PAGE
+    mass = torch.randint(0, 6, (ROWS, numbers * HEADS, slots), generator=draw).float() / 2
+    table = torch.randperm(pages, generator=draw).view(ROWS, -1).int()
+    positions = torch.stack([torch.randperm(pages * PAGE, generator=draw) for _ in range(HEADS)])
+    positions = positions.view(HEADS, pages, PAGE).transpose(0, 1).contiguous().int()[..., None]
+    fields = [
+        drawn(pages, HEADS, PAGE, CHANNELS, seed=9).bfloat16(),
+        drawn(pages, HEADS, PAGE, 12, seed=10).bfloat16(),
+        positions,
+    ]
+    here, there = [part.clone() for part in (mass, *fields)], [part.to(device, copy=True) for part in (mass, *fields)]
+    for step in range(6):
+        ring = torch.tensor([step, 5 + step, 2])
+        numbers_of = BudgetSlots(
+            ring, ring, torch.tensor([8, 16, 20]), torch.tensor([slots, slots - 3, 20]), table, positions
+        )
+        shown = torch.randint(0, 3, (ROWS, mass.shape[1], slots - 1), generator=draw) / 2
+        fresh = torch.randint(0, 3, (ROWS, mass.shape[1], 1), generator=draw) / 2
+        new = [drawn(ROWS, HEADS, 1, part.shape[3], seed=20 + step).to(part.dtype) for part in fields[:2]]
+        new.append(torch.full((ROWS, HEADS, 1, 1), 10_000 + step, dtype=torch.int32))
+        own = [NewToken(*one) for one in zip(here[1:], new, strict=True)]
+        plain = budget_reference.enter_ring(rule, here[0], shown, fresh, numbers_of._replace(positions=here[3]), own)
+        on_device = BudgetSlots(*(part.to(device) for part in numbers_of[:5]), there[3])
+        given = [NewToken(into, token.to(device)) for into, token in zip(there[1:], new, strict=True)]
+        found = enter_ring(rule, there[0], shown.to(device), fresh.to(device), on_device, given)
+        for one, other in zip([*found, *there], [*plain, *here], strict=True):
+            assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("by_rows", [True, False], ids=["of rows", "of pages"])
+def test_scores_of_listed_outliers(device, times, by_rows):
+    """A tile of outliers is written, and read back by other threads of the program."""
+    pages, wide, draw = 2 * times, 6 * (times if by_rows else 1), torch.Generator().manual_seed(5)
+    lists, tokens = (ROWS, pages * PAGE) if by_rows else (ROWS * pages, PAGE)
+    order = torch.rand(lists, HEADS, CHANNELS, tokens, generator=draw).argsort(-1)[..., :wide]
+    distance = torch.randn(lists, HEADS, CHANNELS, wide, generator=draw).half()
+    dense = torch.zeros(lists, HEADS, CHANNELS, tokens, dtype=torch.float64).scatter_(-1, order, distance.double()).mT
+    order, distance = in_order(order, distance)
+    held = (part.mT.flatten(2)[:, :, None].contiguous() for part in (distance, order.to(torch.int16)))
+    terms = PageTerms(*held, listed=True, of_rows=by_rows)
+    table = torch.arange(ROWS * pages, dtype=torch.int32).view(ROWS, pages)
+    query, used = drawn(ROWS, HEADS, 4, CHANNELS, seed=2), torch.full((ROWS,), pages * PAGE, dtype=torch.int32)
+    if not by_rows:
+        dense = dense[table.long()].transpose(1, 2).flatten(2, 3)
+    given = moved((query, terms, table, used), device)
+    found = [scores_of(*given, PAGE) for _ in range(4)]
+    near(found[0], query.double() @ dense.mT, 1e-4)
+    assert all(torch.equal(found[0], again) for again in found[1:])
