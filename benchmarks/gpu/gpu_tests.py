@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests/gpu"
-WORKERS = 8  # processes, each with a context of its own on the device
+WORKERS = 12  # processes, each with a context of its own on the device
 ALONE = 30  # seconds below which several processes would not be worth their start
 EACH = 90  # seconds of one test, where pytest-timeout is there
 CLOSING = 10  # seconds for pytest to say what it has, once it is interrupted

@@ -27,7 +27,7 @@ from calib.kernels.attend.loads import (
 from calib.kernels.attend.rotate import halves_of, keys_of, offsets, query_halves, rotated, unrotated
 from calib.kernels.attend.stacked_mixture import mixed_rows, no_rows, store_rows
 from calib.kernels.attend.tile_products import biases_of, code_product, exact_product, factors_of, tokens_of
-from calib.kernels.attend.unpack import are_codes, bias_of, plane_count, unpacked
+from calib.kernels.attend.unpack import are_codes, bias_of, is_trellis, plane_count, unpacked
 
 # Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
 NOTHING = tl.constexpr(-1.0e38)
@@ -285,7 +285,7 @@ def attend(
             ranked = new_ranked
 
         if KEYS_MIXED:
-            if lowest is not None:
+            if is_trellis(KEY_WIDTHS):
                 lowest = tl.trans(lowest)
             keys_mixed, keys_below = mixed_rows(
                 tl.trans(words), lowest, weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS,

@@ -116,8 +116,8 @@ def code_words(
     pointers, numbers, inside, in_page, WIDTHS: tl.constexpr, FULL: tl.constexpr, RAGGED: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Words as `unpacked` takes them: what `tile_of` reads; of trellis-coded levels with z1, and their lowest bits. `numbers` are
-    those of the words among their token's."""
+    """Words as `unpacked` takes them: what `tile_of` reads; of trellis-coded levels with z1, and their lowest bits, of others the
+    words again (Triton 3.6 has no None in a tuple). `numbers` are those of the words among their token's."""
     words = tile_of(pointers, inside, in_page, FULL, RAGGED)
     if is_trellis(WIDTHS):
         found = (words,)
@@ -125,7 +125,7 @@ def code_words(
             found += (tl.load(pointers - back, mask=inside & in_page & (numbers >= back), other=0),)
         return level_words(found, WIDTHS, PLAIN)
     else:
-        return words, None
+        return words, words
 
 
 @triton.jit

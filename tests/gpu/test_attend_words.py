@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu.moved import moved, near
 from mixed_words import NARROW, PAGE, WIDE, Words, stored
-from paged_attention import Pages, attention
+from paged_attention import Kind, Pages, attention, pages_of
 from rotated_keys import HEADS, keys_of, make_rope_tables, tables
 from sized_tokens import numbers_of, sized, sized_keys, sizes_of
 
@@ -84,7 +84,7 @@ def test_tokens_with_sizes_and_mixed_keys(device, own, channels, pairs, query_ro
 def test_low_rank(device, rank):
     draw, streams = torch.Generator().manual_seed(5), []
     for number in (1, 2):
-        pages = stored(EVEN, number)
+        pages = pages_of(Kind(4, "fixed"), (3, HEADS, PAGE, 128), number)
         coefficients = torch.randn(3, HEADS, PAGE, rank, generator=draw).half()
         basis = torch.randn(1, HEADS, rank, pages.tokens.shape[-1], generator=draw) / 16
         stream = replace(pages.stream, ranked=LowRankTerm(coefficients, basis))
