@@ -1,7 +1,8 @@
 """A decode step's attention over packed tiers, and over uniform codes, against the fastest SDPA over the same tokens in 16 bits.
 
 A step is everything a layer does between the projections: attention over the tiers, the window and the new token, their
-merge, and storing the new token. The baseline attends and stores nothing. GEAR's also against what its authors' code does:
+merge, and storing the new token. The sets in rotation are the layers of one cache, which share what a step works out once. The
+baseline attends and stores nothing. GEAR's also against what its authors' code does:
 decode the whole cache, correct it, attend.
 """
 
@@ -18,7 +19,7 @@ from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.copy_rate import copy_rate
 from benchmarks.gpu.graphs import replayed
 from benchmarks.gpu.launches import device_times, supported
-from benchmarks.gpu.layers import Heads, Step, bare_layer, bits_per_value, filled, forward, prompt_of
+from benchmarks.gpu.layers import Heads, Step, bare_layers, bits_per_value, filled, forward, prompt_of
 from benchmarks.gpu.sdpa import fastest_decode
 from benchmarks.gpu.turns import in_turns
 from calib.runtime.layer import CompressedLayer
@@ -84,17 +85,17 @@ def components(bench: Bench) -> Measured:
 def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], materialised: bool = False) -> Measured:
     """Figures "speedup", "share of copy" (of packed bytes read), and "against materialise"."""
     bench.needs_kernel("attend")
-    layers, exact, steps, decoders = [], [], [], []
-    for seed in range(bench.sizes.sets):
+    layers, exact, steps, decoders = bare_layers(method, heads, bench.sizes.sets, **options), [], [], []
+    for seed, layer in enumerate(layers):
         keys, values = prompt_of(bench, heads, seed)
-        layers.append(filled(bare_layer(method, heads, **options), heads, keys, values, seed))
+        filled(layer, heads, keys, values, seed)
         exact.append((keys, values))
         steps.append(Step.drawn(bench, heads, keys, 100 + seed))
         if (
             materialised and seed < bench.sizes.host_sets
         ):  # twice the bytes: fewer are enough to leave no trace in the L2
-            decoders.append(decoder(layers[-1], keys, values))
-    launched, apart = checked(bench, layers[0], steps[0])
+            decoders.append(decoder(layer, keys, values))
+    launched, apart = checked(bench, layers, steps[0])
     name, attention, known = fastest_decode(bench, steps[0].query, *exact[0])
     calls: dict[str, Callable[[], object]] = {
         "ours": partial(each, layers, steps),
@@ -168,11 +169,12 @@ def decoder(layer: CompressedLayer, keys: Tensor, values: Tensor) -> Callable[[]
     return decoded
 
 
-def checked(bench: Bench, layer: CompressedLayer, step: Step) -> tuple[list[str], float]:
-    """A step of a copy against the same step in plain torch; which kernels were launched, and how far apart both are."""
+def checked(bench: Bench, layers: list[CompressedLayer], step: Step) -> tuple[list[str], float]:
+    """The first layer's step in a copy of the cache against the same in plain torch; which kernels were launched, and how far
+    apart both are."""
     with kernels("reference"):
-        expected = forward(copy.deepcopy(layer), step.query, step.keys, step.values)
-    ours = copy.deepcopy(layer)
+        expected = forward(copy.deepcopy(layers)[0], step.query, step.keys, step.values)
+    ours = copy.deepcopy(layers)[0]
     with supported(bench, "attend") as launched:
         found = forward(ours, step.query, step.keys, step.values)
     return sorted(launched), agree("attention", found, expected, OUTPUT)

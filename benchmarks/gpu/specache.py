@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.decode_attention import shape_a
 from benchmarks.gpu.graphs import replayed
 from benchmarks.gpu.launches import supported
-from benchmarks.gpu.layers import Step, bare_layer, bits_per_value, filled, forward, prompt_of
+from benchmarks.gpu.layers import Step, bare_layers, bits_per_value, filled, forward, prompt_of
 from benchmarks.gpu.turns import in_turns
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.offload.store import OffloadStore
@@ -27,19 +27,21 @@ LOW = {"bits": 2, "group": 32, "residual": 64}
 def fetching(bench: Bench) -> Measured:
     """Figure "with fetch": its time over the step's without."""
     bench.needs_kernel("attend", "host_gather")
-    heads, layers = shape_a(bench), {"with fetch": list[CompressedLayer](), "without": list[CompressedLayer]()}
-    steps = []
-    for seed in range(bench.sizes.host_sets):
+    heads, count, steps = shape_a(bench), bench.sizes.host_sets, []
+    layers = {
+        "with fetch": bare_layers("specache", heads, count, k=bench.sizes.fetched, **LOW),
+        "without": bare_layers("kivi", heads, count, **LOW),
+    }
+    for seed in range(count):
         keys, values = prompt_of(bench, heads, seed)
-        fetched = bare_layer("specache", heads, k=bench.sizes.fetched, **LOW)
-        layers["with fetch"].append(filled(fetched, heads, keys, values, seed))
-        layers["without"].append(filled(bare_layer("kivi", heads, **LOW), heads, keys, values, seed))
+        for own in layers.values():
+            filled(own[seed], heads, keys, values, seed)
         steps.append(Step.drawn(bench, heads, keys, 100 + seed, width=2))
-        each([fetched], steps[-1:])  # the first guess: from now on a step has what it fetched before
+    each(layers["with fetch"], steps)  # the first guess: from now on a step has what it fetched before
     with kernels("reference"):
-        expected = each([copy.deepcopy(layers["with fetch"][0])], steps[:1])
+        expected = each(copy.deepcopy(layers["with fetch"])[:1], steps[:1])
     with supported(bench, "attend") as launched:
-        found = each([copy.deepcopy(layers["with fetch"][0])], steps[:1])
+        found = each(copy.deepcopy(layers["with fetch"])[:1], steps[:1])
     apart = agree("the step's attention", found, expected, OUTPUT)
     timed: dict[str, Callable[[], object]] = {}
     ways = {}

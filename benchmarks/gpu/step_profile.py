@@ -1,9 +1,11 @@
 """How a decode step's time on the device is shared between our kernels and torch's small ones, and what the host adds.
 
-Of one layer, at shape A, started kernel by kernel: a graph starts the same kernels, so their times are its own but for the gaps.
+Of a layer, at shape A, started kernel by kernel: a graph starts the same kernels, so their times are its own but for the gaps.
+The layers of a cache share what a step works out once; every figure is their mean.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,11 +13,11 @@ import torch
 from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.decode_attention import TIERS, each, fitting, shape_a
 from benchmarks.gpu.launches import by_kernel, supported
-from benchmarks.gpu.layers import Step, bare_layer, filled, prompt_of
-from calib.runtime.layer import CompressedLayer
+from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
 
 MOST = 24  # kernels that are named
 HOSTS = 11  # steps whose time on the host is taken
+LAYERS = 8
 
 
 @torch.no_grad()
@@ -27,8 +29,10 @@ def step_profile(bench: Bench) -> Measured:
     step = Step.drawn(bench, heads, keys, 100)
     figures, details = {}, {}
     for method, options in methods.items():
-        layer = filled(bare_layer(method, heads, **options), heads, keys, values, 0)
-        call = partial(each, [layer], [step])
+        layers = bare_layers(method, heads, LAYERS, **options)
+        for layer in layers:
+            filled(layer, heads, keys, values, 0)
+        call = partial(each, layers, [step] * LAYERS)
         with supported(bench, "attend") as launched:
             call()
         taken = by_kernel(bench, call)
@@ -38,23 +42,27 @@ def step_profile(bench: Bench) -> Measured:
         figures[f"{method}, ours"] = [share] * 3
         longest = sorted(taken, key=lambda name: taken[name][0], reverse=True)[:MOST]
         details[method] = {
-            "device_milliseconds": round(device, 4),
-            "host_milliseconds": host_milliseconds(bench, layer, step),
-            "launches": {"ours": sum(n for _, n in ours.values()), "all": sum(n for _, n in taken.values())},
+            "device_milliseconds": round(device / LAYERS, 4),
+            "host_milliseconds": host_milliseconds(bench, call),
+            "launches": {
+                "ours": sum(n for _, n in ours.values()) / LAYERS,
+                "all": sum(n for _, n in taken.values()) / LAYERS,
+            },
             "kernels": {
-                name: {"milliseconds": round(taken[name][0], 4), "launches": taken[name][1]} for name in longest
+                name: {"milliseconds": round(taken[name][0] / LAYERS, 4), "launches": taken[name][1] / LAYERS}
+                for name in longest
             },
         }
     return Measured(figures, details)
 
 
-def host_milliseconds(bench: Bench, layer: CompressedLayer, step: Step) -> float:
-    """What the host needs to start a step, the median; the device may still be at work."""
+def host_milliseconds(bench: Bench, call: Callable[[], object]) -> float:
+    """What the host needs to start a layer's step, the median; the device may still be at work."""
     taken = []
     for _ in range(HOSTS):
         if bench.on_gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        each([layer], [step])
+        call()
         taken.append(1e3 * (time.perf_counter() - start))
-    return round(sorted(taken)[HOSTS // 2], 4)
+    return round(sorted(taken)[HOSTS // 2] / LAYERS, 4)

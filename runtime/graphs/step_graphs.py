@@ -189,11 +189,13 @@ def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[An
 
 def replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` of a model, by replays where the cache that it is given has graphs."""
+    names = list(inspect.signature(forward).parameters)
 
     @wraps(forward)
     def run(*args: Any, **named: Any) -> Any:
-        graphs = getattr(named.get("past_key_values"), "graphs", None)
-        return forward(*args, **named) if graphs is None or args else graphs.run(forward, named)
+        given = dict(zip(names, args, strict=False)) | named
+        graphs = getattr(given.get("past_key_values"), "graphs", None)
+        return forward(*args, **named) if graphs is None else graphs.run(forward, given)
 
     return run
 
