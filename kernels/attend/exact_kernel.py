@@ -132,7 +132,7 @@ def exact(
 def joined(
     top, mass, mixed, TOP, MASS, MIXED, base, runs, query_rows, rows, valid, mixed_row, channels, inside, RUNS: tl.constexpr
 ):  # fmt: skip
-    """Another part of the softmax with what is there, of several runs; the scores of `RUNS` are read together. 1: no part has more."""
+    """Another part of the softmax with what is there; the largest scores of `RUNS` runs are read together. 1: no part has more."""
     if RUNS == 1:
         at = base * query_rows + rows
         own = tl.load(TOP + at, mask=valid, other=NOTHING)
