@@ -20,7 +20,6 @@ from benchmarks.gpu.graphs import one_line, replayed
 from benchmarks.gpu.layers import Step, prompt_of
 from benchmarks.gpu.turns import in_turns
 from calib.kernels.attend import page_launch
-from calib.kernels.attend import triton as attend
 
 PROGRAMS, STAGES = (4, 8, 12, 16), (2, 3, 5)
 OWN = "as they are"
@@ -39,16 +38,14 @@ def batch_8(bench: Bench) -> Measured:
 @contextmanager
 def options(programs: int, stages: int) -> Iterator[None]:
     """Launches inside have these."""
-    held = attend.PROGRAMS, page_launch.stages_of, page_launch.PageLaunch.over
-    attend.PROGRAMS, page_launch.stages_of = programs, lambda *given: stages
+    held = page_launch.programs_of, page_launch.stages_of, page_launch.PageLaunch.over
+    page_launch.programs_of, page_launch.stages_of = lambda *given: programs, lambda *given: stages
     page_launch.PageLaunch.over = staticmethod(page_launch.made)  # what a stream keeps has its own
-    attend._programs.cache_clear()
     try:
         yield
     finally:
-        attend.PROGRAMS, page_launch.stages_of, over = held
+        page_launch.programs_of, page_launch.stages_of, over = held
         page_launch.PageLaunch.over = staticmethod(over)
-        attend._programs.cache_clear()
 
 
 @torch.no_grad()

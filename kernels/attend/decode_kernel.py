@@ -17,10 +17,12 @@ from calib.kernels.attend.loads import (
     folded_mixture,
     folded_query,
     largest_of,
+    map_numbers,
     own_words,
     plane_numbers,
     query_planes,
     token_number,
+    token_numbers,
     token_sizes,
     vector_products,
 )
@@ -95,18 +97,17 @@ def attend(
     if HAS_CONSTANT:
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
     if not TURNED:
-        exact_query, constant = folded_query(
-            exact_query, constant, KEY_SCALE, KEY_SHIFT, row * key_map_row + head * key_map_head, key_map_channel,
-            key_words, KEY_DIVIDES, DK, WK,
-        )  # fmt: skip
+        map_at, step_at = row * key_map_row + head * key_map_head, row * key_step_row + head * key_step_head
+        scales = map_numbers(KEY_SCALE, map_at, key_map_channel, key_words, 1.0, FK, DK, WK)
+        shifts = map_numbers(KEY_SHIFT, map_at, key_map_channel, key_words, 0.0, FK, DK, WK)
+        steps = map_numbers(KEY_STEP, step_at, key_step_channel, key_words, 1.0, FK, DK, WK)
+        zero_points = map_numbers(KEY_ZERO, step_at, key_step_channel, key_words, 0.0, FK, DK, WK)
+        exact_query, constant = folded_query(exact_query, constant, scales, shifts, KEY_DIVIDES)
         # The query's products with the vectors that keys have coefficients of.
         products = vector_products(
             exact_query, KEY_VECTORS, row * key_vectors_row + head * key_vectors_head, key_words, KEY_RANK, DK, WK
         )
-        exact_query, constant = folded_query(
-            exact_query, constant, KEY_STEP, KEY_ZERO, row * key_step_row + head * key_step_head, key_step_channel,
-            key_words, False, DK, WK,
-        )  # fmt: skip
+        exact_query, constant = folded_query(exact_query, constant, steps, zero_points, False)
         size = largest_of(exact_query)
 
     # The query as the products take it, and what the codes' bias and zero points make of it for each group of channels.
@@ -131,6 +132,9 @@ def attend(
     # Turns are counted as if pages were whole numbers of them. (Triton 3.6 has no `tl.cdiv` of constants.)
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
     RAGGED: tl.constexpr = PADDED != PAGE
+    EARLY: tl.constexpr = (
+        M == 8 and BN <= 64 and VALUE_RANK == 0 and not RAGGED
+    )  # registers are left for a turn's numbers
     used = tl.load(USED + row)
     first = split * run * BN
     stop = slots if HAS_SCORES else used
@@ -162,6 +166,12 @@ def attend(
         at = start + tokens
         if RAGGED:
             at = tl.where(slot < PAGE, position * PAGE + slot, NOWHERE)
+
+        # Numbers of the turn's values, long before they are used where registers are left for them: a small load waits for memory
+        # as long as a large one.
+        numbers_of_values = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
+        if VALUE_MODE == 1 and EARLY:
+            value_steps, value_zeros = token_numbers(numbers_of_values, slot, slot < PAGE, VALUE_GROUPS, RAGGED)
 
         if KEY_SIZED or VALUE_SIZED:
             sizes_at = page * sizes_page + head % SIZE_WORDS + slot * SIZE_WORDS
@@ -306,9 +316,8 @@ def attend(
             new_zeros, new_below = zeros, below
         else:
             codes = unpacked(words, lowest, VALUE_WIDTHS, INTERPRET)
-            numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
             if VALUE_MODE == 2:
-                numbers += inside_page // VALUE_TOKENS * (2 * DV)
+                numbers = numbers_of_values + inside_page // VALUE_TOKENS * (2 * DV)
                 for f in tl.static_range(FV):
                     steps, zero_points = channel_numbers(numbers, value_words, f, DV, WV, WVP, M == 8)
                     values = tokens_of(
@@ -320,25 +329,23 @@ def attend(
             else:
                 share, kept = 1.0, stays
                 if VALUE_MODE == 1:
+                    if not EARLY:
+                        value_steps, value_zeros = token_numbers(
+                            numbers_of_values, slot, slot < PAGE, VALUE_GROUPS, RAGGED
+                        )
                     # Scales go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
                     most = largest
                     for j in tl.static_range(VALUE_GROUPS):
-                        steps = token_number(numbers + slot * (2 * VALUE_GROUPS) + j, slot < PAGE, RAGGED)
-                        most = tl.maximum(most, tl.max(tl.where(at < used, steps, 0.0), 0))
+                        most = tl.maximum(most, tl.max(tl.where(at < used, value_steps[j], 0.0), 0))
                     share = 1 / tl.maximum(most, 1.0e-30)
                     kept = stays * (largest * share)
                     largest = most
                 for j in tl.static_range(VALUE_GROUPS):
                     folded = weights
                     if VALUE_MODE == 1:
-                        own = numbers + slot * (2 * VALUE_GROUPS) + j
-                        folded = weights * (token_number(own, slot < PAGE, RAGGED) * share)[:, None]
-                        zero = token_number(own + VALUE_GROUPS, slot < PAGE, RAGGED)
-                        if VALUE_SCALED:
-                            zeroed = tl.sum(weights * zero[:, None], 0)
-                            new_zeros += (zeros[j],)
-                        else:
-                            new_zeros += (zeros[j] * stays + tl.sum(weights * zero[:, None], 0),)
+                        folded = weights * (value_steps[j] * share)[:, None]
+                        zeroed = tl.sum(weights * value_zeros[j][:, None], 0)
+                        new_zeros += (zeros[j] if VALUE_SCALED else zeros[j] * stays + zeroed,)
                     else:
                         new_zeros += (zeros[j],)
                     rounded = folded.to(tl.float16)
@@ -364,6 +371,12 @@ def attend(
     # Behind a mixture's channels: the sum of weights times sizes, the coefficients' mixture, that of keys' codes and its sum.
     WIDE: tl.constexpr = DV + VALUE_SIZED + VALUE_RANK + KEYS_MIXED * (DK + 1)
     part = (of_row * splits + split).to(tl.int64) * query_rows
+    if not VALUE_SIZED:
+        step_at, map_at = row * value_step_row + head * value_step_head, row * value_map_row + head * value_map_head
+        value_channel_steps = map_numbers(VALUE_STEP, step_at, value_step_channel, value_words, 1.0, FV, DV, WV)
+        value_channel_zeros = map_numbers(VALUE_ZERO, step_at, value_step_channel, value_words, 0.0, FV, DV, WV)
+        value_channel_scales = map_numbers(VALUE_SCALE, map_at, value_map_channel, value_words, 1.0, FV, DV, WV)
+        value_channel_shifts = map_numbers(VALUE_SHIFT, map_at, value_map_channel, value_words, 0.0, FV, DV, WV)
     tl.store(TOP + part + rows, top / LOG2E, mask=valid)
     tl.store(MASS + part + rows, mass, mask=valid)
     if VALUE_SIZED:
@@ -380,14 +393,8 @@ def attend(
                     out = out * largest + zeros[f // (FV // VALUE_GROUPS)][None, :]
         channels = f * WV + value_words
         inside = (value_words < WV) & (channels < DV)
-        out = folded_mixture(
-            out, mass, VALUE_STEP, VALUE_ZERO, row * value_step_row + head * value_step_head, value_step_channel,
-            channels, inside, False,
-        )  # fmt: skip
-        out = folded_mixture(
-            out, mass, VALUE_SCALE, VALUE_SHIFT, row * value_map_row + head * value_map_head, value_map_channel,
-            channels, inside, VALUE_DIVIDES,
-        )  # fmt: skip
+        out = folded_mixture(out, mass, value_channel_steps, value_channel_zeros, f, False)
+        out = folded_mixture(out, mass, value_channel_scales, value_channel_shifts, f, VALUE_DIVIDES)
         own_rows = inside[:, None] & valid[None, :]
         tl.store(MIXED + (part + rows)[None, :] * WIDE + channels[:, None], out, mask=own_rows)
     for j in tl.static_range(VALUE_RANK):

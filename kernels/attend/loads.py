@@ -29,36 +29,44 @@ def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constex
 
 
 @triton.jit
-def folded_query(
-    query, constant, SCALE, ZERO, at, step, words, DIVIDES: tl.constexpr, D: tl.constexpr, W: tl.constexpr
+def map_numbers(
+    NUMBERS, at, step, words, other: tl.constexpr, F: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
+    """A number of each channel by planes, [WP] each, as they are stored; `other` where there is no channel. Numbers of a head begin
+    `at`, `step` apart; none of None. All are asked for before any is used, so a program waits for memory once."""
+    found = ()
+    if NUMBERS is not None:
+        for f in tl.static_range(F):
+            channels = f * W + words
+            inside = (words < W) & (channels < D)
+            found += (tl.load(NUMBERS + at + channels * step, mask=inside, other=other),)
+    return found
+
+
+@triton.jit
+def folded_query(query, constant, scales, zeros, DIVIDES: tl.constexpr):
     """For tokens that are scale y + zero in every channel, or y / scale + zero: the query that meets y, by planes, and the
-    `constant` [M] with what it makes of the zeros. Numbers of a head begin `at`, `step` apart; None: 1, or 0."""
+    `constant` [M] with what it makes of the zeros. Numbers as `map_numbers` has them; none: 1, or 0."""
     found = ()
     for f in tl.static_range(len(query)):
-        channels = f * W + words
-        inside = (words < W) & (channels < D)
-        if ZERO is not None:
-            zero = tl.load(ZERO + at + channels * step, mask=inside, other=0.0).to(tl.float32)
-            constant += tl.sum(query[f] * zero[:, None], 0)
-        if SCALE is not None:
-            scale = tl.load(SCALE + at + channels * step, mask=inside, other=1.0).to(tl.float32)
-            found += (query[f] / scale[:, None] if DIVIDES else query[f] * scale[:, None],)
+        if len(zeros) > 0:
+            constant += tl.sum(query[f] * zeros[f].to(tl.float32)[:, None], 0)
+        if len(scales) > 0:
+            scale = scales[f].to(tl.float32)[:, None]
+            found += (query[f] / scale if DIVIDES else query[f] * scale,)
         else:
             found += (query[f],)
     return found, constant
 
 
 @triton.jit
-def folded_mixture(
-    mixed, mass, SCALE, ZERO, at, step, channels, inside, DIVIDES: tl.constexpr
-):  # fmt: skip
+def folded_mixture(mixed, mass, scales, zeros, plane: tl.constexpr, DIVIDES: tl.constexpr):
     """What a plane's mixture [WP, M] and `mass` [M] of y are of such tokens."""
-    if SCALE is not None:
-        scale = tl.load(SCALE + at + channels * step, mask=inside, other=1.0).to(tl.float32)[:, None]
+    if len(scales) > 0:
+        scale = scales[plane].to(tl.float32)[:, None]
         mixed = mixed / scale if DIVIDES else mixed * scale
-    if ZERO is not None:
-        mixed += tl.load(ZERO + at + channels * step, mask=inside, other=0.0).to(tl.float32)[:, None] * mass[None, :]
+    if len(zeros) > 0:
+        mixed += zeros[plane].to(tl.float32)[:, None] * mass[None, :]
     return mixed
 
 
@@ -135,6 +143,17 @@ def token_number(pointers, in_page, RAGGED: tl.constexpr):
         return tl.load(pointers, mask=in_page, other=0.0).to(tl.float32)
     else:
         return tl.load(pointers).to(tl.float32)
+
+
+@triton.jit
+def token_numbers(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
+    """Steps and zero points of each group of a token's channels, float32 [BN] each."""
+    steps, zeros = (), ()
+    for j in tl.static_range(GROUPS):
+        own = numbers + slot * (2 * GROUPS) + j
+        steps += (token_number(own, in_page, RAGGED),)
+        zeros += (token_number(own + GROUPS, in_page, RAGGED),)
+    return steps, zeros
 
 
 @triton.jit

@@ -9,7 +9,9 @@ from calib.kernels.attend.options import (
     block_of,
     columns_of,
     constants_of,
+    is_roomy,
     maps_of,
+    programs_of,
     stages_of,
     turn_of,
     warps_of,
@@ -25,6 +27,7 @@ class PageLaunch:
 
     Attributes:
         blocks: programs that share the query rows of a KV head.
+        programs: that every multiprocessor is to have.
         turn: tokens of one turn of the loop.
         turns: so many in a page.
         columns: of a mixture, as `columns_of` has them.
@@ -37,6 +40,7 @@ class PageLaunch:
     """
 
     blocks: int
+    programs: int
     turn: int
     turns: int
     columns: tuple[int, ...]
@@ -76,13 +80,14 @@ def made(
 ) -> PageLaunch:
     """The same, kept by nobody."""
     block = block_of(query_rows, sized=values.sizes is not None)
-    turn = turn_of(keys, values, block, rope_tables)
+    turn, roomy = turn_of(keys, values, block, rope_tables), is_roomy(keys.pages.device)
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
     parts = (keys.pages, keys.parameters, values.pages, values.parameters)
     of_page = (coefficients_of(values), values.scales)
     sizes = keys.sizes if values.sizes is None else values.sizes
     return PageLaunch(
         blocks=cdiv(query_rows, block),
+        programs=programs_of(keys, values, block, rope_tables, roomy),
         turn=turn,
         turns=cdiv(keys.pages.shape[2], turn),
         columns=columns_of(keys, values, mixes_keys),
@@ -99,7 +104,10 @@ def made(
             *_map_strides(of_values),
         ),
         options=constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys)
-        | {"num_warps": warps_of(block, keys, values, rope_tables), "num_stages": stages_of(keys, values, rope_tables)},
+        | {
+            "num_warps": warps_of(block, keys, values, rope_tables),
+            "num_stages": stages_of(keys, values, block, rope_tables, roomy),
+        },
     )
 
 

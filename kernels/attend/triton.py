@@ -86,7 +86,8 @@ def attend_pages(
     rows, heads, asked, _ = query.shape
     same = PageLaunch.over(keys, values, asked, softcap, rope_tables, mixes_keys)
     pages, wide = span.table.shape[1], sum(same.columns)
-    run, splits = runs_of(pages * same.turns, _programs(query.device) // (rows * heads * same.blocks))
+    programs = _programs(query.device) * same.programs // PROGRAMS
+    run, splits = runs_of(pages * same.turns, programs // (rows * heads * same.blocks))
     slots = pages * keys.pages.shape[2]
     each, device = (rows, heads, splits, asked) if splits > 1 else (rows, heads, asked), query.device
     top, mass, mixed = room((*each, 1), device), room((*each, 1), device), room((*each, wide), device)
