@@ -316,8 +316,8 @@ SPECIALISATIONS = {
     "exact tokens joined, float32": _exact(128, 15, 0, kind=torch.float32),
     "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
     "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),
-    # Parts that their runs are, in some pieces of channels: a turn of the window's loop has fewer values beside the same keys. Where
-    # the loop over runs is the longest it is counted instead: eight runs are read in a turn.
+    # Parts that their runs are, in some pieces of channels: a turn of the window's loop has fewer values beside the same keys.
+    # Where the loop over runs is the longest it is counted instead: eight runs are read in a turn.
     "exact tokens and runs joined": _exact(128, 6.5, 1.5, pieces=1),
     "exact tokens and runs, 4 pieces": _exact(128, 9, 2, pieces=4),
     "exact tokens and runs, some scored": _exact(128, 9.2, 1.7, scored=True, pieces=2),
