@@ -130,6 +130,15 @@ def test_positions_are_counted_where_nobody_tells_them(model):
     alike(*both(model, lambda cache: steps(model, cache, 12)))
 
 
+def test_ids_without_their_name(model):
+    """`model(token, past_key_values=cache)`, as a loop of one's own calls it."""
+
+    def run(cache):
+        return [model(torch.full((2, 1), 1 + i), past_key_values=cache).logits for i in range(12)]
+
+    alike(*both(model, run))
+
+
 def test_answers_are_their_own(model):
     """A replay writes where the last one wrote; what a caller holds must not change under him."""
 
