@@ -2,7 +2,8 @@
 
 A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It makes weights of
 the part's scores and its top, writes the outliers of a tile of tokens where they belong into a matrix of channels x tokens, a piece
-of memory of its own, reads that back and adds its product with the weights to the part's mixture, which nobody else touches.
+of memory of its own, reads that back, adds its product with the weights to the part's mixture, which nobody else touches, and
+writes zeros in the same places.
 Whatever joins the parts then joins all that tokens are.
 """
 
@@ -13,17 +14,17 @@ from calib.kernels.outliers.score_kernel import factors, index_of, own_piece, pl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-UNFIXED = ["heads", "query_rows", "slots", "table_row", "run", "wide"]
+UNFIXED = ["heads", "query_rows", "slots", "table_row", "run"]
 
 
 @triton.jit(do_not_specialize=UNFIXED)
 def mixture_terms(
     SCORES, SCALE, TABLE, USED, DELTA, INDEX, COEFFICIENTS, BASIS, VECTORS, TOP, PLACED, MIXED,
-    heads, query_rows, slots, table_row, run, wide,
+    heads, query_rows, slots, table_row, run,
     scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
     vectors_row, vectors_head,
     ACROSS: tl.constexpr, RANK: tl.constexpr, RANKED: tl.constexpr, COLUMNS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """`run` tokens of a part, counted as if pages had PADDED. A row of MIXED has COLUMNS: behind D channels the mixtures of RANKED
@@ -43,8 +44,9 @@ def mixture_terms(
         if DELTA is not None:
             KIND: tl.constexpr = DELTA.dtype.element_ty
             PLACED += own_piece() * (DP * BN)
+            lanes = tl.arange(0, LANES)
             whole = PLACED + channels[:, None] * BN + tokens[None, :]
-            nothing = tl.zeros([DP, BN], KIND)
+            tl.store(whole, tl.zeros([DP, BN], KIND))
         for start in range(begin, stop, BN):
             position = start // PADDED
             page = tl.load(TABLE + row * table_row + position).to(tl.int64)
@@ -57,24 +59,45 @@ def mixture_terms(
             )  # fmt: skip
             weights = tl.exp2((scores - top[None, :]) * LOG2E)
             if DELTA is not None:
-                tl.debug_barrier()
-                tl.store(whole, nothing)
-                tl.debug_barrier()
-                of_tokens = page * delta_page + head * delta_head + slot * wide
+                of_tokens = page * delta_page + head * delta_head + (start - position * PADDED) * WIDE
                 before = 0
                 if ACROSS:
                     before = head * D
-                for some in range(0, wide, KP):
-                    numbers = some + tl.arange(0, KP)
-                    inside = (numbers < wide)[:, None] & there[None, :]
-                    pointers = of_tokens[None, :] + numbers[:, None]
-                    channel = index_of(INDEX + pointers, inside) - before
-                    delta = tl.load(DELTA + pointers, mask=inside, other=0.0)
-                    own = (channel >= 0) & (channel < D) & (delta != 0.0)
-                    tl.store(PLACED + channel * BN + tokens[None, :], delta, mask=own)
+                held = tl.minimum(
+                    tl.minimum(BN, PAGE + position * PADDED - start), used - position * (PAGE - PADDED) - start
+                )
+                # Zeros of the tile before are written before its own outliers are.
+                tl.debug_barrier()
+                cell0, delta0 = outliers(DELTA, INDEX, of_tokens, 5 * lanes, held, before, WIDE, D, BN)
+                cell1, delta1 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 1, held, before, WIDE, D, BN)
+                cell2, delta2 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 2, held, before, WIDE, D, BN)
+                cell3, delta3 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 3, held, before, WIDE, D, BN)
+                cell4, delta4 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 4, held, before, WIDE, D, BN)
+                tl.store(PLACED + cell0, delta0, mask=cell0 >= 0)
+                tl.store(PLACED + cell1, delta1, mask=cell1 >= 0)
+                tl.store(PLACED + cell2, delta2, mask=cell2 >= 0)
+                tl.store(PLACED + cell3, delta3, mask=cell3 >= 0)
+                tl.store(PLACED + cell4, delta4, mask=cell4 >= 0)
+                for some in range(5 * LANES, held * WIDE, 5 * LANES):
+                    for number in tl.static_range(5):
+                        at = some + 5 * lanes + number
+                        cells, delta = outliers(DELTA, INDEX, of_tokens, at, held, before, WIDE, D, BN)
+                        tl.store(PLACED + cells, delta, mask=cells >= 0)
                 tl.debug_barrier()
                 rounded, left = factors(weights, KIND)
-                added = placed_product(tl.load(whole, volatile=True), rounded, left, added)
+                added = placed_product(tl.load(whole), rounded, left, added)
+                tl.debug_barrier()
+                zeros = tl.zeros([LANES], KIND)
+                tl.store(PLACED + cell0, zeros, mask=cell0 >= 0)
+                tl.store(PLACED + cell1, zeros, mask=cell1 >= 0)
+                tl.store(PLACED + cell2, zeros, mask=cell2 >= 0)
+                tl.store(PLACED + cell3, zeros, mask=cell3 >= 0)
+                tl.store(PLACED + cell4, zeros, mask=cell4 >= 0)
+                for some in range(5 * LANES, held * WIDE, 5 * LANES):
+                    for number in tl.static_range(5):
+                        at = some + 5 * lanes + number
+                        cells, delta = outliers(DELTA, INDEX, of_tokens, at, held, before, WIDE, D, BN)
+                        tl.store(PLACED + cells, zeros, mask=cells >= 0)
             for j in tl.static_range(RANK):
                 own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
                 ranked = tl.sum(weights * tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None], 0)
@@ -91,3 +114,16 @@ def mixture_terms(
     inside = valid[None, :] & (channels < D)[:, None]
     pointers = MIXED + rows[None, :] * COLUMNS + channels[:, None]
     tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + added, mask=inside)
+
+
+@triton.jit
+def outliers(
+    DELTA, INDEX, of_tokens, at, held, before, WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Of the outliers `at` of a tile, which has `held` tokens: their places in a matrix of channels x tokens, -1 of those that are
+    other heads' and those that add nothing, and their distances."""
+    inside = at < held * WIDE
+    channel = index_of(INDEX + of_tokens + at, inside) - before
+    delta = tl.load(DELTA + of_tokens + at, mask=inside, other=0.0)
+    own = (channel >= 0) & (channel < D) & (delta != 0.0)
+    return tl.where(own, channel * BN + at // WIDE, -1), delta

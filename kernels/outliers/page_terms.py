@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# Outliers of a token that a kernel meets together.
-AT_ONCE = 32
-
 
 @dataclass(frozen=True)
 class PageTerms:

@@ -1,9 +1,10 @@
 """What outliers among keys, and coefficients of a page's own vectors, add to scores: a bias that attention's kernel takes.
 
-A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a tile of tokens are written where
-they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back to meet the query in one
-product. Lists have their tokens in order, so a program looks up once where each channel's list reaches its run, and walks on from
-there. Nothing is added up in memory, and sums have one order.
+A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a strip of tokens are written where
+they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back tile by tile to meet the
+query in one product. Afterwards zeros are written in the same places: a fiftieth of the matrix, where zeros everywhere would be all
+of it, and every store goes to the L2 cache. Lists have their tokens in order, so a program looks up once where each channel's list
+reaches its run, and walks on from there. Nothing is added up in memory, and sums have one order.
 """
 
 import triton
@@ -21,7 +22,8 @@ def score_terms(
     query_scale, heads, query_rows, slots, first, table_row, run, wide, steps,
     scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
     LISTED: tl.constexpr, ACROSS: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, SHORT: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Slot 0 is the segment's token `first` where lists are rows'. `wide` is the entries of a list's channel, or of a token; in
     `steps` halvings one of them is found."""
@@ -44,9 +46,9 @@ def score_terms(
         size = tl.maximum(tl.max(tl.abs(query), 0), 1.0e-30)
         KIND: tl.constexpr = DELTA.dtype.element_ty
         rounded, left = factors(query / size[None, :], KIND)
-        PLACED += own_piece() * (BN * DP)
-        whole = PLACED + tokens[:, None] * DP + channels[None, :]
-        nothing = tl.zeros([BN, DP], KIND)
+        PLACED += own_piece() * (STRIP * DP)
+        for piece in tl.static_range(0, STRIP, BN):
+            tl.store(PLACED + (piece + tokens)[:, None] * DP + channels[None, :], tl.zeros([BN, DP], KIND))
 
     # Tiles are counted as if pages were whole numbers of them.
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
@@ -61,60 +63,136 @@ def score_terms(
             record = tl.load(RECORDS + row)
         list_at = record.to(tl.int64) * delta_page + head * delta_head
         at = first_from(
-            DELTA + list_at, INDEX + list_at, channels, first + begin // PADDED * PAGE + begin % PADDED, wide, steps, D
+            DELTA + list_at, INDEX + list_at, channels, first + token_at(begin, PADDED, PAGE), wide, steps, D
         )
 
-    for start in range(begin, stop, BN):
-        position = start // PADDED
-        inside_page = start - position * PADDED
-        page = tl.load(TABLE + row * table_row + position).to(tl.int64)
-        slot = inside_page + tokens
-        slots_of = position * PAGE + slot
-        there = (slot < PAGE) & (slots_of < used)
-        product = tl.zeros([BN, M], tl.float32)
-        if DELTA is not None:
-            if LISTED:
-                from_token = inside_page
-                if OF_ROWS:
-                    from_token += first + position * PAGE
-                else:  # a program's run is of whole pages
-                    list_at = page * delta_page + head * delta_head
-                    at = tl.where(inside_page == 0, 0, at)
-                end = from_token + tl.minimum(BN, PAGE - inside_page)
-                tl.debug_barrier()
-                tl.store(whole, nothing)
-                tl.debug_barrier()
-                token, delta = entries(DELTA + list_at, INDEX + list_at, at, channels, wide, D)
-                while tl.min(token, 0) < end:
-                    own = (token >= from_token) & (token < end)
-                    tl.store(PLACED + (token - from_token) * DP + channels, delta, mask=own)
-                    at += (token < end).to(tl.int32)
-                    token, delta = entries(DELTA + list_at, INDEX + list_at, at, channels, wide, D)
-                tl.debug_barrier()
-                product = placed_product(tl.load(whole, volatile=True), rounded, left, product) * size[None, :]
-            else:
-                of_tokens = page * delta_page + head * delta_head + slot * wide
-                before = 0
-                if ACROSS:
-                    before = head * D
-                for number in range(wide):
-                    channel = index_of(INDEX + of_tokens + number, there) - before
-                    own = there & (channel >= 0) & (channel < D)
-                    delta = tl.load(DELTA + of_tokens + number, mask=own, other=0.0).to(tl.float32)
-                    asked = own[:, None] & valid[None, :]
-                    met = tl.load(QUERY + rows[None, :] * D + channel[:, None], mask=asked, other=0.0)
-                    delta *= query_scale
-                    if SCALE is not None:
-                        delta *= tl.load(SCALE + channel * scale_channel, mask=own, other=0.0).to(tl.float32)
-                    product += met.to(tl.float32) * delta[:, None]
-        for j in tl.static_range(RANK):
-            vector = BASIS + page * basis_page + head * basis_head + j * D + channels
-            shared = tl.sum(query * tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None], 0)
-            own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
-            product += tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None] * shared[None, :]
-        tl.store(
-            BIAS + (base + rows)[None, :] * slots + slots_of[:, None], product, mask=valid[None, :] & there[:, None]
-        )
+    for strip in range(begin, stop, STRIP):
+        strip_end = tl.minimum(strip + STRIP, stop)
+        from_token = token_at(strip, PADDED, PAGE)
+        if LISTED:
+            end = token_at(strip_end, PADDED, PAGE)
+            if OF_ROWS:
+                from_list, end = first + from_token, first + end
+            else:  # a program's run is of whole pages
+                position = strip // PADDED
+                page = tl.load(TABLE + row * table_row + position).to(tl.int64)
+                list_at = page * delta_page + head * delta_head
+                from_list, end = strip - position * PADDED, end - position * PAGE
+                at = tl.where(from_list == 0, 0, at)
+            # Zeros of the strip before are written before its own entries are.
+            tl.debug_barrier()
+            written_from = at
+            at, times = write_entries(
+                PLACED + channels, DELTA + list_at, INDEX + list_at, at, from_list, end, channels, wide, D, DP, SHORT
+            )
+            tl.debug_barrier()
+        for start in range(strip, strip_end, BN):
+            position = start // PADDED
+            inside_page = start - position * PADDED
+            page = tl.load(TABLE + row * table_row + position).to(tl.int64)
+            slot = inside_page + tokens
+            slots_of = position * PAGE + slot
+            there = (slot < PAGE) & (slots_of < used)
+            product = tl.zeros([BN, M], tl.float32)
+            if DELTA is not None:
+                if LISTED:
+                    lines = position * PAGE + inside_page - from_token + tokens
+                    placed = tl.load(PLACED + lines[:, None] * DP + channels[None, :])
+                    product = placed_product(placed, rounded, left, product) * size[None, :]
+                else:
+                    of_tokens = page * delta_page + head * delta_head + slot * wide
+                    before = 0
+                    if ACROSS:
+                        before = head * D
+                    for number in range(wide):
+                        channel = index_of(INDEX + of_tokens + number, there) - before
+                        own = there & (channel >= 0) & (channel < D)
+                        delta = tl.load(DELTA + of_tokens + number, mask=own, other=0.0).to(tl.float32)
+                        asked = own[:, None] & valid[None, :]
+                        met = tl.load(QUERY + rows[None, :] * D + channel[:, None], mask=asked, other=0.0)
+                        delta *= query_scale
+                        if SCALE is not None:
+                            delta *= tl.load(SCALE + channel * scale_channel, mask=own, other=0.0).to(tl.float32)
+                        product += met.to(tl.float32) * delta[:, None]
+            for j in tl.static_range(RANK):
+                vector = BASIS + page * basis_page + head * basis_head + j * D + channels
+                shared = tl.sum(query * tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None], 0)
+                own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
+                product += tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None] * shared[None, :]
+            tl.store(
+                BIAS + (base + rows)[None, :] * slots + slots_of[:, None], product, mask=valid[None, :] & there[:, None]
+            )
+        if LISTED:
+            tl.debug_barrier()
+            for _ in range(times):
+                for _ in tl.static_range(2 if SHORT else 8):
+                    line = index_of(INDEX + list_at + written_from * D + channels, written_from < at) - from_list
+                    tl.store(PLACED + channels + line * DP, tl.zeros([DP], KIND), mask=written_from < at)
+                    written_from += 1
+
+
+@triton.jit
+def token_at(
+    at, PADDED: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """The token where tiles stand at `at`, counted as if pages had PADDED."""
+    return at // PADDED * PAGE + tl.minimum(at % PADDED, PAGE)
+
+
+@triton.jit
+def write_entries(
+    PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr
+):  # fmt: skip
+    """Writes the entries of tokens `begin` ... `end`, none of which lies before `at`, into lines of DP at PLACED: 8 of each channel
+    (2 of SHORT lists) at a time, all of which are read before one is written. How far lists are read then, and how many times."""
+    times, some_left = 0, True
+    while some_left:
+        first = at
+        token0, delta0 = entry(DELTA, INDEX, first, channels, wide, D)
+        token1, delta1 = entry(DELTA, INDEX, first + 1, channels, wide, D)
+        if SHORT:
+            at += write_entry(PLACED, token0, delta0, begin, end, DP)
+            at += write_entry(PLACED, token1, delta1, begin, end, DP)
+            some_left = tl.max(at - first, 0) == 2
+        else:
+            token2, delta2 = entry(DELTA, INDEX, first + 2, channels, wide, D)
+            token3, delta3 = entry(DELTA, INDEX, first + 3, channels, wide, D)
+            token4, delta4 = entry(DELTA, INDEX, first + 4, channels, wide, D)
+            token5, delta5 = entry(DELTA, INDEX, first + 5, channels, wide, D)
+            token6, delta6 = entry(DELTA, INDEX, first + 6, channels, wide, D)
+            token7, delta7 = entry(DELTA, INDEX, first + 7, channels, wide, D)
+            at += write_entry(PLACED, token0, delta0, begin, end, DP)
+            at += write_entry(PLACED, token1, delta1, begin, end, DP)
+            at += write_entry(PLACED, token2, delta2, begin, end, DP)
+            at += write_entry(PLACED, token3, delta3, begin, end, DP)
+            at += write_entry(PLACED, token4, delta4, begin, end, DP)
+            at += write_entry(PLACED, token5, delta5, begin, end, DP)
+            at += write_entry(PLACED, token6, delta6, begin, end, DP)
+            at += write_entry(PLACED, token7, delta7, begin, end, DP)
+            some_left = tl.max(at - first, 0) == 8
+        times += 1
+    return at, times
+
+
+@triton.jit
+def entry(
+    DELTA, INDEX, at, channels, wide, D: tl.constexpr
+):  # fmt: skip
+    """Token and distance of the entry `at` of each channel, [DP]; both are 0 of unused ones and beyond a list."""
+    inside = (at < wide) & (channels < D)
+    token = index_of(INDEX + at * D + channels, inside)
+    return token, tl.load(DELTA + at * D + channels, mask=inside, other=0.0)
+
+
+@triton.jit
+def write_entry(
+    PLACED, token, delta, begin, end, DP: tl.constexpr
+):  # fmt: skip
+    """1 where it is used and of these tokens."""
+    line = token - begin
+    own = (line >= 0) & (line < end - begin) & ((token != 0) | (delta != 0.0))
+    tl.store(PLACED + line * DP, delta, mask=own)
+    return own.to(tl.int32)
 
 
 @triton.jit

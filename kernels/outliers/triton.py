@@ -10,12 +10,16 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.outliers.mixture_kernel import mixture_terms
-from calib.kernels.outliers.page_terms import AT_ONCE, PageTerms
+from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.score_kernel import score_terms
 
-# Query rows of a program, tokens of a tile, tiles of a program of scores at least, programs of a multiprocessor; coefficients of a
-# token and channels at most.
-ROWS, TOKENS, TILES, PROGRAMS, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 8, 16, 256
+# Query rows of a program, tokens of a tile, tiles of a program of scores at least; coefficients of a token and channels at most.
+ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 16, 256
+
+# Of lists of rows, a tile and what is written at once have so many tokens where they have 128 channels, and programs of a
+# multiprocessor: what they write must stay in its cache, beside their shared memory.
+ROW_TOKENS, STRIP = 64, 128
+PROGRAMS, ROW_PROGRAMS = 8, 4
 
 FLOATS = (torch.float16, torch.float32)
 INDICES = (torch.uint8, torch.int16, torch.int32)
@@ -35,9 +39,9 @@ def supports(terms: PageTerms, channels: int) -> bool:
 
 
 @lru_cache
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, of_each: int) -> int:
     """Programs that fill the device: each has room of its own, so no more are started, but one for each head and block of rows."""
-    return PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8)
+    return of_each * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8)
 
 
 def _by_token(pages: Tensor) -> bool:
@@ -61,9 +65,17 @@ def _block(query_rows: int) -> int:
     return ROWS[0] if query_rows <= ROWS[0] else ROWS[1]
 
 
-def _warps(channels: int, block: int) -> int:
+def _warps(channels: int, block: int, tokens: int) -> int:
     """More where a tile's matrix would fill the registers of fewer."""
-    return 2 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] else 4
+    return 2 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] and tokens <= TOKENS else 4
+
+
+def _score_tile(terms: PageTerms, channels: int) -> tuple[int, int]:
+    """Tokens of a tile of scores, and those whose outliers are written at once."""
+    if not terms.listed or not terms.of_rows:
+        return TOKENS, TOKENS
+    share = max(1, _padded(channels) // 128)
+    return ROW_TOKENS // share, STRIP // share
 
 
 def _padded(channels: int) -> int:
@@ -73,7 +85,16 @@ def _padded(channels: int) -> int:
 def score_constants(terms: PageTerms, block: int, channels: int, page: int) -> dict[str, object]:
     """Of the kernel of scores: all that follows from how terms lie."""
     found: dict[str, object] = {"LISTED": terms.listed, "ACROSS": terms.across, "OF_ROWS": terms.of_rows}
-    sizes = {"D": channels, "DP": _padded(channels), "M": block, "BN": TOKENS, "PAGE": page}
+    tokens, strip = _score_tile(terms, channels)
+    sizes = {
+        "D": channels,
+        "DP": _padded(channels),
+        "M": block,
+        "BN": tokens,
+        "STRIP": strip,
+        "SHORT": not terms.of_rows,
+        "PAGE": page,
+    }
     return found | {"RANK": terms.rank} | sizes
 
 
@@ -89,22 +110,26 @@ def scores_of(
 ) -> Tensor:
     """See `operation.scores_of`."""
     rows, heads, asked, channels = query.shape
-    slots, tiles = table.shape[1] * page, triton.cdiv(page, TOKENS)
+    tokens, strip = _score_tile(terms, channels)
+    slots, tiles = table.shape[1] * page, triton.cdiv(page, tokens)
     wide = 0 if terms.delta is None else terms.delta.shape[-1] // (channels if terms.listed else 1)
     block = _block(asked)
     lines = rows * heads * triton.cdiv(asked, block)
-    run = max(TILES, triton.cdiv(table.shape[1] * tiles, max(1, _programs(query.device) // lines)))
-    if terms.listed and not terms.of_rows:
-        run = tiles * triton.cdiv(run, tiles)  # whole pages
+    programs = _programs(query.device, ROW_PROGRAMS if strip > tokens else PROGRAMS)
+    run = max(TILES, triton.cdiv(table.shape[1] * tiles, max(1, programs // lines)))
+    # Whole pages, or all that is written at once.
+    together = strip // tokens if terms.of_rows else tiles
+    if terms.listed:
+        run = together * triton.cdiv(run, together)
     grid = (triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))
-    placed = _pieces(grid, terms, channels, TOKENS) if terms.listed else None
+    placed = _pieces(grid, terms, channels, strip) if terms.listed else None
     bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)
     score_terms[grid](
         query.contiguous(), map_scale, table, used.contiguous(), terms.records, terms.delta, terms.index,
         terms.coefficients, terms.basis, placed, bias,
         scale, heads, asked, slots, first, table.stride(0), run, wide, wide.bit_length(),
         *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis),
-        **score_constants(terms, block, channels, page), num_warps=_warps(channels, block), num_stages=1,
+        **score_constants(terms, block, channels, page), num_warps=_warps(channels, block, tokens), num_stages=1,
     )  # fmt: skip
     return bias
 
@@ -116,14 +141,21 @@ def _pieces(grid: tuple[int, int, int], terms: PageTerms, channels: int, tokens:
     return terms.delta.new_empty(grid[0] * grid[1] * grid[2] * tokens * _padded(channels))
 
 
+def _mixture_tile(channels: int, turn: int) -> int:
+    """Tokens of a tile of mixtures."""
+    return min(ROW_TOKENS * 128 // max(128, _padded(channels)), turn)
+
+
 def mixture_constants(
     terms: PageTerms, ranked: int, block: int, channels: int, page: int, turn: int, columns: int
 ) -> dict[str, object]:
     """Of the kernel of mixtures, parts of which are whole turns of `turn` tokens."""
     wide = 1 if terms.delta is None else terms.delta.shape[-1]
-    sizes = {"D": channels, "DP": _padded(channels), "KP": min(AT_ONCE, triton.next_power_of_2(wide)), "M": block}
+    tokens = _mixture_tile(channels, turn)
+    lanes = 64 * _warps(channels, block, tokens)
+    sizes = {"D": channels, "DP": _padded(channels), "M": block, "WIDE": wide, "LANES": lanes}
     held = {"ACROSS": terms.across, "RANK": terms.rank, "RANKED": ranked, "COLUMNS": columns}
-    return held | sizes | {"BN": min(TOKENS, turn), "PAGE": page, "PADDED": triton.cdiv(page, turn) * turn}
+    return held | sizes | {"BN": tokens, "PAGE": page, "PADDED": triton.cdiv(page, turn) * turn}
 
 
 def add_to_mixtures(
@@ -150,10 +182,10 @@ def add_to_mixtures(
     constants = mixture_constants(terms, ranked, block, channels, page, turn, mixed.shape[-1])
     mixture_terms[grid](
         scores, map_scale, table, used.contiguous(), terms.delta, terms.index, terms.coefficients, terms.basis, vectors,
-        top, _pieces(grid, terms, channels, min(TOKENS, turn)), mixed,
-        heads, asked, table.shape[1] * page, table.stride(0), run * turn, 0 if terms.delta is None else terms.delta.shape[-1],
+        top, _pieces(grid, terms, channels, constants["BN"]), mixed,
+        heads, asked, table.shape[1] * page, table.stride(0), run * turn,
         *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis), *row_head,
-        **constants, num_warps=_warps(channels, block), num_stages=1,
+        **constants, num_warps=_warps(channels, block, constants["BN"]), num_stages=1,
     )  # fmt: skip
 
 
@@ -189,6 +221,10 @@ def _of_no_data(
     return found
 
 
+# Tokens of a turn of attention's kernel that mixtures are compiled for.
+TURN = 64
+
+
 def _types(kernel: object, terms: PageTerms, constants: dict[str, object], **more: str) -> dict[str, str]:
     names = [name for name in kernel.arg_names if name not in constants]  # type: ignore[attr-defined]
     types = {
@@ -221,7 +257,8 @@ def _scores(
     constants |= {} if terms.listed and terms.of_rows else {"RECORDS": None}
     constants |= {} if terms.listed else {"PLACED": None}
     types = _types(score_terms, terms, constants, QUERY="*bf16", query_scale="fp32")
-    warps, codes = _warps(channels, block), TOKENS * channels
+    tokens, strip = _score_tile(terms, channels)
+    warps, codes = _warps(channels, block, tokens), strip * channels
     return Specialisation(score_terms, types, constants, warps, 1, codes, most, matrix=inf, spilled=spilled)
 
 
@@ -234,22 +271,23 @@ def _mixtures(
     block: int = ROWS[0],
     spilled: int = 0,
 ) -> Specialisation:
-    constants = mixture_constants(terms, ranked, block, channels, page, TOKENS, channels + ranked) | _absent(terms)
+    constants = mixture_constants(terms, ranked, block, channels, page, TURN, channels + ranked) | _absent(terms)
     constants |= {} if ranked else {"VECTORS": None}
     constants |= {} if terms.delta is not None or terms.rank else {"SCORES": None}
-    types, warps, codes = _types(mixture_terms, terms, constants), _warps(channels, block), TOKENS * channels
+    tokens = _mixture_tile(channels, TURN)
+    types, warps, codes = _types(mixture_terms, terms, constants), _warps(channels, block, tokens), tokens * channels
     return Specialisation(mixture_terms, types, constants, warps, 1, codes, most, matrix=inf, spilled=spilled)
 
 
 SPECIALISATIONS = {
-    "scores, lists of rows": _scores(_of_no_data(True, 100), 4.8),
-    "scores, lists of rows, 16 rows": _scores(_of_no_data(True, 100), 7, block=ROWS[1]),
-    "scores, lists of rows, 256 channels": _scores(_of_no_data(True, 100, channels=256), 5.1, 256),
-    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, of_rows=False, page=20), 7.4, page=20),
+    "scores, lists of rows": _scores(_of_no_data(True, 100), 4.3),
+    "scores, lists of rows, 16 rows": _scores(_of_no_data(True, 100), 4.7, block=ROWS[1]),
+    "scores, lists of rows, 256 channels": _scores(_of_no_data(True, 100, channels=256), 7.1, 256),
+    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, of_rows=False, page=20), 9.6, page=20),
     "scores, outliers of tokens": _scores(_of_no_data(False, 20), 4.2),
     "mixtures, of all heads, rank 4": _mixtures(_of_no_data(False, 20), 4, 15),
-    "mixtures, of all heads, 16 rows": _mixtures(_of_no_data(False, 20), 4, 18, block=ROWS[1], spilled=16),
-    "mixtures, 256 channels": _mixtures(_of_no_data(False, 40, channels=256), 4, 8.5, 256),
-    "mixtures, rank 2 of pages": _mixtures(_of_no_data(False, 20, 2, page=20), 0, 19, page=20),
+    "mixtures, of all heads, 16 rows": _mixtures(_of_no_data(False, 20), 4, 16.5, block=ROWS[1], spilled=16),
+    "mixtures, 256 channels": _mixtures(_of_no_data(False, 40, channels=256), 4, 14.6, 256, spilled=16),
+    "mixtures, rank 2 of pages": _mixtures(_of_no_data(False, 20, 2, page=20), 0, 17.7, page=20, spilled=16),
     "mixtures, rank 4 alone": _mixtures(_of_no_data(False), 4, 1),
 }

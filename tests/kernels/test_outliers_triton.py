@@ -138,7 +138,7 @@ def test_lists_of_rows_from_a_later_token():
 @pytest.mark.parametrize(("page", "wide", "rank"), [(20, 2, 2), (20, 4, 0), (48, 6, 3), (100, 2, 1)])
 def test_lists_of_pages(page, wide, rank, programs, monkeypatch):
     """And coefficients of each page's own vectors, in the same launch."""
-    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    monkeypatch.setattr(triton, "_programs", lambda *asked: programs)
     terms, dense = lists(PAGES, page, wide, 32, page)
     if rank:
         held, more = factors(page, rank, 32, 5)
@@ -170,7 +170,7 @@ def test_coefficients_alone():
 @pytest.mark.parametrize("programs", [1, 64])
 def test_a_row_is_the_same_alone(programs, monkeypatch):
     """Bit for bit, and twice, however many programs share its tokens."""
-    monkeypatch.setattr(triton, "_programs", lambda device: programs)
+    monkeypatch.setattr(triton, "_programs", lambda *asked: programs)
     page, query = 64, randn(2, HEADS, 4, 32, seed=1)
     used = torch.tensor([180, 130], dtype=torch.int32)
     terms = replace(lists(2, 192, 12, 32, 1)[0], of_rows=True, records=torch.tensor([1, 0], dtype=torch.int32))
