@@ -179,13 +179,16 @@ def add_to_mixtures(
     block, ranked = _block(asked), 0 if vectors is None else vectors.shape[2]
     row_head = (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
     grid = (splits, rows * heads, triton.cdiv(asked, block))
-    constants = mixture_constants(terms, ranked, block, channels, page, turn, mixed.shape[-1])
+    constants, tokens = (
+        mixture_constants(terms, ranked, block, channels, page, turn, mixed.shape[-1]),
+        _mixture_tile(channels, turn),
+    )
     mixture_terms[grid](
         scores, map_scale, table, used.contiguous(), terms.delta, terms.index, terms.coefficients, terms.basis, vectors,
-        top, _pieces(grid, terms, channels, constants["BN"]), mixed,
+        top, _pieces(grid, terms, channels, tokens), mixed,
         heads, asked, table.shape[1] * page, table.stride(0), run * turn,
         *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis), *row_head,
-        **constants, num_warps=_warps(channels, block, constants["BN"]), num_stages=1,
+        **constants, num_warps=_warps(channels, block, tokens), num_stages=1,
     )  # fmt: skip
 
 
