@@ -10,7 +10,7 @@ prefill; our kernels are not carried out either, what they would write is filled
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -75,11 +75,13 @@ class TorchLaunches:
 
 @dataclass
 class Noted:
-    """What was launched: `torch` by operation, `ours` in their order; `waits`: how often the host waits for the device."""
+    """What was launched: `torch` by operation, `ours` in their order; `waits`: how often the host waits for all that it has given
+    the device, `reads`: how often for what it gave it before the layer's attention."""
 
     torch: dict[str, TorchLaunches] = field(default_factory=dict)
     ours: list[KernelLaunch] = field(default_factory=list)
     waits: int = 0
+    reads: int = 0
 
 
 class Noting(TorchDispatchMode):
@@ -160,9 +162,36 @@ def prefill_of(method: str, options: dict[str, Any], heads: Heads, count: int, r
     noted = Noted()
     for layer in layers:
         noted = Noted()
-        with as_on_a_gpu(), kernels_noted(noted, runs), Noting(noted):
+        with as_on_a_gpu(), kernels_noted(noted, runs), answers_noted(noted), Noting(noted):
             forward(layer, query, *given)
     return noted
+
+
+@contextmanager
+def answers_noted(noted: Noted) -> Iterator[None]:
+    """What follows from numbers that have come to the host is worked out there: no operation of the device."""
+    from calib.runtime.device.extremes import Extremes
+    from calib.runtime.ordered.stream import Stream
+    from calib.runtime.tiered.store import TieredStore
+
+    def on_host(settle: Callable[[Any], None]) -> Callable[[Any], None]:
+        def uncounted(store: Any) -> None:
+            with _disable_current_modes():
+                settle(store)
+
+        return uncounted
+
+    read = Extremes.read
+
+    def counted(extremes: Extremes) -> Tensor:
+        noted.reads += 1
+        return read(extremes)
+
+    with ExitStack() as entered:
+        entered.enter_context(mock.patch.object(Extremes, "read", counted))
+        for owner in (Stream, TieredStore):
+            entered.enter_context(mock.patch.object(owner, "settle", on_host(owner.settle)))
+        yield
 
 
 @contextmanager

@@ -57,16 +57,16 @@ SAID = """
 - **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
   ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
   shared memory ({memory} clocks beside {matrix_80} of matrix products).
-- **Ranges are looked at again and again**: {ranges} times in a layer of ZipCache, of which most read all keys or all
-  values, {range_bytes:.0f} MB. Tiers of a stream could share what they ask of the same tokens.
-- **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price. It encodes in pieces of 4,096 tokens, which
-  bound what codecs without a kernel hold in float32: {encoded} launches of ours, and some nine of torch for every two of
-  them. A codec with a kernel could take a tier at once.
+- **Ranges** are looked at {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, those of
+  all values, and once for each stream whether its parameters fit 16 bits, which for values the former tell as well.
+- **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price. A codec with a kernel encodes a tier at
+  once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.
 - **`klt`** has no kernel that encodes. Its products are in float64, and every step between them is an operation of its
   own: {klt:,.0f} MB of a layer.
-- **The host waits** for the device {waits} times in a layer of ZipCache, {waits_kivi} times in KIVI's: whether parameters fit
-  16 bits is asked of the tokens before pages are allocated, and attention is queued only then. The device stands still for as
-  long as the host takes to go on, which no count shows; 4 % of a layer are {stretch:.0f} us.
+- **The host waits** for all that it has given the device {waits} times in a layer of ZipCache and {waits_kivi} times in KIVI's:
+  after such a wait the device stands still for as long as the host takes to go on, which no count shows, and 4 % of a layer
+  are {stretch:.0f} us. Whether parameters fit 16 bits follows from the extremes of a layer's first tokens. They are on their way to
+  the host before attention is queued, and read behind it: the device attends while the host goes on to encode.
 
 ### What a side stream could hide
 

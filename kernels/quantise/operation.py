@@ -84,6 +84,12 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue 
     return pack_away(quantise(y, fixed, (y.shape[-2], y.shape[-1]), bits), bits)
 
 
+def encodes_in_one_pass(x: Tensor, group: tuple[int, int] | None, bits: int, clip: Tensor | float) -> bool:
+    """Whether a kernel encodes tokens like `x` as they lie, and measures groups (tokens, channels) on the way; None: nothing is
+    measured."""
+    return prefers_triton(x.device) and _triton().in_one_pass(x, group, bits, clip)
+
+
 @cache
 def _triton() -> ModuleType:
     from calib.kernels.quantise import triton

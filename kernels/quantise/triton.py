@@ -182,6 +182,12 @@ def supports(x: Tensor, clip: Tensor | float, prologue: Prologue = IDENTITY) -> 
     return x.dim() == 4 and x.dtype in DTYPES and x.shape[-1] <= WIDEST and by_head and some
 
 
+def in_one_pass(x: Tensor, group: tuple[int, int] | None, bits: int, clip: Tensor | float) -> bool:
+    """As `operation.encodes_in_one_pass`."""
+    measured = group is None or _by_tokens(group, x.shape[-1], bits) or _by_channels(group)
+    return supports(x, clip) and measured
+
+
 def encode_uniform(
     x: Tensor,
     group: tuple[int, int],
@@ -193,9 +199,9 @@ def encode_uniform(
 ) -> tuple[Tensor, Tensor]:
     """As `operation.encode_uniform`."""
     words = _words(x, bits, prologue)
-    (rows, heads, total, runs), width = words.shape, x.shape[-1]
-    in_planes = group[0] == 1 and _in_planes(group[1], width, runs)
-    measured = not in_planes and group[1] == 1 and group[0] <= LONGEST
+    (rows, heads, total, _), width = words.shape, x.shape[-1]
+    in_planes = _by_tokens(group, width, bits)
+    measured = not in_planes and _by_channels(group)
     if across_heads or not (in_planes or measured):
         x, prologue = prologue.forward(x), IDENTITY
         parameters = stored_parameters(x, group, bits, clip, parameter_dtype, across_heads).contiguous()
@@ -243,6 +249,16 @@ def supports_pair(
 
 def _lie_alike(x: Tensor, other: Tensor) -> bool:
     return all(size == 1 or x.stride(axis) == other.stride(axis) for axis, size in enumerate(x.shape))
+
+
+def _by_tokens(group: tuple[int, int], width: int, bits: int) -> bool:
+    """Whether `token_groups` measures these groups."""
+    return group[0] == 1 and _in_planes(group[1], width, words_per_token(width, bits))
+
+
+def _by_channels(group: tuple[int, int]) -> bool:
+    """Whether `by_planes` does."""
+    return group[1] == 1 and group[0] <= LONGEST
 
 
 def _in_planes(group: int, width: int, runs: int) -> bool:

@@ -15,11 +15,15 @@ Numbers: TypeAlias = Callable[[Forward], list[int]]
 
 
 def upload(
-    numbers: list[int] | list[float] | list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device
+    numbers: list[int] | list[float] | list[list[int]] | list[list[float]] | Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """A small host list on the device, without waiting for the device."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """A small list or tensor of the host on the device, without waiting for the device."""
+    tensor = numbers.to(dtype) if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 class NotRecordableError(RuntimeError):

@@ -166,6 +166,9 @@ class OrderedStore:
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into windows and pages, as the schedules say."""
+        for stream in self.streams:
+            if stream.extremes is not None:
+                stream.settle()
         table, given = self.sequences.table, list(zip(self.streams, (keys, values), strict=True))
         if forward.width == 1 and forward.columns is None:
             blocks = self._encoded_pair(keys, values) or (None, None)

@@ -11,7 +11,9 @@ from torch import Tensor
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.put_tokens.operation import Put
+from calib.runtime.device.extremes import Extremes
 from calib.runtime.device.graph_inputs import Numbers
+from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, branch, part_of, tensor_like
 from calib.runtime.ordered.key_bias import BiasAtPositions
 from calib.runtime.paging.field import Block
@@ -21,9 +23,10 @@ from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counted, counter
-from calib.runtime.stages.codec.encoded import encoded
+from calib.runtime.stages.codec.encoded import encoded, encodes_as_they_lie
 from calib.runtime.stages.codec.in_pages import mapped, packed_stream
 from calib.runtime.stages.contract import Codec, Transform
+from calib.runtime.stages.parameter_width import may_need_fp32
 from calib.runtime.stages.selection import Schedule
 from calib.runtime.stages.to_device import tensors_of, to_device
 
@@ -74,12 +77,29 @@ class Stream:
         self.role, self.plan, self.rotation = role, plan.to(like.device), rotation
         self.head_dim = like.shape[3]
         self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
-        self.fp32_params = plan.codec.fp32_params(self._coded(like)) if like.shape[2] else False
+        self.fp32_params = False
+        self.extremes: Extremes | None = None  # until parameters are as wide as the first tokens ask for
+        if like.shape[2]:
+            self._ask(self._coded(like))
         self.window = Window(plan.schedule.window(), like)
         fields = plan.codec.fields(self.head_dim, like.dtype, self.fp32_params)
         self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.overflowed_outliers = counter(plan.codec, like.device)
         self._steps: dict[int, tuple[int, bool, bool]] = {}
+
+    def _ask(self, coded: Tensor) -> None:
+        """Whether parameters of tokens like `coded` need float32: what the host can read later, `settle` reads."""
+        if not self.plan.codec.asks_extremes:
+            self.fp32_params = self.plan.codec.fp32_params(coded)
+        elif may_need_fp32(self.plan.codec, coded.dtype):
+            self.extremes = Extremes(coded)
+
+    def settle(self) -> None:
+        """Fixes the width of parameters by the first tokens; before anything is written."""
+        extremes, self.extremes = self.extremes, None
+        if extremes is not None and self.plan.codec.fp32_params(extremes.read()):
+            self.fp32_params = True
+            self.pool.fit(self.plan.codec.fields(self.head_dim, self.window.tokens.dtype, True))
 
     def _coded(self, like: Tensor) -> Tensor:
         """What the codec sees. Tokens that no transform changes stay where they lie: a prompt in float32 would be written and read
@@ -140,6 +160,7 @@ class Stream:
 
     def state(self) -> State:
         """Pages and window."""
+        self.settle()
         counted: State = {} if self.overflowed_outliers is None else {"further": self.overflowed_outliers}
         return {"wide": self.fp32_params, "pages": self.pool.state(), "window": self.window.state()} | counted
 
@@ -240,7 +261,7 @@ class Stream:
         before, (start, stop) = forward.before[rows[0]], self._encoding(forward, rows[0])
         if start >= stop:
             return
-        tokens = new if own or len(rows) == new.shape[0] else new[rows]
+        tokens = new if own or len(rows) == new.shape[0] else new[row_index(rows, new.device)]
         if start < before:
             tokens = torch.cat([self.window.in_order(rows, start, before), tokens], 2)
         else:
@@ -248,6 +269,9 @@ class Stream:
         # Pieces end where token groups end, because every block of a schedule is a whole number of groups.
         group = self.plan.codec.token_group()
         piece = max(group, TILE_TOKENS // len(rows) // group * group)
+        if stop - start > piece and self.bias is None:
+            whole = encodes_as_they_lie(self.plan.transform, self.plan.codec, tokens)
+            piece = stop - start if whole else piece
         for first in range(start, stop, piece):
             last = min(first + piece, stop)
             taken = tokens[:, :, first - start : last - start]

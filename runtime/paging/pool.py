@@ -11,6 +11,7 @@ from torch import Tensor
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.runtime.device.graph_inputs import upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.derived import Derived
@@ -216,6 +217,7 @@ class PagePool:
 
         `block` fields are `[kv_heads, tokens / tokens_per_row, width or less]`; others than the pool's are left alone.
         """
+        runs: dict[int, slice | Tensor] = {}  # of whole pages, by the first: the same for every field
         for name, field in self.fields.items():
             target = self.tensors[name]
             source = _there(block[name], target).to(target.dtype)  # exact tokens come in float32, indices in int32
@@ -233,7 +235,9 @@ class PagePool:
                 if whole > 1 and slot == 0:
                     count = whole * page_rows
                     parts = source[:, done : done + count].unflatten(1, (whole, page_rows)).transpose(0, 1)
-                    target[upload(pages[page : page + whole], torch.int64, target.device)] = parts
+                    if page not in runs:
+                        runs[page] = row_index(pages[page : page + whole], target.device)
+                    target[runs[page]] = parts
                 else:
                     target[pages[page], :, slot : slot + count] = source[:, done : done + count]
                 done += count

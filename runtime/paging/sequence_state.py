@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.device.graph_inputs import GraphInputs, Numbers, upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State
 from calib.runtime.paging.pages import GROWTH, PAGE_TOKENS, PageTable
 
@@ -83,7 +84,7 @@ class Forward:
 
     def real(self, new: Tensor, rows: list[int]) -> Tensor:
         """The real tokens of `rows`, a group of equal length, among `new [all rows, heads, width, D]`."""
-        tokens = new if len(rows) == new.shape[0] and self.columns is None else new[rows]
+        tokens = new if len(rows) == new.shape[0] else new[row_index(rows, new.device)]
         return tokens if self.columns is None else tokens[:, :, self.columns[rows[0]].to(new.device)]
 
     def without(self, removed: int) -> "Forward":

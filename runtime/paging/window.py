@@ -4,9 +4,12 @@ Token t of a row lies in slot t % size. Only the slots in use are allocated (in 
 128 exact tokens weighs as much as 700 tokens at 3 bits.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, tensor_like
 
 STEP = 32
@@ -55,11 +58,21 @@ class Window:
 
     def in_order(self, rows: list[int], start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of `rows` in order: `[len(rows), kv_heads, stop - start, head_dim]`."""
-        slots = torch.arange(start, stop, device=self.tokens.device) % max(self.size, 1)
-        return self.tokens[rows][:, :, slots]
+        own = self.tokens[row_index(rows, self.tokens.device)]
+        runs = [own[:, :, slot : slot + count] for slot, count in self._runs(start, stop)]
+        return runs[0] if len(runs) == 1 else torch.cat([own[:, :, :0], *runs], 2)
 
     def write(self, rows: list[int], start: int, tokens: Tensor) -> None:
         """Puts `tokens [len(rows), kv_heads, n, head_dim]` at token `start` ... of `rows` (n <= size)."""
-        slots = torch.arange(start, start + tokens.shape[2], device=tokens.device) % max(self.size, 1)
-        at = torch.tensor(rows, device=tokens.device)
-        self.tokens[at[:, None], :, slots[None, :]] = tokens.movedim(2, 1)
+        index, done = row_index(rows, tokens.device), 0
+        for slot, count in self._runs(start, start + tokens.shape[2]):
+            self.tokens[index, :, slot : slot + count] = tokens[:, :, done : done + count]
+            done += count
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The first slot and the number of slots of each stretch that tokens [start, stop) lie in."""
+        while start < stop:
+            slot = start % self.size
+            count = min(stop - start, self.size - slot)
+            yield slot, count
+            start += count

@@ -153,8 +153,18 @@ class Codec(Protocol):
         return None
 
     @property
+    def asks_extremes(self) -> bool:
+        """Whether `fp32_params` follows from the least and the largest number of its tokens: it may then be asked of these two in
+        place of the tokens, once they have come to the host."""
+        return False
+
+    @property
     def fuses_transform(self) -> bool:
         """Whether `encode` takes a third argument, `before`, and transforms and gathers tokens while it encodes them."""
+        return False
+
+    def encodes_as_they_lie(self, x: Tensor) -> bool:
+        """Whether tokens like `x` are encoded on their device without another copy of them, in float32 above all."""
         return False
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.heavy_hitters.operation import BudgetSlots, NewToken, enter_ring, lightest
-from calib.runtime.device.graph_inputs import upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.paging.sequence_state import Forward
@@ -21,6 +21,7 @@ from calib.runtime.store import Footprint
 from calib.runtime.tiered.budget_scores import BudgetScores
 from calib.runtime.tiered.budget_step import BudgetStep
 from calib.runtime.tiered.candidates import Candidates
+from calib.runtime.tiered.in_tiers import in_tiers
 from calib.runtime.tiered.tier import POSITIONS
 
 
@@ -36,6 +37,8 @@ class BudgetStore(BudgetScores):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """The new tokens become important, others stop being so."""
+        if self.extremes:
+            self.settle()
         self._resize(self._slots())
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
@@ -105,7 +108,7 @@ class BudgetStore(BudgetScores):
         """Positions of the important tokens of `rows`: int64 `[len(rows), kv_heads, slots]`."""
         numbers = self.sequences.tables[0].numbers(self.mass.device)
         return self.tiers[0].kept_positions(
-            numbers if len(rows) == len(numbers) else numbers[upload(rows, torch.int64, numbers.device)]
+            numbers if len(rows) == len(numbers) else numbers[row_index(rows, numbers.device)]
         )
 
     def _demote(self, step: BudgetStep, lost: Block, new: tuple[Tensor, ...] | None = None) -> None:
@@ -143,29 +146,32 @@ class BudgetStore(BudgetScores):
                     self.measure(rows, role, tokens, tier)
         arrival = self._arrival(rows, min(before, heavy + recent), forward, keys, values)
         # By position, so that a stable sort leaves ties to the earlier token; recent tokens are the last in that order.
-        order = arrival.positions.argsort(-1)[..., : arrival.positions.shape[-1] - min(after, recent)]
-        ranked = order
+        total = arrival.positions.shape[-1]
+        # New tokens alone come in that order.
+        order = arrival.positions.argsort(-1) if arrival.slots else arrival.positions - before
+        ranked = order = order[..., : total - min(after, recent)]
         if self.saliency is not None:
             ranked = order.gather(
                 2, self.scores(arrival.mass).gather(2, order).argsort(dim=-1, descending=True, stable=True)
             )
-        chosen, lost = (part.sort(-1).values for part in (ranked[..., :heavy], ranked[..., heavy:]))
+        heavy = min(heavy, ranked.shape[-1])
+        chosen, lost = in_tiers(ranked, [heavy, ranked.shape[-1] - heavy], total)
         if lost.shape[-1] and len(self.tiers) > 1:
             self._demote_many(arrival, lost, self.sequences.held(rows[0], before)[1])
-        at = torch.tensor(rows, device=keys.device)
-        mass = self.mass[at]
+        index = row_index(rows, keys.device)
+        mass = self.mass[index].clone()
         if chosen.shape[-1]:
             self.tiers[0].write_block(rows, self.sequences.tables[0], recent, self._kept(arrival, chosen))
             mass[:, :, recent : recent + chosen.shape[-1]] = arrival.mass.gather(2, self.of_numbers(chosen))
         if recent:
             self._fill_ring(arrival, range(max(0, after - recent), after), recent, mass)
-        self.mass[at] = mass
+        self.mass[index] = mass
 
     def _arrival(self, rows: list[int], slots: int, forward: Forward, keys: Tensor, values: Tensor) -> Candidates:
         before, after = forward.before[rows[0]], forward.after[rows[0]]
         positions = torch.arange(before, after, device=keys.device).expand(len(rows), 1, -1)
         held, fresh = self.observed(forward, rows, positions)
-        earlier = self.mass[rows][:, :, :slots]
+        earlier = self.mass[row_index(rows, self.mass.device), :, :slots].clone()
         if self.saliency is not None:
             self.saliency.observe(earlier[:, :, : held.shape[2]], held[:, :, :slots])
         positions = positions.expand(-1, self.heads, -1)
@@ -177,14 +183,16 @@ class BudgetStore(BudgetScores):
 
     def _demote_many(self, arrival: Candidates, lost: Tensor, first: int) -> None:
         """Candidates `lost [rows, kv_heads, m]` go to slots `first` ... of the tier below."""
-        keys, values = arrival.new(lost, arrival.keys), arrival.new(lost, arrival.values)
+        keys, values, order = arrival.keys, arrival.values, lost
         if arrival.slots:  # those that lay in the important tier are decoded
             held = {name: arrival.old(lost, part) for name, part in arrival.held.items()}
             is_new = arrival.is_new(lost)
             old_keys, old_values = self.tiers[0].decode(arrival.rows, held)
-            keys, values = torch.where(is_new, keys.float(), old_keys), torch.where(is_new, values.float(), old_values)
+            keys = torch.where(is_new, arrival.new(lost, keys).float(), old_keys)
+            values = torch.where(is_new, arrival.new(lost, values).float(), old_values)
+            order = None
         positions = arrival.positions.gather(2, lost)
-        self.tiers[1].write(arrival.rows, self.sequences.tables[1], first, keys, values, positions)
+        self.tiers[1].write(arrival.rows, self.sequences.tables[1], first, keys, values, positions, order=order)
 
     def _kept(self, arrival: Candidates, chosen: Tensor) -> Block:
         """Candidates `chosen [rows, kv_heads, m]` as the important tier holds them: old ones bit for bit."""
@@ -216,7 +224,7 @@ class BudgetStore(BudgetScores):
         """The important tier's first `slots` slots as they are: `[len(rows), kv_heads, slots, width]`."""
         if not slots:
             return {}
-        numbers = self.sequences.tables[0].numbers(self.mass.device)[rows]
+        numbers = self.sequences.tables[0].numbers(self.mass.device)[row_index(rows, self.mass.device)]
         return {
             name: tensor[numbers].transpose(1, 2).flatten(2, 3)[:, :, :slots]
             for name, tensor in self.tiers[0].pool.tensors.items()

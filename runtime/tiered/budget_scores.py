@@ -9,6 +9,7 @@ from torch import Tensor
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.graph_inputs import upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.stages.saliency import FastGen
 from calib.runtime.stages.tiering import HeavyHitterBudget
@@ -79,7 +80,7 @@ class BudgetScores(TieredStore):
         for row in begin:
             looked[row - rows.start] = 0
             looked[row - rows.start, self.prompt_probes(row, count, self._ids(forward, row))] = 1
-        return Observed(True, looked.to(device)[:, :, None])
+        return Observed(True, upload(looked, looked.dtype, device)[:, :, None])
 
     def attend(self, request: AttendRequest) -> Tensor:
         """Also chooses a policy for each KV head of a row that begins."""
@@ -136,24 +137,29 @@ class BudgetScores(TieredStore):
         begins = not forward.before[rows[0]]
         if isinstance(self.saliency, FastGen):
             if begins:
-                self.policies[rows] = torch.stack([self.shown.policies[row] for row in rows])
-            policies = self.policies if len(rows) == len(self.policies) else self.policies[rows]
+                self.policies[row_index(rows, self.policies.device)] = torch.stack(
+                    [self.shown.policies[row] for row in rows]
+                )
+            policies = self.policies
+            if len(rows) != len(policies):
+                policies = policies[row_index(rows, policies.device)]
             special = self._special(forward, rows) if self.asks_ids else None
             held, fresh = self.saliency.weighed(policies, held, fresh, positions, special)
         if not self.saliency.counts_rows:
             return held, fresh
         seen = torch.arange(count, 0, -1, device=fresh.device)[None]  # each token by those from its own on
         if begins and self.plan.probes is not None:
-            seen = upload([self._seen_in_prompt(forward, row, count) for row in rows], torch.int64, fresh.device)
+            of_rows = torch.stack([self._seen_in_prompt(forward, row, count) for row in rows])
+            seen = upload(of_rows, torch.int64, fresh.device)
         numbers = torch.full_like(held, count), seen[:, None].expand_as(fresh).to(fresh.dtype)
         return torch.cat([held, numbers[0]], 1), torch.cat([fresh, numbers[1]], 1)
 
-    def _seen_in_prompt(self, forward: Forward, row: int, count: int) -> list[int]:
-        """How many probe rows see each token of a prompt: those at its position and behind."""
-        probes = torch.zeros(count, dtype=torch.int64)
-        probes[self.prompt_probes(row, count, self._ids(forward, row))] = 1
-        seen: list[int] = probes.flip(0).cumsum(0).flip(0).tolist()
-        return seen
+    def _seen_in_prompt(self, forward: Forward, row: int, count: int) -> Tensor:
+        """How many probe rows see each token of a prompt, those at its position and behind: int64 `[count]` on the host."""
+        probes = self.shown.probes.get(row)
+        if probes is None:
+            probes = self.prompt_probes(row, count, self._ids(forward, row))
+        return len(probes) - torch.searchsorted(probes, torch.arange(count))
 
     def of_numbers(self, index: Tensor) -> Tensor:
         """An index of tokens `[rows, kv_heads, ...]` as one of `mass [rows, numbers x kv_heads, ...]`."""

@@ -16,12 +16,14 @@ from torch import Tensor
 from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.device.graph_inputs import upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated
 from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.store import Footprint, LayerContext
+from calib.runtime.tiered.in_tiers import in_tiers
 from calib.runtime.tiered.probe_rows import MOST_BLOCKS, LayerProbes
 from calib.runtime.tiered.rope_on_read import unrotated
 from calib.runtime.tiered.sequence_state import TieredSequenceState
@@ -115,7 +117,7 @@ class ChunkStore(TieredStore):
             chunk = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
             looked = (chunk[exact:, None] == chunk) & torch.tensor(own)[:, None]
             weights[i, :, :exact], weights[i, :, width:] = looked[:, :exact], looked[:, exact:]
-        return Observed(False, weights.to(device))
+        return Observed(False, upload(weights, weights.dtype, device))
 
     def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Observed:
         """The window and the new token, for the rows whose one query is a probe."""
@@ -149,6 +151,8 @@ class ChunkStore(TieredStore):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
+        if self.extremes:
+            self.settle()
         if "chunks" not in forward.readings:  # the same for every layer
             forward.readings["chunks"] = self._changes(forward, keys.device)
         changes: _Changes = forward.readings["chunks"]
@@ -207,13 +211,13 @@ class ChunkStore(TieredStore):
         before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.sequences.prompt(rows[0])
         start, stop = self.tiering.complete(before, prompt), self.tiering.complete(after, prompt)
         exact, sinks = self.tiering.exact(before, prompt), self.tiering.sinks
-        held, fresh = self.seen_by(rows, after - before) if self.observes else (self.mass[rows][:, :, :0], None)
+        held, fresh = self.seen_by(rows, after - before) if self.observes else (self.mass[: len(rows), :, :0], None)
         if exact:
             windows = (window.in_order(rows, 0, exact) for window in self.windows)
             keys, values = (torch.cat(pair, 2) for pair in zip(windows, (keys, values), strict=True))
         mass = None
         if fresh is not None:
-            earlier = self.mass[rows][:, :, :exact]
+            earlier = self.mass[row_index(rows, self.mass.device), :, :exact].clone()
             earlier[:, :, : held.shape[2]] += held[:, :, :exact]
             mass = torch.cat([earlier, fresh], 2)
         at = sinks  # where the next chunk's tokens for the tiers begin
@@ -232,8 +236,9 @@ class ChunkStore(TieredStore):
             for window, new in zip(self.windows, (keys, values), strict=True):
                 window.write(rows, 0, new)
         if mass is not None:
-            index = torch.tensor(rows, device=mass.device)
-            self.mass[index] = torch.nn.functional.pad(mass, (0, self.mass.shape[2] - mass.shape[2]))
+            self.mass[row_index(rows, mass.device)] = torch.nn.functional.pad(
+                mass, (0, self.mass.shape[2] - mass.shape[2])
+            )
 
     def _left(self, tokens: Tensor, stop: int) -> Tensor:
         """Of `[rows, kv_heads, n, ...]` what stays once those before `stop` are encoded: the sinks and the rest."""
@@ -258,7 +263,8 @@ class ChunkStore(TieredStore):
                 mass = mass.sum(1, keepdim=True).expand_as(mass)
             # Rows of equal length have probes in the same positions, unless they go by what each row says.
             asked = rows if forward.ids is not None else rows[:1]
-            seen = upload([self._seen_rows(forward, row, chunk) for row in asked], torch.int64, keys.device)[:, None]
+            seen = torch.stack([self._seen_rows(forward, row, chunk) for row in asked])
+            seen = upload(seen, torch.int64, keys.device)[:, None]
             order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
         first = chunk.start == self.tiering.sinks
         if first:
@@ -266,11 +272,12 @@ class ChunkStore(TieredStore):
                 self.measure(rows, role, tokens, None)
                 if role in self.dictionaries:
                     self.dictionaries[role].sample(rows, tokens)
-        slots, at = self.sequences.held(rows[0], chunk.start + self.tiering.window), 0
+        slots = self.sequences.held(rows[0], chunk.start + self.tiering.window)
         offset = 0 if first else self.tiering.separate_prompt_tiers
-        for number, count in enumerate(self.tiering.counts(len(chunk))[: self.plan.kinds], offset):
-            chosen = None if order is None else order[..., at : at + count].sort(-1).values
-            at += count
+        counts = self.tiering.counts(len(chunk))[: self.plan.kinds]
+        # Without an order there is one tier, for all.
+        of_tiers = [None] * len(counts) if order is None else in_tiers(order, counts, len(chunk))
+        for number, (count, chosen) in enumerate(zip(counts, of_tiers, strict=True), offset):
             if first:  # a tier that is empty now and gains tokens later takes the numbers of the whole chunk
                 for role, tokens in (("keys", keys), ("values", values)):
                     self.measure(rows, role, tokens, number, chosen if count else None)
@@ -280,10 +287,16 @@ class ChunkStore(TieredStore):
                     rows, table, slots[number], keys, values, own, self.sequences.row_params, order=chosen
                 )
 
-    def _seen_rows(self, forward: Forward, row: int, chunk: range) -> list[int]:
-        """How many probe rows see each token of a chunk: those at its position and behind."""
-        chosen = self._probes(chunk.start, chunk.stop, self.sequences.prompt(row), self._ids(forward, row))
-        return list(accumulate(map(int, reversed(chosen))))[::-1]
+    def _seen_rows(self, forward: Forward, row: int, chunk: range) -> Tensor:
+        """How many probe rows see each token of a chunk, those at its position and behind: int64 `[len(chunk)]` on the host."""
+        prompt = self.sequences.prompt(row)
+        if self.tiering.chunk_of(chunk.start, prompt) == range(prompt):
+            probes = self.shown.probes.get(row)  # those that were observed, where this forward is the prompt
+            if probes is None:
+                probes = probes_of_prompt(self.plan.probes, prompt, self.rng, self._ids(forward, row))
+            return len(probes) - torch.searchsorted(probes, torch.arange(chunk.start, chunk.stop))
+        chosen = self._probes(chunk.start, chunk.stop, prompt, self._ids(forward, row))
+        return torch.tensor(list(accumulate(map(int, reversed(chosen))))[::-1])
 
     def _probes(self, start: int, stop: int, prompt: int, ids: Tensor | None) -> list[bool]:
         """Which of the rows at positions [start, stop) are probes."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.attend.attention_stats import AttentionStats
+from calib.runtime.device.row_index import row_index
 
 
 class ForwardStats:
@@ -12,12 +13,14 @@ class ForwardStats:
     def __init__(self) -> None:
         self.seen: dict[range, AttentionStats] = {}
         self.queries: dict[range, Tensor] = {}
+        self.probes: dict[int, Tensor] = {}  # the query rows of a row's prompt that were observed: int64 on the host
         self.policies: dict[int, Tensor] = {}  # which policy each KV head of a row that begins has chosen
 
     def clear(self) -> None:
         """The forward is stored."""
         self.seen.clear()
         self.queries.clear()
+        self.probes.clear()
         self.policies.clear()
 
     def of(self, rows: list[int], count: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -31,8 +34,9 @@ class ForwardStats:
             inside = [(i, row - span.start) for i, row in enumerate(rows) if row in span]
             if inside:
                 to, of = map(list, zip(*inside, strict=True))
-                held[to, :, : seen.held.shape[2]] = seen.held[of]
-                new[to] = seen.new[of]
+                into, from_rows = row_index(to, device), row_index(of, device)
+                held[into, :, : seen.held.shape[2]] = seen.held[from_rows]
+                new[into] = seen.new[from_rows]
         return held, new
 
     def queries_of(self, rows: list[int]) -> Tensor | None:
@@ -41,7 +45,7 @@ class ForwardStats:
         for span, query in self.queries.items():
             inside = [row - span.start for row in rows if row in span]
             if inside:
-                parts.append(query if len(inside) == query.shape[0] else query[inside])
+                parts.append(query if len(inside) == query.shape[0] else query[row_index(inside, query.device)])
         if len(parts) == 1:  # no copy of a prompt's queries
             return parts[0]
         return torch.cat(parts) if parts else None

@@ -9,6 +9,7 @@ from calib.kernels.probe_saliency.operation import attention_mass
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.graph_inputs import upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, branch, fitting
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated
@@ -87,6 +88,8 @@ class LocalStore(TieredStore):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Initial tokens to their tier, the others to the window, and out of it in whole blocks."""
+        if self.extremes:
+            self.settle()
         held = [self.tiering.exact(n, 0) for n in forward.before]
         left = [self.tiering.exact(n, 0) for n in forward.after]
         self._resize(max(held + left))
@@ -121,7 +124,7 @@ class LocalStore(TieredStore):
         before, after = forward.before[rows[0]], forward.after[rows[0]]
         local = self.tiering.exact(before, 0)
         held, fresh = self.seen_by(rows, after - before)
-        mass = torch.cat([self.mass[rows][:, :, :local], fresh], 2)
+        mass = torch.cat([self.mass[row_index(rows, self.mass.device), :, :local], fresh], 2)
         mass[:, :, : min(local, held.shape[2])] += held[:, :, :local]
         windows = (window.in_order(rows, 0, local) for window in self.windows)
         keys, values = (torch.cat(pair, 2) for pair in zip(windows, (keys, values), strict=True))
@@ -140,7 +143,9 @@ class LocalStore(TieredStore):
         for window, tokens in zip(self.windows, (keys, values), strict=True):
             window.write(rows, 0, tokens[:, :, rest])
         own = mass[:, :, rest]
-        self.mass[rows] = torch.nn.functional.pad(own, (0, self.mass.shape[2] - own.shape[2]))
+        self.mass[row_index(rows, self.mass.device)] = torch.nn.functional.pad(
+            own, (0, self.mass.shape[2] - own.shape[2])
+        )
 
     def _represent(self, rows: list[int], forward: Forward, span: range, keys: Tensor, mass: Tensor) -> None:
         """Keeps the keys that stand for the blocks of a span of tokens, those with the most mass."""
@@ -154,7 +159,8 @@ class LocalStore(TieredStore):
         found = blocks.gather(3, chosen[..., None].expand(*chosen.shape, keys.shape[3]))
         first = self.tiering.blocks(forward.before[rows[0]])
         self._fit(first + found.shape[2])
-        self.representatives[rows, :, first : first + found.shape[2]] = found.to(self.representatives.dtype)
+        index = row_index(rows, keys.device)
+        self.representatives[index, :, first : first + found.shape[2]] = found.to(self.representatives.dtype)
 
     def _fit(self, blocks: int) -> None:
         """Room for the representatives of so many blocks."""

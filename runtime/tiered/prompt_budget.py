@@ -49,6 +49,8 @@ class PromptBudgetStore(TieredStore):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Of a prompt what the budget holds, of any later forward everything."""
+        if self.extremes:
+            self.settle()
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
         elif forward.width:  # of drafts perhaps none was kept

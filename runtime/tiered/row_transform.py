@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.device.graph_inputs import upload
+from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, StateError, dtype_named, named, tensor_like
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.to_device import tensors_of, to_device
@@ -39,12 +40,17 @@ class RowTransform:
             return self._mapped(lambda tensor: tensor[rows.start : rows.stop])
         return self._mapped(lambda tensor: tensor[upload(rows, torch.int64, tensor.device)])
 
+    def widen(self) -> None:
+        """Measured numbers in float32, before any was measured."""
+        if self.measured is not None:
+            self.dtype, self.stage = torch.float32, self._mapped(torch.Tensor.float)
+
     def measure(self, rows: list[int], tokens: Tensor, query: Tensor) -> None:
         """Fits the transform of `rows` to their tokens and queries, `[len(rows), heads, n, head_dim]`."""
         assert self.measured is not None
         found = self.measured.measure(tokens, query, self.dtype)
         for own, new in zip(tensors_of(self.stage), tensors_of(found), strict=True):
-            own[rows] = new
+            own[row_index(rows, own.device)] = new
 
     def permute(self, sources: Tensor) -> None:
         """Row i becomes a copy of row `sources[i]`."""

@@ -34,6 +34,8 @@ class SinkStore(TieredStore):
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Each token to its slot."""
+        if self.extremes:
+            self.settle()
         tiering: Sinks = self.plan.tiering
         if self._goes_on(forward):
             self._step(tiering, forward, keys, values)

@@ -12,6 +12,8 @@ from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.attend.attend import attend, attend_observed, is_prompt, prompt
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
+from calib.runtime.device.extremes import Extremes
+from calib.runtime.device.graph_inputs import upload
 from calib.runtime.files.state import State
 from calib.runtime.held_tier import HeldTier
 from calib.runtime.paging.pool import PagePool
@@ -20,6 +22,7 @@ from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.magnitude import largest_magnitude
+from calib.runtime.stages.parameter_width import may_need_fp32
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.to_half import HALF_MAX
@@ -52,12 +55,18 @@ class TieredStore(ABC):
         self.saliency: Saliency | None = plan.saliency
         self.heads, self.widths, self.itemsize = keys.shape[1], (keys.shape[3], values.shape[3]), keys.element_size()
         self.transforms: dict[Any, RowTransform] = {}
+        # By stream, until parameters are as wide as its first tokens ask for.
+        self.extremes: dict[str, Extremes] = {}
         for role, like in (("keys", keys), ("values", values)):
-            largest = largest_magnitude(like) if like.shape[2] and like.dtype != torch.float16 else torch.zeros(())
-            dtype = torch.float32 if bool(largest > HALF_MAX) else torch.float16
+            asks = False
             for number, tier in enumerate(plan.tiers):
-                stage = dict(tier.streams())[role].transform
-                self.transforms.setdefault(self._key(role, number), RowTransform(stage, like, dtype))
+                stages = dict(tier.streams())[role]
+                transform = RowTransform(stages.transform, like, torch.float16)
+                self.transforms.setdefault(self._key(role, number), transform)
+                asks |= transform.measured is not None and like.dtype != torch.float16
+                asks |= may_need_fp32(stages.codec, like.dtype)
+            if asks and like.shape[2]:
+                self.extremes[role] = Extremes(like)
         self.dictionaries = RowDictionary.of_streams(plan.tiers[0], keys, values, context)
         stores_positions = sequences.sliding is not None or plan.positions or self.needs_positions
         self.tiers = [
@@ -96,6 +105,16 @@ class TieredStore(ABC):
     @abstractmethod
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Takes a forward's tokens in; what was seen of it is in `self.shown`."""
+
+    def settle(self) -> None:
+        """Fixes the width of parameters by the first tokens; before anything is measured or written."""
+        extremes = {role: own.read() for role, own in self.extremes.items()}
+        self.extremes = {}
+        for tier in self.tiers:
+            tier.settle(extremes)
+        for (role, _), transform in self.transforms.items():
+            if role in extremes and bool(largest_magnitude(extremes[role]) > HALF_MAX):
+                transform.widen()
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`. None unless the tiering knows better."""
@@ -138,9 +157,11 @@ class TieredStore(ABC):
         if observe:
             self.shown.queries[rows] = given.query.detach()
         if is_prompt(request):
+            # Before its saliency, parts of which the host works out: meanwhile the device has something to do.
+            output = prompt(request)
             if observe:
                 self.shown.seen[rows] = self._seen_of_prompt(request)
-            return prompt(request)
+            return output
         held = TieredTokens(
             self.sequences, request, self.tiers, self.windows, self.context.rotation, self.plan.before_rope, self.plan.oracle_share
         )  # fmt: skip
@@ -156,6 +177,7 @@ class TieredStore(ABC):
         mass = torch.zeros(keys.shape[:3], device=keys.device)
         for i, row in enumerate(request.rows):
             probes = self.prompt_probes(row, keys.shape[2], self._ids(request.forward, row))
+            self.shown.probes[row] = probes
             if len(probes):
                 mass[i] = self._mass_of_prompt(request, i, probes)
         return AttentionStats(mass[:, :, :0], mass)
@@ -164,7 +186,7 @@ class TieredStore(ABC):
         """What the rows at `probes` of the i-th prompt of a request gave its tokens, or those `within` so many back from each:
         float32 `[kv_heads, T]`."""
         logits, (query, keys, _) = request.logits, request.given.of_rows(range(i, i + 1))
-        asked = query if len(probes) == keys.shape[2] else query[:, :, probes.to(query.device)]
+        asked = query if len(probes) == keys.shape[2] else query[:, :, upload(probes, torch.int64, query.device)]
         behind = None if within is None else (0, within - 1)
         return attention_mass(asked, keys, probes, logits.scale, logits.softcap, logits.sliding, behind)[0]
 
@@ -222,6 +244,7 @@ class TieredStore(ABC):
 
     def state(self) -> State:
         """See `stored`."""
+        self.settle()
         return stored.state_of(self)
 
     def restore(self, state: State) -> None:

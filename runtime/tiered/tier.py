@@ -11,7 +11,7 @@ from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.stages.codec.corrected import OUTLIERS, counted, counter
-from calib.runtime.stages.codec.encoded import encoded
+from calib.runtime.stages.codec.encoded import encoded, encodes_as_they_lie
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.contract import Codec
@@ -53,7 +53,8 @@ class Tier:
         self.coded = {role: coded_width(stages.transform, self.widths[role]) for role, stages in plan.streams()}
         self.fp32_params: dict[str, bool] = {}
         for (role, stages), like in zip(plan.streams(), (keys, values), strict=True):
-            self.fp32_params[role] = stages.codec.fp32_params(like) if like.shape[2] else False
+            asked = like.shape[2] > 0 and not stages.codec.asks_extremes
+            self.fp32_params[role] = stages.codec.fp32_params(like) if asked else False
         self.longest, heads, device = 0, keys.shape[1], keys.device
         self.pool = PagePool({}, heads, device, plan.page_tokens)
         self.row_params = PagePool({}, heads, device, 1) if plan.segments == "row" else None
@@ -62,6 +63,14 @@ class Tier:
         counters = (counter(stages.codec, device) for _, stages in plan.streams())
         self.overflowed_outliers = next((own for own in counters if own is not None), None)
         self._lay_out()
+
+    def settle(self, extremes: dict[str, Tensor]) -> None:
+        """Fixes the width of parameters by the extremes of the first tokens, where there are any; before anything is written."""
+        for role, stages in self.plan.streams():
+            if role in extremes and stages.codec.asks_extremes:
+                self.fp32_params[role] = stages.codec.fp32_params(extremes[role])
+        if any(self.fp32_params.values()):
+            self._lay_out()
 
     def fit(self, tokens: int) -> None:
         """Room for a row's segment of so many tokens."""
@@ -144,7 +153,9 @@ class Tier:
             return
         count = positions.shape[2]
         group = math.lcm(*(stages.codec.token_group() for _, stages in self.plan.streams()))
-        piece = max(group, TILE_TOKENS // len(rows) // group * group) if self.plan.segments == "none" else count
+        piece = max(group, TILE_TOKENS // len(rows) // group * group)
+        if self.plan.segments != "none" or (count > piece and self._encodes_as_they_lie(rows, keys, values)):
+            piece = count
         for at in range(0, count, piece):
             part = slice(at, at + piece)
             if order is None:
@@ -152,6 +163,13 @@ class Tier:
             else:
                 block = self.encode(rows, keys, values, positions[:, :, part], order[:, :, part])
             self.write_block(rows, table, first + at, block)
+
+    def _encodes_as_they_lie(self, rows: list[int], keys: Tensor, values: Tensor) -> bool:
+        """Whether any number of tokens takes no more memory than what is made of them."""
+        return self.plan.prediction is None and all(
+            encodes_as_they_lie(self.transforms[role].of(rows), self.codec(role, rows), tokens)
+            for role, tokens in (("keys", keys), ("values", values))
+        )
 
     @property
     def _row_by_row(self) -> bool:

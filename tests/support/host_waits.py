@@ -1,6 +1,8 @@
 """Notices what would make the host wait for the device, on a machine where nothing waits; and counts operations."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class HostWaits(TorchFunctionMode):
         self.found: Counter[str] = Counter()
         self.uploads: set[int] = set()  # tensors that were made from numbers of the host
         self.operations = Operations()
+        self.paused = False
 
     def __enter__(self) -> "HostWaits":
         self.operations.__enter__()
@@ -37,8 +40,19 @@ class HostWaits(TorchFunctionMode):
         for name in WAITING_OPERATIONS & set(self.operations.counts):
             self.found[f"aten::{name}"] += self.operations.counts[name]
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, all tensors are the host's own, on a GPU as well: nothing is noticed."""
+        self.paused = self.operations.paused = True
+        try:
+            yield
+        finally:
+            self.paused = self.operations.paused = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self.paused:
+            return func(*args, **kwargs)
         if name in WAITING:
             self.found[name] += 1
         if name == "to" and any(isinstance(part, torch.device | str) for part in (*args[1:], *kwargs.values())):
@@ -46,8 +60,11 @@ class HostWaits(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             self.found[f"{name}[mask]"] += sum(isinstance(i, Tensor) and i.dtype == torch.bool for i in index)
+            # Copied to the device from memory that is not pinned.
+            self.found[f"{name}[list]"] += sum(isinstance(i, list) for i in index)
         result = func(*args, **kwargs)
         if name == "tensor":
+            self.found["tensor(device)"] += kwargs.get("device") is not None
             self.uploads.add(id(result))
         return result
 
@@ -64,9 +81,12 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.largest = 0
+        self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
         self.counts[func.name().split("::")[-1].split(".")[0]] += 1
         given = {part.untyped_storage().data_ptr() for part in args if isinstance(part, Tensor)}
         if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:

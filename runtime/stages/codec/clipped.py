@@ -75,6 +75,11 @@ class Clipped(Codec):
         return None if bound is None else bound + (x.float() - left.float()).abs()
 
     @property
+    def asks_extremes(self) -> bool:
+        """The codec's."""
+        return self.codec.asks_extremes
+
+    @property
     def joins_heads(self) -> bool:
         """Whether the codec does."""
         return self.codec.joins_heads

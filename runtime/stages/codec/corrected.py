@@ -56,6 +56,11 @@ class Corrected(Codec):
         return any(across)
 
     @property
+    def asks_extremes(self) -> bool:
+        """The codec's: of outliers the largest decides, too."""
+        return self.codec.asks_extremes
+
+    @property
     def row_by_row(self) -> bool:
         """The codec's."""
         return self.codec.row_by_row

@@ -44,6 +44,7 @@ class DualScale(Codec):
     iterations: int = 16
 
     piece = 2**18
+    asks_extremes = True
 
     def __post_init__(self) -> None:
         if self.along not in ("channels", "tokens"):

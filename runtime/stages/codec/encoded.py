@@ -35,6 +35,12 @@ def at_once(codec: Codec, tokens: Tensor, count: int) -> int:
     return max(group, piece // (rows * heads * channels) // group * group)
 
 
+def encodes_as_they_lie(transform: Transform, codec: Codec, tokens: Tensor) -> bool:
+    """Whether `tokens [rows, kv_heads, any, head_dim]` are read by a kernel that writes nothing but their block: any number of them
+    then takes no more memory than the block does."""
+    return codec.fuses_transform and transform.prologue() is not None and codec.encodes_as_they_lie(tokens)
+
+
 def _encoded(transform: Transform, codec: Codec, tokens: Tensor, fp32_params: bool, order: Tensor | None) -> Block:
     if codec.fuses_transform and (prologue := transform.prologue()) is not None:
         # Its kernel gathers and transforms while it quantises; tokens are written once, packed.

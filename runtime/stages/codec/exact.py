@@ -23,6 +23,10 @@ class Exact(Codec):
         """Each token stands alone."""
         return 1
 
+    def encodes_as_they_lie(self, x: Tensor) -> bool:
+        """The block is all that is written."""
+        return True
+
     def fields(
         self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
     ) -> dict[str, Field]:

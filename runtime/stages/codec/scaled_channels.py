@@ -38,6 +38,7 @@ class ScaledChannels(Codec):
 
     has_kernel = True
     fuses_transform = True
+    asks_extremes = True
     onnx_writer = "scaled channels"
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ class TokenRange(Codec):
 
     codebook: Codebook
 
+    asks_extremes = True
+
     @property
     def joins_heads(self) -> bool:
         """The heads of a token share its range."""

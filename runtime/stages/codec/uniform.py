@@ -15,7 +15,7 @@ from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import code_mix, code_scores, uniform_mix, uniform_scores
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.pack.reference import unpack, words_per_token
-from calib.kernels.quantise.operation import encode_fixed, encode_pair, encode_uniform
+from calib.kernels.quantise.operation import encode_fixed, encode_pair, encode_uniform, encodes_in_one_pass
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.kernels.quantise.reference import dequantise, measure
 from calib.runtime.messages.printable import printable
@@ -46,6 +46,7 @@ class UniformQuant(Codec):
 
     has_kernel = True
     fuses_transform = True
+    asks_extremes = True
     piece = 2**20
     onnx_writer: ClassVar[str | None] = "uniform"
 
@@ -120,6 +121,14 @@ class UniformQuant(Codec):
         dtype = torch.float32 if fp32_params else torch.float16
         words, parameters = encode_uniform(x, group, self.bits, self.clip, dtype, self.across_heads, prologue)
         return {"words": words, "parameters": parameters}
+
+    def encodes_as_they_lie(self, x: Tensor) -> bool:
+        """Where a kernel measures groups of this shape while it quantises them."""
+        if self.group is None:
+            return encodes_in_one_pass(x, None, self.bits, self.clip)
+        if self.across_heads or self.over_all_tokens:
+            return False
+        return encodes_in_one_pass(x, self._sizes(self.token_group(), x.shape[-1]), self.bits, self.clip)
 
     def encode_pair(self, other: Codec, pair: tuple[Tensor, Tensor], fp32_params: bool) -> tuple[Block, Block] | None:
         """Where both have ranges of each token, of the same groups and bits."""

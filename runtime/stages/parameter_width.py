@@ -1,0 +1,13 @@
+"""Whether a layer's parameters may need more than 16 bits, before its first tokens have been looked at."""
+
+import torch
+
+from calib.runtime.stages.contract import Codec
+
+
+def may_need_fp32(codec: Codec, dtype: torch.dtype) -> bool:
+    """Whether there are finite tokens of `dtype` whose parameters would need float32; of a codec that `asks_extremes`."""
+    if not codec.asks_extremes:
+        return False
+    largest = torch.finfo(dtype).max
+    return dtype != torch.float16 or codec.fp32_params(torch.full((1, 1, 1, 1), largest, dtype=dtype, device="cpu"))
