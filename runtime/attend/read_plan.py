@@ -13,6 +13,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PageSpan
 from calib.kernels.dispatch import prefers_compiled, prefers_triton
+from calib.runtime.device.graph_inputs import upload
 from calib.runtime.paging.pages import Pages, PageTable
 from calib.runtime.paging.sequence_state import Forward
 
@@ -128,7 +129,7 @@ def page_numbers(table: PageTable, forward: Forward, rows: range, pages: range, 
     key = ("page numbers", table, rows, pages)
     if key not in forward.readings:
         numbers = [table.pages(row, pages.start, len(pages)) for row in rows]
-        forward.readings[key] = torch.tensor(numbers, dtype=torch.int32, device=device)
+        forward.readings[key] = upload(numbers, torch.int32, device)
     found: Tensor = forward.readings[key]
     return found
 

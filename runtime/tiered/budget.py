@@ -183,14 +183,13 @@ class BudgetStore(BudgetScores):
 
     def _demote_many(self, arrival: Candidates, lost: Tensor, first: int) -> None:
         """Candidates `lost [rows, kv_heads, m]` go to slots `first` ... of the tier below."""
-        keys, values, order = arrival.keys, arrival.values, lost
+        keys, values, order = arrival.keys, arrival.values, None if arrival.slots else lost
         if arrival.slots:  # those that lay in the important tier are decoded
             held = {name: arrival.old(lost, part) for name, part in arrival.held.items()}
             is_new = arrival.is_new(lost)
             old_keys, old_values = self.tiers[0].decode(arrival.rows, held)
             keys = torch.where(is_new, arrival.new(lost, keys).float(), old_keys)
             values = torch.where(is_new, arrival.new(lost, values).float(), old_values)
-            order = None
         positions = arrival.positions.gather(2, lost)
         self.tiers[1].write(arrival.rows, self.sequences.tables[1], first, keys, values, positions, order=order)
 

@@ -21,6 +21,7 @@ from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan, joined
+from calib.runtime.device.graph_inputs import upload
 from calib.runtime.logits import either, masked
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
@@ -227,7 +228,7 @@ class TieredTokens(LayerTokens):
         # A row that holds nothing yet reads its prompt, which is exact whatever the method.
         reach = self.logits.sliding or max(self.forward.after)
         counts = [[share_of(share if n else 1, min(n + column + 1, reach)) for column in queries] for n in held]
-        most = torch.tensor(counts, device=scores.device).repeat(1, scores.shape[2] // len(queries))[:, None, :, None]
+        most = upload(counts, torch.int64, scores.device).repeat(1, scores.shape[2] // len(queries))[:, None, :, None]
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         found = scores.masked_fill(rank >= most, -torch.inf).split([span.scores.shape[-1] for span in spans], -1)
         return [replace(span, scores=own) for own, span in zip(found, spans, strict=True)]
