@@ -26,9 +26,6 @@ CAPABILITIES = (80, 90, 100)
 # fills them otherwise: such kernels are compiled for it and printed, and held to nothing there.
 NEWEST = 100
 
-# From this one on multiprocessors have 228 KB of shared memory.
-ROOMY = 90
-
 OPERATIONS = (
     "attend",
     "quantise",
@@ -67,7 +64,6 @@ class Specialisation:
         waits: how often a warp may stop for a load from memory in a turn.
         beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
         fusion: whether a product may be joined to a sum, as the launch says.
-        roomy_stages: stages on GPUs whose multiprocessors have as much shared memory as an H100's; 0: the same.
     """
 
     kernel: Any
@@ -85,11 +81,6 @@ class Specialisation:
     waits: float = inf
     beside: Mapping[str, str] = field(default_factory=dict)
     fusion: bool = True
-    roomy_stages: int = 0
-
-    def stages_on(self, capability: int) -> int:
-        """What a launch asks for on such a GPU."""
-        return self.roomy_stages if self.roomy_stages and capability >= ROOMY else self.stages
 
 
 def compiled(one: Specialisation, capability: int) -> Any:
@@ -105,7 +96,7 @@ def compiled(one: Specialisation, capability: int) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     constants = {(names.index(name),): value for name, value in one.constants.items()}
     source = ASTSource(one.kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": one.warps, "num_stages": one.stages_on(capability), "enable_fp_fusion": one.fusion}
+    options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": one.fusion}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -171,7 +171,8 @@ def attend(
         # as long as a large one.
         numbers_of_values = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
         if VALUE_MODE == 1 and EARLY:
-            value_steps, value_zeros = token_numbers(numbers_of_values, slot, slot < PAGE, VALUE_GROUPS, RAGGED)
+            value_steps = token_numbers(numbers_of_values, slot, slot < PAGE, 0, VALUE_GROUPS, RAGGED)
+            value_zeros = token_numbers(numbers_of_values, slot, slot < PAGE, VALUE_GROUPS, VALUE_GROUPS, RAGGED)
 
         if KEY_SIZED or VALUE_SIZED:
             sizes_at = page * sizes_page + head % SIZE_WORDS + slot * SIZE_WORDS
@@ -330,9 +331,7 @@ def attend(
                 share, kept = 1.0, stays
                 if VALUE_MODE == 1:
                     if not EARLY:
-                        value_steps, value_zeros = token_numbers(
-                            numbers_of_values, slot, slot < PAGE, VALUE_GROUPS, RAGGED
-                        )
+                        value_steps = token_numbers(numbers_of_values, slot, slot < PAGE, 0, VALUE_GROUPS, RAGGED)
                     # Scales go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
                     most = largest
                     for j in tl.static_range(VALUE_GROUPS):
@@ -344,7 +343,12 @@ def attend(
                     folded = weights
                     if VALUE_MODE == 1:
                         folded = weights * (value_steps[j] * share)[:, None]
-                        zeroed = tl.sum(weights * value_zeros[j][:, None], 0)
+                        if EARLY:
+                            zero = value_zeros[j]
+                        else:
+                            own = numbers_of_values + slot * (2 * VALUE_GROUPS) + VALUE_GROUPS + j
+                            zero = token_number(own, slot < PAGE, RAGGED)
+                        zeroed = tl.sum(weights * zero[:, None], 0)
                         new_zeros += (zeros[j] if VALUE_SCALED else zeros[j] * stays + zeroed,)
                     else:
                         new_zeros += (zeros[j],)

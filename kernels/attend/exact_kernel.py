@@ -12,8 +12,6 @@ from calib.kernels.attend.decode_kernel import LOG2E, NOTHING
 from calib.kernels.attend.loads import largest_of, query_planes
 from calib.kernels.attend.tile_products import exact_product, factors_of, nearest
 
-AHEAD = tl.constexpr(8)  # runs whose mixtures are under way together
-
 # Numbers of groups, parts and steps that change from launch to launch without another program.
 UNFIXED = [
     "columns",
@@ -132,7 +130,7 @@ def exact(
 def joined(
     top, mass, mixed, TOP, MASS, MIXED, base, runs, query_rows, rows, valid, mixed_row, channels, inside, RUNS: tl.constexpr
 ):  # fmt: skip
-    """Another part of the softmax with what is there; the largest scores of `RUNS` runs are read together. 1: no part has more."""
+    """Another part of the softmax with what is there; of several runs `RUNS` are read together. 1: no part has more."""
     if RUNS == 1:
         at = base * query_rows + rows
         own = tl.load(TOP + at, mask=valid, other=NOTHING)
@@ -143,34 +141,21 @@ def joined(
         mass = mass * stays + tl.load(MASS + at, mask=valid, other=0.0) * comes
         return higher, mass, mixed * stays[None, :] + own_mixed * comes[None, :]
     else:
-        # The largest score of all runs first: then no run waits for another, and their loads go out together.
-        higher = top
         for first in range(0, runs, RUNS):
             run = first + tl.arange(0, RUNS)
+            there = (run < runs)[:, None] & valid[None, :]
             part = (base * runs + run)[:, None] * query_rows + rows[None, :]
-            own = tl.load(TOP + part, mask=(run < runs)[:, None] & valid[None, :], other=NOTHING)
-            higher = tl.maximum(higher, tl.max(own, 0))
-        stays = tl.exp2((top - higher) * LOG2E)
-        mass, mixed = mass * stays, mixed * stays[None, :]
-        for first in range(0, runs, AHEAD):
-            owns, masses, mixtures = (), (), ()
-            for ahead in tl.static_range(AHEAD):
-                run = first + ahead
-                part = (base * runs + run) * query_rows + rows
-                asked = rows < tl.where(run < runs, query_rows, 0)
-                owns += (tl.load(TOP + part, mask=asked, other=NOTHING),)
-                masses += (tl.load(MASS + part, mask=asked, other=0.0),)
-                mixtures += (
-                    tl.load(
-                        MIXED + part[None, :] * mixed_row + channels[:, None],
-                        mask=inside[:, None] & asked[None, :], other=0.0,
-                    ),
-                )  # fmt: skip
-            for ahead in tl.static_range(AHEAD):
-                comes = tl.exp2((owns[ahead] - higher) * LOG2E)
-                mass += masses[ahead] * comes
-                mixed += mixtures[ahead] * comes[None, :]
-        return higher, mass, mixed
+            own = tl.load(TOP + part, mask=there, other=NOTHING)
+            higher = tl.maximum(top, tl.max(own, 0))
+            stays, comes = tl.exp2((top - higher) * LOG2E), tl.exp2((own - higher[None, :]) * LOG2E)
+            own_mixed = tl.load(
+                MIXED + part[:, None, :] * mixed_row + channels[None, :, None],
+                mask=there[:, None, :] & inside[None, :, None], other=0.0,
+            )  # fmt: skip
+            mass = mass * stays + tl.sum(tl.load(MASS + part, mask=there, other=0.0) * comes, 0)
+            mixed = mixed * stays[None, :] + tl.sum(own_mixed * comes[:, None, :], 0)
+            top = higher
+        return top, mass, mixed
 
 
 @triton.jit

@@ -146,14 +146,12 @@ def token_number(pointers, in_page, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def token_numbers(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
-    """Steps and zero points of each group of a token's channels, float32 [BN] each."""
-    steps, zeros = (), ()
+def token_numbers(numbers, slot, in_page, first: tl.constexpr, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
+    """A number of each group of a token's channels, float32 [BN] each: steps, or behind them, from the `first` on, zero points."""
+    found = ()
     for j in tl.static_range(GROUPS):
-        own = numbers + slot * (2 * GROUPS) + j
-        steps += (token_number(own, in_page, RAGGED),)
-        zeros += (token_number(own + GROUPS, in_page, RAGGED),)
-    return steps, zeros
+        found += (token_number(numbers + slot * (2 * GROUPS) + first + j, in_page, RAGGED),)
+    return found
 
 
 @triton.jit

@@ -29,15 +29,11 @@ LOAD = 8
 LEAST = 16
 
 # Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged. More of those that
-# leave registers and shared memory for them.
-PROGRAMS, LIGHT_PROGRAMS, LIGHT_TURN = 8, 11, 64
+# leave registers for them, on GPUs whose multiprocessors have so many bytes of shared memory: an H200 takes a tenth less time then.
+PROGRAMS, LIGHT_PROGRAMS, ROOMY = 8, 12, 160 << 10
 
-# Turns of the loop whose loads are under way, as Triton counts them: `AHEAD` keeps those of a whole turn beside the one that is
-# computed. Fewer where that would leave room for fewer programs.
-AHEAD, BESIDE = 5, 2
-
-# Bytes of shared memory that a multiprocessor must have for either.
-ROOMY = 224 << 10
+# Tokens of a turn up to which a program is light.
+LIGHT_TURN = 64
 
 # Numbers that a program of `merge_kernel.py` reads together, and one of `exact_kernel.py` of the runs that it joins; channels of
 # values at least that such a program has.
@@ -97,8 +93,6 @@ def turn_of(
     """Tokens of one turn of the loop: a power of two that divides every group of tokens that share parameters, and a page where
     `LEAST` are left; else a page's last turn is not full. A group that is a page is in no turn's way."""
     most, _ = shape_of(keys, values, block)
-    if is_light(keys, values, block, rope_tables):
-        most = min(most, LIGHT_TURN)
     page = keys.pages.shape[2]
     if rope_tables is not None:  # the channels of keys that are put together, too
         most = STRIDE if block < BLOCK_ROWS[-1] and rope_tables.axes.shape[-1] <= WIDE else STRIDE // 2
@@ -183,40 +177,29 @@ def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: 
     return shape_of(keys, values, block)[1]
 
 
-def is_light(keys: PackedStream, values: PackedStream, block: int, rope_tables: RopeTables | None) -> bool:
-    """Whether a program leaves registers and shared memory for many beside it: few query rows meet codes of narrow heads, and no
-    channel has parameters of its own for some tokens."""
-    narrow = block == BLOCK_ROWS[0] and not is_wide(keys, values) and rope_tables is None
-    return narrow and not is_heavy(keys, values, block) and mode_of(keys) != CHANNEL
-
-
-def programs_of(
-    keys: PackedStream, values: PackedStream, block: int, rope_tables: RopeTables | None, roomy: bool
-) -> int:
-    """Programs on every multiprocessor, `roomy` or not."""
-    return LIGHT_PROGRAMS if roomy and is_light(keys, values, block, rope_tables) else PROGRAMS
-
-
-def stages_of(keys: PackedStream, values: PackedStream, block: int, rope_tables: RopeTables | None, roomy: bool) -> int:
-    """Turns whose loads are under way; none where what keys are put together from fills shared memory. `roomy`: see `is_roomy`."""
-    if rope_tables is not None:
-        return 1 if rope_tables.axes.shape[-1] > WIDE else 3
-    if is_wide(keys, values) or block > BLOCK_ROWS[0]:
-        exact = any(stream.bits == EXACT for stream in (keys, values)) and is_wide(keys, values)
-        return BESIDE if exact or CHANNEL in (mode_of(keys), mode_of(values)) else 3
-    lean = is_folded(keys, block) and wide_of(keys) <= LEAN
-    crowded = lean or EXACT in (keys.bits, values.bits) or rank_of(keys) + rank_of(values) > 0
-    if roomy and not crowded and keys.pages.shape[2] % LEAST == 0:
-        return AHEAD
-    return BESIDE if CHANNEL in (mode_of(keys), mode_of(values)) else 3
+def programs_of(keys: PackedStream, values: PackedStream, block: int, rope_tables: RopeTables | None) -> int:
+    """Programs on every multiprocessor. Light ones: few query rows meet few codes of narrow heads at once, and no channel has
+    parameters of its own for some tokens."""
+    narrow = block == BLOCK_ROWS[0] and rope_tables is None and not is_wide(keys, values)
+    few = narrow and not is_heavy(keys, values, block) and turn_of(keys, values, block) <= LIGHT_TURN
+    return LIGHT_PROGRAMS if few and mode_of(keys) != CHANNEL and is_roomy(keys.pages.device) else PROGRAMS
 
 
 @lru_cache
 def is_roomy(device: torch.device) -> bool:
-    """Whether a multiprocessor of this GPU has the shared memory of an H100's. What is no GPU is none."""
+    """Whether a multiprocessor of this GPU has the shared memory for `LIGHT_PROGRAMS`; what is no GPU has."""
     if device.type != "cuda":
-        return False
+        return True
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) >= ROOMY
+
+
+def stages_of(keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:
+    """Turns whose loads are under way: one beside the turn that is computed, or two where registers and shared memory are left
+    for them; none where what keys are put together from fills shared memory."""
+    if rope_tables is not None and rope_tables.axes.shape[-1] > WIDE:
+        return 1
+    exact = any(stream.bits == EXACT for stream in (keys, values)) and is_wide(keys, values)
+    return 2 if exact or CHANNEL in (mode_of(keys), mode_of(values)) else 3
 
 
 def rank_of(stream: PackedStream) -> int:

@@ -9,7 +9,6 @@ from calib.kernels.attend.options import (
     block_of,
     columns_of,
     constants_of,
-    is_roomy,
     maps_of,
     programs_of,
     stages_of,
@@ -80,14 +79,14 @@ def made(
 ) -> PageLaunch:
     """The same, kept by nobody."""
     block = block_of(query_rows, sized=values.sizes is not None)
-    turn, roomy = turn_of(keys, values, block, rope_tables), is_roomy(keys.pages.device)
+    turn = turn_of(keys, values, block, rope_tables)
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
     parts = (keys.pages, keys.parameters, values.pages, values.parameters)
     of_page = (coefficients_of(values), values.scales)
     sizes = keys.sizes if values.sizes is None else values.sizes
     return PageLaunch(
         blocks=cdiv(query_rows, block),
-        programs=programs_of(keys, values, block, rope_tables, roomy),
+        programs=programs_of(keys, values, block, rope_tables),
         turn=turn,
         turns=cdiv(keys.pages.shape[2], turn),
         columns=columns_of(keys, values, mixes_keys),
@@ -104,10 +103,7 @@ def made(
             *_map_strides(of_values),
         ),
         options=constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys)
-        | {
-            "num_warps": warps_of(block, keys, values, rope_tables),
-            "num_stages": stages_of(keys, values, block, rope_tables, roomy),
-        },
+        | {"num_warps": warps_of(block, keys, values, rope_tables), "num_stages": stages_of(keys, values, rope_tables)},
     )
 
 

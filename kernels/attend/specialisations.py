@@ -117,26 +117,11 @@ def specialisation(
         types[f"{role}_NUMBERS"] = types[f"{role}S"] if own.parameters is None else "*fp16"
     codes, words = turn * (keys.channels + values.channels), turn * (wide_of(keys) + wide_of(values))
     types = {name: kind for name, kind in types.items() if name not in constants}
-    warps = warps_of(block, keys, values, rope_tables)
-    stages, roomy = (stages_of(keys, values, block, rope_tables, roomy) for roomy in (False, True))
+    warps, stages = warps_of(block, keys, values, rope_tables), stages_of(keys, values, rope_tables)
     takes_room = is_wide(keys, values) or EXACT in (keys.bits, values.bits)
     programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else PROGRAMS
     return Specialisation(
-        attend,
-        types,
-        constants,
-        warps,
-        stages,
-        codes,
-        most,
-        words,
-        matrix,
-        spilled,
-        programs,
-        barriers,
-        waits,
-        beside,
-        roomy_stages=roomy,
+        attend, types, constants, warps, stages, codes, most, words, matrix, spilled, programs, barriers, waits, beside
     )
 
 
@@ -254,7 +239,7 @@ SPECIALISATIONS = {
     "4 bits, keys per channel of 128": _kivi(4, 128, 2.4, barriers=10, waits=6, spilled=8),
     "2 bits, keys per channel of 128": _kivi(2, 128, 1.8, barriers=3, waits=9),
     "4 bits, keys per channel of 32": _kivi(4, 32, 4, barriers=8, waits=8),
-    "2 bits, keys per channel of 32": _kivi(2, 32, 4, barriers=8, waits=8),
+    "2 bits, keys per channel of 32": _kivi(2, 32, 3.9, barriers=8, waits=8),
     # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
     "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=6, ahead=True),
     "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=10, ahead=True),
@@ -262,7 +247,7 @@ SPECIALISATIONS = {
     # And `specache`: some tokens are hidden, and the scores of all are told.
     "2 bits, per channel, scored, ahead": _kivi(2, 32, 4.4, ahead=True, scored=True),
     "4 bits, keys per token": specialisation(
-        stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 2.2, barriers=5, waits=9
+        stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 2, barriers=5, waits=9
     ),
     "4 bits, blocks of 60": _block(4, 60, 2.6, spilled=8),
     "2 bits, blocks of 40": _block(2, 40, 2.3),
@@ -275,7 +260,7 @@ SPECIALISATIONS = {
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
     # These two fill the registers: what the compiler of one release keeps in them, that of another spills.
-    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 4, spilled=16),
+    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 4, spilled=8),
     # Keys are put together and rotated: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
     "6 4 3 2 1 bits, 16 words, turned": specialisation(
         _PATTERNED, _PATTERNED, 10.5, 6, 8, rope_tables=rope_tables_of(80, 128)
@@ -317,13 +302,12 @@ SPECIALISATIONS = {
     "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
     "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),
     # Parts that their runs are, in some pieces of channels: a turn of the window's loop has fewer values beside the same keys.
-    # Where the loop over runs is the longest it is counted instead: eight runs are read in a turn.
-    "exact tokens and runs joined": _exact(128, 6.5, 1.5, pieces=1),
-    "exact tokens and runs, 4 pieces": _exact(128, 9, 2, pieces=4),
+    "exact tokens and runs joined": _exact(128, 6.1, 1.5, pieces=1),
+    "exact tokens and runs, 4 pieces": _exact(128, 7.8, 2, pieces=4),
     "exact tokens and runs, some scored": _exact(128, 9.2, 1.7, scored=True, pieces=2),
     "exact tokens and runs, 16 rows": _exact(128, 11.3, 3.4, 16, pieces=2),
     "exact tokens and runs, 256 channels": _exact(256, 5.4, 1.7, pieces=2),
-    "exact tokens and runs, 256, 16 rows": _exact(256, 13, 6, 16, pieces=2),
+    "exact tokens and runs, 256, 16 rows": _exact(256, 10.6, 6, 16, pieces=2),
     "exact tokens and runs, float32": _exact(128, 17.6, 0, kind=torch.float32, pieces=4),
     "exact tokens and runs, told": _exact(128, 9, 1.7, pieces=2, told=True),
     "exact tokens told, 16 rows": _exact(128, 10, 3, 16, told=True),
