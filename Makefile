@@ -36,6 +36,7 @@ test: .venv/dev.stamp  ## every test with a few of its parameters, one method fo
 
 test-ci: .venv/dev.stamp  ## every test with all its parameters but tables of methods and long matrices, which are sampled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --sample -n 2
+	CALIB_GPU_TESTS=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu  # what a GPU is tested with, interpreted
 
 test-all: .venv/dev.stamp  ## tables and matrices whole, and what takes minutes: hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -45,6 +46,7 @@ OLDEST := tests/contract $(addprefix tests/runtime/,test_generation.py test_draf
 
 test-oldest: .venv-oldest/stamp  ## with the oldest releases that are supported
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --quick -m "not arithmetic" -n 2 $(OLDEST)
+	.venv-oldest/bin/python -m calib.kernels.ahead_of_time --compile 90
 
 contract: .venv/dev.stamp  ## every cell of methods x modes x architectures, an hour; CELLS=WORDS renews some; writes docs/results/contract.md
 	$(if $(CELLS),,rm -f runs/contract.json)

@@ -4,6 +4,7 @@ Triton's package carries the assembler and the disassembler, so a machine withou
 costs, which is what bounds attention over packed tokens (KERNELS in README.md of `kernels/attend`).
 
     python -m calib.kernels.ahead_of_time attend quantise      # compiles what these operations declare, prints the figures
+    python -m calib.kernels.ahead_of_time --compile 90         # compiles all for one capability, and holds them to nothing
 
 Not under TRITON_INTERPRET=1, where there is nothing to compile.
 """
@@ -136,7 +137,17 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
                 yield line, good or (capability == NEWEST and (one.warps > 1 or one.spilled > 0))
 
 
+def compile_all(capability: int) -> None:
+    """Every kernel, for one capability: with releases of Triton whose instructions the limits were not written for."""
+    for operation in OPERATIONS:
+        for name, one in declared(operation).items():
+            compiled(one, capability)
+            print(f"{operation:18} {name} sm_{capability}", flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--compile"]:
+        sys.exit(compile_all(int(sys.argv[2])))
     missed = 0
     for text, holds in report(sys.argv[1:] or OPERATIONS):
         print(text if holds else f"{text}  MISSED", flush=True)

@@ -1,4 +1,5 @@
-"""Attention's kernel with other launch options than its own: programs on a multiprocessor, and turns whose loads are under way.
+"""Attention with other launch options than its own: programs on a multiprocessor, and turns whose loads are under way. Its kernel
+alone, and a layer's step.
 
 Both are choices that no compiler answers: more programs hide more of the memory's time, and leave more parts to merge; more
 stages ask for more shared memory, and so leave room for fewer programs.
@@ -15,13 +16,14 @@ import torch
 from benchmarks.gpu.agreement import agree
 from benchmarks.gpu.attend_alone import KERNEL, every, expected, grouped, table_of, tier
 from benchmarks.gpu.bench import Bench, Measured
-from benchmarks.gpu.decode_attention import fitting, shape_a
+from benchmarks.gpu.decode_attention import TIERS, each, fitting, shape_a
 from benchmarks.gpu.graphs import one_line, replayed
-from benchmarks.gpu.layers import Step, prompt_of
+from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
 from benchmarks.gpu.turns import in_turns
 from calib.kernels.attend import page_launch
 
 PROGRAMS, STAGES = (4, 8, 12, 16), (2, 3, 5)
+LAYERS = 3  # of a cache, whose steps are timed together
 OWN = "as they are"
 
 
@@ -84,4 +86,28 @@ def swept(bench: Bench, rows: int) -> Measured:
             "timed": ways,
             **found,
         }
+    return Measured(figures, details)
+
+
+@torch.no_grad()
+def of_steps(bench: Bench) -> Measured:
+    """Figures "zipcache, 8 programs, 3 stages" and so on: the time of a layer's step with its own options over that with these."""
+    bench.needs_kernel("attend", "quantise")
+    heads, known = shape_a(bench), {"zipcache": TIERS}
+    known |= {f"kivi, {bits} bits": {"bits": bits, "residual": 128, **fitting(bench)} for bits in (4, 2)}
+    (keys, values), figures, details = prompt_of(bench, heads, 0), dict[str, list[float]](), dict[str, object]()
+    step = Step.drawn(bench, heads, keys, 100)
+    for name, given in known.items():
+        layers = bare_layers(name.split(",")[0], heads, LAYERS, **given)
+        for layer in layers:
+            filled(layer, heads, keys, values, 0)
+        call = partial(each, layers, [step] * LAYERS)
+        calls = {OWN: replayed(bench, call, layers)[0]}
+        for programs, stages in product((8, 12), STAGES):
+            with options(programs, stages):
+                call()
+                calls[f"{programs} programs, {stages} stages"] = replayed(bench, call, layers)[0]
+        found = in_turns(bench, calls, {other: (OWN, other) for other in calls})
+        figures |= {f"{name}, {other}": found["ratios"][other] for other in calls if other != OWN}
+        details[name] = {other: found["milliseconds"][other][1] / LAYERS for other in calls}
     return Measured(figures, details)

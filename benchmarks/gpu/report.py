@@ -26,6 +26,15 @@ def rows(records: Records) -> list[dict[str, Any]]:
     return [_row(target, by_name.get(target.measurement)) for target in TARGETS]
 
 
+def newest(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of every measurement the last record that has figures, of runs in the order of time; of one without, its last reason."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for record in (record for run in runs for record in run["measurements"]):
+        if "figures" in record or "figures" not in found.get(record["name"], {}):
+            found[record["name"]] = record
+    return list(found.values())
+
+
 def _row(target: Target, record: Mapping[str, Any] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": target.name,

@@ -91,6 +91,7 @@ def loop_of(name: str, one: Specialisation, capability: int, figures: LoopFigure
         "registers": figures.registers,
         "spilled": figures.spilled,
         "shared": figures.shared,
+        "launched": max(PROGRAMS, one.programs),
         "programs": programs_at_once(figures.registers, figures.shared, one.warps, capability),
         "tokens": one.constants["BN"],
         "page": one.constants["PAGE"],
@@ -112,7 +113,7 @@ def attended(loop: Mapping[str, Any], tokens: int, case: Case, device: Device) -
 
     A program owns a KV head of a row and a run of turns. The multiprocessor with the most programs is the last to be ready.
     """
-    heads, every = case.rows * case.kv_heads, PROGRAMS * device.multiprocessors
+    heads, every = case.rows * case.kv_heads, loop["launched"] * device.multiprocessors
     turns = -(-tokens // loop["page"]) * -(-loop["page"] // loop["tokens"])
     run, splits = runs_of(turns, every // heads)
     programs = -(-heads * splits // device.multiprocessors)

@@ -13,11 +13,12 @@ INTRODUCTION = """# What the compiled loops allow
 
     python -m benchmarks.gpu.roofline --write
 
-**Predicted, never measured.** No GPU has run anything on this page. The script compiles the loops of attention over
-packed tokens that a decode step launches, for sm_80, sm_90 and sm_100, with Triton {triton}'s own compiler. It reads
-them in the disassembler (SASS): instructions, registers, shared memory, loads, barriers. From these and the GPU's
-data sheet it derives the time that a step takes if nothing else delays it. A real step takes longer. So the page says
-which targets are out of reach already, and why; that a target is within a prediction does not say that it is reached.
+**Predicted**, and in the columns *measured* what an H200 took. The script compiles the loops of attention over packed
+tokens that a decode step launches, for sm_80, sm_90 and sm_100, with Triton {triton}'s own compiler. It reads them in
+the disassembler (SASS): instructions, registers, shared memory, loads, barriers. From these and the GPU's data sheet it
+derives the time that a step takes if nothing else delays it. A real step takes longer: on the H200 1.6 to 2.6 times as
+long, and [what its counters say](README.md#what-the-counters-say) explains a part of it. So the page says which targets
+are out of reach already, and why; that a target is within a prediction does not say that it is reached.
 Numbers: `benchmarks/results/gpu_roofline.json`.
 
 Shape A: batch 8, 32 query heads and 8 KV heads of 128 channels, 32,768 tokens. The row "MHA" has one sequence of 32
@@ -55,7 +56,8 @@ LOOPS = """
 ## The loops
 
 A *turn* is one passage of the loop, for as many tokens as stand in *tokens*. *at once*: programs that registers and
-shared memory let run side by side on a multiprocessor, where a launch starts {programs}. *a code*: instructions of a
+shared memory let run side by side on a multiprocessor, where a launch starts {programs}, or {light} of light
+ones. *a code*: instructions of a
 lane for one code, padding included. *loads* are instructions of a warp; *ahead* are bytes that a program has under
 way from one turn to the next. *waits*: how often a warp alone stops for a load from memory; *alone*: clocks of its
 turn then. The limits that hold these loops are in `kernels/attend/specialisations.py`;
@@ -157,7 +159,7 @@ def loop_rows(run: Run) -> Iterator[list[object]]:
 def page(run: Run, of: Sequence[Run]) -> str:
     """The whole text; `of` are the runs that have measured."""
     from benchmarks.gpu.devices import BASELINE_NODES
-    from calib.kernels.attend.options import PROGRAMS
+    from calib.kernels.attend.options import LIGHT_PROGRAMS, PROGRAMS
     from calib.kernels.occupancy import SHARED
     from calib.kernels.turn_alone import MEMORY
     from calib.kernels.turn_alone import SHARED as NEAR
@@ -197,7 +199,7 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += table(["step", "GPU", "method", "launches today", "for accept", "for stretch"], room(run))
     text += section(run["prefill"], of, run["node_seconds"])
     text += PARTS + table([*parts, "waits"], part_rows(run))
-    text += LOOPS.format(programs=PROGRAMS)
+    text += LOOPS.format(programs=PROGRAMS, light=LIGHT_PROGRAMS)
     text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))
     return text + ASSUMED.format(
         devices=devices, copy=run["copy"], shared=shared, memory=MEMORY, near=NEAR, node=node, baseline=BASELINE_NODES

@@ -48,6 +48,7 @@ ON_REQUEST = (
     Measurement("step profile", step_profile.step_profile, 120),
     Measurement("launch options, batch 1", launch_options.batch_1, 180),
     Measurement("launch options, batch 8", launch_options.batch_8, 180),
+    Measurement("launch options, steps", launch_options.of_steps, 180),
 )
 
 

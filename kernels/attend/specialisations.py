@@ -26,6 +26,7 @@ from calib.kernels.attend.options import (
     maps_of,
     merge_constants,
     merge_warps,
+    programs_of,
     stages_of,
     turn_of,
     warps_of,
@@ -119,7 +120,7 @@ def specialisation(
     types = {name: kind for name, kind in types.items() if name not in constants}
     warps, stages = warps_of(block, keys, values, rope_tables), stages_of(keys, values, rope_tables)
     takes_room = is_wide(keys, values) or EXACT in (keys.bits, values.bits)
-    programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else PROGRAMS
+    programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else programs_of(keys, values, block, rope_tables)
     return Specialisation(
         attend, types, constants, warps, stages, codes, most, words, matrix, spilled, programs, barriers, waits, beside
     )

@@ -38,13 +38,19 @@ def test_without_a_run_nothing_is_claimed():
     assert report.markdown([]).count("not yet measured") == len(TARGETS) == report.plain([]).count("not yet measured")
 
 
-def test_the_document_shows_the_table_of_the_newest_run():
-    """Or an empty one while there is none."""
-    runs = sorted(report.RESULTS.glob("gpu-*.json"), key=lambda file: json.loads(file.read_text())["when"])
-    records = json.loads(runs[-1].read_text())["measurements"] if runs else []
+def test_the_document_shows_the_newest_measurement_of_every_row():
+    """And names all runs."""
+    files = list(report.RESULTS.glob("gpu-*.json"))
+    runs = sorted((json.loads(file.read_text()) for file in files), key=lambda run: run["when"])
     text = (ROOT / "docs/results/gpu/README.md").read_text()
-    assert report.markdown(records) in text
-    assert not runs or runs[-1].name in text
+    assert report.markdown(report.newest(runs)) in text
+    assert all(file.name in text for file in files)
+
+
+def test_a_row_without_a_figure_does_not_hide_an_older_one():
+    first, second = {"name": "GEAR", "figures": {"speedup": [1, 1, 1]}}, {"name": "GEAR", "reason": "no time"}
+    runs = [{"measurements": [second]}, {"measurements": [first]}, {"measurements": [second]}]
+    assert report.newest(runs) == [first] and report.newest(runs[:1]) == [second]
 
 
 def test_a_file_of_a_run(tmp_path):
