@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import FLOAT32, FLOAT32_ATTENTION
 
+from calib.runtime.device.extremes import Extremes
 from calib.runtime.stages import codec as stage
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.contract import Segment
+from calib.runtime.stages.parameter_width import may_need_fp32
 from calib.runtime.stages.to_device import to_device
 from calib.runtime.stages.transform import Identity
 
@@ -59,6 +61,20 @@ def test_what_comes_back_is_within_the_declared_bound(case, kind, batch, groups,
     assert bound is not None and bound.shape == x.shape and bool((bound >= 0).all())
     slack = FLOAT32 * x.double().abs().amax()
     assert bool(((found.double() - x.double()).abs() <= bound.double() + slack).all())
+
+
+@every
+@law
+@drawn
+def test_extremes_stand_for_all_tokens(case, kind, batch, groups, seed, dtype):
+    """Of a codec that says so the two decide how wide parameters are, also where numbers are larger than its pages hold."""
+    codec, x = case.codec(), tokens(case, kind, batch, groups, seed, dtype)
+    if codec.asks_extremes:
+        for factor in (1, 2, 2**6, 2**20):
+            larger = (x.float() * factor).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+            found = Extremes(larger).read()
+            assert codec.fp32_params(found) is codec.fp32_params(larger)
+            assert may_need_fp32(codec, dtype) or not codec.fp32_params(larger)
 
 
 @every
