@@ -178,11 +178,13 @@ def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: 
 
 
 def programs_of(keys: PackedStream, values: PackedStream, block: int, rope_tables: RopeTables | None) -> int:
-    """Programs on every multiprocessor. Light ones: few query rows meet few codes of narrow heads at once, and no channel has
+    """Programs on every multiprocessor. Light ones: few query rows meet few plain codes of narrow heads at once, and no channel has
     parameters of its own for some tokens."""
     narrow = block == BLOCK_ROWS[0] and rope_tables is None and not is_wide(keys, values)
-    few = narrow and not is_heavy(keys, values, block) and turn_of(keys, values, block) <= LIGHT_TURN
-    return LIGHT_PROGRAMS if few and mode_of(keys) != CHANNEL and is_roomy(keys.pages.device) else PROGRAMS
+    plain = not any(rank_of(stream) or stream.trellis for stream in (keys, values)) and mode_of(keys) != CHANNEL
+    if not (narrow and plain) or is_heavy(keys, values, block) or turn_of(keys, values, block) > LIGHT_TURN:
+        return PROGRAMS
+    return LIGHT_PROGRAMS if is_roomy(keys.pages.device) else PROGRAMS
 
 
 @lru_cache

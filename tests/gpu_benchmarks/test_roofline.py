@@ -35,7 +35,7 @@ pytestmark = pytest.mark.arithmetic
 
 RUN = json.loads(RESULT.read_text(encoding="utf-8"))
 LOOP = {
-    "name": "a loop", "warps": 1, "programs": 4, "tokens": 64, "page": 64, "bytes_of_token": 100.0, "alone": 5000,
+    "name": "a loop", "warps": 1, "programs": 4, "launched": 8, "tokens": 64, "page": 64, "bytes_of_token": 100.0, "alone": 5000,
     "busy": {"issue": 1000, "integer": 1200},
 }  # fmt: skip
 SMALL = Device("small", 90, 10, 1e9, 1e12, "made up")
