@@ -7,6 +7,7 @@
 Shape A, one layer. The first step of each compiles its kernels; the second is counted.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -83,20 +84,31 @@ def _profiled(bench: Bench, on: bool) -> None:
         torch.cuda.profiler.start() if on else torch.cuda.profiler.stop()
 
 
-def main(asked: list[str]) -> str | None:
+def parser() -> argparse.ArgumentParser:
+    """What the command line may say."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("steps", nargs="*", metavar="STEP", help=f"of {'; '.join(STEPS)} (all)")
+    found.add_argument("--read", type=Path, metavar="FILE", help="print the figures of a details page, and run nothing")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> str | None:
     """What was wrong with what was asked, if anything."""
-    if len(asked) == 2 and asked[0] == "--read":
-        print(json.dumps(kernels(Path(asked[1]).read_text(encoding="utf-8")), indent=1))
+    asked = parser().parse_args(arguments)
+    if asked.read is not None:
+        if not asked.read.is_file():
+            return f"--read takes a details page of Nsight Compute; there is no {str(asked.read)!r}"
+        print(json.dumps(kernels(asked.read.read_text(encoding="utf-8")), indent=1))
         return None
-    if unknown := [name for name in asked if name not in STEPS]:
-        return f"no step is counted of {', '.join(unknown)}; name some of {', '.join(STEPS)}"
+    if unknown := [name for name in asked.steps if name not in STEPS]:
+        return f"no step is counted of {', '.join(unknown)}; name some of {'; '.join(STEPS)}"
     if not torch.cuda.is_available():
         return "counters are a GPU's, and torch can use none here"
-    for name in asked or STEPS:
+    for name in asked.steps or STEPS:
         step(name, torch.device("cuda", 0))
         print(name, flush=True)
     return None
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

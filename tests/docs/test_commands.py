@@ -16,7 +16,7 @@ NOT_RUN = {
     r"hf (auth|download) .*": "it asks the hub",
     r"\S*python -m benchmarks\.peers\.kvpress .* --press (?!none).*": "kvpress needs another transformers; "
     "tests/test_kvpress_peer.py runs the script over stand-ins",
-    r"(python -m benchmarks\.gpu|timeout .* (compute-sanitizer|ncu)) .*": "they need a GPU: "
+    r"(python -m benchmarks\.gpu(\.counters)?|timeout .* (compute-sanitizer|ncu)) .*": "they need a GPU: "
     "tests/gpu_benchmarks/test_first_run.py reads them and holds them to what there is",
     r"python -m benchmarks\.gpu\.roofline .*": "it writes a page of the repository; tests/gpu_benchmarks/test_roofline.py runs it "
     "without",

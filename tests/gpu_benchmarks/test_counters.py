@@ -34,3 +34,7 @@ def test_a_step(name, monkeypatch):
 
 def test_a_strange_name():
     assert "kivi, 4 bits" in counters.main(["kiwi"])
+
+
+def test_a_page_that_is_not_there(tmp_path):
+    assert "there is no" in counters.main(["--read", str(tmp_path / "page.txt")])
