@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.kernels.attend.operation import STRIDE
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 
 
 @dataclass(frozen=True, eq=False)

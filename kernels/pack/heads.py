@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from calib.kernels.upload import upload
+
 
 def join_heads(words: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Words `[..., H, T, Wm]` of each head -> `[..., 1, T, sum(counts)]`; of head h the first `counts[h]` are kept."""
@@ -34,14 +36,14 @@ def spread_heads(tile: Tensor, counts: tuple[int, ...]) -> Tensor:
 def first_words(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the words of each head begin, and where the last one's end: int32 `[H + 1]`. Kept for good, however many layers there
     are: a recorded step reads it where it lies."""
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    return upload([0, *accumulate(counts)], torch.int32, device)
 
 
 @cache
 def _own(counts: tuple[int, ...], most: int, device: torch.device) -> Tensor:
     """Of `[H * Wm]` words those that are a head's own; kept, because making it costs as much as using it."""
     own = [head * most + word for head, count in enumerate(counts) for word in range(count)]
-    return torch.tensor(own, dtype=torch.int64, device=device)
+    return upload(own, torch.int64, device)
 
 
 @cache
@@ -49,4 +51,4 @@ def _positions(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """Where in a row the words `[H * Wm]` lie; beyond a head's own any word that there is."""
     begins, last = [0, *accumulate(counts)], sum(counts) - 1
     positions = [min(begins[head] + word, last) for head in range(len(counts)) for word in range(max(counts))]
-    return torch.tensor(positions, dtype=torch.int64, device=device)
+    return upload(positions, torch.int64, device)

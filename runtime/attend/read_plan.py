@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PageSpan
 from calib.kernels.dispatch import prefers_compiled, prefers_triton
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.paging.pages import Pages, PageTable
 from calib.runtime.paging.sequence_state import Forward
 

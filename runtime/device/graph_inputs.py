@@ -8,22 +8,12 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from calib.kernels.upload import upload
+
 Forward = TypeVar("Forward")
 
 # What the numbers of a forward are worked out by; lengths and slots of every other forward by the same function.
 Numbers: TypeAlias = Callable[[Forward], list[int]]
-
-
-def upload(
-    numbers: list[int] | list[float] | list[list[int]] | list[list[float]] | Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """A small list or tensor of the host on the device, without waiting for the device."""
-    tensor = numbers.to(dtype) if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor if tensor.device == device else tensor.to(device)
 
 
 class NotRecordableError(RuntimeError):

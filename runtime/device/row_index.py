@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 
 
 def row_index(rows: list[int], device: torch.device) -> slice | Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from calib.kernels.top_k.operation import top_k
 from calib.runtime.attend.fetched_tokens import EMPTY, FetchedTokens
 from calib.runtime.attend.request import AttendRequest
+from calib.runtime.device.row_index import row_index
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.paging.pages import PAGE_TOKENS
 from calib.runtime.paging.sequence_state import Forward
@@ -73,7 +74,7 @@ class TopBlocksStore(OffloadStore):
             assert self.context.rotation is not None
             back = unrotated(forward, self.context.rotation, own, span).to(keys.dtype)
             if forward.columns is None:
-                rotated[rows] = back
+                rotated[row_index(rows, keys.device)] = back
             else:
                 rotated[rows[0], :, forward.columns[rows[0]].to(keys.device)] = back[0]
         return rotated

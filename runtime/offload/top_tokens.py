@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from calib.kernels.top_k.operation import top_k
+from calib.kernels.upload import upload
 from calib.runtime.attend.fetched_tokens import FetchedTokens
 from calib.runtime.attend.request import AttendRequest
-from calib.runtime.device.graph_inputs import upload
 from calib.runtime.logits import Logits
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.paging.pages import PAGE_TOKENS

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.files.state import State, StateError, part_of, whole, wholes
 from calib.runtime.messages.printable import printable
 

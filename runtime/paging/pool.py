@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.put_tokens.operation import Put, put_tokens
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable

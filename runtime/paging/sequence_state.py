@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.device.graph_inputs import GraphInputs, Numbers, upload
+from calib.kernels.upload import upload
+from calib.runtime.device.graph_inputs import GraphInputs, Numbers
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State
 from calib.runtime.paging.pages import GROWTH, PAGE_TOKENS, PageTable

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.pack.reference import WORD_BITS
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 
 
 @dataclass(frozen=True)

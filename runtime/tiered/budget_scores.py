@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.request import AttendRequest
-from calib.runtime.device.graph_inputs import upload
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.stages.saliency import FastGen

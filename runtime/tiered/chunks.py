@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from calib.kernels.put_tokens.operation import Put, put_tokens
+from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import Observed
-from calib.runtime.device.graph_inputs import upload
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from calib.kernels.probe_saliency.operation import attention_mass
+from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
-from calib.runtime.device.graph_inputs import upload
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, branch, fitting
 from calib.runtime.paging.sequence_state import Forward

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.files.state import State, StateError, tensor_like
 from calib.runtime.stages.contract import Codec, SamplesAtoms
 from calib.runtime.stages.seeded_rng import SeededRng

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, StateError, dtype_named, named, tensor_like
 from calib.runtime.stages.contract import Transform

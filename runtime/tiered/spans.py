@@ -16,12 +16,12 @@ from torch import Tensor
 from calib.kernels.attend.operation import Attended, ExactGroup, ExactTokens, PageSpan, exact_supported, supported
 from calib.kernels.desparsify_attend.operation import supported as pairs_supported
 from calib.kernels.dispatch import prefers_triton
+from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan, joined
-from calib.runtime.device.graph_inputs import upload
 from calib.runtime.logits import either, masked
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window

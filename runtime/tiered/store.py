@@ -9,11 +9,11 @@ from torch import Tensor
 
 from calib.kernels.probe_saliency.operation import attention_mass
 from calib.kernels.quantise.prologue import Prologue
+from calib.kernels.upload import upload
 from calib.runtime.attend.attend import attend, attend_observed, is_prompt, prompt
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.extremes import Extremes
-from calib.runtime.device.graph_inputs import upload
 from calib.runtime.files.state import State
 from calib.runtime.held_tier import HeldTier
 from calib.runtime.paging.pool import PagePool

@@ -16,7 +16,7 @@ from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import code_mix, code_scores, turned_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.paging.field import Block
 from calib.runtime.stages.codec.word_codes import WordCodes
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import SIZE_BITS, SIZE_OF_ONE, PackedStream
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns, words_per_token
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.direction import norm
 from calib.runtime.stages.codec.mixed import MixedQuant

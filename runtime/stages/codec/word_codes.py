@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from calib.runtime.device.graph_inputs import upload
+from calib.kernels.upload import upload
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Codec, Segment
 
