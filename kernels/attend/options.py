@@ -189,8 +189,8 @@ def programs_of(keys: PackedStream, values: PackedStream, block: int, rope_table
 
 @lru_cache
 def is_roomy(device: torch.device) -> bool:
-    """Whether a multiprocessor of this GPU has the shared memory for `LIGHT_PROGRAMS`. A CPU, which interprets kernels, has none; of
-    what is only compiled it is taken for granted."""
+    """Whether a multiprocessor of this GPU has the shared memory for `LIGHT_PROGRAMS`. A CPU has none, and of what is only compiled
+    it is taken for granted."""
     if device.type != "cuda":
         return device.type == "meta"
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) >= ROOMY
