@@ -147,6 +147,10 @@ def compile_all(capability: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
+        if sys.argv[2:] not in [[str(own)] for own in CAPABILITIES]:
+            sys.exit(
+                f"--compile takes one of {', '.join(map(str, CAPABILITIES))}, got {' '.join(sys.argv[2:]) or 'nothing'}"
+            )
         compile_all(int(sys.argv[2]))
         sys.exit()
     missed = 0

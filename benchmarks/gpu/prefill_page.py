@@ -57,7 +57,7 @@ SAID = """
 - **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
   ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
   shared memory ({memory} clocks beside {matrix_80} of matrix products).
-- **Ranges** are looked at {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, those of
+- **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, those of
   all values, and once for each stream whether its parameters fit 16 bits, which for values the former tell as well.
 - **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price. A codec with a kernel encodes a tier at
   once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.

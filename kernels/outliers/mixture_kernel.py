@@ -3,7 +3,7 @@
 A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It makes weights of
 the part's scores and its top, writes the outliers of a tile of tokens where they belong into a matrix of channels x tokens, a piece
 of memory of its own, reads that back, adds its product with the weights to the part's mixture, which nobody else touches, and
-writes zeros in the same places.
+writes zeros in the same cells.
 Whatever joins the parts then joins all that tokens are.
 """
 
@@ -120,7 +120,7 @@ def mixture_terms(
 def outliers(
     DELTA, INDEX, of_tokens, at, held, before, WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Of the outliers `at` of a tile, which has `held` tokens: their places in a matrix of channels x tokens, -1 of those that are
+    """Of the outliers `at` of a tile, which has `held` tokens: their cells in a matrix of channels x tokens, -1 of those that are
     other heads' and those that add nothing, and their distances."""
     inside = at < held * WIDE
     channel = index_of(INDEX + of_tokens + at, inside) - before

@@ -2,7 +2,7 @@
 
 A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a strip of tokens are written where
 they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back tile by tile to meet the
-query in one product. Afterwards zeros are written in the same places: a fiftieth of the matrix, where zeros everywhere would be all
+query in one product. Afterwards zeros are written in the same cells: a fiftieth of the matrix, where zeros everywhere would be all
 of it, and every store goes to the L2 cache. Lists have their tokens in order, so a program looks up once where each channel's list
 reaches its run, and walks on from there. Nothing is added up in memory, and sums have one order.
 """

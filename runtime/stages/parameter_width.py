@@ -1,4 +1,4 @@
-"""Whether a layer's parameters may need more than 16 bits, before its first tokens have been looked at."""
+"""Whether a layer's parameters may need more than 16 bits, before the numbers of its first tokens are known."""
 
 import torch
 
