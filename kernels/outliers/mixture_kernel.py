@@ -13,6 +13,8 @@ import triton.language as tl
 from calib.kernels.outliers.score_kernel import factors, index_of, own_piece, placed_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Outliers of a lane that are read together.
+AT_ONCE = tl.constexpr(5)
 
 UNFIXED = ["heads", "query_rows", "slots", "table_row", "run"]
 
@@ -68,36 +70,23 @@ def mixture_terms(
                 )
                 # Zeros of the tile before are written before its own outliers are.
                 tl.debug_barrier()
-                cell0, delta0 = outliers(DELTA, INDEX, of_tokens, 5 * lanes, held, before, WIDE, D, BN)
-                cell1, delta1 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 1, held, before, WIDE, D, BN)
-                cell2, delta2 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 2, held, before, WIDE, D, BN)
-                cell3, delta3 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 3, held, before, WIDE, D, BN)
-                cell4, delta4 = outliers(DELTA, INDEX, of_tokens, 5 * lanes + 4, held, before, WIDE, D, BN)
-                tl.store(PLACED + cell0, delta0, mask=cell0 >= 0)
-                tl.store(PLACED + cell1, delta1, mask=cell1 >= 0)
-                tl.store(PLACED + cell2, delta2, mask=cell2 >= 0)
-                tl.store(PLACED + cell3, delta3, mask=cell3 >= 0)
-                tl.store(PLACED + cell4, delta4, mask=cell4 >= 0)
-                for some in range(5 * LANES, held * WIDE, 5 * LANES):
-                    for number in tl.static_range(5):
-                        at = some + 5 * lanes + number
-                        cells, delta = outliers(DELTA, INDEX, of_tokens, at, held, before, WIDE, D, BN)
-                        tl.store(PLACED + cells, delta, mask=cells >= 0)
+                # All are read before one is written; the cells of these need not be looked up again for the zeros.
+                cells, deltas = (), ()
+                for number in tl.static_range(AT_ONCE):
+                    at = AT_ONCE * lanes + number
+                    cell, delta = outliers(DELTA, INDEX, of_tokens, at, held, before, WIDE, D, BN)
+                    cells += (cell,)
+                    deltas += (delta,)
+                put_outliers(
+                    PLACED, cells, deltas, DELTA, INDEX, of_tokens, lanes, held, before, WIDE, D, BN, LANES, False
+                )
                 tl.debug_barrier()
                 rounded, left = factors(weights, KIND)
                 added = placed_product(tl.load(whole), rounded, left, added)
                 tl.debug_barrier()
-                zeros = tl.zeros([LANES], KIND)
-                tl.store(PLACED + cell0, zeros, mask=cell0 >= 0)
-                tl.store(PLACED + cell1, zeros, mask=cell1 >= 0)
-                tl.store(PLACED + cell2, zeros, mask=cell2 >= 0)
-                tl.store(PLACED + cell3, zeros, mask=cell3 >= 0)
-                tl.store(PLACED + cell4, zeros, mask=cell4 >= 0)
-                for some in range(5 * LANES, held * WIDE, 5 * LANES):
-                    for number in tl.static_range(5):
-                        at = some + 5 * lanes + number
-                        cells, delta = outliers(DELTA, INDEX, of_tokens, at, held, before, WIDE, D, BN)
-                        tl.store(PLACED + cells, zeros, mask=cells >= 0)
+                put_outliers(
+                    PLACED, cells, deltas, DELTA, INDEX, of_tokens, lanes, held, before, WIDE, D, BN, LANES, True
+                )
             for j in tl.static_range(RANK):
                 own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
                 ranked = tl.sum(weights * tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None], 0)
@@ -114,6 +103,22 @@ def mixture_terms(
     inside = valid[None, :] & (channels < D)[:, None]
     pointers = MIXED + rows[None, :] * COLUMNS + channels[:, None]
     tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + added, mask=inside)
+
+
+@triton.jit
+def put_outliers(
+    PLACED, cells, deltas, DELTA, INDEX, of_tokens, lanes, held, before,
+    WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, CLEARED: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile's first outliers, `deltas`, to their `cells`, and then those behind them. CLEARED: zeros in the same places."""
+    zeros = tl.zeros([LANES], DELTA.dtype.element_ty)
+    for number in tl.static_range(AT_ONCE):
+        tl.store(PLACED + cells[number], zeros if CLEARED else deltas[number], mask=cells[number] >= 0)
+    for some in range(AT_ONCE * LANES, held * WIDE, AT_ONCE * LANES):
+        for number in tl.static_range(AT_ONCE):
+            at = some + AT_ONCE * lanes + number
+            cell, delta = outliers(DELTA, INDEX, of_tokens, at, held, before, WIDE, D, BN)
+            tl.store(PLACED + cell, zeros if CLEARED else delta, mask=cell >= 0)
 
 
 @triton.jit
