@@ -10,9 +10,6 @@ reaches its run, and walks on from there. Nothing is added up in memory, and sum
 import triton
 import triton.language as tl
 
-# Beyond every token.
-NOWHERE = tl.constexpr(2**31 - 1)
-
 UNFIXED = ["heads", "query_rows", "slots", "first", "table_row", "run", "wide", "steps"]
 
 
@@ -41,6 +38,7 @@ def score_terms(
         SCALE += row * scale_row + head * scale_head
         scale = tl.load(SCALE + channels * scale_channel, mask=channels < D, other=0.0).to(tl.float32)
         query *= scale[:, None]
+    AT_ONCE: tl.constexpr = 2 if SHORT else 8  # entries of a channel that are read together
     if LISTED:
         # Factors of the product, in units of the largest of each query row: float16 neither overflows nor starves.
         size = tl.maximum(tl.max(tl.abs(query), 0), 1.0e-30)
@@ -83,7 +81,7 @@ def score_terms(
             tl.debug_barrier()
             written_from = at
             at, times = write_entries(
-                PLACED + channels, DELTA + list_at, INDEX + list_at, at, from_list, end, channels, wide, D, DP, SHORT
+                PLACED + channels, DELTA + list_at, INDEX + list_at, at, from_list, end, channels, wide, D, DP, AT_ONCE
             )
             tl.debug_barrier()
         for start in range(strip, strip_end, BN):
@@ -125,7 +123,7 @@ def score_terms(
         if LISTED:
             tl.debug_barrier()
             for _ in range(times):
-                for _ in tl.static_range(2 if SHORT else 8):
+                for _ in tl.static_range(AT_ONCE):
                     line = index_of(INDEX + list_at + written_from * D + channels, written_from < at) - from_list
                     tl.store(PLACED + channels + line * DP, tl.zeros([DP], KIND), mask=written_from < at)
                     written_from += 1
@@ -141,35 +139,21 @@ def token_at(
 
 @triton.jit
 def write_entries(
-    PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr, SHORT: tl.constexpr
+    PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Writes the entries of tokens `begin` ... `end`, none of which lies before `at`, into lines of DP at PLACED: 8 of each channel
-    (2 of SHORT lists) at a time, all of which are read before one is written. How far lists are read then, and how many times."""
+    """Writes the entries of tokens `begin` ... `end`, none of which lies before `at`, into lines of DP at PLACED: AT_ONCE of
+    each channel at a time, all of which are read before one is written. How far lists are read then, and how many times."""
     times, some_left = 0, True
     while some_left:
         first = at
-        token0, delta0 = entry(DELTA, INDEX, first, channels, wide, D)
-        token1, delta1 = entry(DELTA, INDEX, first + 1, channels, wide, D)
-        if SHORT:
-            at += write_entry(PLACED, token0, delta0, begin, end, DP)
-            at += write_entry(PLACED, token1, delta1, begin, end, DP)
-            some_left = tl.max(at - first, 0) == 2
-        else:
-            token2, delta2 = entry(DELTA, INDEX, first + 2, channels, wide, D)
-            token3, delta3 = entry(DELTA, INDEX, first + 3, channels, wide, D)
-            token4, delta4 = entry(DELTA, INDEX, first + 4, channels, wide, D)
-            token5, delta5 = entry(DELTA, INDEX, first + 5, channels, wide, D)
-            token6, delta6 = entry(DELTA, INDEX, first + 6, channels, wide, D)
-            token7, delta7 = entry(DELTA, INDEX, first + 7, channels, wide, D)
-            at += write_entry(PLACED, token0, delta0, begin, end, DP)
-            at += write_entry(PLACED, token1, delta1, begin, end, DP)
-            at += write_entry(PLACED, token2, delta2, begin, end, DP)
-            at += write_entry(PLACED, token3, delta3, begin, end, DP)
-            at += write_entry(PLACED, token4, delta4, begin, end, DP)
-            at += write_entry(PLACED, token5, delta5, begin, end, DP)
-            at += write_entry(PLACED, token6, delta6, begin, end, DP)
-            at += write_entry(PLACED, token7, delta7, begin, end, DP)
-            some_left = tl.max(at - first, 0) == 8
+        tokens, deltas = (), ()
+        for number in tl.static_range(AT_ONCE):
+            token, delta = entry(DELTA, INDEX, first + number, channels, wide, D)
+            tokens += (token,)
+            deltas += (delta,)
+        for number in tl.static_range(AT_ONCE):
+            at += write_entry(PLACED, tokens[number], deltas[number], begin, end, DP)
+        some_left = tl.max(at - first, 0) == AT_ONCE
         times += 1
     return at, times
 
@@ -234,17 +218,6 @@ def placed_product(placed, rounded, left, total):
 
 
 @triton.jit
-def entries(
-    DELTA, INDEX, at, channels, wide, D: tl.constexpr
-):  # fmt: skip
-    """Token and distance of one entry of each channel, [DP]; beyond a channel's last used one there is no token."""
-    inside = (at < wide) & (channels < D)
-    token = index_of(INDEX + at * D + channels, inside)
-    delta = tl.load(DELTA + at * D + channels, mask=inside, other=0.0)
-    return tl.where(inside & ((at == 0) | (token != 0) | (delta != 0.0)), token, NOWHERE), delta
-
-
-@triton.jit
 def first_from(
     DELTA, INDEX, channels, token, wide, steps, D: tl.constexpr
 ):  # fmt: skip
@@ -252,8 +225,10 @@ def first_from(
     low, high = channels * 0, channels * 0 + wide
     for _ in range(steps):
         middle = (low + high) // 2
-        found, _ = entries(DELTA, INDEX, middle, channels, wide, D)
-        is_before = (found < token) & (low < high)
+        found, delta = entry(DELTA, INDEX, middle, channels, wide, D)
+        # Unused entries, 0 and 0.0, lie behind all others; the first counts as used, because it may be of token 0.
+        is_used = (middle == 0) | (found != 0) | (delta != 0.0)
+        is_before = is_used & (found < token) & (low < high)
         high = tl.where(is_before | (low >= high), high, middle)
         low = tl.where(is_before, middle + 1, low)
     return low
