@@ -1,0 +1,87 @@
+"""Quantise and pack tokens that have parameters of their own, in groups (1, g): measured and coded plane by plane, or some planes
+at a time where a group reaches over them. Planes are read one after the other, so that packing is elementwise.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.quantise.arithmetic import code_fields, divisor, load_values, scale_and_zero, source_positions
+
+
+@triton.jit(do_not_specialize=["total", "rows"])  # nothing is compiled again for another number of tokens
+def token_groups(
+    x, order, center, half, balance, clip, words, parameters, x_1, clip_1, words_1, parameters_1, ratio, ratio_1, total, rows,
+    s_row, s_head, s_token, s_channel,
+    D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
+):  # fmt: skip
+    """Groups (1, g) of x, and behind its rows of x_1, which lies alike and has no prologue; None is not there."""
+    row = tl.program_id(2)
+    if x_1 is None:
+        grouped(
+            x, order, center, half, balance, clip, words, parameters, ratio, total, row, s_row, s_head, s_token, s_channel,
+            D, BITS, W, SPAN, RUNS, RUN, TOKENS, RUNS_UP, RUN_UP,
+        )  # fmt: skip
+    elif row < rows:
+        grouped(
+            x, None, None, None, None, clip, words, parameters, ratio, total, row, s_row, s_head, s_token, s_channel,
+            D, BITS, W, SPAN, RUNS, RUN, TOKENS, RUNS_UP, RUN_UP,
+        )  # fmt: skip
+    else:
+        grouped(
+            x_1, None, None, None, None, clip_1, words_1, parameters_1, ratio_1, total, row - rows, s_row, s_head, s_token,
+            s_channel, D, BITS, W, SPAN, RUNS, RUN, TOKENS, RUNS_UP, RUN_UP,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped(
+    x, order, center, half, balance, clip, words, parameters, ratio, total, row, s_row, s_head, s_token, s_channel,
+    D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
+):  # fmt: skip
+    """A plane has RUNS runs of RUN channels; a group is one run, or the only run of each of SPAN planes."""
+    head, row = tl.program_id(1).to(tl.int64), row.to(tl.int64)
+    COLUMNS: tl.constexpr = (D + SPAN * RUN - 1) // (SPAN * RUN)
+    HALF: tl.constexpr = parameters.dtype.element_ty == tl.float16
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    run = tl.arange(0, RUNS_UP)[None, :, None]
+    cell = tl.arange(0, RUN_UP)[None, None, :]
+    inside = (run < RUNS) & (cell < RUN)
+    positions = source_positions(order, row, head, tokens, total)
+    first = (row * tl.num_programs(1) + head) * total
+    factor = ratio
+    if clip is not None:
+        factor = tl.load(clip + head) * ratio
+    word = tl.zeros([TOKENS, RUNS_UP, RUN_UP], tl.int32)
+    for at in tl.static_range(0, (D + W - 1) // W, SPAN):
+        low = tl.full([TOKENS, RUNS_UP, RUN_UP], float("inf"), tl.float32)
+        high = tl.full([TOKENS, RUNS_UP, RUN_UP], float("-inf"), tl.float32)
+        for plane in tl.static_range(at, at + SPAN):
+            channels = plane * W + run * RUN + cell
+            valid = inside & (channels < D)
+            y = load_values(
+                x, center, half, balance, row, head, positions, channels, valid & (tokens < total),
+                s_row, s_head, s_token, s_channel, D,
+            )  # fmt: skip
+            low = tl.minimum(low, tl.where(valid, y, float("inf")))
+            high = tl.maximum(high, tl.where(valid, y, float("-inf")))
+        low, high = tl.min(low, 2, keep_dims=True), tl.max(high, 2, keep_dims=True)
+        scale, zero = scale_and_zero(low, high, factor, BITS, HALF)
+        column = at // SPAN * RUNS + run
+        into = parameters + (first + tokens) * (2 * COLUMNS) + column
+        kept = (tokens < total) & (run < RUNS) & (column < COLUMNS)
+        tl.store(into, scale.to(parameters.dtype.element_ty), mask=kept)
+        tl.store(into + COLUMNS, zero.to(parameters.dtype.element_ty), mask=kept)
+        negative, reciprocal, most = divisor(scale, BITS, HALF)
+        for plane in tl.static_range(at, at + SPAN):
+            channels = plane * W + run * RUN + cell
+            valid = inside & (channels < D)
+            if SPAN > 1:  # read again, near by; registers would not hold all planes
+                y = load_values(
+                    x, center, half, balance, row, head, positions, channels, valid & (tokens < total),
+                    s_row, s_head, s_token, s_channel, D,
+                )  # fmt: skip
+            word |= tl.where(valid, code_fields(y, zero, negative, reciprocal, most, plane, BITS, HALF), 0)
+    into = words + (first + tokens) * W + run * RUN + cell
+    tl.store(into, word.to(tl.int16), mask=inside & (tokens < total))
