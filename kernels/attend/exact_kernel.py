@@ -8,7 +8,7 @@ product, as in `decode_kernel.py`.
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.decode_kernel import LOG2E, NOTHING
+from calib.kernels.attend.decode_scores import LOG2E, NOTHING
 from calib.kernels.attend.loads import largest_of, query_planes
 from calib.kernels.attend.tile_products import exact_product, factors_of, nearest
 

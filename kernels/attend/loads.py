@@ -44,6 +44,18 @@ def map_numbers(
 
 
 @triton.jit
+def channel_maps(
+    STEP, ZERO, SCALE, SHIFT, step_at, step_channel, map_at, map_channel, words, F: tl.constexpr, D: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """What all tokens' channels share, each as `map_numbers` has it: codes' steps and zero points, a map's scales and shifts."""
+    steps = map_numbers(STEP, step_at, step_channel, words, 1.0, F, D, W)
+    zero_points = map_numbers(ZERO, step_at, step_channel, words, 0.0, F, D, W)
+    scales = map_numbers(SCALE, map_at, map_channel, words, 1.0, F, D, W)
+    shifts = map_numbers(SHIFT, map_at, map_channel, words, 0.0, F, D, W)
+    return steps, zero_points, scales, shifts
+
+
+@triton.jit
 def folded_query(query, constant, scales, zeros, DIVIDES: tl.constexpr):
     """For tokens that are scale y + zero in every channel, or y / scale + zero: the query that meets y, by planes, and the
     `constant` [M] with what it makes of the zeros. Numbers as `map_numbers` has them; none: 1, or 0."""

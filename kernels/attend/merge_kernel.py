@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.decode_kernel import LOG2E, NOTHING
+from calib.kernels.attend.decode_scores import LOG2E, NOTHING
 
 
 @triton.jit(do_not_specialize=["splits", "query_rows", "heads"])

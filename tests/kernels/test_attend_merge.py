@@ -8,7 +8,7 @@ from launches import watch
 from paged_attention import Kind, pages_of
 
 from calib.kernels.attend import operation, reference, triton
-from calib.kernels.attend.decode_kernel import NOTHING
+from calib.kernels.attend.decode_scores import NOTHING
 from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.options import merge_constants
 
