@@ -58,8 +58,8 @@ class Calibration(LightningModule):
         clip_factors: candidates for the clip factor, decreasing from 1; more of them cost time in proportion.
         clip_sequences: how many of `data.sequences` choose clip factors, residual bases and the steps of `klt`, which cost
             far more than ranges; null for all.
-        klt: measure what the method `klt` needs: float64 [layers, kv_heads, head_dim, head_dim] eight times throughout the
-            fit, and its components' errors: 1.4 GB for Llama 2 7B.
+        klt: measure what the method `klt` needs: float64 [layers, kv_heads, head_dim, head_dim] ten times throughout the
+            fit, and its components' errors: 1.9 GB for Llama 2 7B.
         sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to know which errors of `klt`
             (and, with `nuq`, of `kvquant`) matter; null for all, 0 for none: then queries and output projections alone tell.
         storage: fit what stored chunks need for the profile "storage" (`Codec`), with `klt`: 12,288 tokens of keys and values in

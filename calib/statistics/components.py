@@ -2,7 +2,8 @@
 
 Tensors, of the streams `keys.klt`, `values.klt` and `keys.klt.before` (`calib/runtime/artifact/transform_tensors.py`), float32:
 `.mean [L, H, D]`, `.basis [L, H, D, D]`, `.steps [L, H, D, 8]`, `.errors [L, H, D, 9]`. With keys before RoPE also
-steps and errors of tokens over their own size, and all of what keys do not predict of values.
+steps and errors of tokens over their own size, and all of what keys do not predict of values, whose errors are in units of that
+size.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,8 +102,11 @@ class Components(Statistic):
         measured[PREDICTED] = self._rest(bases, bases.rest, layer, *measured["keys.klt.before"], centred["values.klt"])
         for number, name in enumerate(self.sized):
             y, deviation = measured[SIZED.get(name, name)]
-            sums = self.sized_energy[number, layer], self.sized_error[number, layer]
-            add(*sums, y, deviation, SIZED_FACTORS, size_of(y, deviation))
+            sums, size = (self.sized_energy[number, layer], self.sized_error[number, layer]), size_of(y, deviation)
+            if name == PREDICTED:  # their basis weighs errors in units of the size
+                add(*sums, y / size, deviation, SIZED_FACTORS)
+            else:
+                add(*sums, y, deviation, SIZED_FACTORS, size)
 
     @staticmethod
     def _rest(

@@ -14,6 +14,10 @@ covariances of keys before RoPE and values, X = E[v k^T] and N what coding errs 
     M   = X (K + N)^-1
     C_r = V - M X^T - X M^T + M (K + N) M^T
 
+This basis is of tokens over their own size s (`calib/runtime/stages/codec/sized.py`), whose errors are as large as they are: F is
+E[s^2 g g^T] there. A token that many others attend to has a small value and a large g, and without s it would count for nothing
+in C_r and for much in F.
+
 F says what matters on the text that was seen, P what any query may ask: half of each holds on other text (a basis of F
 alone drops what its text did not need).
 """
@@ -27,9 +31,9 @@ from calib.runtime.stages.transform import inverse
 from calib.statistics.residual_basis import leading
 from calib.statistics.second_moments import SecondMoments
 from calib.statistics.sensitivity import Sensitivity
+from calib.statistics.shrinkage import shrunk
 
 MEASURED = 0.5  # share of F in W
-SHRINKAGE = 0.01
 # Of the mean head's tr(F C), the least that a head counts: one whose errors no answer saw (a short sliding window) has a
 # basis still, and costs next to nothing.
 LEAST = 1e-6
@@ -60,7 +64,7 @@ class Rest:
     Attributes:
         matrix: M, `[L, H, D, D]`.
         bits: of each component of the keys that M was made for, int64 `[L, H, D]`, 0 ... 8.
-        transform: `[L, H, D, D]`.
+        transform: of tokens over their own size, `[L, H, D, D]`.
         deviation: `[L, H, D]`, above 0.
     """
 
@@ -80,7 +84,9 @@ def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tenso
     """
     weight, covariance = errors_weight(moments, sensitivity, output), moments.covariance()
     transform, deviation = principal(weight, covariance)
-    rest = None if len(covariance) == 2 else rest_of_values(moments, weight[1], covariance, transform[2], deviation[2])
+    rest = None
+    if len(covariance) == 3:
+        rest = rest_of_values(moments, sensitivity, output, weight[1], transform[2], deviation[2])
     return Bases(moments.mean(), transform, deviation, rest)
 
 
@@ -88,15 +94,17 @@ def errors_weight(moments: SecondMoments, sensitivity: Sensitivity | None, outpu
     """W of every stream, layer and head, float64 `[S, L, H, D, D]`; arguments as in `bases`."""
     covariance, asked = moments.covariance(), moments.asked()
     papers = torch.stack([asked[0], output, *asked[1:]])
-    if sensitivity is None or not bool(sensitivity.sequences.any()):
-        heads = 2 * covariance[0, ..., 0, 0].numel()  # of both streams that a cache stores: together they count 1
-        weight = scaled(papers, covariance, torch.full(covariance.shape[:3], 1 / heads, dtype=torch.float64))
-    else:
-        measured = sensitivity.mean()
-        share = traced(measured, covariance)
-        share = share.clamp(min=LEAST * float(share.mean()))
-        weight = MEASURED * measured + (1 - MEASURED) * scaled(papers, covariance, share)
-    return shrunk(weight)
+    if sensitivity is not None and sensitivity.is_known:
+        return blended(sensitivity.mean(), papers, covariance)
+    heads = 2 * covariance[0, ..., 0, 0].numel()  # of both streams that a cache stores: together they count 1
+    return shrunk(scaled(papers, covariance, torch.full(covariance.shape[:3], 1 / heads, dtype=torch.float64)))
+
+
+def blended(measured: Tensor, papers: Tensor, covariance: Tensor) -> Tensor:
+    """W of F `measured` and P, `papers`, which stand for each other on a scale of tr(F C): all `[..., D, D]`."""
+    share = traced(measured, covariance)
+    share = share.clamp(min=LEAST * float(share.mean()))
+    return shrunk(MEASURED * measured + (1 - MEASURED) * scaled(papers, covariance, share))
 
 
 def principal(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +118,17 @@ def principal(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     return transform, variance.maximum(lent * LEAST).clamp(min=least).sqrt()
 
 
-def rest_of_values(moments: SecondMoments, weight: Tensor, covariance: Tensor, keys: Tensor, deviation: Tensor) -> Rest:
-    """From the `keys`' transform and its components' `deviation`, and the `weight` of values' errors."""
+def rest_of_values(
+    moments: SecondMoments,
+    sensitivity: Sensitivity | None,
+    output: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    deviation: Tensor,
+) -> Rest:
+    """From the transform of `keys` and its components' `deviation`; `weight` is that of values' errors where no sensitivity is
+    known, all else as in `bases`."""
+    covariance = moments.covariance()
     variance = deviation.square()
     theta = water_level(variance, CODED)[..., None]
     columns = inverse(keys)
@@ -121,6 +138,8 @@ def rest_of_values(moments: SecondMoments, weight: Tensor, covariance: Tensor, k
     shared = matrix @ crossed.mT
     left = covariance[1] - shared - shared.mT + matrix @ (covariance[2] + noise) @ matrix.mT
     bits = ((variance / theta).log2() / 2).round().clamp(0, 8).long()
+    if sensitivity is not None and sensitivity.is_known:
+        weight = blended(sensitivity.mean_over_size(), output, left)
     return Rest(matrix, bits, *principal(weight, left))
 
 
@@ -146,12 +165,6 @@ def scaled(weight: Tensor, covariance: Tensor, share: Tensor) -> Tensor:
 def traced(weight: Tensor, covariance: Tensor) -> Tensor:
     """tr(W C) = E[e^T W e] of an error e that is all of x - mean: `[...]`."""
     return (weight * covariance).sum((-1, -2))
-
-
-def shrunk(matrix: Tensor) -> Tensor:
-    """Towards the multiple of the identity that has the same trace."""
-    middle = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return (1 - SHRINKAGE) * matrix + SHRINKAGE * middle * torch.eye(matrix.shape[-1], dtype=matrix.dtype)
 
 
 def square_root(matrix: Tensor) -> Tensor:

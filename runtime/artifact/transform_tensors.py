@@ -11,7 +11,8 @@ Of keys before RoPE and of values, each token over its own size (`runtime/stages
 and of what keys do not predict of values (`runtime/stages/prediction.py`), with the means of values:
 
     keys.klt.sized, values.klt.sized   .steps, .errors
-    values.klt.predicted               .basis, .steps, .errors, .matrix [L, H, D, D] M: of values, from keys before RoPE
+    values.klt.predicted               .basis, .steps, .errors, .matrix [L, H, D, D] M: of values, from keys before RoPE;
+                                       errors are in units of the token's size
 
 For stored chunks, where a load decodes all of a layer's heads and what is decoded helps (`runtime/storage/joint_layer.py`),
 W = H D channels, keys before RoPE; all or none of a stream:

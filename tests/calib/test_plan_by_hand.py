@@ -92,7 +92,7 @@ def test_statistics_and_the_artifact(plan):
         8 * channels * 128
     )  # float64, of every head of every layer; of the three streams of klt, of queries, of values by keys
     assert sizes["second_moments"] == 6 * moment + 3 * 8 * channels + 8 * 32
-    assert sizes["sensitivity"] == 3 * moment + 8 * 32
+    assert sizes["sensitivity"] == 4 * moment + 8 * 32
     assert sizes["components"] == 3 * 8 * channels * (2 + 8 * 16 + 8 * 6) + 8 * 32
     assert sizes["outlier_thresholds"] == 32 * 2048 * (2 * 32 * 128 * 4 + 8)
     ranges, thresholds = 7 * 4 * channels, 4 * 4 * 3 * (channels + 32 * 32 + 32) + 3 * 4
