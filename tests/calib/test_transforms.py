@@ -173,7 +173,9 @@ def measured(seed=0):
     mixed = one.keys @ torch.randn(32, 32, generator=torch.Generator().manual_seed(9))  # correlated channels
     one = replace(one, keys=mixed)
     output = torch.randn(2, 2, 32, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    derived = replace(sample(batch=4, tokens=80, seed=seed + 1), keys=sample(batch=4, tokens=80, seed=5).values, taken_at=one)
+    derived = replace(
+        sample(batch=4, tokens=80, seed=seed + 1), keys=sample(batch=4, tokens=80, seed=5).values, taken_at=one
+    )
     return one, seen(SecondMoments(SHAPE, TURN), one), seen(Sensitivity(SHAPE, TURN), derived), output @ output.mT
 
 
