@@ -82,12 +82,12 @@ class Sensitivity(Statistic):
 def size_of_rest(keys: Tensor, values: Tensor) -> Tensor:
     """s of every token of a sequence, float64 `[H, n, 1]` of keys before RoPE and values, float64 `[H, n, D]`."""
     keys, values = (x - x.mean(1, keepdim=True) for x in (keys, values))
-    rest = values - keys @ torch.linalg.solve(_spread(keys), keys.mT @ values / keys.shape[1])
-    square = (rest * torch.linalg.solve(_spread(rest), rest.mT).mT).mean(-1, keepdim=True)
+    rest = values - keys @ torch.cholesky_solve(keys.mT @ values / keys.shape[1], _root(keys))
+    square = (rest * torch.cholesky_solve(rest.mT, _root(rest)).mT).mean(-1, keepdim=True)
     return sized(square.clamp(min=0).sqrt()).double()
 
 
-def _spread(x: Tensor) -> Tensor:
-    """The covariance of centred `x [H, n, D]`, shrunk: `[H, D, D]`, never singular."""
+def _root(x: Tensor) -> Tensor:
+    """The Cholesky factor of the covariance of centred `x [H, n, D]`, which is shrunk, so never singular: `[H, D, D]`."""
     found = shrunk(x.mT @ x / x.shape[1])
-    return found + NOTHING * torch.eye(found.shape[-1], dtype=found.dtype, device=found.device)
+    return torch.linalg.cholesky(found + NOTHING * torch.eye(found.shape[-1], dtype=found.dtype, device=found.device))

@@ -67,7 +67,8 @@ def test_layers_on_two_devices_are_measured_into_statistics_on_one():
             device = f"meta:{sample.layer % 2}"
             moved = {name: on(device, x.contiguous()) for name, x in parts.items()} if apart else {}
             with SimulatedDevices():
-                calibration.observe(dataclasses.replace(sample, **moved))
+                here = dataclasses.replace(sample, **moved)
+                calibration.observe(dataclasses.replace(here, taken_at=here))
 
         for stage in calibration.stages():
             with SimulatedDevices():
