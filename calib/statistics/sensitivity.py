@@ -4,9 +4,10 @@ The distribution of the next token moves by KL = 1/2 d^T F d for a small error d
 block. `calib/capture/gradients.py` says which derivatives are taken, and gives each sequence the same weight.
 No tensor of the artifact: `transform_basis.py` makes bases of it.
 
-Where tokens are coded over their own size s, errors are as large as that: then F = E[s^2 g g^T] of an error in units of s. It is
-measured of what keys before RoPE do not predict of values, r = v - M k by the regression of the token's own sequence, with
-s^2 = r^T R^-1 r / D, R the covariance of r there (`calib/runtime/stages/codec/sized.py` has the roundings).
+A token whose components are divided by its size s before they are coded has errors in proportion to s. In units of s the Fisher
+information is E[s^2 g g^T]. It is measured for r = v - M k, what keys before RoPE do not predict of a value, M the regression over
+the token's sequence: s^2 = r^T R^-1 r / D, R the covariance of r in that sequence, rounded as in
+`calib/runtime/stages/codec/sized.py`.
 """
 
 import torch
@@ -33,7 +34,7 @@ class Sensitivity(Statistic):
         rotation: the model's RoPE; None where it cannot be unrotated.
     """
 
-    reductions = {"moment": "sum", "over_size": "sum", "sequences": "sum"}
+    reductions = {"moment": "sum", "sized_moment": "sum", "sequences": "sum"}
 
     def __init__(self, shape: Shape, rotation: Rotation | None) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Sensitivity(Statistic):
         sizes = (shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim)
         self.register_buffer("moment", torch.zeros(len(streams(rotation)), *sizes, dtype=torch.float64))
         # Without keys before RoPE no values are predicted from them.
-        self.register_buffer("over_size", torch.zeros(0 if rotation is None else sizes, dtype=torch.float64))
+        self.register_buffer("sized_moment", torch.zeros(0 if rotation is None else sizes, dtype=torch.float64))
         self.register_buffer("sequences", torch.zeros(shape.layers, dtype=torch.int64))
 
     @property
@@ -64,7 +65,7 @@ class Sensitivity(Statistic):
             if bool(real.any()):
                 g, v, k = (x[row, :, real].double() for x in (derived[1], values, before))
                 g = g * size_of_rest(k, v)
-                self.over_size[sample.layer] += (g.mT @ g).to(self.over_size.device)
+                self.sized_moment[sample.layer] += (g.mT @ g).to(self.sized_moment.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """None."""
@@ -74,9 +75,9 @@ class Sensitivity(Statistic):
         """F of a sequence in the mean: float64 `[S, L, H, D, D]`, on the CPU; 0 where nothing was seen."""
         return self.moment.cpu() / self.sequences.cpu().clamp(min=1)[:, None, None, None]
 
-    def mean_over_size(self) -> Tensor:
+    def sized_mean(self) -> Tensor:
         """E[s^2 g g^T] by values, s the size of what keys leave of them: float64 `[L, H, D, D]`, on the CPU."""
-        return self.over_size.cpu() / self.sequences.cpu().clamp(min=1)[:, None, None, None]
+        return self.sized_moment.cpu() / self.sequences.cpu().clamp(min=1)[:, None, None, None]
 
 
 def size_of_rest(keys: Tensor, values: Tensor) -> Tensor:

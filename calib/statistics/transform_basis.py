@@ -139,7 +139,7 @@ def rest_of_values(
     left = covariance[1] - shared - shared.mT + matrix @ (covariance[2] + noise) @ matrix.mT
     bits = ((variance / theta).log2() / 2).round().clamp(0, 8).long()
     if sensitivity is not None and sensitivity.is_known:
-        weight = blended(sensitivity.mean_over_size(), output, left)
+        weight = blended(sensitivity.sized_mean(), output, left)
     return Rest(matrix, bits, *principal(weight, left))
 
 

@@ -110,7 +110,7 @@ def put_outliers(
     PLACED, cells, deltas, DELTA, INDEX, of_tokens, lanes, held, before,
     WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's first outliers, `deltas`, to their `cells`, and then those behind them. CLEARED: zeros in the same places."""
+    """Writes a tile's first outliers, `deltas`, to their `cells`, and then those behind them. CLEARED: zeros there instead."""
     zeros = tl.zeros([LANES], DELTA.dtype.element_ty)
     for number in tl.static_range(AT_ONCE):
         tl.store(PLACED + cells[number], zeros if CLEARED else deltas[number], mask=cells[number] >= 0)

@@ -145,7 +145,7 @@ def test_sensitivities_over_size_are_those_of_what_keys_leave_of_values():
             octave = (2 * size.log2()).round().clamp(-5, 10)
             assert octave.unique().numel() > 2
             total += (g * torch.exp2(octave)[:, None]).T @ g / 2
-        torch.testing.assert_close(found.mean_over_size()[0, head], total, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found.sized_mean()[0, head], total, rtol=1e-5, atol=1e-4)
     same = torch.ones(1, 9, 32, dtype=torch.float64)
     assert bool(size_of_rest(same, same).isfinite().all())  # a head that says nothing
 
@@ -286,7 +286,7 @@ def test_what_keys_leave_of_values_has_a_basis_of_its_own():
         left = values - matrix @ cross.T - cross @ matrix.T + matrix @ (keys + noise) @ matrix.T
         assert float(left.trace()) < 0.97 * float(values.trace())
         rest = found.rest.transform[0, head]
-        f, p = sensitivity.mean_over_size()[0, head], output[0, head]
+        f, p = sensitivity.sized_mean()[0, head], output[0, head]
         weight = shrunk((f + p * torch.trace(f @ left) / torch.trace(p @ left)) / 2)
         torch.testing.assert_close(rest.T @ rest, weight, rtol=1e-5, atol=1e-6 * float(weight.abs().max()))
         torch.testing.assert_close(
