@@ -185,14 +185,14 @@ def attend(
             value_zeros = token_numbers(value_numbers, slot, in_page, VALUE_GROUPS, VALUE_GROUPS, RAGGED)
 
         # Products [BN, M] of keys and queries.
-        words, lowest = code_words(
+        words, odd = code_words(
             KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :], key_words[None, :],
             own_keys[None, :], in_page[:, None], KEY_WIDTHS, KEY_FULL, RAGGED, INTERPRET,
         )  # fmt: skip
         if not are_codes(KEY_WIDTHS):
             product = exact_scores(words, query, rest, INTERPRET)
         elif TURNED:
-            codes = unpacked(words, lowest, KEY_WIDTHS, INTERPRET)
+            codes = unpacked(words, odd, KEY_WIDTHS, INTERPRET)
             sizes = None
             if KEY_SIZED:
                 sizes = token_sizes(KEY_SIZES, sizes_at, head, in_page, SIZE_WORDS, RAGGED)
@@ -201,7 +201,7 @@ def attend(
                 at < used, KEY_WIDTHS, WK, HALF, PAIRS, STRIDE, PRECISE,
             )  # fmt: skip
         else:
-            codes = unpacked(words, lowest, KEY_WIDTHS, INTERPRET)
+            codes = unpacked(words, odd, KEY_WIDTHS, INTERPRET)
             product = code_scores(
                 codes, KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head, query, rest, biased, summed, exact_query,
                 size, key_words, inside_page, slot, in_page, KEY_WIDTHS, KEY_MODE, KEY_GROUPS, KEY_TOKENS, KEY_FOLDED, DK, WK, WKP,
@@ -230,28 +230,28 @@ def attend(
             ranked = mixed_coefficients(own, weights, ranked, stays, at < used, VALUE_RANK)
         if KEYS_MIXED:
             if is_trellis(KEY_WIDTHS):
-                lowest = tl.trans(lowest)
+                odd = tl.trans(odd)
             keys_mixed, keys_below = mixed_rows(
-                tl.trans(words), lowest, weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS,
+                tl.trans(words), odd, weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS,
                 PRECISE, INTERPRET,
             )  # fmt: skip
-        words, lowest = code_words(
+        words, odd = code_words(
             VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
             value_words[:, None], own_values[:, None], in_page[None, :], VALUE_WIDTHS, VALUE_FULL, RAGGED, INTERPRET,
         )  # fmt: skip
         if VALUE_SIZED:
             folded = weights * token_sizes(VALUE_SIZES, sizes_at, head, in_page, SIZE_WORDS, RAGGED)[:, None]
-            mixed, below = mixed_rows(words, lowest, folded, mixed, below, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
+            mixed, below = mixed_rows(words, odd, folded, mixed, below, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
         elif not are_codes(VALUE_WIDTHS):
             mixed = (exact_product(words, weights.to(words.dtype), mixed[0] * stays[None, :], INTERPRET),)
         elif VALUE_MODE == 2:
-            codes = unpacked(words, lowest, VALUE_WIDTHS, INTERPRET)
+            codes = unpacked(words, odd, VALUE_WIDTHS, INTERPRET)
             value_numbers += inside_page // VALUE_TOKENS * (2 * DV)
             mixed = mixed_by_channel(
                 codes, value_numbers, weights, mixed, stays, value_words, VALUE_WIDTHS, DV, WV, WVP, PRECISE
             )
         else:
-            codes = unpacked(words, lowest, VALUE_WIDTHS, INTERPRET)
+            codes = unpacked(words, odd, VALUE_WIDTHS, INTERPRET)
             value_scales = None
             if VALUE_SCALED:
                 value_scales = VALUE_SCALES + page * value_scales_page + head * value_scales_head

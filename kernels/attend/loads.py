@@ -136,8 +136,8 @@ def code_words(
     pointers, numbers, inside, in_page, WIDTHS: tl.constexpr, FULL: tl.constexpr, RAGGED: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Words as `unpacked` takes them: what `tile_of` reads; of trellis-coded levels with z1, and their lowest bits, of others the
-    words again (Triton 3.6 has no None in a tuple). `numbers` are those of the words among their token's."""
+    """Words as `unpacked` takes them: what `tile_of` reads; of trellis-coded levels those of even planes and of odd ones, of others
+    the words again (Triton 3.6 has no None in a tuple). `numbers` are those of the words among their token's."""
     words = tile_of(pointers, inside, in_page, FULL, RAGGED)
     if is_trellis(WIDTHS):
         found = (words,)

@@ -270,13 +270,13 @@ SPECIALISATIONS = {
     "6 4 3 2 1 bits, turned, sized": specialisation(_SIZED, _SIZED, 10.8, 6, 40, rope_tables=rope_tables_of(80, 128)),
     "6 4 3 2 1 bits, turned, mixed": _predicted(12.4, 6, 32),
     "6 4 3 2 1 bits, turned, mixed, 16": _predicted(15.7, 8, 144, block=16),
-    # Trellis-coded levels beside these: 1.3 to 1.5 times as many instructions where keys are turned.
-    "6 4 3 2 1 bits, trellis": specialisation(_TRELLIS, _TRELLIS, 6.7),
+    # Trellis-coded levels beside these: 1.28 to 1.34 times as many instructions where codes of keys are mixed, else 1.37 to 1.40.
+    "6 4 3 2 1 bits, trellis": specialisation(_TRELLIS, _TRELLIS, 5.95),
     "6 4 3 2 1 bits, turned, trellis": specialisation(
-        _TRELLIS, _TRELLIS, 14.8, 6, 16, rope_tables=rope_tables_of(80, 128)
+        _TRELLIS, _TRELLIS, 14.2, 6, 16, rope_tables=rope_tables_of(80, 128)
     ),
-    "6 4 3 2 1 bits, mixed, trellis": _predicted(16.4, 6, 56, trellis=True),
-    "6 4 3 2 1 bits, mixed, trellis, 16": _predicted(18.7, 8, 176, block=16, trellis=True),
+    "6 4 3 2 1 bits, mixed, trellis": _predicted(15.7, 6, 56, trellis=True),
+    "6 4 3 2 1 bits, mixed, trellis, 16": _predicted(17.8, 8, 176, block=16, trellis=True),
     # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
     "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.7, 1.1, block=16),
     "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 12.5, 4.3, block=64),

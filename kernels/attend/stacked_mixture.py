@@ -49,14 +49,14 @@ def _stacked(planes):
 
 @triton.jit
 def mixed_rows(
-    words, lowest, weights, mixed, below, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
+    words, odd, weights, mixed, below, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
 ):  # fmt: skip
     """`mixed` [rows, M], codes with their bias, and `below` [16, M], the weights that these met: `kept` times what there is, and
-    what the `words` [WP, BN], levels' with their `lowest` bits, by their `weights` [BN, M] add."""
+    what the `words` [WP, BN], levels' with those of their `odd` planes, by their `weights` [BN, M] add."""
     rounded = weights.to(tl.float16)
     rest = (weights - rounded.to(tl.float32)).to(tl.float16)
     ones = tl.full([16, weights.shape[0]], 1.0, tl.float16)
-    codes = _stacked(unpacked(words, lowest, WIDTHS, PLAIN))
+    codes = _stacked(unpacked(words, odd, WIDTHS, PLAIN))
     below = code_product(ones, rounded, rest, below * kept[None, :], PRECISE)
     return code_product(codes, rounded, rest, mixed * kept[None, :], PRECISE), below
 

@@ -4,22 +4,24 @@ A field of b bits stores u and b - 1 others, f, and its level is 4 f + 2 z1 + z0
 
     z1[n] = u[n] ^ u[n-1] ^ u[n-3]        z0[n] = u[n-2]
 
-So the number of a level is the field with z1 in the place of u, and z0 below it. A word becomes two: the same with all z1, and its
-z0, each one bit below where its field begins, the first one at bit 15. The u before a word's own are in the word before it, or in
-the one before that: a token's words are one path. Which bits go where follows from the widths, so that fields that are as far from
-the one that they need share a shift.
+So the number of a level is the field with z1 in the place of u, and z0 below it, where the field before ends. A word becomes two,
+each with z1: one of the even planes, with their z0 over the last bits of the odd ones, and one of the odd planes. The first
+plane's z0 has no field below it and lies at bit 15 of the word that has no use for the last plane. The u before a word's own are
+in the word before it, or in the one before that: a token's words are one path. Which bits go where follows from the widths, so
+that fields that are as far from the one that they need share a shift.
 """
 
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.unpack import begin_of, plane_count
+from calib.kernels.attend.unpack import begin_of, first_parity, plane_count
 
 
 @triton.constexpr_function
-def lowest_bits(widths):
-    """The bits of a word in which u lie."""
-    return sum(1 << begin_of(widths, plane) + 1 for plane in range(plane_count(widths)))
+def below(widths, parity):
+    """The bits in which z0 of the even planes (`parity` 0) or of the odd ones lie in their word."""
+    bits = sum(1 << begin_of(widths, plane) for plane in range(parity or 2, plane_count(widths), 2))
+    return bits | (1 << 15 if parity == first_parity(widths) else 0)
 
 
 @triton.constexpr_function
@@ -46,21 +48,28 @@ def words_before(widths):
 
 @triton.constexpr_function
 def level_assembly(widths):
-    """PTX for two words at once: $0 the words with z1, $1 their z0, from the words in $2 and those before in $3 and so on."""
-    lines = ["{", ".reg .b32 t, z;", "mov.b32 z, $2;", "mov.b32 $1, 0;"]
-    steps = [(word, shift, bits, back) for back in (1, 2, 3) for word, shift, bits in moves(widths, back)]
-    held = None
-    for word, shift, bits, back in sorted(steps):
-        if shift and (word, shift) != held:
-            lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 t, ${2 + word}, {abs(shift)};")
-            held = word, shift
-        source, mask = "t" if shift else f"${2 + word}", f"0x{bits:04x}{bits:04x}"
-        # z ^ (source & mask), or $1 | (source & mask)
-        lines.append(
-            f"lop3.b32 $1, $1, {source}, {mask}, 0xF8;" if back == 2 else f"lop3.b32 z, z, {source}, {mask}, 0x78;"
-        )
-    own = f"0x{lowest_bits(widths):04x}{lowest_bits(widths):04x}"
-    return "\n".join([*lines, f"lop3.b32 $0, $2, z, {own}, 0xD8;", "}"])  # z where a u was
+    """PTX for two words at once: $0 the words of the even planes, $1 of the odd ones, from the words in $2 and those before in $3
+    and so on."""
+    shifts = sorted({(word, shift) for back in (1, 2, 3) for word, shift, _ in moves(widths, back) if shift})
+    sources = {(word, 0): f"${2 + word}" for word in range(words_before(widths) + 1)}
+    sources |= {where: f"t{number}" for number, where in enumerate(shifts)}
+    lines = ["{", f".reg .b32 {', '.join(['z', *(sources[where] for where in shifts)])};"]
+    for word, shift in shifts:
+        lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 {sources[word, shift]}, ${2 + word}, {abs(shift)};")
+    held = "$2"
+    for word, shift, bits in [*moves(widths, 1), *moves(widths, 3)]:
+        # z1: held ^ (source & bits)
+        lines.append(f"lop3.b32 z, {held}, {sources[word, shift]}, 0x{bits:04x}{bits:04x}, 0x78;")
+        held = "z"
+    for kind in range(2):
+        held = "z"
+        for word, shift, bits in moves(widths, 2):
+            # z0: the source where its bits are, held where they are not
+            if own := bits & below(widths, kind):
+                lines.append(f"lop3.b32 ${kind}, {held}, {sources[word, shift]}, 0x{own:04x}{own:04x}, 0xD8;")
+                held = f"${kind}"
+        lines += [f"mov.b32 ${kind}, z;"] * (held == "z")
+    return "\n".join([*lines, "}"])
 
 
 @triton.constexpr_function
@@ -86,14 +95,16 @@ def _moved(words, WIDTHS: tl.constexpr, BACK: tl.constexpr):
 @triton.jit
 def level_words(words, WIDTHS: tl.constexpr, PLAIN: tl.constexpr):
     """Of int16 `words`, a tuple of the words themselves and as many before them as `words_before` says, 0 where a token has none:
-    words with z1, and their z0, int16. With `PLAIN` by plain operations, the same bits."""
+    those of the even planes and of the odd ones, int16. With `PLAIN` by plain operations, the same bits."""
     if PLAIN:
         wide = ()
         for number in tl.static_range(len(words)):
             wide += (words[number].to(tl.int32),)
-        first = wide[0] ^ _moved(wide, WIDTHS, 1) ^ _moved(wide, WIDTHS, 3)
-        kept = (wide[0] & ~lowest_bits(WIDTHS)) | (first & lowest_bits(WIDTHS))
-        return kept.to(tl.int16), _moved(wide, WIDTHS, 2).to(tl.int16)
+        kept = wide[0] ^ _moved(wide, WIDTHS, 1) ^ _moved(wide, WIDTHS, 3)
+        lowest = _moved(wide, WIDTHS, 2)
+        even = (kept & ~below(WIDTHS, 0)) | (lowest & below(WIDTHS, 0))
+        odd = (kept & ~below(WIDTHS, 1)) | (lowest & below(WIDTHS, 1))
+        return even.to(tl.int16), odd.to(tl.int16)
     else:
         return tl.inline_asm_elementwise(
             level_assembly(WIDTHS),

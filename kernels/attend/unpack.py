@@ -16,8 +16,9 @@ beside codes of up to 4 bits, and 16 times as large as the codes of a wider fiel
 | 6, 4, 3, 2, 1 | as it is, >> 6 | 2 ... 1024 |
 | 7, 5, 4 | as it is, >> 6 | 16 ... 1024 |
 
-The number of a trellis-coded level has one bit more than its field. `trellis_levels.py` puts this bit into a second word, below
-where the field begins, so that it is one instruction more. `widths` of such words end with a 0.
+The number of a trellis-coded level has one bit more than its field. `trellis_levels.py` puts this bit below where the field
+begins, in one word for the even planes and in another for the odd ones; only the first plane's takes an instruction more. `widths`
+of such words end with a 0.
 """
 
 import triton
@@ -75,10 +76,10 @@ def field(widths, plane):
 
 
 @triton.constexpr_function
-def lowest_shift(widths, plane):
-    """How far to the left levels' lowest bits go for a plane: as its field, but for the first one, whose bit is the last."""
-    shift, bit = field(widths, plane)
-    return shift if plane else bit - 15
+def first_parity(widths):
+    """Which word has the lowest bit of the first plane's level, at bit 15: 0 that of the even planes, 1 that of the odd ones. It is
+    the one without the last plane."""
+    return plane_count(widths) % 2
 
 
 @triton.constexpr_function
@@ -95,16 +96,21 @@ def shifted(word, shifts):
 
 @triton.constexpr_function
 def assembly(widths):
-    """PTX for two words at once: $0 ... of the planes, two float16 numbers each, from the words in the operand behind them, and
-    from their levels' lowest bits in the last one."""
-    planes, lines = range(plane_count(widths)), ["{", ".reg .b32 t;"]
-    for plane, move, source in shifted(f"${len(planes)}", [shift_of(widths, plane) for plane in planes]):
-        mask, exponent = mask_of(widths, plane), exponent_of(widths, plane)
-        lines += [move, f"lop3.b32 ${plane}, {source}, 0x{mask:04x}{mask:04x}, 0x{exponent:04x}{exponent:04x}, 0xEA;"]
-    lowest = [lowest_shift(widths, plane) for plane in planes if is_trellis(widths)]
-    for plane, move, source in shifted(f"${len(planes) + 1}", lowest):
-        mask = 1 << field(widths, plane)[1]
-        lines += [move, f"lop3.b32 ${plane}, {source}, 0x{mask:04x}{mask:04x}, ${plane}, 0xEA;"]
+    """PTX for two words at once: $0 ... of the planes, two float16 numbers each, from the words in the operand behind them; of
+    levels from those of the even planes there, and from those of the odd ones in the operand behind that."""
+    count, kinds, lines = plane_count(widths), 1 + is_trellis(widths), ["{", ".reg .b32 t;"]
+    for kind in range(kinds):
+        own = range(kind, count, kinds)
+        for number, move, source in shifted(f"${count + kind}", [shift_of(widths, plane) for plane in own]):
+            mask, exponent = mask_of(widths, own[number]), exponent_of(widths, own[number])
+            lines += [
+                move,
+                f"lop3.b32 ${own[number]}, {source}, 0x{mask:04x}{mask:04x}, 0x{exponent:04x}{exponent:04x}, 0xEA;",
+            ]
+    if is_trellis(widths):
+        bit = field(widths, 0)[1]
+        ((_, move, source),) = shifted(f"${count + first_parity(widths)}", [bit - 15])
+        lines += [move, f"lop3.b32 $0, {source}, 0x{1 << bit:04x}{1 << bit:04x}, $0, 0xEA;"]
     return "\n".join(line for line in [*lines, "}"] if line)
 
 
@@ -122,8 +128,9 @@ def shift_of(widths, plane):
 
 @triton.constexpr_function
 def mask_of(widths, plane):
-    """The field's bits after the shift."""
-    return (1 << widths[plane]) - 1 << field(widths, plane)[1] + is_trellis(widths)
+    """The bits of a plane's number after the shift; without the lowest one of the first level, which lies elsewhere."""
+    apart = is_trellis(widths) and plane == 0
+    return (1 << level_bits(widths, plane) - apart) - 1 << field(widths, plane)[1] + apart
 
 
 @triton.constexpr_function
@@ -146,24 +153,26 @@ def _shifted(words, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def unpacked(words, lowest, WIDTHS: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes of `words` int16, float16 with their bias, as a tuple; of trellis-coded levels with their `lowest` bits, int16,
-    which other words do not have. With `PLAIN` by plain operations, the same bits: the interpreter runs no assembly. The text
-    is made while a kernel is compiled; made by its launch it costs as much as many launches.
+def unpacked(words, odd, WIDTHS: tl.constexpr, PLAIN: tl.constexpr):
+    """The planes of `words` int16, float16 with their bias, as a tuple; of trellis-coded levels the even ones, and of `odd` words,
+    which others do not have, the odd ones. With `PLAIN` by plain operations, the same bits: the interpreter runs no assembly. The
+    text is made while a kernel is compiled; made by its launch it costs as much as many launches.
     """
     if PLAIN:
         found = ()
         for plane in tl.static_range(plane_count(WIDTHS)):
-            bits = (_shifted(words, shift_of(WIDTHS, plane)) & mask_of(WIDTHS, plane)) | exponent_of(WIDTHS, plane)
-            if is_trellis(WIDTHS):
-                bits |= _shifted(lowest, lowest_shift(WIDTHS, plane)) & (1 << field(WIDTHS, plane)[1])
+            own = odd if is_trellis(WIDTHS) and plane % 2 else words
+            bits = (_shifted(own, shift_of(WIDTHS, plane)) & mask_of(WIDTHS, plane)) | exponent_of(WIDTHS, plane)
+            if is_trellis(WIDTHS) and plane == 0:
+                first = odd if first_parity(WIDTHS) else words
+                bits |= _shifted(first, field(WIDTHS, plane)[1] - 15) & (1 << field(WIDTHS, plane)[1])
             found += (bits.to(tl.int16).to(tl.float16, bitcast=True),)
         return found
     else:
         return tl.inline_asm_elementwise(
             assembly(WIDTHS),
             constraints(WIDTHS),
-            [words, lowest] if is_trellis(WIDTHS) else [words],
+            [words, odd] if is_trellis(WIDTHS) else [words],
             dtype=(tl.float16,) * plane_count(WIDTHS),
             is_pure=True,
             pack=2,

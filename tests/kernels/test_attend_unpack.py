@@ -32,16 +32,16 @@ PATTERNS = list(INSTRUCTIONS)
 
 
 @triton.jit
-def unpack_words(WORDS, LOWEST, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, PLANES: tl.constexpr):
+def unpack_words(WORDS, ODD, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, PLANES: tl.constexpr):
     at = tl.program_id(0) * size + tl.arange(0, size)
-    lowest = None if LOWEST is None else tl.load(LOWEST + at)
-    found = unpacked(tl.load(WORDS + at), lowest, WIDTHS, True)
+    odd = None if ODD is None else tl.load(ODD + at)
+    found = unpacked(tl.load(WORDS + at), odd, WIDTHS, True)
     for plane in tl.static_range(PLANES):
         tl.store(OUT + plane * 65536 + at, found[plane])
 
 
 @triton.jit
-def make_ready(WORDS, OUT, LOWEST, T: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, WIDTHS: tl.constexpr):
+def make_ready(WORDS, OUT, ODD, T: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, WIDTHS: tl.constexpr):
     numbers = tl.arange(0, W)[None, :]
     at = (tl.program_id(0) * T + tl.arange(0, T))[:, None] * W + numbers
     words = ()
@@ -49,18 +49,18 @@ def make_ready(WORDS, OUT, LOWEST, T: tl.constexpr, W: tl.constexpr, BEFORE: tl.
         words += (tl.load(WORDS + at - back, mask=numbers >= back, other=0),)
     found = level_words(words, WIDTHS, True)
     tl.store(OUT + at, found[0])
-    tl.store(LOWEST + at, found[1])
+    tl.store(ODD + at, found[1])
 
 
 def every_word() -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16)
 
 
-def by_plain_operations(widths: Widths, words: torch.Tensor, lowest: torch.Tensor | None = None) -> torch.Tensor:
+def by_plain_operations(widths: Widths, words: torch.Tensor, odd: torch.Tensor | None = None) -> torch.Tensor:
     """float16 `[planes, 65536]`."""
-    planes = len(widths) - (lowest is not None)
+    planes = len(widths) - (odd is not None)
     out = torch.full((planes, 65536), torch.nan, dtype=torch.float16)
-    unpack_words[(4,)](words, lowest, out, 16384, widths, planes)
+    unpack_words[(4,)](words, odd, out, 16384, widths, planes)
     return out
 
 
@@ -149,19 +149,19 @@ def operations(text: str) -> int:
 # Instructions for two words: to make them ready, and to unpack them.
 OF_LEVELS = {
     **dict(
-        zip(map(pattern, range(1, 9)), ((13, 39), (15, 24), (15, 18), (15, 12), (12, 10), *[(13, 8)] * 3), strict=True)
+        zip(map(pattern, range(1, 9)), ((13, 23), (15, 16), (15, 11), (15, 9), (11, 7), *[(12, 6)] * 3), strict=True)
     ),
-    (6, 4, 3, 2, 1): (27, 16),
-    (7, 5, 4): (14, 10),
-    (4, 3, 3, 2, 2, 1, 1): (34, 21),
-    (8, 7, 1): (14, 10),
-    (5, 1): (13, 6),
-    (3,): (5, 4),
+    (6, 4, 3, 2, 1): (26, 11),
+    (7, 5, 4): (13, 8),
+    (4, 3, 3, 2, 2, 1, 1): (33, 14),
+    (8, 7, 1): (13, 8),
+    (5, 1): (12, 5),
+    (3,): (4, 4),
 }
 
 
 def ready(words: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words int16 `[tokens, W]` of a head with z1, and their z0."""
+    """Words int16 `[tokens, W]` of a head of the even planes, and of the odd ones."""
     found = torch.empty_like(words), torch.empty_like(words)
     tokens = 128  # of a program
     make_ready[(len(words) // tokens,)](words, *found, tokens, words.shape[1], words_before((*widths, 0)), (*widths, 0))
@@ -173,8 +173,8 @@ def test_levels_are_those_of_the_path(widths):
     """65,536 words, sixteen to a token: their numbers less the bias are the levels, in float16 as well."""
     draw = torch.Generator().manual_seed(len(widths))
     words = torch.randint(-(2**15), 2**15, (4096, 16), generator=draw).to(torch.int16)
-    with_z1, lowest = ready(words, widths)
-    found = by_plain_operations((*widths, 0), with_z1, lowest)
+    even, odd = ready(words, widths)
+    found = by_plain_operations((*widths, 0), even, odd)
     wanted = trellis_levels(words.mT[None], widths, (16,))[0].unflatten(0, (len(widths), 16)).mT.flatten(1)
     for plane, (numbers, own, width) in enumerate(zip(found, wanted, widths, strict=True)):
         bias = bias_of((*widths, 0), plane)
