@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.capture.corpus import Corpus
 from calib.capture.data import CaptureData
 from calib.capture.shard import WHOLE, Shard
 from calib.errors import UsageError
 from calib.fit.calibration import Calibration
 from calib.fit.dictionaries import fit_dictionaries
 from calib.fit.dictionary_tasks import check_dictionaries
+from calib.fit.layer_losses import factors, layer_losses, reweighted
 from calib.fit.loss_curve import BITS, loss_curve
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
@@ -79,8 +80,8 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     tensors = calibration.tensors(tuple(calibration.statistics)) | dictionaries.tensors
     artifact = Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
     if calibration.klt:
-        under_way(f"measuring the loss of klt at {len(BITS)} budgets")
-        artifact = with_losses(artifact, model, corpus.heldout)
+        under_way("measuring the loss of klt layer by layer")
+        artifact = with_losses(artifact, model, corpus)
     report(cli, artifact, metrics, output, calibration)
 
 
@@ -95,14 +96,20 @@ def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[
     return found
 
 
-def with_losses(artifact: Artifact, model: PreTrainedModel, heldout: Tensor) -> Artifact:
-    """The artifact with the loss of `klt` at several budgets; as it is, with a line, where the model takes no cache of ours."""
+def with_losses(artifact: Artifact, model: PreTrainedModel, corpus: Corpus) -> Artifact:
+    """The artifact with errors of `klt` weighed by what they cost layer by layer, and its loss at several budgets.
+
+    As it is, with a line, where the model takes no cache of ours.
+    """
     try:
-        found = loss_curve(model, artifact, heldout)
+        found = factors(*layer_losses(model, artifact, corpus.train))
+        artifact = replace(artifact, tensors={**artifact.tensors, **reweighted(artifact, found)})
+        under_way(f"measuring the loss of klt at {len(BITS)} budgets")
+        curve = loss_curve(model, artifact, corpus.heldout)
     except ValueError as error:
-        say(f"calib: klt takes no budget in allowed loss: {' '.join(str(error).split())}")
+        say(f"calib: losses of klt are not measured, and it takes no budget in them: {' '.join(str(error).split())}")
         return artifact
-    return replace(artifact, tensors={**artifact.tensors, **found})
+    return replace(artifact, tensors={**artifact.tensors, **curve})
 
 
 @rank_zero_only

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from calib.capture.capture import capturing
 from calib.capture.device_map import entry_device
@@ -18,7 +19,6 @@ from calib.capture.sample import LayerSample
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import allocator, coding_of
 from calib.runtime.artifact.transform_tensors import LOSSES
-from calib.runtime.cache import CompressedCache
 from calib.runtime.compress import compress
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.logits import Logits
@@ -64,13 +64,18 @@ def loss_curve(
                 cache.reset()
             said = exact_answers(model, row, prefix, list(caches.values()))
             for budget, cache in caches.items():
-                coded = model(row[None, prefix:], past_key_values=cache).logits[0].float().log_softmax(-1)
-                losses[budget] += float((said.exp() * (said - coded)).sum(-1).mean())
+                losses[budget] += divergence(model, row[prefix:], cache, said)
     found = [(budgets.at_bits(budget).error, max(0.0, loss / len(tokens))) for budget, loss in losses.items()]
     return {LOSSES[rope]: torch.tensor(sorted(found)).cummax(0).values}
 
 
-def exact_answers(model: PreTrainedModel, row: Tensor, prefix: int, caches: Sequence[CompressedCache]) -> Tensor:
+def divergence(model: PreTrainedModel, answer: Tensor, cache: Cache, said: Tensor) -> float:
+    """KL in nats a token of `answer [tokens]` behind what the cache holds, `said` as `exact_answers` gives it."""
+    coded = model(answer[None], past_key_values=cache).logits[0].float().log_softmax(-1)
+    return float((said.exp() * (said - coded)).sum(-1).mean())
+
+
+def exact_answers(model: PreTrainedModel, row: Tensor, prefix: int, caches: Sequence[Cache]) -> Tensor:
     """What the model says behind each token from `prefix` on, float32 `[tokens - prefix, vocabulary]` log-probabilities; the
     empty `caches` hold the `prefix` tokens before them afterwards."""
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from calib.fit import layer_losses, loss_curve
 from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import chunks
-from calib.fit.loss_curve import BITS, SEQUENCES
 from calib.neural_dict.dictionary import RESEED_VECTORS
 from calib.plan.capture_cost import Pass, Sizes
 from calib.plan.meta_model import MetaModel
@@ -62,14 +62,16 @@ class Work:
         return layers * (forward + observing + sum(pace.finish[name] for name in one.statistics))
 
     def _of_losses(self, pace: Pace) -> float:
-        """Forwards with and without a cache; what the cache costs beside them is left out."""
-        tokens = min(self.sizes.heldout, SEQUENCES) * self.sizes.length
-        one = (
-            pace.forward
-            * flops(self.meta_model, tokens, self.sizes.length)
-            / flops(self.meta_model, pace.tokens, pace.length)
-        )
-        return (1 + len(BITS)) * self.meta_model.shape.layers * one
+        """Forwards with and without a cache; what the cache costs beside them is left out.
+
+        Of every budget, and of the keys and the values of every layer; and exact ones.
+        """
+        layers, length = self.meta_model.shape.layers, self.sizes.length
+        tokens = (1 + len(loss_curve.BITS)) * min(self.sizes.heldout, loss_curve.SEQUENCES) * length
+        answers = 2 * layers * layer_losses.said_of(length)
+        tokens += min(self.sizes.train, layer_losses.SEQUENCES) * (length + answers)
+        piece = flops(self.meta_model, pace.tokens, pace.length)
+        return layers * pace.forward * flops(self.meta_model, tokens, length) / piece
 
     def _of_grouping(self, pace: Pace) -> float:
         layers = self.meta_model.shape.layers

@@ -54,12 +54,17 @@ class Allocation:
     Attributes:
         streams: "keys" and "values", by layer.
         bits: per value of an encoded token.
-        error: predicted: the sum of all components' errors.
+        errors: predicted, of "keys" and "values", by layer: sums over components.
     """
 
     streams: Mapping[str, tuple[Words, ...]]
     bits: float
-    error: float
+    errors: Mapping[str, tuple[float, ...]]
+
+    @property
+    def error(self) -> float:
+        """Predicted: the sum of all components' errors."""
+        return math.fsum(error for own in self.errors.values() for error in own)
 
 
 class Allocator:
@@ -117,7 +122,7 @@ class Allocator:
             )
 
         def enough(curves: Tensor, chosen: Tensor, counts: Tensor) -> bool:
-            return self._error(curves, chosen, counts) <= error
+            return float(_errors(curves, chosen, counts).sum()) <= error
 
         if ("error", error) not in self._known:
             price, _ = self._prices(enough)
@@ -173,21 +178,17 @@ class Allocator:
             left -= step
         return counts.unflatten(0, (-1, self.heads))
 
-    @staticmethod
-    def _error(curves: Tensor, chosen: Tensor, counts: Tensor) -> float:
-        return float(_of(curves, chosen).gather(2, counts[..., None]).double().sum())
-
     def _allocation(self, chosen: Tensor, counts: Tensor) -> Allocation:
         found = [
             Words(self.patterns[pattern], tuple(self.unit * count for count in own))
             for pattern, own in zip(chosen.tolist(), counts.tolist(), strict=True)
         ]
-        streams = dict(zip(ROLES, (tuple(found[: self.layers]), tuple(found[self.layers :])), strict=True))
+        errors = _errors(self.curves, chosen, counts).tolist()
         values = 2 * self.layers * self.heads * self.channels
         return Allocation(
-            streams,
+            {"keys": tuple(found[: self.layers]), "values": tuple(found[self.layers :])},
             int(counts.sum()) * self.unit * WORD_BITS / values + self.size_bits,
-            self._error(self.curves, chosen, counts),
+            {"keys": tuple(errors[: self.layers]), "values": tuple(errors[self.layers :])},
         )
 
 
@@ -200,6 +201,11 @@ def _of(curves: Tensor, chosen: Tensor) -> Tensor:
     """The heads' errors by words under the streams' chosen patterns: `[streams, heads, words + 1]`."""
     index = chosen[:, None, None, None].expand(-1, curves.shape[1], 1, curves.shape[-1])
     return curves.gather(2, index)[:, :, 0]
+
+
+def _errors(curves: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+    """Of each stream, its heads having so many words: float64 `[streams]`."""
+    return _of(curves, chosen).gather(2, counts[..., None]).double().sum((1, 2))
 
 
 @lru_cache

@@ -45,8 +45,8 @@ def widths_at(errors: Mapping[str, Tensor], bits: float) -> Allocation:
         role: tuple(Words(tuple(int(width) for width in own if width), (1,)) for own in part.tolist())
         for role, part in zip(ROLES, found, strict=True)
     }
-    error = float(both.gather(-1, found[..., None]).sum())
-    return Allocation(streams, _bits(found) / values, error)
+    of_keys, of_values = both.gather(-1, found[..., None]).sum((2, 3)).tolist()
+    return Allocation(streams, _bits(found) / values, {"keys": tuple(of_keys), "values": tuple(of_values)})
 
 
 def _widths(errors: Tensor, price: float) -> Tensor:

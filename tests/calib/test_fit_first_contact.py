@@ -29,7 +29,12 @@ def test_a_fit_needs_no_configuration_and_says_at_once_what_it_does(toy, tmp_pat
     assert first == f"fit of {toy / 'llama'} on text.txt; writes llama.calib.safetensors, and its run into runs/llama"
     assert loading == f"calib: loading the model {toy / 'llama'} ..."
     shown = capsys.readouterr().out
-    phases = ["reading text.txt", "comparing layers for their dictionaries", "measuring the loss of klt at 6 budgets"]
+    phases = [
+        "reading text.txt",
+        "comparing layers for their dictionaries",
+        "measuring the loss of klt layer by layer",
+        "measuring the loss of klt at 6 budgets",
+    ]
     assert [shown.index(f"calib: {phase} ...") for phase in phases] == sorted(
         shown.index(f"calib: {phase} ...") for phase in phases
     )
