@@ -109,7 +109,7 @@ def assembly(widths):
             ]
     if is_trellis(widths):
         bit = field(widths, 0)[1]
-        ((_, move, source),) = shifted(f"${count + first_parity(widths)}", [bit - 15])
+        _, move, source = shifted(f"${count + first_parity(widths)}", [bit - 15])[0]
         lines += [move, f"lop3.b32 $0, {source}, 0x{1 << bit:04x}{1 << bit:04x}, $0, 0xEA;"]
     return "\n".join(line for line in [*lines, "}"] if line)
 
