@@ -8,8 +8,7 @@ components with a width each. Losses: KL in nats a token over the last quarter o
 
     python benchmarks/klt_bound.py --codings artifacts/smollm2-135m.calib.safetensors ... [--write]
 
-Instead, of several artifacts: how far components alone, sizes, predictions and a trellis are from the bound of what each codes, and
-how much lower the bound is once values are predicted.
+Instead, of several artifacts: how far components alone, sizes, predictions and a trellis are from the bound of what each codes.
 """
 
 import argparse
@@ -79,17 +78,15 @@ CODINGS = {
 }
 
 
-def of_codings(artifact: Artifact, bits: float) -> dict[str, list[float]]:
-    """In dB: each coding above the bound of the components that it codes, all together, and that bound below plain components'."""
-    found, plain = {}, None
+def of_codings(artifact: Artifact, bits: float) -> dict[str, float]:
+    """In dB: each coding above the bound of the components that it codes, all together."""
+    found = {}
     for name, coding in CODINGS.items():
         energies = torch.cat(
             [artifact.tensor(coding.name(role, "errors"))[..., 0].flatten() for role in ROLES]
         ).double()
         bound = least_error(energies, bits) * len(energies)
-        plain = plain or bound
-        above, gained = decibels(allocator(artifact, coding).at_bits(bits).error / bound), decibels(plain / bound)
-        found[name] = [round(above, 2), round(gained, 2)]
+        found[name] = round(decibels(allocator(artifact, coding).at_bits(bits).error / bound), 2)
     return found
 
 
