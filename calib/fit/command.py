@@ -16,7 +16,7 @@ from calib.errors import UsageError
 from calib.fit.calibration import Calibration
 from calib.fit.dictionaries import fit_dictionaries
 from calib.fit.dictionary_tasks import check_dictionaries
-from calib.fit.layer_losses import factors, layer_losses, reweighted
+from calib.fit.head_losses import factors, head_losses, reweighted
 from calib.fit.loss_curve import BITS, loss_curve
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
@@ -80,7 +80,7 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     tensors = calibration.tensors(tuple(calibration.statistics)) | dictionaries.tensors
     artifact = Artifact(tensors, identity, provenance(config, metrics), calibration.bits)
     if calibration.klt:
-        under_way("measuring the loss of klt layer by layer")
+        under_way("measuring the loss of klt head by head")
         artifact = with_losses(artifact, model, corpus)
     report(cli, artifact, metrics, output, calibration)
 
@@ -97,12 +97,12 @@ def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[
 
 
 def with_losses(artifact: Artifact, model: PreTrainedModel, corpus: Corpus) -> Artifact:
-    """The artifact with errors of `klt` weighed by what they cost layer by layer, and its loss at several budgets.
+    """The artifact with errors of `klt` weighed by what they cost head by head, and its loss at several budgets.
 
     As it is, with a line, where the model takes no cache of ours.
     """
     try:
-        found = factors(*layer_losses(model, artifact, corpus.train))
+        found = factors(*head_losses(model, artifact, corpus.train))
         artifact = replace(artifact, tensors={**artifact.tensors, **reweighted(artifact, found)})
         under_way(f"measuring the loss of klt at {len(BITS)} budgets")
         curve = loss_curve(model, artifact, corpus.heldout)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from calib.fit import layer_losses, loss_curve
+from calib.fit import head_losses, loss_curve
 from calib.fit.calibration import Calibration
 from calib.fit.dictionary_tasks import chunks
 from calib.neural_dict.dictionary import RESEED_VECTORS
@@ -64,12 +64,13 @@ class Work:
     def _of_losses(self, pace: Pace) -> float:
         """Forwards with and without a cache; what the cache costs beside them is left out.
 
-        Of every budget, and of the keys and the values of every layer; and exact ones.
+        Of every budget, and of the keys and the values of every head that a sequence measures; and exact ones.
         """
-        layers, length = self.meta_model.shape.layers, self.sizes.length
+        layers, heads, length = self.meta_model.shape.layers, self.meta_model.shape.kv_heads, self.sizes.length
         tokens = (1 + len(loss_curve.BITS)) * min(self.sizes.heldout, loss_curve.SEQUENCES) * length
-        answers = 2 * layers * layer_losses.said_of(length)
-        tokens += min(self.sizes.train, layer_losses.SEQUENCES) * (length + answers)
+        sequences = min(self.sizes.train, head_losses.SEQUENCES)
+        measured = sum(len(head_losses.heads_of(sequence, 0, heads, sequences)) for sequence in range(sequences))
+        tokens += sequences * length + 2 * layers * measured * head_losses.said_of(length)
         piece = flops(self.meta_model, pace.tokens, pace.length)
         return layers * pace.forward * flops(self.meta_model, tokens, length) / piece
 

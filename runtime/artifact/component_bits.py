@@ -54,17 +54,17 @@ class Allocation:
     Attributes:
         streams: "keys" and "values", by layer.
         bits: per value of an encoded token.
-        errors: predicted, of "keys" and "values", by layer: sums over components.
+        errors: predicted, of "keys" and "values", by layer and head: sums over components.
     """
 
     streams: Mapping[str, tuple[Words, ...]]
     bits: float
-    errors: Mapping[str, tuple[float, ...]]
+    errors: Mapping[str, tuple[tuple[float, ...], ...]]
 
     @property
     def error(self) -> float:
         """Predicted: the sum of all components' errors."""
-        return math.fsum(error for own in self.errors.values() for error in own)
+        return math.fsum(error for own in self.errors.values() for heads in own for error in heads)
 
 
 class Allocator:
@@ -183,7 +183,7 @@ class Allocator:
             Words(self.patterns[pattern], tuple(self.unit * count for count in own))
             for pattern, own in zip(chosen.tolist(), counts.tolist(), strict=True)
         ]
-        errors = _errors(self.curves, chosen, counts).tolist()
+        errors = [tuple(heads) for heads in _errors(self.curves, chosen, counts).tolist()]
         values = 2 * self.layers * self.heads * self.channels
         return Allocation(
             {"keys": tuple(found[: self.layers]), "values": tuple(found[self.layers :])},
@@ -204,8 +204,8 @@ def _of(curves: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _errors(curves: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-    """Of each stream, its heads having so many words: float64 `[streams]`."""
-    return _of(curves, chosen).gather(2, counts[..., None]).double().sum((1, 2))
+    """Of each stream's heads, which have so many words: float64 `[streams, heads]`."""
+    return _of(curves, chosen).gather(2, counts[..., None])[..., 0].double()
 
 
 @lru_cache
