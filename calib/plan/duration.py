@@ -70,7 +70,8 @@ class Work:
         tokens = (1 + len(loss_curve.BITS)) * min(self.sizes.heldout, loss_curve.SEQUENCES) * length
         sequences = min(self.sizes.train, head_losses.SEQUENCES)
         measured = sum(len(head_losses.heads_of(sequence, 0, heads, sequences)) for sequence in range(sequences))
-        tokens += sequences * length + 2 * layers * measured * head_losses.said_of(length)
+        # An answer passes through the layer whose keys, or values, are coded, and those above it.
+        tokens += sequences * length + (layers + 1) * measured * head_losses.said_of(length)
         piece = flops(self.meta_model, pace.tokens, pace.length)
         return layers * pace.forward * flops(self.meta_model, tokens, length) / piece
 

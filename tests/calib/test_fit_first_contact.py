@@ -32,7 +32,7 @@ def test_a_fit_needs_no_configuration_and_says_at_once_what_it_does(toy, tmp_pat
     phases = [
         "reading text.txt",
         "comparing layers for their dictionaries",
-        "measuring the loss of klt layer by layer",
+        "measuring the loss of klt head by head",
         "measuring the loss of klt at 6 budgets",
     ]
     assert [shown.index(f"calib: {phase} ...") for phase in phases] == sorted(

@@ -17,6 +17,7 @@ from onnx_graphs import (
     decoded,
     hard_tokens,
     measured,
+    predicted,
     random_tokens,
     request,
     sizes,
@@ -73,6 +74,19 @@ CORRECTED = {
     "residual": ("rtn", {"bits": 2, "corrections": {"outliers": 0.1, "residual_bits": 1}}, GEOMETRY),
     "zipcache corrected": ("zipcache", {"corrections": {"outliers": 0.05, "rank": 2}}, GEOMETRY),
     "residual of csr": ("csr", {"sparsity": 4, "corrections": {"residual_bits": 2}}, GEOMETRY),
+}
+
+
+PLAIN = {"size": False, "predict": False}
+COMPONENTS = {
+    "components": PLAIN,
+    "components after RoPE": {"rope": "after"},
+    "sizes": {"size": True, "predict": False},
+    "sizes and predictions": {"size": True, "predict": True},
+    "a trellis": {**PLAIN, "trellis": True},
+    "a trellis, 5 bits": {**PLAIN, "trellis": True, "bits": 5},
+    "all three": {"size": True, "predict": True, "trellis": True},
+    "all three in tiers": {"size": True, "predict": True, "trellis": True, "tiers": [[4, 0.3], [1.5, 0.7]]},
 }
 
 
@@ -193,6 +207,29 @@ def test_uniform_codes_are_the_runtime_s(case, artifact):
                 if "parameters" in theirs:
                     np.testing.assert_array_equal(ours["parameters"], theirs["parameters"])
     assert odd <= 1e-5 * all_codes
+
+
+@pytest.mark.parametrize("case", COMPONENTS)
+def test_codes_of_components_are_the_runtime_s(case, artifact):
+    """Bit for bit: sums of whole numbers have no order, and a path of least error is found by the same operations."""
+    found = graphs(artifact, "klt", COMPONENTS[case], GEOMETRY)
+    for tier in found.layer.tiers:
+        for number, count in enumerate((1, 19, 33)):
+            shape = (1 + 2 * (number % 2), HEADS, count, CHANNELS)
+            kinds = {"random": random_tokens(shape, number)} | (hard_tokens(shape) if number == 1 else {})
+            for keys in kinds.values():
+                values = keys.flip(2) + 0.1 * random_tokens(shape, 5)
+                for stream, tokens in ((tier.keys, keys), (tier.values, values)):
+                    told, fields = predicted(stream, tier.keys, keys)
+                    name, transform = f"{tier.name}{stream.role}.", stream.transform
+                    theirs = block_of(stream, transform, tokens - told, False)
+                    ours = found.run(f"{name}encode", {stream.role: tokens.numpy(), **fields})
+                    assert ours.keys() == theirs.keys()
+                    for field, expected in arrays(theirs).items():
+                        np.testing.assert_array_equal(ours[field], expected, err_msg=f"{case} {name}{field}")
+                        assert ours[field].dtype == expected.dtype
+                    x = found.run(f"{name}decode", {**arrays(theirs), **fields})[stream.role]
+                    assert_values(x, (decoded(stream, transform, theirs) + told).numpy())
 
 
 def test_wide_parameters_are_the_runtime_s(artifact):

@@ -16,6 +16,7 @@ from onnx_graphs import (
     block_of,
     decoded,
     measured,
+    predicted,
     random_tokens,
     request,
     small_artifact,
@@ -47,6 +48,10 @@ CASES = {
     "gear paper": ("gear", {"variant": "paper"}),
     "gear calibrated": ("gear", CALIBRATED),
     "gear on kivi": ("gear", {"backbone": "kivi", "group": 16, "block": 32}),
+    "klt": ("klt", {"size": True, "predict": True}),
+    "klt after RoPE": ("klt", {"rope": "after"}),
+    "klt with a trellis": ("klt", {"size": True, "predict": True, "trellis": True}),
+    "klt in tiers": ("klt", {"size": True, "predict": True, "tiers": [[4, 0.3], [2, 0.7]]}),
     "zipcache corrected": (
         "zipcache",
         {**CALIBRATED, "corrections": {"outliers": 0.02, "rank": 2, "residual_bits": 2}},
@@ -61,16 +66,17 @@ def artifact():
 
 def packed(found, tier, stream, count, batch):
     """Inputs of a stream of a tier, and its tokens as attention shall meet them."""
-    prefix = f"{tier.name}{stream.role}."
-    tokens = random_tokens((batch, HEADS, count, CHANNELS), len(prefix) + count)
+    prefix, shape = f"{tier.name}{stream.role}.", (batch, HEADS, count, CHANNELS)
+    tokens = random_tokens(shape, len(prefix) + count)
     given = {f"{prefix}exact": tokens.numpy()}
     if stream.writer is not None:
         query = random_tokens((batch, QUERIES, 3, CHANNELS), 7)
         transform, numbers = measured(stream, tokens, query, False)
-        block = block_of(stream, transform, tokens, False)
+        told, _ = predicted(stream, tier.keys, random_tokens(shape, len(f"{tier.name}keys.") + count))
+        block = block_of(stream, transform, tokens - told, False)
         fields = {name: part for name, part in arrays(block).items() if name in stream.writer.fields()}
         given = {prefix + name: part for name, part in (fields | numbers).items()}
-        tokens = decoded(stream, transform, block)
+        tokens = decoded(stream, transform, block) + told
     if found.layer.before_rope and stream.role == "keys":
         cos, sin = ROTATION.along(0, count, torch.device("cpu"))
         given |= {f"{prefix}cos": cos[None, None].numpy(), f"{prefix}sin": sin[None, None].numpy()}
@@ -148,6 +154,7 @@ STEPS = {
     "gear calibrated": Step("gear", CALIBRATED, 45, 92, [45, 40], [45, 40], 1e-4),
     "gear paper": Step("gear", {"variant": "paper"}, 45, 70, [45, 20], [45, 20], 1e-4),
     "csr": Step("csr", {}, 100, 101, [36], [36], 1e-3),
+    "klt": Step("klt", {"sinks": 0, "window": 16, "block": 8, "trellis": True}, 60, 74, [52], [52]),
 }
 
 
@@ -155,7 +162,7 @@ STEPS = {
 def test_a_step_of_a_cache_is_the_graphs(case, artifact):
     step, model = STEPS[case], toy_model(head_dim=CHANNELS)
     rows = [Tokens.random(model, step.tokens, seed) for seed in range(2)]
-    fitted = artifact if step.method == "csr" or step.options == CALIBRATED else None
+    fitted = artifact if step.method in ("csr", "klt") or step.options == CALIBRATED else None
     with compress(model, step.method, fitted, seed=3, **step.options) as cache:
         feed(cache, [row[: step.prompt] for row in rows])
         for at in range(step.prompt, step.tokens):
@@ -172,7 +179,10 @@ def test_a_step_of_a_cache_is_the_graphs(case, artifact):
                     cos, sin = ROTATION.along(0, tokens.shape[2], torch.device("cpu"))
                     given |= {f"{name}cos": cos[None, None].numpy(), f"{name}sin": sin[None, None].numpy()}
                     tokens = Rotation.rotated(tokens, cos, -sin)
-                fields = found.run(f"{name}encode", {role: tokens.numpy()})
+                own = {} if role == "keys" or tier.values.predicted is None else tier.values.predicted.fields()
+                fields = found.run(
+                    f"{name}encode", {role: tokens.numpy()} | {part: given[tier.name + part] for part in own}
+                )
                 given |= {name + field: part for field, part in fields.items() if field != OVERFLOWED}
         mask = np.ones((2, 1, step.tokens), np.bool_)
         output = found("attend", query=query[:, :, -1:].numpy(), mask=mask, **given)["output"]

@@ -2,7 +2,16 @@
 
 import numpy as np
 import torch
-from toy_artifact import CLIP_BITS, toy_artifact, toy_basis, toy_dictionaries, toy_model, toy_thresholds
+from toy_artifact import (
+    CLIP_BITS,
+    toy_artifact,
+    toy_basis,
+    toy_components,
+    toy_dictionaries,
+    toy_model,
+    toy_predictions,
+    toy_thresholds,
+)
 
 from calib.runtime.methods import Geometry
 from calib.runtime.stages.codec.corrected import OVERFLOWED
@@ -32,6 +41,8 @@ def small_artifact():
     atoms = tensors["keys.dictionary"].float()
     atoms = atoms[:, :8].repeat_interleave(8, 1) + 0.4 * atoms
     tensors["keys.dictionary"] = torch.nn.functional.normalize(atoms, dim=-1).half()
+    tensors |= toy_components(shape, draw)
+    tensors |= toy_predictions(tensors, draw)
     return toy_artifact(toy_model(head_dim=GEOMETRY.head_dim), tensors=tensors)
 
 
@@ -95,6 +106,16 @@ def block_of(stream, transform, tokens, fp32_params):
         name: sum(part[name] for part in parts) if name == OVERFLOWED else torch.cat([part[name] for part in parts], 2)
         for name in parts[0]
     }
+
+
+def predicted(stream, keys_stream, keys):
+    """What the codes of these keys predict of their values, as the runtime has it, and the keys' fields as graphs of values take
+    them; 0 and none where nothing is predicted."""
+    if stream.predicted is None:
+        return 0.0, {}
+    block = block_of(keys_stream, keys_stream.transform, keys, False)
+    fields = {f"keys.{name}": part for name, part in arrays(block).items()}
+    return stream.predicted.prediction.values(keys_stream.codec, block), fields
 
 
 def arrays(block):

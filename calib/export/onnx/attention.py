@@ -22,6 +22,7 @@ def attend_graph(layer: Layer) -> Graph:
     # Query rows of a KV head: its group's heads, then their rows.
     grouped = query.reshape(0, heads, -1, channels) * (channels**-0.5)
     keys = [_Part(graph, tier, tier.keys, layer.before_rope) for tier in layer.tiers]
+    of_keys = [{f"keys.{name}": field for name, field in part.block.items()} for part in keys]
     windows = [
         graph.input(f"{role}.window", np.float32, ("batch", heads, f"{role}.recent", channels))
         for role in ("keys", "values")
@@ -40,8 +41,10 @@ def attend_graph(layer: Layer) -> Graph:
     sizes = [part.tokens() for part in values] + [windows[1].size(2)]
     *of_tiers, of_window = weights.split(3, sizes)
     mixed = of_window @ windows[1]
-    for part, share in zip(values, of_tiers, strict=True):
+    for part, share, own in zip(values, of_tiers, of_keys, strict=True):
         mixed = mixed + part.mix(share)
+        if part.stream.predicted is not None:
+            mixed = mixed + part.stream.predicted.mix(share, own)
 
     output = (mixed / mass.at_least(TINY)).reshape(query.shape())
     lse = (top + mass.op("Log")).reshape(0, query.size(1), query.size(2))

@@ -8,14 +8,25 @@ from calib.export.onnx.outliers import ExactEntries
 from calib.export.onnx.scaled_channels import Scaled
 from calib.export.onnx.segments import Blocks
 from calib.export.onnx.shape import Shape
+from calib.export.onnx.sized import SizedWords
 from calib.export.onnx.sparse import Pairs
+from calib.export.onnx.trellis import TrellisWords
 from calib.export.onnx.uniform import Uniform
+from calib.export.onnx.words import WordCodesWriter, Words
 from calib.runtime.stages.codec import Codec
 
-Writer = Uniform | Pairs | Scaled | Repaired | Blocks
+Alone = Uniform | Pairs | Scaled | WordCodesWriter | SizedWords
+Writer = Alone | Repaired | Blocks
 
 # What writes a codec, by what the codec calls it (`Codec.onnx_writer`).
-WRITERS: dict[str, type[Any]] = {"uniform": Uniform, "pairs": Pairs, "scaled channels": Scaled}
+WRITERS: dict[str, type[Any]] = {
+    "uniform": Uniform,
+    "pairs": Pairs,
+    "scaled channels": Scaled,
+    "words": Words,
+    "trellis": TrellisWords,
+    "sized words": SizedWords,
+}
 
 
 def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None = None) -> Writer:
@@ -24,7 +35,7 @@ def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None =
     `fp32_params`: numbers that share a group are float32. Raises ValueError for a codec that nothing writes, and for atoms
     sampled from each row's prompt.
     """
-    writer: Uniform | Pairs | Scaled | Repaired = _alone(codec.uncorrected, shape, fp32_params)
+    writer: Alone | Repaired = _alone(codec.uncorrected, shape, fp32_params)
     if (own := codec.corrections) is not None:
         outliers = None if own.outliers is None else ExactEntries(own.outliers, shape, fp32_params)
         low_rank = None if own.low_rank is None else Factors(own.low_rank, shape, fp32_params, block)
@@ -33,7 +44,7 @@ def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None =
     return writer if block is None else Blocks(writer, block)
 
 
-def _alone(codec: Codec, shape: Shape, fp32_params: bool) -> Uniform | Pairs | Scaled:
+def _alone(codec: Codec, shape: Shape, fp32_params: bool) -> Alone:
     if codec.onnx_writer is None:
         raise ValueError(f"{type(codec).__name__} has no graph yet; the codecs that have one: {', '.join(WRITERS)}")
     if codec.sampling is not None:
@@ -41,5 +52,5 @@ def _alone(codec: Codec, shape: Shape, fp32_params: bool) -> Uniform | Pairs | S
             f"online={codec.sampling.columns} atoms are sampled from each row's prompt and have no graph; use online=0 with an "
             "artifact"
         )
-    writer: Uniform | Pairs | Scaled = WRITERS[codec.onnx_writer](codec, shape, fp32_params)
+    writer: Alone = WRITERS[codec.onnx_writer](codec, shape, fp32_params)
     return writer

@@ -152,6 +152,10 @@ class Value:
         """Entries `positions` of an axis, one for each of them (torch's gather)."""
         return self.op("GatherElements", positions, axis=axis)
 
+    def entries(self, axis: int, numbers: Sequence[int]) -> "Value":
+        """Entries of an axis by number."""
+        return self.op("Gather", self.graph.constant(list(numbers), np.int64), axis=axis)
+
     def take(self, rows: "Value") -> "Value":
         """Rows of axis 0 by number."""
         return self.op("Gather", rows, axis=0)

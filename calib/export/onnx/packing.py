@@ -3,18 +3,17 @@
 import numpy as np
 
 from calib.export.onnx.graph import Value
-from calib.kernels.pack.reference import byte_parts, planes, words_per_token
+from calib.kernels.pack.reference import Widths, byte_parts, first_bits, pattern, words_per_token
 
 
-def pack(codes: Value, bits: int, channels: int) -> Value:
+def pack(codes: Value, bits: int | Widths, channels: int) -> Value:
     """Codes int32 `[..., channels]` -> words int16 `[..., W]`."""
-    fields, width = planes(bits), words_per_token(channels, bits)
-    return as_int16(_merged(codes, bits, channels, fields, width))
+    return as_int16(_merged(codes, pattern(bits), channels, words_per_token(channels, bits)))
 
 
-def unpack(words: Value, bits: int, channels: int) -> Value:
+def unpack(words: Value, bits: int | Widths, channels: int) -> Value:
     """Words int16 `[..., W]` -> codes int32 `[..., channels]`."""
-    return _fields(unsigned(words), bits, planes(bits), words_per_token(channels, bits), channels)
+    return _fields(unsigned(words), pattern(bits), words_per_token(channels, bits), channels)
 
 
 def pack_bytes(numbers: Value, width: int, count: int) -> Value:
@@ -22,7 +21,7 @@ def pack_bytes(numbers: Value, width: int, count: int) -> Value:
     packed = []
     for bits, first in byte_parts(width):
         part = numbers / (1 << first) & ((1 << bits) - 1)
-        packed.append(_merged(part, bits, count, 8 // bits, -(-count * bits // 8)))
+        packed.append(_merged(part, (bits,) * (8 // bits), count, -(-count * bits // 8)))
     return numbers.graph.join(packed, 3).cast(np.uint8)
 
 
@@ -31,7 +30,7 @@ def unpack_bytes(packed: Value, width: int, count: int) -> Value:
     parts = byte_parts(width)
     runs = [-(-count * bits // 8) for bits, _ in parts]
     found = [
-        _fields(run, bits, 8 // bits, size, count) * (1 << first)
+        _fields(run, (bits,) * (8 // bits), size, count) * (1 << first)
         for run, size, (bits, first) in zip(packed.cast(np.int32).split(3, runs), runs, parts, strict=True)
     ]
     return sum(found[1:], found[0])
@@ -47,20 +46,22 @@ def unsigned(word: Value) -> Value:
     return word.cast(np.int32) & 0xFFFF
 
 
-def _merged(codes: Value, bits: int, count: int, fields: int, width: int) -> Value:
-    """`count` codes as `width` sums of one field of each plane, int32."""
-    missing = fields * width - count
+def _merged(codes: Value, widths: Widths, count: int, words: int) -> Value:
+    """`count` codes as so many `words`, sums of one field of each plane, int32."""
+    fields = len(widths)
+    missing = fields * words - count
     whole = codes.pad(3, 4, missing) if missing else codes
-    return (whole.reshape(0, 0, 0, fields, width) * _powers(bits, fields)).sum(3, keep=False)
+    return (whole.reshape(0, 0, 0, fields, words) * _powers(widths)).sum(3, keep=False)
 
 
-def _fields(words: Value, bits: int, fields: int, width: int, count: int) -> Value:
-    """The codes that `_merged` put together."""
-    codes = words.reshape(0, 0, 0, 1, width) / words.graph.constant(_powers(bits, fields)) & ((1 << bits) - 1)
-    codes = codes.reshape(0, 0, 0, fields * width)
-    return codes.part(3, 0, count) if fields * width > count else codes
+def _fields(words: Value, widths: Widths, width: int, count: int) -> Value:
+    """The codes that `_merged` put together in `width` words."""
+    masks = np.array([[(1 << bits) - 1] for bits in widths], np.int32)
+    codes = words.reshape(0, 0, 0, 1, width) / words.graph.constant(_powers(widths)) & masks
+    codes = codes.reshape(0, 0, 0, len(widths) * width)
+    return codes.part(3, 0, count) if len(widths) * width > count else codes
 
 
-def _powers(bits: int, fields: int) -> np.ndarray:
+def _powers(widths: Widths) -> np.ndarray:
     """What shifts each plane to its position, int32 `[fields, 1]`."""
-    return np.array([[1 << (bits * field)] for field in range(fields)], np.int32)
+    return np.array([[1 << first] for first in first_bits(widths)], np.int32)

@@ -1,14 +1,18 @@
 """What of a method's plan is written as graphs: tiers, each with the stages of keys and of values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from calib.export.onnx.basis import Components
 from calib.export.onnx.codec import Writer, writer_of
 from calib.export.onnx.graph import Graph, Value
+from calib.export.onnx.prediction import Predicted
 from calib.export.onnx.shape import Fields, Shape
+from calib.export.onnx.sized import SizedWords
 from calib.export.onnx.transform import ChannelMap, numbers
 from calib.runtime.methods import METHODS, packs_of
 from calib.runtime.stages.codec import Codec, ScaledChannels
+from calib.runtime.stages.transform import Basis
 from calib.runtime.store import LayerContext, Plan
 
 # Methods some of whose codecs have a writer, and those that pack tokens by codecs of which none has.
@@ -18,7 +22,7 @@ UNWRITTEN = frozenset(name for name in METHODS if packs_of(METHODS[name])) - {*W
 
 @dataclass(frozen=True)
 class Stream:
-    """Keys or values of a tier: the runtime's stages, and what writes its codec (None: tokens are exact)."""
+    """Keys or values of a tier: the runtime's stages, what writes its codec (None: tokens are exact), and what predicts them."""
 
     role: str
     transform: Any
@@ -26,6 +30,7 @@ class Stream:
     writer: Writer | None
     shape: Shape
     fp32_params: bool
+    predicted: Predicted | None = None
 
     @property
     def measured(self) -> bool:
@@ -45,8 +50,10 @@ class Stream:
         tokens = getattr(self.writer, "tokens", None)
         return {"chunk_scales": writer.scales_field._replace(tokens_per_row=tokens)}
 
-    def map(self, graph: Graph, given: dict[str, Value]) -> ChannelMap:
+    def map(self, graph: Graph, given: dict[str, Value]) -> ChannelMap | Components:
         """The transform in a graph, from the artifact's numbers or from those `given`."""
+        if isinstance(self.transform, Basis):
+            return Components(graph, self.transform)
         if not self.measured:
             return ChannelMap.constant(graph, self.transform)
         return ChannelMap(**{name: given[name].cast("float32") for name in self.numbers()})
@@ -90,7 +97,8 @@ def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext,
 
     def stream(role: str, pair: Any) -> Stream:
         stages = getattr(pair, role)
-        if stages.transform.measured is None and stages.transform.prologue() is None:
+        known = stages.transform.measured is not None or isinstance(stages.transform, Basis)
+        if not known and stages.transform.prologue() is None:
             raise ValueError(
                 f"method '{method}' as asked encodes {role} in the coordinates of a rotation, which has no graph yet; use "
                 "basis='none'"
@@ -104,5 +112,12 @@ def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext,
         return Stream(role, stages.transform, stages.codec, writer, shape, fp32_params)
 
     names = [f"tier{number}." for number in range(len(pairs))] if len(pairs) > 1 else [""]
-    tiers = (Tier(name, stream("keys", pair), stream("values", pair)) for name, pair in zip(names, pairs, strict=True))
-    return Layer(tuple(tiers), shape, plan.before_rope)
+
+    def tier(name: str, pair: Any) -> Tier:
+        keys, values = stream("keys", pair), stream("values", pair)
+        if (prediction := getattr(pair, "prediction", None)) is not None:
+            assert isinstance(keys.writer, SizedWords)
+            values = replace(values, predicted=Predicted(prediction, keys.writer))
+        return Tier(name, keys, values)
+
+    return Layer(tuple(map(tier, names, pairs)), shape, plan.before_rope)

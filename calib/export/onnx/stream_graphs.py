@@ -34,10 +34,12 @@ def measure_graph(stream: Stream) -> Graph:
 
 
 def encode_graph(stream: Stream) -> Graph:
-    """Tokens (and what was measured) -> fields."""
+    """Tokens (and what was measured, and fields of keys that predict values) -> fields."""
     graph, writer = Graph(), stream.writer
     assert writer is not None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
+    if stream.predicted is not None:
+        tokens = tokens - stream.predicted.values(inputs(graph, stream.predicted.fields()))
     scales = inputs(graph, stream.scales()).values()
     found = writer.encode(stream.map(graph, inputs(graph, stream.numbers())).forward(tokens), *scales)
     _put_out(graph, found, writer.fields())
@@ -45,13 +47,14 @@ def encode_graph(stream: Stream) -> Graph:
 
 
 def decode_graph(stream: Stream) -> Graph:
-    """Fields (and what was measured) -> tokens."""
+    """Fields (and what was measured, and fields of keys that predict values) -> tokens."""
     graph, writer = Graph(), stream.writer
     assert writer is not None
     block, given = inputs(graph, writer.fields()), inputs(graph, stream.numbers())
-    _put_out(
-        graph, {stream.role: stream.map(graph, given).inverse(writer.decode(block))}, {stream.role: tokens_of(stream)}
-    )
+    tokens = stream.map(graph, given).inverse(writer.decode(block))
+    if stream.predicted is not None:
+        tokens = tokens + stream.predicted.values(inputs(graph, stream.predicted.fields()))
+    _put_out(graph, {stream.role: tokens}, {stream.role: tokens_of(stream)})
     return graph
 
 

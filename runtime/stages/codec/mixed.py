@@ -26,6 +26,7 @@ class MixedQuant(WordCodes):
     """Uniform codes."""
 
     has_kernel = True
+    onnx_writer = "words"
     piece = 2**18  # components in float64 are four times as large as tokens
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:

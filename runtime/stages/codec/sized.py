@@ -41,6 +41,8 @@ class Sized(Codec):
     codec: MixedQuant | TrellisQuant
     weights: Tensor
 
+    onnx_writer = "sized words"
+
     @property
     def has_kernel(self) -> bool:
         """The codec's."""
@@ -127,7 +129,7 @@ def size_words(heads: int) -> int:
 
 def size_number(root_mean_square: Tensor) -> Tensor:
     """i of the nearest size: int64 of the shape given. By comparison, which every device does alike."""
-    return torch.bucketize(root_mean_square, _between(root_mean_square.device))
+    return torch.bucketize(root_mean_square, size_edges(root_mean_square.device))
 
 
 def size_of(number: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ def _sizes(device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _between(device: torch.device) -> Tensor:
-    """Where the nearest of two neighbours changes, by their ratio."""
+def size_edges(device: torch.device) -> Tensor:
+    """Where the nearest of two neighbours changes, by their ratio: float32 `[15]`."""
     numbers = range((1 << SIZE_BITS) - 1)
     return upload([2.0 ** ((number + 0.5 - SIZE_OF_ONE) / PER_OCTAVE) for number in numbers], torch.float32, device)

@@ -35,6 +35,7 @@ class TrellisQuant(WordCodes):
     weights: Tensor
 
     has_kernel = True
+    onnx_writer = "trellis"
     piece = 2**17  # of a component there are the errors of four subsets, and the ways into eight states
 
     @property
@@ -44,7 +45,7 @@ class TrellisQuant(WordCodes):
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
-        return {"words": trellis_words(x.float(), self.widths, self.counts, self._of_steps(x.device))}
+        return {"words": trellis_words(x.float(), self.widths, self.counts, self.step_weights(x.device))}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""
@@ -86,7 +87,7 @@ class TrellisQuant(WordCodes):
         fixed = self.step(words.device), self.least(words.device)
         return PackedStream(self.widths, words, channels, fixed=fixed, counts=self.counts, trellis=True)
 
-    def _of_steps(self, device: torch.device) -> Tensor:
+    def step_weights(self, device: torch.device) -> Tensor:
         """Weights of squared steps `[kv_heads, components]`, the largest of a head 1 at most."""
         relative = self.weights / self.weights.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         return (relative * self.step(device)).square().squeeze(1)

@@ -1,0 +1,77 @@
+"""A size for every token: the twin of `runtime/stages/codec/sized.py`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from calib.export.onnx.graph import Value
+from calib.export.onnx.packing import pack, unpack
+from calib.export.onnx.shape import Field, Fields, Shape
+from calib.export.onnx.trellis import TrellisWords
+from calib.export.onnx.words import CPU, WordCodesWriter, Words
+from calib.kernels.attend.operation import SIZE_BITS
+from calib.runtime.stages.codec import Sized, TrellisQuant
+from calib.runtime.stages.codec.sized import size_edges, size_of, size_words
+from calib.runtime.stages.exact_sums import WHOLE_BITS
+
+LEAST = 2.0**-126  # of a token's largest component, where its unit is sought
+
+
+@dataclass(frozen=True)
+class SizedWords:
+    """The words of y / s, and `sizes`, the numbers of s of all heads."""
+
+    codec: Sized
+    shape: Shape
+    fp32_params: bool
+
+    @property
+    def words(self) -> WordCodesWriter:
+        """What writes y / s."""
+        writer = TrellisWords if isinstance(self.codec.codec, TrellisQuant) else Words
+        return writer(self.codec.codec, self.shape, self.fp32_params)
+
+    def fields(self) -> Fields:
+        """Both of every token."""
+        return self.words.fields() | {"sizes": Field(np.int16, 1, 1, size_words(self.shape.heads))}
+
+    def encode(self, y: Value) -> dict[str, Value]:
+        """float32 `[batch, kv_heads, tokens, components]` -> fields."""
+        number = (_norm(y * self.codec.weights.numpy()) > size_edges(CPU).numpy()).cast(np.int32).sum(3)
+        packed = pack(number.permute(0, 3, 2, 1), SIZE_BITS, self.shape.heads)
+        return self.words.encode(y / _size(number)) | {"sizes": packed}
+
+    def decode(self, block: dict[str, Value]) -> Value:
+        """Fields -> y^ float32 `[batch, kv_heads, tokens, components]`."""
+        return self.words.decode(block) * self.sizes(block)
+
+    def sizes(self, block: dict[str, Value]) -> Value:
+        """s, float32 `[batch, kv_heads, tokens, 1]`."""
+        return _size(unpack(block["sizes"], SIZE_BITS, self.shape.heads).permute(0, 3, 2, 1))
+
+    def scores(self, query: Value, block: dict[str, Value]) -> Value:
+        """q.y^ `[batch, kv_heads, rows, tokens]`: sizes meet the scores."""
+        return self.words.scores(query, block) * self.sizes(block).permute(0, 1, 3, 2)
+
+    def mix(self, weights: Value, block: dict[str, Value]) -> Value:
+        """sum_t p_t y^_t `[batch, kv_heads, rows, components]`: sizes meet the weights."""
+        return self.words.mix(weights * self.sizes(block).permute(0, 1, 3, 2), block)
+
+
+def _norm(x: Value) -> Value:
+    """|x| as the runtime has it, exact to 22 bits, by whole numbers in each token's own unit: float32 `[..., tokens, 1]`."""
+    graph, largest = x.graph, x.abs().max(3).cast(np.float64).at_least(LEAST)
+    # The power of two next below; a logarithm's last bit may put it one too high or too low.
+    power = graph.constant(2.0, np.float64).op("Pow", (largest.op("Log") / np.log(2.0)).op("Floor"))
+    power = graph.where(power > largest, power / 2.0, power)
+    power = graph.where(power * 2.0 <= largest, power * 2.0, power)
+    unit = power / 2.0 ** (WHOLE_BITS - 1)
+    whole = (x.cast(np.float64) / unit).op("Round")
+    return ((whole * whole).sum(3).op("Sqrt") * unit).cast(np.float32)
+
+
+def _size(number: Value) -> Value:
+    """s of its number, float32."""
+    sizes = size_of(torch.arange(1 << SIZE_BITS)).numpy()
+    return number.graph.constant(sizes).take(number)
