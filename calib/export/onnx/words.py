@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class WordCodesWriter(ABC):
-    """`words` of every token; y has the components of a basis in place of channels."""
+    """`words` of every token; y has the components of a basis, not channels."""
 
     codec: Any
     shape: Shape
