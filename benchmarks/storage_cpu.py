@@ -4,8 +4,9 @@
 
 SMOLLM2 is the folder that `make smollm2-model` writes. One process, one thread, turn by turn (`protocol.py`), with an A/A pair;
 `clone` copies the chunk: what memory alone costs. Chunks are bfloat16, white, of all layers; bases are random (`bases.py`), so that
-times are a fit's and errors are not. `plain` codes components alone, `sized` has sizes of tokens and predictions of values as well;
-`storage` is the profile whose heads and layers help each other, and `entropy` that one behind an entropy coder.
+times are a fit's and errors are not. `plain` codes components alone, `sized` has sizes of tokens and predictions of values as well,
+`trellis` trellis-coded levels besides; `storage` is the profile whose heads and layers help each other, `entropy` that one behind
+an entropy coder.
 
 Before anything is timed, a chunk must come back: coded in two pieces it is the same bits, and with more bits it is nearer.
 
@@ -32,6 +33,7 @@ START = 1000  # of a chunk: any position
 FORMS: dict[str, dict[str, object]] = {
     "plain": {"size": False},
     "sized": {"size": True, "predict": True},
+    "trellis": {"size": True, "predict": True, "trellis": True},
     "storage": {"profile": "storage"},
     "entropy": {"profile": "storage", "entropy": True},
 }

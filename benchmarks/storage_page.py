@@ -12,7 +12,12 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs/serve/storage.md"
 MODEL = "smollm2-135m-instruct"
-FORMS = {"Codec": "sized", "Codec, storage": "storage", "Codec, entropy": "entropy"}  # of one run and of the other
+FORMS = {
+    "Codec": "sized",
+    "Codec, trellis": "trellis",
+    "Codec, storage": "storage",
+    "Codec, entropy": "entropy",
+}  # of both runs
 MODELS = {
     "wide": "2 layers, 8 KV heads of 128",
     "tiny-llama": "4 layers, 2 KV heads of 64",

@@ -51,6 +51,7 @@ from calib.statistics.transformed_streams import coded, vectors
 RESULT, FORMS_RESULT = "storage_profile", "storage_forms"  # a file of each model
 PROFILES: dict[str, dict[str, object]] = {
     "Codec": {"profile": "heads"},
+    "Codec, trellis": {"profile": "heads", "trellis": True},
     "Codec, storage": {"profile": "storage"},
     "Codec, entropy": {"profile": "storage", "entropy": True},
 }

@@ -11,7 +11,7 @@ class FittedModel:
     Args:
         artifact: path of an artifact of `calib fit`.
         bits: the budget in bits per value, keys and values together.
-        fixed_size, entropy: as `Codec.from_artifact` takes them.
+        fixed_size, entropy, trellis: as `Codec.from_artifact` takes them.
 
     Attributes:
         layers, kv_heads, head_dim: of the model.
@@ -22,7 +22,9 @@ class FittedModel:
     Raises ArtifactError and ValueError as `Codec.from_artifact` does: no engine starts with an artifact that cannot be used.
     """
 
-    def __init__(self, artifact: str, bits: float, fixed_size: bool = False, entropy: bool = False) -> None:
+    def __init__(
+        self, artifact: str, bits: float, fixed_size: bool = False, entropy: bool = False, trellis: bool = False
+    ) -> None:
         loaded = Artifact.load(artifact)
         found = loaded.fingerprint
         self.layers: int = found["layers"]
@@ -30,7 +32,9 @@ class FittedModel:
         self.head_dim: int = found["head_dim"]
         self.positions: int = found["config"]["max_position_embeddings"]
         self.slices = Slices(
-            lambda heads: Codec.from_artifact(loaded, bits, heads=heads, fixed_size=fixed_size, entropy=entropy),
+            lambda heads: Codec.from_artifact(
+                loaded, bits, heads=heads, fixed_size=fixed_size, entropy=entropy, trellis=trellis
+            ),
             self.kv_heads,
         )
         self.identity = self.slices.codec(range(self.kv_heads)).identity

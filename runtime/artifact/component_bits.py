@@ -80,7 +80,7 @@ class Allocator:
 
     def __init__(self, errors: Mapping[str, Tensor], sized: bool = False) -> None:
         self.layers, self.heads, self.channels = errors["keys"].shape[:3]
-        self.size_bits = bits_of_sizes(self.heads, self.channels) if sized else 0.0
+        self.size_bits = size_words(self.heads) * WORD_BITS / (self.heads * self.channels) if sized else 0.0
         self.patterns, self.unit = patterns(), 2 if self.channels >= PAIRED else 1
         if self.least_bits - self.size_bits > MOST_BITS or self.channels * MOST_BITS < self.unit * WORD_BITS:
             raise ValueError(
@@ -190,11 +190,6 @@ class Allocator:
             int(counts.sum()) * self.unit * WORD_BITS / values + self.size_bits,
             {"keys": tuple(errors[: self.layers]), "values": tuple(errors[self.layers :])},
         )
-
-
-def bits_of_sizes(heads: int, channels: int) -> float:
-    """What sizes take of a budget, per value, where a layer has so many KV heads of so many channels."""
-    return size_words(heads) * WORD_BITS / (heads * channels)
 
 
 def _of(curves: Tensor, chosen: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.artifact.component_bits import ROLES, Allocation, Allocator, bits_of_sizes
+from calib.runtime.artifact.component_bits import ROLES, Allocation, Allocator
 from calib.runtime.artifact.components import (
     ROPE,
     Coding,
@@ -20,6 +20,7 @@ from calib.runtime.artifact.components import (
     prediction,
 )
 from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
+from calib.runtime.messages.artifact_error import ArtifactError
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
@@ -37,7 +38,6 @@ WINDOW, BLOCK = 64, 16  # tokens, without tiers
 TIERS_BLOCK = 100  # as in `zipcache`
 MOST_BYTES = 2**50  # of a budget
 EXACT_BYTES = 2  # of a value in the exact window, where a budget is in bytes
-SIZES_SHARE = 0.1  # of a budget: what sizes take at most where nobody asked for them
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Klt(Method):
             positions, costs more. None is "before", where the artifact has such: "after" where the model's RoPE cannot
             be unrotated.
         size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
-            are coded: steps fit the token. With keys before RoPE alone. None: where the artifact has what that needs, and a tenth
-            of the bits is enough for sizes; not with `loss`, which the fit measured without.
+            are coded: steps fit the token. With keys before RoPE alone. None: where the artifact has what that needs, and predicts
+            less error with it at this budget; not with `loss`, which the fit measured without.
         predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`. None: where
             tokens have sizes, and the artifact has the rest.
         trellis: whether levels are trellis-coded: at the same bits, narrower steps, and a search of codes.
@@ -158,7 +158,9 @@ class Klt(Method):
 
     def allocations(self, artifact: Artifact) -> list[Allocation]:
         """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
-        coding = self.coding(artifact)
+        return self._allocations(artifact, self.coding(artifact))
+
+    def _allocations(self, artifact: Artifact, coding: Coding) -> list[Allocation]:
         found = allocator(artifact, coding)
         if self.loss is not None:
             return [found.at_error(error_at(artifact, self.loss, coding))]
@@ -206,30 +208,32 @@ class Klt(Method):
         return found.at_bits(low)
 
     def coding(self, artifact: Artifact) -> Coding:
-        """How the components of this artifact are coded: what was asked for, and else what it has."""
-        rope, size, predict = coding_of(artifact, self.rope).rope, self.size, self.predict
-        if rope == "after" and (size or predict):
+        """How the components of this artifact are coded: as asked, and else with the least predicted error."""
+        rope = coding_of(artifact, self.rope).rope
+        if rope == "after" and (self.size or self.predict):
             raise ValueError(
-                f"{'size' if size else 'predict'}=True: the artifact has no keys before RoPE, of which sizes are measured; "
+                f"{'size' if self.size else 'predict'}=True: the artifact has no keys before RoPE, of which sizes are measured; "
                 "leave it out"
             )
-        if size is None:
-            streams = (stream for both in SIZED.items() for stream in both)
-            known = rope == "before" and all(artifact.has(f"{stream}.errors") for stream in streams)
-            size = predict is True or (known and self.loss is None and self._has_room_for_sizes(artifact))
-        if predict is None:
-            predict = size and artifact.has(f"{PREDICTED}.errors")
-        return Coding(rope, size, predict, self.trellis)
+        predict = artifact.has(f"{PREDICTED}.errors") if self.predict is None else self.predict
+        plain, sized = Coding(rope, trellis=self.trellis), Coding(rope, True, predict, self.trellis)
+        if self.size or self.predict:
+            return sized
+        streams = (stream for both in SIZED.items() for stream in both)
+        known = rope == "before" and all(artifact.has(f"{stream}.errors") for stream in streams)
+        if self.size is False or self.loss is not None or not known:
+            return plain
+        return min(plain, sized, key=lambda coding: self._error(artifact, coding))
 
-    def _has_room_for_sizes(self, artifact: Artifact) -> bool:
-        """At few bits, and with few KV heads, what sizes take is missed more than they are worth."""
-        if self.bytes is None:
-            budget = min(bits for bits, _ in self._bits_and_shares())
-        else:
-            plain = Coding("before")
-            budget = self._within_bytes(allocator(artifact, plain), plain).bits
-        heads, channels = artifact.tensor("keys.klt.sized.errors").shape[1:3]
-        return bits_of_sizes(heads, channels) <= SIZES_SHARE * budget
+    def _error(self, artifact: Artifact, coding: Coding) -> float:
+        """Predicted, of a token in the mean; infinite where the budget is out of reach."""
+        try:
+            tiers = self._allocations(artifact, coding)
+        except ArtifactError:
+            raise
+        except ValueError:
+            return math.inf
+        return sum(tier.error * share for tier, (_, share) in zip(tiers, self._bits_and_shares(), strict=True))
 
     def _tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
         def stages(codes: LayerCodes) -> TierStages:

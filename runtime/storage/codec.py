@@ -69,7 +69,7 @@ class Codec:
         layers, kv_heads, head_dim: of the model.
         heads: the KV heads of a chunk.
         bits: per value of a chunk of all heads, all that is stored of its tokens counted.
-        sized, predicts: the forms of its codes, `size` and `predict` of `klt`.
+        sized, predicts, trellis: the forms of its codes, `size`, `predict` and `trellis` of `klt`.
         profile: "heads", each coded by itself as in a cache, or "storage", where heads and layers help each other.
         bytes_per_token: of a chunk, the header apart; with `entropy` at most.
         rotation: the model's RoPE.
@@ -93,7 +93,7 @@ class Codec:
         assert klt.bits is not None
         coding, allocation, coders = coders_of(profile, artifact, klt, heads)
         self.heads, self.rotation, self.profile = heads, rotation, profile
-        self.sized, self.predicts = coding.size, coding.predict
+        self.sized, self.predicts, self.trellis = coding.size, coding.predict, coding.trellis
         coder = EntropyCoder.of(artifact, allocation, coders) if entropy else None
         values = 2 * self.layers * len(heads) * self.head_dim
         self._payload = Payload(values, [layer.widths() for layer in coders], coder)
@@ -118,6 +118,7 @@ class Codec:
             layout=layout_hash(allocation, None if coder is None else coder.identity()),
             joint=profile == "storage",
             entropy=entropy,
+            trellis=coding.trellis,
         )
         header = self._header
         self.identity = f"{header.artifact.hex()} {header.layout.hex()} {header.bits!r} {header.sinks} {fixed_size}"
@@ -135,6 +136,7 @@ class Codec:
         rotation: Rotation | None = None,
         profile: str | None = None,
         entropy: bool = False,
+        trellis: bool = False,
     ) -> "Codec":
         """For the model that the artifact was fitted on.
 
@@ -153,6 +155,7 @@ class Codec:
                 each head as in a cache. None: "storage" where it can be had.
             entropy: codes of the profile "storage" go through an entropy coder: the same chunk of fewer bytes, whose number is
                 known when they are made. Needs the package constriction, and goes with no `fixed_size`.
+            trellis: whether levels are trellis-coded (`klt`), in the profile "heads": less error at the same bits.
 
         Raises:
             ArtifactError: the artifact cannot be read, or lacks a tensor.
@@ -160,7 +163,8 @@ class Codec:
         """
         artifact = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
-        profile = profile_of(profile, artifact, size, predict, chosen)
+        klt = Klt(bits=bits, size=size, predict=predict, trellis=trellis, sinks=sinks)
+        profile = profile_of(profile, artifact, klt, chosen)
         check_whole("sinks", sinks, 0, "a whole number from 0", most=MOST_SINKS)
         check_flag("fixed_size", fixed_size)
         check_flag("entropy", entropy)
@@ -173,7 +177,6 @@ class Codec:
             raise ValueError(
                 "entropy=True with fixed_size=True: its blobs have sizes of their own; leave one of them out"
             )
-        klt = Klt(bits=bits, size=size, predict=predict, sinks=sinks)
         if coding_of(artifact).rope != "before":
             raise ValueError(
                 "the artifact has no keys before RoPE, which stored chunks are made of; fit a model whose RoPE can be unrotated"

@@ -11,14 +11,15 @@ HASH_BYTES = 16
 
 
 def artifact_hash(artifact: Artifact, coding: Coding) -> bytes:
-    """16 bytes for the artifact's model, and for every tensor of it that codes depend on."""
+    """16 bytes for the artifact's model, for every tensor of it that codes depend on, and for levels that are not uniform."""
     names = {coding.name(role, kind) for role in ROLES for kind in KINDS}
     if coding.joint:
         names |= {f"{stream}.matrix" for stream in STORAGE}
     elif coding.predict:
         names.add(f"{PREDICTED}.matrix")
     tensors = {name: digest(artifact.tensor(name)) for name in names}
-    return _hashed({"model": artifact.fingerprint, "tensors": tensors})
+    levels = {"levels": "trellis"} if coding.trellis else {}
+    return _hashed({"model": artifact.fingerprint, "tensors": tensors, **levels})
 
 
 def layout_hash(allocation: Allocation, tables: bytes | None) -> bytes:

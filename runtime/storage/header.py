@@ -9,7 +9,7 @@ Little endian, without gaps:
     12       uint8     dtype of the chunk: 1 float32, 2 float16, 3 bfloat16
     13       uint8     forms: 1 tokens have sizes, 2 values are predicted from keys, 4 room for exact tokens in every blob,
                        8 (beside 1 and 2) all heads of a layer have one basis, 16 (beside 1, 2 and 8, without 4) codes went through
-                       an entropy coder; added up
+                       an entropy coder, 32 (without 8) levels are trellis-coded; added up
     14-15    uint16    first positions of a text, whose tokens are exact
     16-19    uint32    layers of the model
     20-23    uint32    KV heads of the model
@@ -47,8 +47,9 @@ FIELDS = struct.Struct("<8sHHBBHIIIIIIQdQ16s16s16s")
 CHECKSUM_BYTES = 16
 HEADER_BYTES = FIELDS.size + CHECKSUM_BYTES
 DTYPES = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16}
-SIZE, PREDICT, FIXED, JOINT, ENTROPY = 1, 2, 4, 8, 16  # forms
-WITH_ROOM = (0, SIZE, SIZE + PREDICT, SIZE + PREDICT + JOINT)
+SIZE, PREDICT, FIXED, JOINT, ENTROPY, TRELLIS = 1, 2, 4, 8, 16, 32  # forms
+BY_HEAD = (0, SIZE, SIZE + PREDICT)
+WITH_ROOM = (*BY_HEAD, *(form + TRELLIS for form in BY_HEAD), SIZE + PREDICT + JOINT)
 FORMS = (*WITH_ROOM, *(form + FIXED for form in WITH_ROOM), SIZE + PREDICT + JOINT + ENTROPY)
 NOTHING = bytes(16)
 AGAIN = "compute these tokens again"
@@ -69,6 +70,7 @@ class Header:
         size, predict: the forms of its codes, as `klt` has them.
         joint: whether all heads of a layer have one basis (`joint_layer.py`).
         entropy: whether codes went through an entropy coder (`entropy.py`), where that saves bytes.
+        trellis: whether levels are trellis-coded, as `klt` has them.
         sinks: first positions of a text, whose tokens are exact.
         fixed_size: whether there is room for as many exact tokens in a blob that begins behind them.
         layers, kv_heads, head_dim: of the model.
@@ -97,6 +99,7 @@ class Header:
     layout: bytes
     joint: bool = False
     entropy: bool = False
+    trellis: bool = False
 
     @property
     def exact(self) -> int:
@@ -107,7 +110,7 @@ class Header:
         """The header of this payload, its checksum included."""
         dtype = next(code for code, known in DTYPES.items() if known == self.dtype)
         forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size
-        forms += JOINT * self.joint + ENTROPY * self.entropy
+        forms += JOINT * self.joint + ENTROPY * self.entropy + TRELLIS * self.trellis
         heads = (self.kv_heads, self.heads.start, len(self.heads), self.head_dim)
         numbers = (self.tokens, self.start, self.bits, self.payload_bytes)
         head = (MAGIC, VERSION, HEADER_BYTES, dtype, forms, self.sinks, self.layers, *heads)
@@ -148,6 +151,7 @@ class Header:
             layout,
             bool(forms & JOINT),
             bool(forms & ENTROPY),
+            bool(forms & TRELLIS),
         )
 
 
@@ -191,6 +195,7 @@ def checked(
         "predict",
         "joint",
         "entropy",
+        "trellis",
         "sinks",
         "fixed_size",
         "artifact",

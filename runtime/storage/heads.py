@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.messages.printable import printable
-from calib.runtime.stages.codec import MixedQuant, Sized
+from calib.runtime.stages.codec import MixedQuant, Sized, TrellisQuant
 from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Basis
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
@@ -41,10 +41,10 @@ def of_heads(plan: TierPlan, heads: range) -> TierPlan:
     return replace(plan, keys=keys, values=values, prediction=predicted)
 
 
-def codes_of(stages: TierStages) -> MixedQuant:
+def codes_of(stages: TierStages) -> MixedQuant | TrellisQuant:
     """The codec of components, sized or not."""
     codec = stages.codec.codec if isinstance(stages.codec, Sized) else stages.codec
-    assert isinstance(codec, MixedQuant)
+    assert isinstance(codec, MixedQuant | TrellisQuant)
     return codec
 
 
@@ -63,13 +63,15 @@ def _stages_of(stages: TierStages, heads: range) -> TierStages:
         gain=basis.gain[own][..., columns],
         origin=basis.origin[own],
     )
-    codec = MixedQuant(codes.widths, codes.counts[own])
+    codec = replace(codes, counts=codes.counts[own])
+    if isinstance(codec, TrellisQuant):
+        codec = replace(codec, weights=codec.weights[own][..., columns])
     if isinstance(stages.codec, Sized):
         return TierStages(found, Sized(codec, stages.codec.weights[own][..., columns]))
     return TierStages(found, codec)
 
 
-def _columns(codes: MixedQuant, heads: range) -> Tensor:
+def _columns(codes: MixedQuant | TrellisQuant, heads: range) -> Tensor:
     """Of the components of all heads, those that `heads` have in plane form of their own."""
     every = torch.arange(codes.components).unflatten(0, (len(codes.widths), max(codes.counts)))
     return every[:, : max(codes.counts[heads.start : heads.stop])].flatten()

@@ -31,7 +31,7 @@ class Coders(NamedTuple):
     layers: LayerCoders
 
 
-def profile_of(asked: str | None, artifact: Artifact, size: bool | None, predict: bool | None, heads: range) -> str:
+def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) -> str:
     """The profile that was asked for, or that the artifact and the other options allow.
 
     Raises ValueError for another name, and for "storage" with options that it does not have; ArtifactError where the artifact has
@@ -39,15 +39,18 @@ def profile_of(asked: str | None, artifact: Artifact, size: bool | None, predict
     """
     name, whole = f"{STORAGE[0]}.basis", len(heads) == artifact.fingerprint["kv_heads"]
     if asked is None:
-        return "storage" if artifact.has(name) and whole and size is None and predict is None else "heads"
+        as_it_comes = klt.size is None and klt.predict is None and not klt.trellis
+        return "storage" if artifact.has(name) and whole and as_it_comes else "heads"
     check_choice("profile", asked, PROFILES)
     if asked == "storage" and not whole:
         raise ValueError(
             f"profile='storage' with heads={heads}: its bases are of all KV heads of a layer, "
             f"{range(artifact.fingerprint['kv_heads'])}; a rank's own take profile='heads'"
         )
-    if asked == "storage" and not (size is not False and predict is not False):
-        raise ValueError(f"profile='storage' with size={size}, predict={predict}: it has both; leave them out")
+    if asked == "storage" and (klt.size is False or klt.predict is False):
+        raise ValueError(f"profile='storage' with size={klt.size}, predict={klt.predict}: it has both; leave them out")
+    if asked == "storage" and klt.trellis:
+        raise ValueError("profile='storage' with trellis=True: its levels are uniform; leave one of them out")
     if asked == "storage":
         artifact.tensor(name)
     return asked

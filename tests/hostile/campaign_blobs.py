@@ -39,11 +39,11 @@ FILES = 0.2  # of the cases: prefix files
 TIMES = 64  # bytes for each of a blob: a chunk is many times as large, its codes are unpacked in float64
 # Options of a codec, the dtype and the position of a chunk: forms, slices of heads, exact tokens, room for such, profiles.
 BASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
-    ({"bits": 2}, torch.float32, 2),
+    ({"bits": 2, "size": True}, torch.float32, 2),
     ({"bits": 1, "size": False, "predict": False}, torch.bfloat16, 0),
-    ({"bits": 2.5, "predict": False}, torch.float16, 100),
-    ({"bits": 2, "heads": range(1)}, torch.float32, 0),
-    ({"bits": 2, "heads": range(1, 2)}, torch.bfloat16, 70_001),
+    ({"bits": 2.5, "size": True, "predict": False}, torch.float16, 100),
+    ({"bits": 2, "size": True, "heads": range(1)}, torch.float32, 0),
+    ({"bits": 2, "size": True, "trellis": True, "heads": range(1, 2)}, torch.bfloat16, 70_001),
     ({"bits": 3, "fixed_size": True}, torch.bfloat16, 900),
     ({"bits": 2, "sinks": 0}, torch.float16, 0),
     ({"bits": 2, "profile": "storage"}, torch.float32, 2),

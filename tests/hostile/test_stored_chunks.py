@@ -123,6 +123,7 @@ def test_blobs_of_other_codecs_are_refused(refused, blob, model):
         ("bits", artifact, {"bits": 3}),
         ("predict", artifact, {"predict": False}),
         ("size", artifact, {"size": False}),
+        ("trellis", artifact, {"trellis": True}),
         ("heads", artifact, rank),
         ("artifact", Artifact(changed, artifact.fingerprint, artifact.provenance, artifact.clip_bits), {}),
         ("artifact", calibrated_artifact(other_model), {}),

@@ -364,21 +364,29 @@ def test_it_needs_an_artifact_with_bases(model, artifact):
         ({"predict": True}, "klt.sized", (True, True)),  # which then says what is missing
         ({"bits": 4, "rope": "after"}, None, (False, False)),
         ({"loss": 0.01}, None, (False, False)),
-        # Of these heads sizes take a quarter of a bit: a tenth of 2.5.
-        ({"bits": 2.5}, None, (True, True)),
-        ({"bits": 2.4}, None, (False, False)),
-        ({"bits": 2.4, "size": True}, None, (True, True)),
-        ({"tiers": [(4, 0.2), (3, 0.8)]}, None, (True, True)),
-        ({"tiers": [(4, 0.2), (2, 0.8)]}, None, (False, False)),
+        # Of these heads sizes take a quarter of a bit, half of the least budget that has room for them.
+        ({"bits": 1}, None, (True, True)),
+        ({"bits": 0.5}, None, (False, False)),
+        ({"bits": 0.5, "size": True}, None, (True, True)),
+        ({"bits": 0.4}, None, (False, False)),
+        ({"tiers": [(4, 0.5), (0.5, 0.5)]}, None, (False, False)),
+        ({"tiers": [(4, 0.5), (1, 0.5)]}, None, (True, True)),
         ({"bytes": 4_000_000, "context": 8192}, None, (True, True)),
-        ({"bytes": 600_000, "context": 8192}, None, (False, False)),
+        ({"bytes": 250_000, "context": 8192}, None, (False, False)),
     ],
 )
-def test_sizes_and_predictions_are_used_where_the_artifact_has_them(artifact, options, without, form):
+def test_sizes_and_predictions_are_used_where_they_lower_the_predicted_error(artifact, options, without, form):
     tensors = {name: tensor for name, tensor in artifact.tensors.items() if not without or without not in name}
+    for name in ("keys.klt.sized.errors", "values.klt.sized.errors", "values.klt.predicted.errors"):
+        if name in tensors:  # of a random model's tokens, which differ little in size, they raise it
+            tensors[name] = 0.65 * tensors[name]
     known = Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
     coding = Klt(**options).coding(known)
     assert (coding.size, coding.predict) == form and not coding.trellis
+
+
+def test_of_random_tokens_sizes_raise_the_predicted_error(artifact):
+    assert Klt(bits=4).coding(artifact) == Coding("before")
 
 
 def test_components_are_before_rope_where_the_artifact_has_such(model, artifact):

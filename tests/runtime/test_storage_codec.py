@@ -12,11 +12,12 @@ from calib.runtime import Artifact, ArtifactError, Codec, compress
 from calib.runtime.artifact.component_bits import ROLES
 from calib.runtime.methods.klt import Klt
 from calib.runtime.rotation import Rotation
-from calib.runtime.storage import Header
+from calib.runtime.storage import BlobError, Header
 
 pytestmark = pytest.mark.arithmetic
 
-FORMS = [{"size": False, "predict": False}, {"size": True, "predict": False}, {"size": True, "predict": True}]
+UNIFORM = [{"size": False, "predict": False}, {"size": True, "predict": False}, {"size": True, "predict": True}]
+FORMS = [*UNIFORM, {"size": False, "trellis": True}, {"size": True, "predict": True, "trellis": True}]
 BITS = 2.5
 
 
@@ -89,7 +90,8 @@ def test_a_blob_says_what_the_formulas_say(model, artifact, forms, start):
     # Tables of 16 bits: entries of the way back are rounded to 2^-12 of the largest step, predictions to 2^-16.
     assert float((found - wanted).abs().max()) < 4e-3 * float(wanted.abs().max())
     # Every code is the nearest, but for what the tables round: entries of the way in have 16 bits of a component of 32 channels.
-    assert 0.9 < off < 1.05
+    # From a trellis' state it is 9/8 of that away at most, and a path may leave it out to come nearer later.
+    assert 0.9 < off < (3 if klt.trellis else 1.05)
     _, elsewhere = decoded(data, artifact, klt, codec.rotation.frequencies, start + 1, chunk)
     assert elsewhere > 2  # the formulas at the next position are far from these codes
 
@@ -185,13 +187,15 @@ def test_the_first_tokens_of_a_text_are_exact(model, artifact, dtype):
     assert of_artifact(artifact).size(10) - of_artifact(artifact, sinks=0).size(10) == 4 * 2 * 2 * 64 * 2
 
 
-def test_a_header_says_what_the_blob_is(model, artifact):
-    codec = of_artifact(artifact, heads=range(1, 2))
+@pytest.mark.parametrize("trellis", [False, True])
+def test_a_header_says_what_the_blob_is(model, artifact, trellis):
+    codec = of_artifact(artifact, heads=range(1, 2), size=True, trellis=trellis)
     chunk = chunk_of(model, 12, dtype=torch.float16)[..., 32:]
     header = Header.read(codec.encode(chunk, 77).numpy().tobytes())
     assert (header.tokens, header.start, header.heads, header.dtype) == (12, 77, range(1, 2), torch.float16)
     assert (header.layers, header.kv_heads, header.head_dim, header.bits) == (2, 2, 32, BITS)
-    assert header.size and header.predict and header.payload_bytes == codec.size(12, 77) - HEADER
+    assert header.size and header.predict and header.trellis is trellis
+    assert header.payload_bytes == codec.size(12, 77) - HEADER
 
 
 def test_any_view_is_encoded_and_left_alone_and_decoded_into(model, artifact):
@@ -212,17 +216,38 @@ def test_any_view_is_encoded_and_left_alone_and_decoded_into(model, artifact):
 
 
 def test_the_artifact_decides_the_forms(artifact):
+    lower = {
+        name: tensor / 4 for name, tensor in artifact.tensors.items() if name.split(".")[-2:] == ["sized", "errors"]
+    }
+    lower["values.klt.predicted.errors"] = artifact.tensor("values.klt.predicted.errors") / 4
+    helped = Artifact(artifact.tensors | lower, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
     for bare, expected in (
-        (artifact, (True, True)),
-        (without(artifact, "predicted"), (True, False)),
-        (
-            without(artifact, "sized"),
-            (False, False),
-        ),
+        (helped, (True, True)),
+        (without(helped, "predicted"), (True, False)),
+        (without(helped, "sized"), (False, False)),
+        (artifact, (False, False)),  # of random tokens, whose errors they raise
     ):
         codec = of_artifact(bare)
         assert (codec.sized, codec.predicts) == expected
-    assert not of_artifact(artifact, size=False).predicts
+    assert not of_artifact(helped, size=False).predicts
+
+
+def test_a_trellis_lowers_the_error_at_the_same_bits(model, artifact):
+    draw = torch.Generator().manual_seed(5)
+    chunk = torch.randn(2, 2, 300, 64, generator=draw)
+    uniform, trellis = (of_artifact(artifact, bits=4, sinks=0, trellis=flag) for flag in (False, True))
+    assert uniform.bytes_per_token == trellis.bytes_per_token
+    errors = [float((codec.decode(codec.encode(chunk, 9)) - chunk).square().mean()) for codec in (uniform, trellis)]
+    assert errors[1] < 0.95 * errors[0]
+
+
+def test_a_reader_of_uniform_levels_reads_no_trellis(model, artifact):
+    """At 8 bits every component has all the bits there are, so that nothing else of the two differs."""
+    codecs = {flag: of_artifact(artifact, bits=8, trellis=flag) for flag in (False, True)}
+    assert codecs[False].identity != codecs[True].identity
+    for flag, codec in codecs.items():
+        with pytest.raises(BlobError, match=f"trellis of the blob is {flag}, expected {not flag}"):
+            codecs[not flag].decode(codec.encode(chunk_of(model, 3), 9))
 
 
 def test_a_file_gives_the_same_codec(model, artifact, tmp_path):
@@ -267,11 +292,11 @@ def test_positions_turn_keys_as_the_model_does(name):
     """Without the model at hand: frequencies from the artifact are its own, to the bit, and codes those that it would give."""
     model = MODELS[name]()
     artifact, rotation = calibrated_artifact(model), Rotation.of(model, "")
-    codec = of_artifact(artifact)
+    codec = of_artifact(artifact, size=True)
     assert torch.equal(codec.rotation.frequencies, rotation.frequencies) and codec.rotation.scaling == rotation.scaling
     chunk = chunk_of(model, 30)
     blob = codec.encode(chunk, 11)
-    assert torch.equal(blob, of_artifact(artifact, rotation=rotation).encode(chunk, 11))
+    assert torch.equal(blob, of_artifact(artifact, size=True, rotation=rotation).encode(chunk, 11))
     klt = Klt(bits=BITS, size=True, predict=True)
     wanted, off = decoded(blob.numpy().tobytes(), artifact, klt, rotation.frequencies, 11, chunk)
     assert off < 1.05
@@ -283,12 +308,13 @@ def test_positions_turn_keys_as_the_model_does(name):
     ("options", "message"),
     [
         ({"bits": 0}, "bits must be a number above 0, got 0"),
-        ({"bits": 9}, "bits must be a number from 0.5"),
+        ({"bits": 9}, "bits must be a number from 0.25"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
         ({"size": False, "predict": True}, "predict=True with size=False"),
         ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
         ({"sinks": 65536}, "sinks must be a whole number, at most 65535, got 65536"),
         ({"fixed_size": 1}, "fixed_size must be True or False, got 1"),
+        ({"trellis": 1}, "trellis must be True or False, got 1"),
         ({"heads": range(3)}, r"heads must be a range without gaps within 0 ... 2, got range\(0, 3\)"),
         ({"heads": range(1, 1)}, "heads must be a range without gaps"),
         ({"heads": slice(0, 2, 2)}, "heads must be a range without gaps"),

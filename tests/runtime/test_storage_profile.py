@@ -137,7 +137,8 @@ def test_the_artifact_and_the_options_decide_the_profile(artifact):
 
 
 def test_the_profiles_refuse_each_others_blobs(model, artifact):
-    chunk, (joint, heads) = chunk_of(model, 5), (of_artifact(artifact, profile=name) for name in ("storage", "heads"))
+    joint, heads = (of_artifact(artifact, profile=name, size=True) for name in ("storage", "heads"))
+    chunk = chunk_of(model, 5)
     assert Header.read(joint.encode(chunk, 0)).joint and not Header.read(heads.encode(chunk, 0)).joint
     for reader, writer, said in ((joint, heads, "False, expected True"), (heads, joint, "True, expected False")):
         with pytest.raises(BlobError, match=f"joint of the blob is {said}"):
@@ -165,9 +166,11 @@ def test_what_it_refuses(model, artifact):
         ({"profile": "all"}, "profile must be one of heads, storage, got 'all'"),
         ({"profile": "storage", "heads": range(1)}, r"bases are of all KV heads of a layer.*take profile='heads'"),
         ({"profile": "storage", "size": False}, "it has both; leave them out"),
+        ({"profile": "storage", "trellis": True}, "its levels are uniform; leave one of them out"),
         ({"bits": 0.01}, r"bits must be a number from 0\.125 to 8, got 0\.01"),
     ):
         with pytest.raises(ValueError, match=message):
             of_artifact(artifact, **options)
+    assert of_artifact(artifact).profile == "storage" and of_artifact(artifact, trellis=True).profile == "heads"
     with pytest.raises(ArtifactError, match=r"'keys\.storage\.basis'.*`calib fit --model\.storage true` measures it"):
         of_artifact(without(artifact, "storage"), profile="storage")

@@ -10,7 +10,7 @@ GIVEN = {"artifact": "my.calib.safetensors", "model": "my-llama"}
 
 
 def test_defaults():
-    assert Options.of(GIVEN) == Options("my.calib.safetensors", "my-llama", BITS, None, None, 1)
+    assert Options.of(GIVEN) == Options("my.calib.safetensors", "my-llama", BITS, False, None, None, 1)
     assert Options.of({**GIVEN, "bits": 1.5, "cpu_block": 128, "positions": None}).cpu_block == 128
 
 

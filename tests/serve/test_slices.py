@@ -7,6 +7,7 @@ from one_line import message
 from toy_models import random_model
 
 from calib.runtime import Codec
+from calib.serve.fitted_model import FittedModel
 from calib.serve.slices import Slices
 
 
@@ -39,7 +40,7 @@ def test_other_ways_to_share_a_model_are_refused(kv_heads, count, world, rank):
 @pytest.mark.arithmetic
 def test_the_size_is_that_of_the_largest_slice():
     artifact = calibrated_artifact(random_model("llama"))
-    own = Slices(lambda heads: Codec.from_artifact(artifact, bits=3, heads=heads, fixed_size=True), 2)
+    own = Slices(lambda heads: Codec.from_artifact(artifact, bits=3, size=True, heads=heads, fixed_size=True), 2)
     sizes = [own.codec(range(first, first + 1)).size(64, dtype=torch.float16) for first in (0, 1)]
     assert sizes[0] != sizes[1]  # heads have unlike bits
     assert own.size(1, 64, torch.float16) == max(sizes)
@@ -48,3 +49,11 @@ def test_the_size_is_that_of_the_largest_slice():
     with pytest.raises(ValueError, match="3 KV heads") as error:
         own.size(3, 64, torch.float16)
     message(error)
+
+
+@pytest.mark.arithmetic
+def test_forms_are_those_of_every_slice(tmp_path):
+    calibrated_artifact(random_model("llama")).save(tmp_path / "a.safetensors")
+    model = FittedModel(str(tmp_path / "a.safetensors"), 2.0, trellis=True)
+    assert all(model.slices.codec(heads).trellis for heads in (range(2), range(1, 2)))
+    assert model.identity != FittedModel(str(tmp_path / "a.safetensors"), 2.0).identity

@@ -10,8 +10,8 @@ GIVEN = {"artifact": "my.calib.safetensors", "folder": "/cache"}
 
 
 def test_defaults():
-    assert Options.of(GIVEN) == Options("my.calib.safetensors", "/cache", BITS, False, None)
-    asked = {"bits": 1.5, "entropy": True, "chunk": 64}
+    assert Options.of(GIVEN) == Options("my.calib.safetensors", "/cache", BITS, False, False, None)
+    asked = {"bits": 1.5, "entropy": True, "trellis": True, "chunk": 64}
     assert Options.of({**GIVEN, **asked}) == Options("my.calib.safetensors", "/cache", **asked)
 
 

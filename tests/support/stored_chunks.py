@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from oracle import rotated
 from torch import Tensor
+from trellis_paths import trellis_components
 
 from calib.runtime import Artifact
 from calib.runtime.artifact.components import Coding
@@ -70,7 +71,7 @@ def decoded(
         x^ = mean + s sum_j (c_j - (2^b_j - 1) / 2) step_j T^-1_j, of values besides M (k^ - mean_k); keys at their positions;
 
     and how far the codes are from the components of `chunk`, which was encoded: |y_j - y^_j| over half a step s step_j, the most
-    of all codes that are not the first or the last.
+    of all y_j between the first level and the last. With a trellis c_j - (2^b_j - 1) / 2 is 9/16 2^b_j times the level in [-1, 1].
     """
     coding, off = Coding("before", klt.size, klt.predict), [0.0]
     (allocation,), layers = klt.allocations(artifact), []
@@ -97,9 +98,14 @@ def decoded(
                 step = steps[head, number, bits - 1] * np.ones((len(codes), 1))
                 if klt.size:
                     step = step * sizes_of(fields[f"{role}.sizes"], len(words.counts))[:, head, None]
-                y = (codes - last / 2) * step
+                if klt.trellis:
+                    of_head = fields[f"{role}.words"][None, :, at - count : at].view(np.int16)
+                    levels = trellis_components(of_head, words.widths, (count,))[0][:, : mean.shape[1]]
+                    y = levels * 9 / 16 * 2.0**bits * step
+                else:
+                    y = (codes - last / 2) * step
                 wanted = (x[head].numpy() - mean[head]) @ rows[head][: len(bits)].T
-                inner = (codes > 0) & (codes < last)
+                inner = np.abs(wanted) < last / 2 * step * (9 / 8 if klt.trellis else 1)
                 off.append(float((np.abs(wanted - y) / (step / 2))[inner].max(initial=0)))
                 heads.append(y @ np.linalg.inv(rows[head])[:, : len(bits)].T)
             moved[role], means[role] = torch.tensor(np.stack(heads)), torch.tensor(mean)[:, None]

@@ -17,6 +17,7 @@ class Options:
         model: the model's name as the engine gives it to LMCache, for vLLM that of `vllm serve NAME`. Chunks of other models are
             refused: their shapes may be the same, and LMCache knows them by the name alone.
         bits: the budget in bits per value, keys and values together.
+        trellis: whether levels are trellis-coded, as `Codec.from_artifact` takes it.
         positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. LMCache tells no
             position, so the start of a chunk is looked for among the multiples of its length below.
         cpu_block: tokens of a block of vLLM's CPU attention (`layout.py`), 128 there; None: an engine on a GPU.
@@ -26,6 +27,7 @@ class Options:
     artifact: str
     model: str
     bits: float = BITS
+    trellis: bool = False
     positions: int | None = None
     cpu_block: int | None = None
     max_workers: int = 1

@@ -30,7 +30,7 @@ class Chunks:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        model = FittedModel(options.artifact, options.bits, fixed_size=True)
+        model = FittedModel(options.artifact, options.bits, fixed_size=True, trellis=options.trellis)
         self.layers, self.head_dim, self.slices = model.layers, model.head_dim, model.slices
         self.positions = options.positions or model.positions
         self.refusals = Refusals(logger, "serde calib refuses a chunk")

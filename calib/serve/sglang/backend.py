@@ -38,13 +38,13 @@ class Storage(HiCacheStorage):
     """
 
     def __init__(self, config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        self._options = Options.of(config.extra_config or {})
+        self._options = options = Options.of(config.extra_config or {})
         if config.is_mla_model or config.pp_size > 1 or config.attn_cp_size > 1:
             raise ValueError(
                 "the engine has latent attention, pipeline stages or context parallelism, expected plain attention and tensor "
                 "parallelism alone; serve it with another backend"
             )
-        self._model = FittedModel(self._options.artifact, self._options.bits, entropy=self._options.entropy)
+        self._model = FittedModel(options.artifact, options.bits, entropy=options.entropy, trellis=options.trellis)
         self._starts = Starts(self._options.positions or self._model.positions)
         self._rank, self._world = config.tp_rank, config.tp_size
         self._refusals = Refusals(logger, "calib refuses a page")

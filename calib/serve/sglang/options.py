@@ -17,6 +17,7 @@ class Options:
         folder: where pages are stored. It is made.
         bits: the budget in bits per value, keys and values together.
         entropy: whether codes go through an entropy coder, as `Codec.from_artifact` takes it.
+        trellis: whether levels are trellis-coded, as `Codec.from_artifact` takes it.
         positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. Read only where
             SGLang does not tell the pages before (`hicache_storage_pass_prefix_keys`).
     """
@@ -25,6 +26,7 @@ class Options:
     folder: str
     bits: float = BITS
     entropy: bool = False
+    trellis: bool = False
     positions: int | None = None
 
     @classmethod

@@ -51,7 +51,7 @@ class CalibConnector(KVConnectorBase_V1):
                 f"kv_load_failure_policy is {transfer.kv_load_failure_policy}, expected recompute: a damaged file would fail its "
                 'request; add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
             )
-        self._model = FittedModel(options.artifact, options.bits, entropy=options.entropy)
+        self._model = FittedModel(options.artifact, options.bits, entropy=options.entropy, trellis=options.trellis)
         check(vllm_config, kv_cache_config, self._model)
         self._block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._chunk = options.tokens(self._block)

@@ -19,6 +19,7 @@ class Options:
         folder: where chunks are stored. It is made.
         bits: the budget in bits per value, keys and values together.
         entropy: whether codes go through an entropy coder, as `Codec.from_artifact` takes it.
+        trellis: whether levels are trellis-coded, as `Codec.from_artifact` takes it.
         chunk: tokens of a file, a multiple of the engine's block size; None: the least one that is at least 256.
     """
 
@@ -26,6 +27,7 @@ class Options:
     folder: str
     bits: float = BITS
     entropy: bool = False
+    trellis: bool = False
     chunk: int | None = None
 
     @classmethod
