@@ -31,9 +31,9 @@ from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods.klt import Klt
 
 BITS = 1.25  # a value
-SEQUENCES = 8
+SEQUENCES = 16
 HEADS = 4  # of a layer, to a sequence: of more heads a sequence measures some
-ANSWER = 64  # tokens of a sequence, an eighth of it at most, that are said behind the rest
+ANSWER = 32  # tokens of a sequence, an eighth of it at most, that are said behind the rest
 POWER = 0.75
 DOUBT = 2  # sequences: a head that so many measured counts half, its layer's mean half
 MOST = 32.0  # times as much, or as little, as predicted in the mean
@@ -52,7 +52,7 @@ def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> t
     Args:
         model: the one that the artifact was fitted on.
         artifact: with bases, steps and errors.
-        tokens: int64 `[n, length]`, of which eight are used, evenly apart.
+        tokens: int64 `[n, length]`, of which sixteen are used, evenly apart.
 
     Raises ValueError where this model cannot be compressed.
     """

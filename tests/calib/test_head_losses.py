@@ -66,10 +66,10 @@ def log_p(model, answer, exact, parts):
 
 
 @pytest.mark.full
-def test_eight_sequences_are_used_evenly_apart():
-    model, artifact, tokens = toy_model(), toy_artifact(), some_tokens(15)
+def test_sixteen_sequences_are_used_evenly_apart():
+    model, artifact, tokens = toy_model(), toy_artifact(), some_tokens(31)
     torch.testing.assert_close(head_losses(model, artifact, tokens), head_losses(model, artifact, tokens[::2]))
-    assert not torch.equal(head_losses(model, artifact, tokens)[0], head_losses(model, artifact, tokens[:8])[0])
+    assert not torch.equal(head_losses(model, artifact, tokens)[0], head_losses(model, artifact, tokens[:16])[0])
 
 
 @pytest.mark.parametrize(

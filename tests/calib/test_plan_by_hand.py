@@ -122,9 +122,9 @@ def test_seconds_are_the_pieces_times_how_many_there_are(plan):
     assert stages["statistics"] == pytest.approx(32 * (teraflops + 7 * 128 * 2 * 0.5 + 7 * 0.25), rel=1e-4)
     assert stages["sensitivity"] == pytest.approx(32 * (teraflops / 8 + 16 * 2 * 0.5 + 0.25), rel=1e-4)
     assert stages["clip"] == pytest.approx(32 * (teraflops / 8 + 3 * 16 * 2 * 0.5 + 3 * 0.25), rel=1e-4)
-    # Six budgets and the exact cache, of 16 sequences; 8 more, and 64 tokens of each through half of 32 layers, and the last one,
+    # Six budgets and the exact cache, of 16 sequences; 16 more, and 32 tokens of each through half of 32 layers, and the last one,
     # for keys and values of 4 of a layer's 32 heads.
-    losses = 7 * 16 + 8 * (1 + 2 * 4 * (32 + 1) / 2 * 64 / 2048)
+    losses = 7 * 16 + 16 * (1 + 2 * 4 * (32 + 1) / 2 * 32 / 2048)
     assert stages["losses"] == pytest.approx(losses * 32 * teraflops / 128, rel=1e-4)
     assert stages["layer groups"] == 2 * 32 * 31 / 2 * 0.125
     keys = 10 * 64 * 1.0 + (11 * 4096 + 10 * 4096) * 0.001
