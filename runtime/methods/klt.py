@@ -20,7 +20,6 @@ from calib.runtime.artifact.components import (
     prediction,
 )
 from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
-from calib.runtime.messages.artifact_error import ArtifactError
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
@@ -229,8 +228,6 @@ class Klt(Method):
         """Predicted, of a token in the mean; infinite where the budget is out of reach."""
         try:
             tiers = self._allocations(artifact, coding)
-        except ArtifactError:
-            raise
         except ValueError:
             return math.inf
         return sum(tier.error * share for tier, (_, share) in zip(tiers, self._bits_and_shares(), strict=True))
