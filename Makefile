@@ -34,9 +34,9 @@ artifacts/tiny-llama.rivals.calib.safetensors: .venv/fit.stamp artifacts/tiny-ll
 test: .venv/dev.stamp  ## every test with a few of its parameters, one method for each kind of store
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n 2
 
-test-ci: .venv/dev.stamp  ## every test with all its parameters but tables of methods and long matrices, which are sampled
+test-ci: .venv/dev.stamp  ## every test; of the table of methods and of products of parameters a sample (tests/support/selection.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --sample -n 2
-	CALIB_GPU_TESTS=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu  # what a GPU is tested with, interpreted
+	CALIB_GPU_TESTS=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n 2 tests/gpu  # what a GPU is tested with, interpreted
 
 test-all: .venv/dev.stamp  ## tables and matrices whole, and what takes minutes: hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

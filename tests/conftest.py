@@ -17,7 +17,9 @@ def pytest_addoption(parser):
         "--quick", action="store_true", help="every test with a few of its parameters, laws with few examples"
     )
     parser.addoption(
-        "--sample", action="store_true", help="every test; of the table of methods one case for each kind of store"
+        "--sample",
+        action="store_true",
+        help="every test; of the table of methods and of products of parameters a sample",
     )
 
 

@@ -1,15 +1,25 @@
 """A quick run looks at every test function and every kind of store; the parameters it leaves out are others of the same kind."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cases import CASES
 from contract.cell import Cell
-from selection import FEW, few, function, kind, of_each_kind, quick, sample
+from selection import FEW, SOME, TURNS, few, function, in_turn, kind, quick, sample
 from store_kinds import kinds
 
 from calib.runtime.offload.plan import STORES as OFFLOAD_STORES
 from calib.runtime.tiered.plan import STORES as TIERED_STORES
+
+
+@dataclass
+class Row:
+    """Of a table of scenarios."""
+
+    walk: str
+    options: dict[str, Any]
 
 
 def product(name="test", **values):
@@ -34,7 +44,7 @@ def test_every_store_and_codec_is_of_a_kind_that_some_case_has():
 
 
 @pytest.mark.parametrize("of", [lambda case: case, lambda case: case.name, lambda case: Cell(case.name, "m", "a")])
-def test_of_cases_one_of_each_kind_is_taken(of):
+def test_of_cases_one_in_turn_is_taken(of):
     taken = few(product(case=[of(case) for case in CASES], length=[1, 20, 300]))
     assert sorted(map(kind, taken)) == sorted(set(kinds().values()))
     assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
@@ -48,10 +58,11 @@ def test_of_other_parameters_a_few_are_taken_and_every_value_before_one_a_second
     assert len(few(product(bits=[1]))) == 1
 
 
-def test_a_sample_has_every_kind_and_every_value_and_another_case_for_another_function():
-    functions = [of_each_kind(product(f"test_{number}", case=CASES, length=[1, 20, 300])) for number in range(60)]
+def test_a_sample_has_every_third_kind_in_turn_and_every_value_and_another_case_for_another_function():
+    functions = [in_turn(product(f"test_{number}", case=CASES, length=[1, 20, 300])) for number in range(240)]
+    third = len(set(kinds().values())) / TURNS
     for taken in functions:
-        assert set(map(kind, taken)) == set(kinds().values()) and len(taken) <= len(set(kinds().values())) + 2
+        assert third - 1 < len(set(map(kind, taken))) and len(taken) <= third + 3
         assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
     assert {item.callspec.params["case"].name for taken in functions for item in taken} == set(kinds())
 
@@ -61,21 +72,32 @@ def test_a_value_that_few_cases_have_is_in_a_sample():
     lengths = [f"length {number}" for number in range(2 * len(set(kinds().values())))]
     items = product(case=CASES, length=lengths)
     rare = [item for item in items if item.callspec.indices["case"] == item.callspec.indices["length"]]
-    assert {item.callspec.params["length"] for item in of_each_kind(rare)} == {*lengths}
+    assert {item.callspec.params["length"] for item in in_turn(rare)} == {*lengths}
 
 
-def test_a_sample_has_every_other_parameter():
-    everything = product(bits=[1, 2, 4, 8], group=["a", "b"])
-    assert of_each_kind(everything) == everything
+def test_a_sample_of_other_parameters_has_some_and_every_value():
+    taken = in_turn(product(bits=[1, 2, 4, 8, 16, 32], group=["a", "b"]))
+    assert {item.callspec.params["bits"] for item in taken} == {1, 2, 4, 8, 16, 32}
+    assert {item.callspec.params["group"] for item in taken} == {"a", "b"}
+    assert len(taken) == 6 and len(in_turn(product(group=["a", "b"], flag=[True, False, None]))) == SOME
+    assert len(in_turn(product(bits=[1]))) == 1
 
 
-@pytest.mark.parametrize(("take", "left_out"), [(quick, ("slow", "full")), (sample, ("slow",))])
-def test_no_function_and_no_kind_is_lost(request, take, left_out):
+def test_of_a_dataclass_every_field_and_every_option_is_in_a_sample():
+    rows = [Row(walk, {"bits": bits, "group": group}) for walk in "ab" for bits in range(5) for group in (32, None)]
+    taken = in_turn(product(row=rows))
+    said = {(row.walk, *row.options.items()) for row in (item.callspec.params["row"] for item in taken)}
+    assert set().union(*said) == {"a", "b", ("group", 32), ("group", None), *(("bits", bits) for bits in range(5))}
+    assert len(taken) == 5
+
+
+@pytest.mark.parametrize(("take", "left_out", "of"), [(quick, ("slow", "full"), kind), (sample, ("slow",), None)])
+def test_no_function_is_lost_and_of_a_quick_run_no_kind(request, take, left_out, of):
     """Of all that this run has collected; what is marked by hand is not asked for."""
 
     def offered(items):
         marked = (item for item in items if not any(map(item.get_closest_marker, left_out)))
-        return {(function(item), kind(item)) for item in marked}
+        return {(function(item), of and of(item)) for item in marked}
 
     items = request.session.items
     assert offered(take(items)) == offered(items)

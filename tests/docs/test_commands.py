@@ -20,6 +20,8 @@ NOT_RUN = {
     "tests/gpu_benchmarks/test_first_run.py reads them and holds them to what there is",
     r"python -m benchmarks\.gpu\.roofline .*": "it writes a page of the repository; tests/gpu_benchmarks/test_roofline.py runs it "
     "without",
+    r"python -m benchmarks\.gpu\.launches": "every method, interpreted, takes minutes: "
+    "tests/gpu_benchmarks/test_launches.py runs it for one, and counts the launches of all",
     r"python -m calib\.kernels\.ahead_of_time .*": "compiles in a process that interprets nothing: "
     "tests/kernels/test_ahead_of_time.py runs it for every operation",
 }

@@ -1,9 +1,9 @@
 """What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
 
-Both leave out what is marked `slow`. Of a function that runs over the table of methods both take one case for each kind of store
-(`store_kinds.py`): `quick` the same few, `sample` another one for another function, so that every case is met somewhere. Of any
-other function `quick` takes FEW sets of parameters, and nothing that is marked `full`; `sample` takes all. Which ones follows from
-the tables, so a new test and a new method need no entry here.
+Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for each kind of
+store (`store_kinds.py`), `sample` one for every third kind, others for another function, so that every case is met somewhere. Of
+any other function `quick` takes FEW sets of parameters, and nothing that is marked `full`; `sample` takes SOME, and more until
+every value of every parameter is met. Which ones follows from the tables, so a new test and a new method need no entry here.
 """
 
 from collections import Counter
@@ -16,7 +16,8 @@ import pytest
 from cases import BY_NAME, Case
 from store_kinds import kinds
 
-FEW = 2
+FEW, SOME = 2, 4
+TURNS = 3  # kinds of stores in a sample: every third
 
 
 def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -26,7 +27,7 @@ def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 def sample(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of `items` that a sampled run takes, in their order."""
-    return _taken(items, ("slow",), of_each_kind)
+    return _taken(items, ("slow",), in_turn)
 
 
 def _taken(
@@ -47,32 +48,41 @@ def function(item: Any) -> str:
 
 def few(items: list[Any]) -> list[Any]:
     """Of one function's items one for each kind of store, or FEW; where several would do, the one whose values were taken least."""
-    if len(items) == 1:
-        return items
     counts, found = Counter[str](), []
     for name, group in _by_kind(items).items():
-        left = list(group)
-        for _ in range(min(len(left), FEW if name is None else 1)):
-            best = min(left, key=lambda item: sum(counts[value] for value in _values(item)))
-            left.remove(best)
-            found.append(best)
-            counts.update(_values(best))
+        found += _various(group, FEW if name is None else 1, counts)
     return found
 
 
-def of_each_kind(items: list[Any]) -> list[Any]:
-    """Of one function's items one for each kind of store, in turn from function to function; all that have no kind.
+def in_turn(items: list[Any]) -> list[Any]:
+    """Of one function's items one for every third kind of store, in turn from function to function, or SOME.
 
     And more, until every value of the parameters beside the case is taken.
     """
     found = []
-    for name, group in _by_kind(items).items():
-        found += group if name is None else [group[crc32(f"{function(items[0])} {name}".encode()) % len(group)]]
+    for number, (name, group) in enumerate(groups := _by_kind(items).items()):
+        if name is None:
+            found += _various(group, SOME, Counter[str]())
+        elif (number - crc32(function(items[0]).encode())) % min(TURNS, len(groups)) == 0:
+            found.append(group[crc32(f"{function(items[0])} {name}".encode()) % len(group)])
     missing = _met(items) - _met(found)
-    for item in items:
-        if missing & _met([item]):
-            found.append(item)
-            missing -= _met([item])
+    while missing:
+        best = max(items, key=lambda item: len(missing & _met([item])))
+        found.append(best)
+        missing -= _met([best])
+    return found
+
+
+def _various(items: list[Any], number: int, counts: Counter[str]) -> list[Any]:
+    """So many of `items`, each the one whose values were taken least until then; `counts` are those, and are kept."""
+    left, found = list(items), list[Any]()
+    if len(left) <= number:
+        return left
+    for _ in range(number):
+        best = min(left, key=lambda item: sum(counts[value] for value in _values(item)))
+        left.remove(best)
+        found.append(best)
+        counts.update(_values(best))
     return found
 
 
@@ -102,11 +112,13 @@ def _case_name(value: Any) -> str | None:
 
 
 def _values(item: Any) -> set[str]:
-    """What the item's parameters are besides the case: which of its values each has, or every field of a dataclass."""
+    """What the item's parameters are besides the case: which of its values each has, or every field and option of a dataclass."""
     found = set()
     for name, value in item.callspec.params.items():
         if is_dataclass(value) and not isinstance(value, Case):
-            found |= {f"{name}.{field} {content}" for field, content in vars(value).items()}
+            for field, content in vars(value).items():
+                entries = content.items() if isinstance(content, dict) else [("", content)]
+                found |= {f"{name}.{field} {key} {entry}" for key, entry in entries}
         elif _case_name(value) is None:
             found.add(f"{name} {id(value)}")  # tables joined into one parameter share their objects
     return found
