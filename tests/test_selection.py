@@ -1,13 +1,14 @@
 """A quick run looks at every test function and every kind of store; the parameters it leaves out are others of the same kind."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import CASES
 from contract.cell import Cell
-from selection import FEW, SOME, TURNS, few, function, in_turn, kind, quick, sample
+from selection import FEW, SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
 from store_kinds import kinds
 
 from calib.runtime.offload.plan import STORES as OFFLOAD_STORES
@@ -68,11 +69,18 @@ def test_a_sample_has_every_third_kind_in_turn_and_every_value_and_another_case_
 
 
 def test_a_value_that_few_cases_have_is_in_a_sample():
-    """More values than kinds, each beside one case."""
+    """More values than kinds, each beside two cases."""
     lengths = [f"length {number}" for number in range(2 * len(set(kinds().values())))]
     items = product(case=CASES, length=lengths)
-    rare = [item for item in items if item.callspec.indices["case"] == item.callspec.indices["length"]]
+    rare = [item for item in items if 0 <= item.callspec.indices["case"] - item.callspec.indices["length"] < 2]
     assert {item.callspec.params["length"] for item in in_turn(rare)} == {*lengths}
+
+
+def test_of_a_table_whose_rows_have_nothing_in_common_some_are_in_a_sample():
+    table = product(words=[f"wrong {number}" for number in range(20)])
+    assert len(in_turn(table)) == SOME
+    assert in_turn(product("tests/hostile/test_words.py::test", words=[*"abcdefgh"]))[-1].nodeid.endswith("[7]")
+    assert {path for path in WHOLE if not (Path(__file__).parents[1] / path).exists()} == set()
 
 
 def test_a_sample_of_other_parameters_has_some_and_every_value():

@@ -3,7 +3,8 @@
 Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for each kind of
 store (`store_kinds.py`), `sample` one for every third kind, others for another function, so that every case is met somewhere. Of
 any other function `quick` takes FEW sets of parameters, and nothing that is marked `full`; `sample` takes SOME, and more until
-every value of every parameter is met. Which ones follows from the tables, so a new test and a new method need no entry here.
+every value that several sets have is met, and all in WHOLE. Which ones follows from the tables, so a new test and a new method
+need no entry here.
 """
 
 from collections import Counter
@@ -18,6 +19,8 @@ from store_kinds import kinds
 
 FEW, SOME = 2, 4
 TURNS = 3  # kinds of stores in a sample: every third
+# Each set of parameters is another document, model, kernel or damage.
+WHOLE = ("tests/docs/", "tests/models/", "tests/hostile/", "tests/kernels/test_ahead_of_time.py")
 
 
 def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -57,15 +60,15 @@ def few(items: list[Any]) -> list[Any]:
 def in_turn(items: list[Any]) -> list[Any]:
     """Of one function's items one for every third kind of store, in turn from function to function, or SOME.
 
-    And more, until every value of the parameters beside the case is taken.
+    And more, until every value of the parameters beside the case is taken that several of them have.
     """
-    found = []
+    found, whole = [], items[0].nodeid.startswith(WHOLE)
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
         if name is None:
-            found += _various(group, SOME, Counter[str]())
+            found += group if whole else _various(group, SOME, Counter[str]())
         elif (number - crc32(function(items[0]).encode())) % min(TURNS, len(groups)) == 0:
             found.append(group[crc32(f"{function(items[0])} {name}".encode()) % len(group)])
-    missing = _met(items) - _met(found)
+    missing = _shared(items) - _met(found)
     while missing:
         best = max(items, key=lambda item: len(missing & _met([item])))
         found.append(best)
@@ -76,9 +79,7 @@ def in_turn(items: list[Any]) -> list[Any]:
 def _various(items: list[Any], number: int, counts: Counter[str]) -> list[Any]:
     """So many of `items`, each the one whose values were taken least until then; `counts` are those, and are kept."""
     left, found = list(items), list[Any]()
-    if len(left) <= number:
-        return left
-    for _ in range(number):
+    for _ in range(min(len(left), number)):
         best = min(left, key=lambda item: sum(counts[value] for value in _values(item)))
         left.remove(best)
         found.append(best)
@@ -86,8 +87,13 @@ def _various(items: list[Any], number: int, counts: Counter[str]) -> list[Any]:
     return found
 
 
+def _shared(items: list[Any]) -> set[str]:
+    counts = Counter(value for item in items for value in _values(item))
+    return {value for value, number in counts.items() if number > 1}
+
+
 def _met(items: list[Any]) -> set[str]:
-    return set().union(*(_values(item) for item in items if hasattr(item, "callspec")))
+    return set().union(*map(_values, items))
 
 
 def _by_kind(items: list[Any]) -> dict[str | None, list[Any]]:
@@ -114,7 +120,7 @@ def _case_name(value: Any) -> str | None:
 def _values(item: Any) -> set[str]:
     """What the item's parameters are besides the case: which of its values each has, or every field and option of a dataclass."""
     found = set()
-    for name, value in item.callspec.params.items():
+    for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
         if is_dataclass(value) and not isinstance(value, Case):
             for field, content in vars(value).items():
                 entries = content.items() if isinstance(content, dict) else [("", content)]
