@@ -45,7 +45,7 @@ def test_every_store_and_codec_is_of_a_kind_that_some_case_has():
 
 
 @pytest.mark.parametrize("of", [lambda case: case, lambda case: case.name, lambda case: Cell(case.name, "m", "a")])
-def test_of_cases_one_in_turn_is_taken(of):
+def test_of_cases_one_of_each_kind_is_taken(of):
     taken = few(product(case=[of(case) for case in CASES], length=[1, 20, 300]))
     assert sorted(map(kind, taken)) == sorted(set(kinds().values()))
     assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
