@@ -29,6 +29,7 @@ NEWEST = 100
 
 OPERATIONS = (
     "attend",
+    "components",
     "quantise",
     "probe_saliency",
     "matching_pursuit",

@@ -25,7 +25,7 @@ SPECIAL = {"MUFU"}
 # 128 bytes a clock and multiprocessor between registers and shared memory; shuffles go the same way.
 MEMORY = {"LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG", "SHFL"}
 
-# Products and sums of a scheduler's tensor core a clock: 312 and 989 TFLOP/s of dense float16.
+# Products and sums of a scheduler's tensor core a clock: 312 and 989 TFLOP/s of dense float16; of 8 bits twice as many.
 MATRIX = {80: 256, 90: 512}
 
 
@@ -48,6 +48,8 @@ def busy(lines: Sequence[str], capability: int) -> dict[str, float]:
             found["memory"] += 4 * (_tiles(line) if name == "LDSM" else registers_of(line))
         elif name in ("HMMA", "HGMMA"):
             found["matrix"] += _products(line) // MATRIX[capability]
+        elif name in ("IMMA", "IGMMA"):
+            found["matrix"] += _products(line) // (2 * MATRIX[capability])
     return dict(found)
 
 
@@ -58,8 +60,10 @@ def _tiles(line: str) -> int:
 
 
 def _products(line: str) -> int:
-    """Products of one warp: HMMA.16816 has 16 x 8 x 16, HGMMA.64x8x16 has 64 x 8 x 16 of four warps."""
-    if shape := re.search(r"HGMMA\.(\d+)x(\d+)x(\d+)", line):
+    """Products of one warp: HMMA.16816 has 16 x 8 x 16, HGMMA.64x8x16 has 64 x 8 x 16 of four warps; of 8 bits IMMA, IGMMA."""
+    if shape := re.search(r"[HI]GMMA\.(\d+)x(\d+)x(\d+)", line):
         rows, columns, depth = map(int, shape.groups())
         return rows * columns * depth // 4
+    if re.search(r"IMMA\.16832\b", line):
+        return 16 * 8 * 32
     return 16 * 8 * (8 if re.search(r"HMMA\.1688\b", line) else 16)

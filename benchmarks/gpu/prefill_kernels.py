@@ -1,7 +1,8 @@
 """The kernels that a prefill launches, compiled as they are launched and read in the disassembler, part by part.
 
-A part is what a program runs equally often: "once"; for row_normalisers and column_sums the turns over a tile that all rows see
-("inside"), those where it is asked who sees what ("edge"), and what every query head of a group begins with ("head").
+A part is what a program runs equally often: "once"; for `project` the turns over channels ("turn"); for row_normalisers and
+column_sums the turns over a tile that all rows see ("inside"), those where it is asked who sees what ("edge"), and what every query
+head of a group begins with ("head").
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,8 +19,10 @@ from calib.kernels.turn_alone import turn_alone
 
 Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as it lies in a file
 
-ONCE, HEAD, EDGE, INSIDE = "once", "head", "edge", "inside"
+ONCE, TURN, HEAD, EDGE, INSIDE = "once", "turn", "head", "edge", "inside"
 SCORED = ("row_normalisers", "column_sums")
+PROJECTED = "project"
+INNERMOST = dict.fromkeys(SCORED, 2) | {PROJECTED: 1}  # loops without another inside
 
 
 def specialisation(launch: Launch) -> Specialisation:
@@ -51,7 +54,7 @@ def read(one: Specialisation, capability: int) -> dict[str, Any]:
     """Registers, room and parts of a compiled kernel."""
     kernel = compiled(one, capability)
     listing, used = disassembled(kernel)
-    parts = parts_of(listing, one.kernel.__name__ in SCORED)
+    parts = parts_of(listing, one.kernel.__name__)
     return {
         "capability": capability,
         "warps": one.warps,
@@ -70,15 +73,17 @@ def read(one: Specialisation, capability: int) -> dict[str, Any]:
     }
 
 
-def parts_of(listing: str, scored: bool) -> dict[str, list[str]]:
+def parts_of(listing: str, kernel: str) -> dict[str, list[str]]:
     """The instructions of each part. Raises ValueError where a kernel has other loops than are known of it."""
+    known = INNERMOST.get(kernel, 0)
     code, loops = code_and_loops(listing)
     loops = sorted(set(loops), key=lambda ends: ends[1] - ends[0])
     innermost = [one for one in loops if not any(_within(other, one) for other in loops if other != one)]
-    if len(innermost) != (2 if scored else 0) or len(loops) - len(innermost) > 1:
-        raise ValueError(f"loops at {loops}, expected {'two, or two in one' if scored else 'none'}")
-    if not scored:
-        return {ONCE: code}
+    if len(innermost) != known or len(loops) - known > (kernel in SCORED):
+        raise ValueError(f"loops at {loops}, expected {('none', 'one', 'two, or two in one')[known]}")
+    if kernel not in SCORED:
+        turn = {at for start, stop in innermost for at in range(start, stop + 1)}
+        return {ONCE: [line for at, line in enumerate(code) if at not in turn], TURN: [code[at] for at in sorted(turn)]}
     inside, edge = ({*range(start, stop + 1)} for start, stop in innermost)  # the shorter first
     around = {at for start, stop in loops[2:] for at in range(start, stop + 1)} - inside - edge
     of_part = {INSIDE: inside, EDGE: edge, HEAD: around}
@@ -93,9 +98,11 @@ def _within(one: tuple[int, int], other: tuple[int, int]) -> bool:
 def turns_of(launch: Launch) -> dict[str, int]:
     """How often all programs together run each part."""
     programs = prod(launch["grid"])
+    positions, given = launch["probes"], launch["values"]
+    if launch["kernel"] == PROJECTED:
+        return {ONCE: programs, TURN: programs * -(-given["D"] // given["BD"])}
     if launch["kernel"] not in SCORED:
         return {ONCE: programs}
-    positions, given = launch["probes"], launch["values"]
     owned, streamed, tokens = given["OWNED"], given["STREAMED"], given["tokens"]
     edge = inside = 0
     if launch["kernel"] == "row_normalisers":
@@ -122,6 +129,8 @@ def elements_of(launch: Launch) -> int:
     if launch["kernel"] in SCORED:
         turns = turns_of(launch)
         return (turns[EDGE] + turns[INSIDE]) * int(given["OWNED"] * given["STREAMED"])
+    if launch["kernel"] == PROJECTED:
+        return int(given["tokens"] * grid[0] * given["D"])
     return int(given["total"] * grid[1] * grid[2] * given["D"])
 
 
@@ -130,8 +139,13 @@ def bytes_of_launch(launch: Launch) -> int:
     tensors = launch["tensors"]
     if launch["kernel"] in SCORED:
         return sum(tensors.values())
-    width = {"*fp32": 4}.get(launch["types"]["x"], 2)
-    return sum(size for name, size in tensors.items() if name not in ("x", "x_1")) + width * elements_of(launch)
+    given = {"X", "x", "x_1"} & tensors.keys()
+    widths = {launch["types"][name] for name in given - {"x_1"}}
+    # What is not asked for has another tensor in its stead.
+    unused = {"COMPONENTS", "NUMBERS", "WEIGHTS"} if launch["kernel"] == PROJECTED else set()
+    unused -= {name for name, asked in (("NUMBERS", "SIZED"), ("WEIGHTS", "SIZED")) if launch["values"].get(asked)}
+    width = 4 if "*fp32" in widths else 2
+    return sum(size for name, size in tensors.items() if name not in given | unused) + width * elements_of(launch)
 
 
 def through_cache(launch: Launch) -> int:

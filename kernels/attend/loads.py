@@ -191,12 +191,16 @@ def channel_numbers(
 
 @triton.jit
 def token_sizes(SIZES, at, head, in_page, WORDS: tl.constexpr, RAGGED: tl.constexpr):
-    """s = 2^((i - 5) / 2) of each token, float32 [BN], exactly as float32 rounds it. Its number i lies in the word `at`, which has
-    fields of several heads."""
+    """The size of each token, float32 [BN]. Its number lies in the word `at`, which has fields of several heads."""
     if RAGGED:
         word = tl.load(SIZES + at, mask=in_page, other=0)
     else:
         word = tl.load(SIZES + at)
-    number = (word.to(tl.uint16, bitcast=True).to(tl.int32) >> (head // WORDS * _BITS)) & _LARGEST
+    return size_of((word.to(tl.uint16, bitcast=True).to(tl.int32) >> (head // WORDS * _BITS)) & _LARGEST)
+
+
+@triton.jit
+def size_of(number):
+    """s = 2^((i - 5) / 2) of its number i int32, exactly as float32 rounds it."""
     bits = number * (_EXPONENT // 2) + _OF_ZERO + (number & 1) * (_EXPONENT // 2 - _ROOT_OF_TWO)
     return bits.to(tl.float32, bitcast=True)

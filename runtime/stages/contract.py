@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import ChannelMap, CodeFold, PackedStream, RopeTables
+from calib.kernels.components.projection import Projection
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.paging.field import Block, Field
@@ -163,6 +164,11 @@ class Codec(Protocol):
         """Whether `encode` takes a third argument, `before`, and transforms and gathers tokens while it encodes them."""
         return False
 
+    def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
+        """What `encode` makes of the components of `x [batch, kv_heads, tokens, head_dim]`, by a kernel that makes these as well;
+        None: by `encode`."""
+        return None
+
     def encodes_as_they_lie(self, x: Tensor) -> bool:
         """Whether tokens like `x` are encoded on their device without another copy of them, in float32 above all."""
         return False
@@ -257,6 +263,10 @@ class Transform(Protocol):
 
     def prologue(self) -> Prologue | None:
         """`forward`, as a quantiser does it on the way to the codes; None for a transform that does not treat channels alone."""
+        return None
+
+    def projection(self) -> Projection | None:
+        """`forward`, as a kernel does it on the way to the codes of components; None for a transform without a basis."""
         return None
 
     @property

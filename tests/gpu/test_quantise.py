@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from component_inputs import basis_of, codecs, tokens_of
 from gpu.moved import moved
 
 from benchmarks.gpu.inputs import tokens
 from calib.kernels.quantise.operation import encode_fixed, encode_uniform
 from calib.kernels.quantise.prologue import Prologue
+from calib.runtime.stages.codec.encoded import encoded
 
 CPU = torch.device("cpu")
 
@@ -40,3 +42,20 @@ def test_calibrated_ranges_of_tokens_in_another_order(device, times, dtype, bits
     prologue = Prologue(order, ((high + low) / 2).half(), ((high - low) / 2).half())
     found, expected = both(monkeypatch, device, lambda x, prologue: encode_fixed(x, bits, 1.0, prologue), x, prologue)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["uniform", "trellis", "sized", "sized trellis"])
+@pytest.mark.parametrize(
+    ("widths", "counts", "dim"), [((6, 4, 3, 2, 1), (16, 9), 128), ((1,) * 16, (7, 8), 128), ((4,) * 4, (12, 0), 80)]
+)
+def test_components(device, times, widths, counts, dim, kind, dtype, monkeypatch):
+    """Words and sizes of components, with the basis' products of whole numbers."""
+    basis, codec = basis_of(widths, counts, dim), codecs(widths, counts)[kind]
+    x = tokens_of(basis, 12 * times + 5, dtype)
+    found = encoded(*moved((basis, codec, x), device), False)
+    monkeypatch.setenv("CALIB_KERNELS", "reference")
+    expected = encoded(basis, codec, x, False)
+    assert found.keys() == expected.keys()
+    for name, part in expected.items():
+        assert torch.equal(found[name].to(CPU), part)

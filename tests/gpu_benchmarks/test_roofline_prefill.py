@@ -11,7 +11,17 @@ from benchmarks.gpu.devices import COPY, DEVICES, NODE, Device
 from benchmarks.gpu.layers import Heads
 from benchmarks.gpu.prefill_bytes import bytes_of, moved, products_of
 from benchmarks.gpu.prefill_cost import METHODS, TARGET_ROWS, baseline, group_seconds, predicted
-from benchmarks.gpu.prefill_kernels import EDGE, HEAD, INSIDE, ONCE, bytes_of_launch, elements_of, parts_of, turns_of
+from benchmarks.gpu.prefill_kernels import (
+    EDGE,
+    HEAD,
+    INSIDE,
+    ONCE,
+    TURN,
+    bytes_of_launch,
+    elements_of,
+    parts_of,
+    turns_of,
+)
 from benchmarks.gpu.prefill_launches import OPTIONS, prefill_of
 from benchmarks.gpu.roofline import RESULT
 from benchmarks.gpu.sizes import REAL, Sizes
@@ -162,12 +172,16 @@ def test_parts_of_a_listing():
         line(once), ".L_x_1:", line("S2R R0, SR_TID.X"), ".L_x_2:", line(edge), line(edge), line("@P0 BRA `(.L_x_2)"),
         ".L_x_3:", line(inside), line("@P0 BRA `(.L_x_3)"), line("@P1 BRA `(.L_x_1)"), line("EXIT"),
     ]  # fmt: skip
-    found = parts_of("\n".join(scored), True)
+    found = parts_of("\n".join(scored), "column_sums")
     assert {name: len(lines) for name, lines in found.items()} == {INSIDE: 2, EDGE: 3, HEAD: 2, ONCE: 2}
     assert inside in found[INSIDE] and edge in found[EDGE] and once in found[ONCE]
-    assert parts_of("\n".join([line(once), line("EXIT")]), False) == {ONCE: [once, "EXIT"]}
-    with pytest.raises(ValueError, match="loops"):
-        parts_of("\n".join(scored), False)
+    assert parts_of("\n".join([line(once), line("EXIT")]), "by_planes") == {ONCE: [once, "EXIT"], TURN: []}
+    looped = [line(once), *scored[7:10], line("EXIT")]
+    found = parts_of("\n".join(looped), "project")
+    assert {name: len(lines) for name, lines in found.items()} == {ONCE: 2, TURN: 2} and inside in found[TURN]
+    for listing, kernel in ((scored, "by_planes"), (looped, "by_planes"), (looped, "column_sums"), (scored, "project")):
+        with pytest.raises(ValueError, match="loops"):
+            parts_of("\n".join(listing), kernel)
 
 
 # --- what is launched ---
@@ -185,7 +199,7 @@ def test_bytes_of_operations():
     assert products_of("mul", [x, x]) == 0
 
 
-@pytest.mark.parametrize("method", ["kivi", "zipcache", "mikv"])
+@pytest.mark.parametrize("method", ["kivi", "zipcache", "mikv", "klt"])
 def test_what_is_counted_is_what_a_prefill_launches(method, monkeypatch):
     """Kernels that are only noted, and those that are carried out; the kernels are those of the long prompt."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
@@ -203,3 +217,12 @@ def test_bytes_of_a_launch_are_those_of_the_tokens_that_it_encodes(monkeypatch):
     tokens = 2 * 256 * 128  # of each stream
     assert [elements_of(launch) for launch in launches] == [tokens, tokens]
     assert [bytes_of_launch(launch) for launch in launches] == [2 * tokens + tokens // 2 + 2 * 256 * 4] * 2
+    keys, values = [vars(launch) for launch in prefill_of("klt", OPTIONS["klt"], HEADS, 256).ours]
+    for launch, width in ((keys, 4), (values, 2)):  # keys turned back are float32
+        given, coded = launch["values"], 256 - 4 - 64
+        assert (
+            elements_of(launch) == 2 * coded * 128
+            and turns_of(launch)[TURN] == turns_of(launch)[ONCE] * 128 // given["BD"]
+        )
+        table = 2 * (2 * 128 * 4 + (2 * 128 + 4) * given["FIELDS"] * given["W"]) + 3 * 4
+        assert bytes_of_launch(launch) == width * 2 * coded * 128 + 2 * coded * given["row_words"] + table

@@ -37,6 +37,7 @@ WRITTEN = {
     "split_atoms": ("high", "low"),
     "pursue": ("index", "coefficient"),
     "search": ("WORDS",),
+    "project": ("WORDS", "COMPONENTS", "NUMBERS"),
     "score_terms": ("BIAS",),
     "mixture_terms": ("MIXED",),
 }

@@ -45,4 +45,7 @@ def _encoded(transform: Transform, codec: Codec, tokens: Tensor, fp32_params: bo
     if codec.fuses_transform and (prologue := transform.prologue()) is not None:
         # Its kernel gathers and transforms while it quantises; tokens are written once, packed.
         return codec.encode(tokens, fp32_params, replace(prologue, order=order))  # type: ignore[call-arg]
-    return codec.encode(transform.forward(Prologue(order=order).gathered(tokens)), fp32_params)
+    tokens = Prologue(order=order).gathered(tokens)
+    projection = transform.projection()
+    block = None if projection is None else codec.encode_projected(tokens, projection)
+    return codec.encode(transform.forward(tokens), fp32_params) if block is None else block

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import code_mix, code_scores, turned_scores
+from calib.kernels.components.operation import component_words
+from calib.kernels.components.projection import Projection
 from calib.kernels.pack.heads import join_heads, spread_heads
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns
 from calib.kernels.upload import upload
@@ -32,6 +34,13 @@ class MixedQuant(WordCodes):
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
         return {"words": join_heads(pack_away(self.nearest(x), self.widths), self.counts)}
+
+    def projected(
+        self, x: Tensor, projection: Projection, weights: Tensor | None = None
+    ) -> tuple[Block, Tensor | None]:
+        """One launch."""
+        words, numbers = component_words(x, projection, self.widths, self.counts, weights)
+        return {"words": words}, numbers
 
     def nearest(self, x: Tensor) -> Tensor:
         """The codes of y `[..., components]`, int16."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import SIZE_BITS, SIZE_OF_ONE, PackedStream
+from calib.kernels.components.operation import supported
+from calib.kernels.components.projection import Projection
 from calib.kernels.pack.reference import pack_away, unpack, unpack_columns, words_per_token
 from calib.kernels.upload import upload
 from calib.runtime.paging.field import Block, Field
@@ -76,9 +78,21 @@ class Sized(Codec):
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words, and sizes int16 `[batch, 1, tokens, W]`."""
         number = self.numbers(x)
-        words = self.codec.encode(x / size_of(number))
-        packed = pack_away(number.squeeze(-1).mT.to(torch.int16, copy=True), SIZE_BITS)
-        return {**words, "sizes": packed.unsqueeze(1)}
+        return self._beside(self.codec.encode(x / size_of(number)), number.squeeze(-1))
+
+    def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
+        """By a kernel that makes components and finds sizes, where one does."""
+        if not supported(x, self.codec.counts):
+            return None
+        block, number = self.codec.projected(x, projection, self.weights)
+        assert number is not None
+        return self._beside(block, number)
+
+    @staticmethod
+    def _beside(block: Block, number: Tensor) -> Block:
+        """A block of words, and the sizes of these numbers `[batch, kv_heads, tokens]`."""
+        packed = pack_away(number.mT.to(torch.int16, copy=True), SIZE_BITS)
+        return {**block, "sizes": packed.unsqueeze(1)}
 
     def numbers(self, x: Tensor) -> Tensor:
         """The numbers of the sizes of y `[..., kv_heads, tokens, components]`: int64 `[..., kv_heads, tokens, 1]`."""

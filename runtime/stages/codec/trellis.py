@@ -16,6 +16,8 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import number_mix, number_scores, turned_number_scores
+from calib.kernels.components.operation import components
+from calib.kernels.components.projection import Projection
 from calib.kernels.trellis.operation import trellis_levels, trellis_words
 from calib.runtime.paging.field import Block
 from calib.runtime.stages.codec.word_codes import WordCodes
@@ -46,6 +48,13 @@ class TrellisQuant(WordCodes):
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
         """y `[batch, kv_heads, tokens, components]` -> words int16 `[batch, 1, tokens, all words]`."""
         return {"words": trellis_words(x.float(), self.widths, self.counts, self.step_weights(x.device))}
+
+    def projected(
+        self, x: Tensor, projection: Projection, weights: Tensor | None = None
+    ) -> tuple[Block, Tensor | None]:
+        """One launch for components, and one for the paths through them."""
+        y, numbers = components(x, projection, self.widths, self.counts, weights)
+        return self.encode(y), numbers
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""

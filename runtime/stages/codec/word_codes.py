@@ -12,6 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from calib.kernels.components.operation import supported
+from calib.kernels.components.projection import Projection
 from calib.kernels.upload import upload
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Codec, Segment
@@ -56,6 +58,17 @@ class WordCodes(Codec):
     def fp32_params(self, x: Tensor) -> bool:
         """No: there is no parameter."""
         return False
+
+    def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
+        """By a kernel that makes components, where one does."""
+        return self.projected(x, projection)[0] if supported(x, self.counts) else None
+
+    @abstractmethod
+    def projected(
+        self, x: Tensor, projection: Projection, weights: Tensor | None = None
+    ) -> tuple[Block, Tensor | None]:
+        """A block of the components of `x [batch, kv_heads, tokens, head_dim]`; with `weights` of those over their tokens' sizes,
+        and the numbers of these (`kernels/components`)."""
 
     @abstractmethod
     def turned_scores(

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import CodeFold, RopeTables
 from calib.kernels.attend.reference import folded
+from calib.kernels.components.projection import TOKEN_BITS, Projection
 from calib.runtime.stages.contract import Transform
 
 if TYPE_CHECKING:
     from calib.runtime.stages.transform.measured import Measured
 
-# Of |x - mean| in its unit: with entries of 16 bits a sum over thousands of channels is below 2^53.
-TOKEN_BITS = 22
 # Standard deviations of a channel that its unit reaches; farther tokens are brought in to there.
 REACH = 64
 LEAST_UNIT = 2.0**-100  # of a channel that does not move: its inverse is finite
@@ -99,6 +98,10 @@ class Basis(Transform):
         """`[..., kv_heads, tokens, D]` -> y float32 `[..., kv_heads, tokens, N]`."""
         whole = (x - self.mean).mul_(1 / self.unit).round_().clamp_(-(2**TOKEN_BITS), 2**TOKEN_BITS)
         return (whole.double() @ self.into.double()).float().mul_(self.scale)
+
+    def projection(self) -> Projection:
+        """Its first four tables."""
+        return Projection(self.mean, self.unit, self.into, self.scale)
 
     def inverse(self, y: Tensor) -> Tensor:
         """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""

@@ -1,0 +1,206 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+"""Components of tokens and their words in Triton: what transform and codecs say in plain torch, bit for bit.
+
+A program has some tokens of one KV head. A channel in its unit is a whole number up to 2^22, an entry of the basis one of 16 bits:
+both are put together from digits of 8 bits, whose products matrix instructions sum exactly. An entry's lower digit is 0 to 255,
+less 128, which are given back with the sum of all channels. The sums are joined in 64 bits and rounded once, as torch rounds
+its own sum in float64.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.attend.loads import size_of
+from calib.kernels.attend.packed_pages import SIZE_BITS, SIZE_OF_ONE
+from calib.kernels.components.projection import TOKEN_BITS, Projection
+from calib.kernels.pack.heads import first_words
+from calib.kernels.pack.reference import Widths
+
+SUMS = 32 * 128  # of a program: tokens by components
+MOST_TOKENS, LEAST_TOKENS = 32, 16
+CHANNELS = 32  # of a turn
+WARPS = 4
+MOST_CHANNELS = 2**15  # sums of two digits' products fit 32 bits
+
+# Numbers far below it lose all digits behind the point beside it: they are rounded, halves to even.
+_ROUNDS = tl.constexpr(1.5 * 2**23)
+_MOST, _NORM_BITS = tl.constexpr(float(1 << TOKEN_BITS)), tl.constexpr(22)  # the latter of `stages/exact_sums.py`
+_SIZES = tl.constexpr(1 << SIZE_BITS)
+
+
+@triton.constexpr_function
+def edge_after(number):
+    """Where the nearest of two neighbouring sizes changes, by their ratio."""
+    return 2.0 ** ((number + 0.5 - SIZE_OF_ONE) / 2)
+
+
+@triton.constexpr_function
+def half_of(widths, field):
+    """Half of the last code: where 0 lies."""
+    return ((1 << widths[field]) - 1) / 2
+
+
+@triton.constexpr_function
+def place_of(widths, field):
+    """What a code of 1 adds to its word."""
+    return float(1 << sum(widths[:field]))
+
+
+@triton.jit
+def _digit(whole):
+    """The lowest digit of whole numbers int32, -128 ... 127, and what is left of them, a digit further down."""
+    low = ((whole + 128) & 255) - 128
+    return low.to(tl.int8), (whole - low) >> 8
+
+
+@triton.jit
+def _power(exponent):
+    """2^exponent float32, of exponents int32 from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _size_numbers(weighted):
+    """Of each token, int32 [BN], from `weighted [BN, NP]`. Its root mean square is summed of whole numbers in its own unit,
+    exactly."""
+    largest = tl.maximum(tl.max(tl.abs(weighted), 1), 2.0**-126)
+    up = _NORM_BITS - ((largest.to(tl.int32, bitcast=True) >> 23) - 126)
+    half = up >> 1  # the whole may be beyond float32
+    whole = (weighted * _power(half)[:, None] * _power(up - half)[:, None] + _ROUNDS) - _ROUNDS
+    whole = whole.to(tl.int32).to(tl.int64)
+    total = tl.sum(whole * whole, 1).to(tl.float64)
+    unit = ((1023 - up).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    mean = (tl.sqrt(total) * unit).to(tl.float32)
+    number = (mean > edge_after(0)).to(tl.int32)
+    for edge in tl.static_range(1, _SIZES - 1):
+        number += (mean > edge_after(edge)).to(tl.int32)
+    return number
+
+
+@triton.jit
+def project(
+    X, MEAN, UNIT, INTO, SCALE, WEIGHTS, FIRST, WORDS, COMPONENTS, NUMBERS,
+    tokens, heads, row_words, row_stride, head_stride, token_stride,
+    WIDTHS: tl.constexpr, FIELDS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr, NP: tl.constexpr,
+    SIZED: tl.constexpr, CODED: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """X `[rows, heads, tokens, D]`, MEAN and UNIT `[heads, D]`, INTO `[heads, D, FIELDS * W]`, SCALE and WEIGHTS
+    `[heads, FIELDS * W]`, FIRST the words before each head's own. CODED: WORDS `[rows, tokens, row_words]`, else COMPONENTS
+    `[rows, heads, tokens, FIELDS * W]`; of SIZED tokens over their sizes, with NUMBERS `[rows, heads, tokens]`."""
+    N: tl.constexpr = FIELDS * W
+    of_row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = of_row // heads, of_row % heads
+    lanes = block * BN + tl.arange(0, BN)
+    inside = lanes < tokens
+    own = tl.arange(0, NP)
+    valid = own < N
+
+    at = X + row * row_stride + head * head_stride + lanes.to(tl.int64) * token_stride
+    first = tl.zeros([BN, NP], tl.int32)
+    second, third, fourth = first, first, first
+    mass = tl.zeros([BN], tl.int64)
+    for start in range(0, D, BD):
+        channels = start + tl.arange(0, BD)
+        here = channels < D
+        x = tl.load(at[:, None] + channels[None, :], mask=inside[:, None] & here[None, :], other=0.0).to(tl.float32)
+        mean = tl.load(MEAN + head * D + channels, mask=here, other=0.0)
+        unit = tl.load(UNIT + head * D + channels, mask=here, other=1.0)
+        x = (x - mean[None, :]) * tl.div_rn(1.0, unit)[None, :]
+        x = tl.minimum(tl.maximum(x, -_MOST), _MOST)
+        whole = ((x + _ROUNDS) - _ROUNDS).to(tl.int32)
+        mass += tl.sum(whole, 1).to(tl.int64)
+        x_0, rest = _digit(whole)
+        x_1, rest = _digit(rest)
+        x_2 = rest.to(tl.int8)
+        entries = INTO + head * (D * N) + channels[:, None] * N + own[None, :]
+        entry = tl.load(entries, mask=here[:, None] & valid[None, :], other=0).to(tl.int32)
+        low, high = ((entry & 255) - 128).to(tl.int8), (entry >> 8).to(tl.int8)
+        first = tl.dot(x_0, low, first, out_dtype=tl.int32)
+        second = tl.dot(x_1, low, tl.dot(x_0, high, second, out_dtype=tl.int32), out_dtype=tl.int32)
+        third = tl.dot(x_2, low, tl.dot(x_1, high, third, out_dtype=tl.int32), out_dtype=tl.int32)
+        fourth = tl.dot(x_2, high, fourth, out_dtype=tl.int32)
+    total = (fourth.to(tl.int64) << 24) + (third.to(tl.int64) << 16) + (second.to(tl.int64) << 8) + first.to(tl.int64)
+    total += (mass * 128)[:, None]
+    scale = tl.load(SCALE + head * N + own, mask=valid, other=0.0)
+    y = total.to(tl.float32) * scale[None, :]
+
+    if SIZED:
+        weights = tl.load(WEIGHTS + head * N + own, mask=valid, other=0.0)
+        number = _size_numbers(y * weights[None, :])
+        tl.store(NUMBERS + of_row * tokens + lanes, number.to(tl.int16), mask=inside)
+        y = tl.div_rn(y, size_of(number)[:, None] + tl.zeros_like(y))
+    if CODED:
+        field, words = own // W, tl.arange(0, WP)
+        half, place = tl.zeros([NP], tl.float32), tl.zeros([NP], tl.float32)
+        for one in tl.static_range(FIELDS):
+            half = tl.where(field == one, half_of(WIDTHS, one), half)
+            place = tl.where(field == one, place_of(WIDTHS, one), place)
+        code = y * (half + 0.5)[None, :] + half[None, :]
+        code = (tl.minimum(tl.maximum(code, 0.0), 2 * half[None, :]) + _ROUNDS) - _ROUNDS
+        # A word is the sum of its codes at their places: whole numbers below 2^16.
+        table = tl.where((own % W)[:, None] == words[None, :], place[:, None], 0.0)
+        stored = tl.dot(code.to(tl.float16), table.to(tl.float16)).to(tl.int32)
+        first_word = tl.load(FIRST + head)
+        count = tl.load(FIRST + head + 1) - first_word
+        to = WORDS + (row * tokens + lanes)[:, None] * row_words + (first_word + words)[None, :]
+        tl.store(to, stored.to(tl.int16), mask=inside[:, None] & (words < count)[None, :])
+    else:
+        to = COMPONENTS + (of_row * tokens + lanes)[:, None] * N + own[None, :]
+        tl.store(to, y, mask=inside[:, None] & valid[None, :])
+
+
+def projected(
+    x: Tensor, projection: Projection, widths: Widths, counts: tuple[int, ...], weights: Tensor | None, coded: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `operation.component_words` says, or where they are not `coded` as `operation.components`."""
+    rows, heads, tokens, channels = x.shape
+    x = x if x.stride(3) == 1 else x.contiguous()
+    shape = (rows, 1, tokens, sum(counts)) if coded else (rows, heads, tokens, len(widths) * max(counts))
+    found = torch.empty(shape, dtype=torch.int16 if coded else torch.float32, device=x.device)
+    numbers = None if weights is None else torch.empty(rows, heads, tokens, dtype=torch.int16, device=x.device)
+    if rows * tokens:
+        constants = constants_of(widths, counts, channels, numbers is not None, coded)
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            project[rows * heads, triton.cdiv(tokens, constants["BN"])](
+                x, *projection.tensors(), projection.scale if weights is None else weights, first_words(counts, x.device),
+                found, found, found if numbers is None else numbers, tokens, heads, sum(counts), *x.stride()[:3],
+                **constants, num_warps=WARPS,
+            )  # fmt: skip
+    return found, numbers
+
+
+def constants_of(widths: Widths, counts: tuple[int, ...], channels: int, sized: bool, coded: bool) -> dict[str, Any]:
+    """What the kernel is compiled for. Matrix instructions have 16 columns at least."""
+    padded, words = (max(16, triton.next_power_of_2(count)) for count in (len(widths) * max(counts), max(counts)))
+    return {
+        "WIDTHS": widths, "FIELDS": len(widths), "W": max(counts), "WP": words, "D": channels, "NP": padded,
+        "SIZED": sized, "CODED": coded, "BN": max(LEAST_TOKENS, min(MOST_TOKENS, SUMS // padded)), "BD": CHANNELS,
+    }  # fmt: skip
+
+
+def _specialisation(
+    widths: Widths, words: int, channels: int = 128, sized: bool = False, coded: bool = True
+) -> Specialisation:
+    types = dict.fromkeys(("MEAN", "UNIT", "SCALE", "WEIGHTS"), "*fp32") | {
+        "X": "*bf16",
+        "INTO": "*i16",
+        "FIRST": "*i32",
+    }
+    types |= dict.fromkeys(("WORDS", "NUMBERS"), "*i16") | {"COMPONENTS": "*fp32"}
+    types |= dict.fromkeys(("tokens", "heads", "row_words", "row_stride", "head_stride", "token_stride"), "i32")
+    constants = constants_of(widths, (words, words), channels, sized, coded)
+    return Specialisation(project, types, constants, warps=WARPS)
+
+
+SPECIALISATIONS = {
+    "6 4 3 2 1 bits, 16 words": _specialisation((6, 4, 3, 2, 1), 16),
+    "6 4 3 2 1 bits, 16 words, sized": _specialisation((6, 4, 3, 2, 1), 16, sized=True),
+    "6 4 3 2 1 bits, for a trellis": _specialisation((6, 4, 3, 2, 1), 16, sized=True, coded=False),
+    "1 bit, 8 words, sized": _specialisation((1,) * 16, 8, sized=True),
+    "4 bits, heads of 256": _specialisation((4, 4, 4, 4), 64, channels=256),
+}

@@ -1,0 +1,47 @@
+"""Random bases, codecs of their components, and tokens to be coded."""
+
+import torch
+from trellis_inputs import weights_of
+
+from calib.runtime.stages.codec import MixedQuant
+from calib.runtime.stages.codec.sized import Sized
+from calib.runtime.stages.codec.trellis import TrellisQuant
+from calib.runtime.stages.transform.basis import ENTRY, Basis
+
+
+def basis_of(widths, counts, channels, seed=0):
+    """Random ones, with entries as large as there are, and components that no head has a word for."""
+    draw = torch.Generator().manual_seed(seed)
+    codec = MixedQuant(widths, counts)
+    into = torch.randn(len(counts), channels, codec.components, generator=draw, dtype=torch.float64) * 0.3
+    into *= (weights_of(widths, counts) > 0)[:, None]
+    mean = torch.randn(len(counts), channels, generator=draw)
+    spread = torch.rand(len(counts), channels, generator=draw) * 2.0 ** torch.randint(
+        -9, 9, (channels,), generator=draw
+    )
+    cpu = torch.device("cpu")
+    found = Basis.of(mean, into, into.mT, spread, codec.step(cpu), codec.least(cpu))
+    found.into[:, 0, 0], found.into[:, 1, 0], found.into[:, -1, 0] = ENTRY, ENTRY - 256, -ENTRY
+    return found
+
+
+def codecs(widths, counts):
+    """Uniform codes and trellis-coded levels, of tokens as they are and of sized ones."""
+    weights = weights_of(widths, counts).unsqueeze(1)
+    plain = MixedQuant(widths, counts), TrellisQuant(widths, counts, weights)
+    return {
+        "uniform": plain[0],
+        "trellis": plain[1],
+        "sized": Sized(plain[0], weights),
+        "sized trellis": Sized(plain[1], weights),
+    }
+
+
+def tokens_of(basis, count, dtype, rows=2, seed=1):
+    """Of many lengths: near the mean, far outside, and the mean itself."""
+    heads, channels = basis.mean.shape[0], basis.mean.shape[-1]
+    draw = torch.Generator().manual_seed(seed)
+    lengths = 2.0 ** torch.randint(-12, 8, (rows, heads, count, 1), generator=draw)
+    x = basis.mean + torch.randn(rows, heads, count, channels, generator=draw) * lengths * basis.unit * 2**16
+    x[:, :, ::5] = basis.mean
+    return x.clamp(-6e4, 6e4).to(dtype)
