@@ -59,11 +59,11 @@ def test_of_other_parameters_a_few_are_taken_and_every_value_before_one_a_second
     assert len(few(product(bits=[1]))) == 1
 
 
-def test_a_sample_has_every_third_kind_in_turn_and_every_value_and_another_case_for_another_function():
+def test_a_sample_has_every_fourth_kind_in_turn_and_every_value_and_another_case_for_another_function():
     functions = [in_turn(product(f"test_{number}", case=CASES, length=[1, 20, 300])) for number in range(240)]
-    third = len(set(kinds().values())) / TURNS
+    share = len(set(kinds().values())) / TURNS
     for taken in functions:
-        assert third - 1 < len(set(map(kind, taken))) and len(taken) <= third + 3
+        assert share - 1 < len(set(map(kind, taken))) and len(taken) <= share + 3
         assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
     assert {item.callspec.params["case"].name for taken in functions for item in taken} == set(kinds())
 

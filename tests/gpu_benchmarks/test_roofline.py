@@ -97,7 +97,7 @@ def test_what_was_measured_stands_beside():
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_compiles_and_prints_the_page():
     """Figures are those of the Triton that is installed, so only its form is compared; without `--write` nothing is written."""
     before = RESULT.read_bytes(), PAGE.read_bytes()
