@@ -62,7 +62,7 @@ SAID = """
 - **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price. A codec with a kernel encodes a tier at
   once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.
 - **`klt`** encodes a piece of 4,096 tokens in one launch of each stream: components, codes and words ({project:.1f} % of the
-  prefill). What is left to torch, {klt:,.0f} MB of a layer, turns keys back to where RoPE had not turned them yet. Plain torch,
+  prefill). What is left to torch, {klt:,.0f} MB of a layer, is mostly keys unrotated to before RoPE. Plain torch,
   with products in float64, moves 10,067 MB and launches 467 operations: 16 to 17 % on an {device}.
 - **The host waits** for all that it has given the device {waits} times in a layer of ZipCache and {waits_kivi} times in KIVI's:
   after such a wait the device stands still for as long as the host takes to go on, which no count shows, and 4 % of a layer

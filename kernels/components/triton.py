@@ -46,7 +46,7 @@ def half_of(widths, field):
 
 
 @triton.constexpr_function
-def place_of(widths, field):
+def factor_of(widths, field):
     """What a code of 1 adds to its word."""
     return float(1 << sum(widths[:field]))
 
@@ -136,14 +136,14 @@ def project(
         y = tl.div_rn(y, size_of(number)[:, None] + tl.zeros_like(y))
     if CODED:
         field, words = own // W, tl.arange(0, WP)
-        half, place = tl.zeros([NP], tl.float32), tl.zeros([NP], tl.float32)
+        half, factor = tl.zeros([NP], tl.float32), tl.zeros([NP], tl.float32)
         for one in tl.static_range(FIELDS):
             half = tl.where(field == one, half_of(WIDTHS, one), half)
-            place = tl.where(field == one, place_of(WIDTHS, one), place)
+            factor = tl.where(field == one, factor_of(WIDTHS, one), factor)
         code = y * (half + 0.5)[None, :] + half[None, :]
         code = (tl.minimum(tl.maximum(code, 0.0), 2 * half[None, :]) + _ROUNDS) - _ROUNDS
-        # A word is the sum of its codes at their places: whole numbers below 2^16.
-        table = tl.where((own % W)[:, None] == words[None, :], place[:, None], 0.0)
+        # A word is the sum of its codes, each times 2 to the first bit of its field: whole numbers below 2^16.
+        table = tl.where((own % W)[:, None] == words[None, :], factor[:, None], 0.0)
         stored = tl.dot(code.to(tl.float16), table.to(tl.float16)).to(tl.int32)
         first_word = tl.load(FIRST + head)
         count = tl.load(FIRST + head + 1) - first_word

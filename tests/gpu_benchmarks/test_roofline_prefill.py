@@ -218,7 +218,7 @@ def test_bytes_of_a_launch_are_those_of_the_tokens_that_it_encodes(monkeypatch):
     assert [elements_of(launch) for launch in launches] == [tokens, tokens]
     assert [bytes_of_launch(launch) for launch in launches] == [2 * tokens + tokens // 2 + 2 * 256 * 4] * 2
     keys, values = [vars(launch) for launch in prefill_of("klt", OPTIONS["klt"], HEADS, 256).ours]
-    for launch, width in ((keys, 4), (values, 2)):  # keys turned back are float32
+    for launch, width in ((keys, 4), (values, 2)):  # unrotated keys are float32
         given, coded = launch["values"], 256 - 4 - 64
         assert (
             elements_of(launch) == 2 * coded * 128
