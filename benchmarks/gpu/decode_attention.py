@@ -1,9 +1,9 @@
 """A decode step's attention over packed tiers, and over uniform codes, against the fastest SDPA over the same tokens in 16 bits.
 
 A step is everything a layer does between the projections: attention over the tiers, the window and the new token, their
-merge, and storing the new token. The sets in rotation are the layers of one cache, which share what a step works out once. The
-baseline attends and stores nothing. GEAR's also against what its authors' code does:
-decode the whole cache, correct it, attend.
+merge, and storing the new token. Steps of as many layers as a model has are timed together, which share what a step works out
+once. The baseline attends and stores nothing. GEAR's also against what its authors' code does: decode the whole cache, correct it,
+attend.
 """
 
 import copy
@@ -85,20 +85,21 @@ def components(bench: Bench) -> Measured:
 def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], materialised: bool = False) -> Measured:
     """Figures "speedup", "share of copy" (of packed bytes read), and "against materialise"."""
     bench.needs_kernel("attend")
-    layers, exact, steps, decoders = bare_layers(method, heads, bench.sizes.sets, **options), [], [], []
-    for seed, layer in enumerate(layers):
-        keys, values = prompt_of(bench, heads, seed)
-        filled(layer, heads, keys, values, seed)
-        exact.append((keys, values))
-        steps.append(Step.drawn(bench, heads, keys, 100 + seed))
-        if (
-            materialised and seed < bench.sizes.host_sets
-        ):  # twice the bytes: fewer are enough to leave no trace in the L2
+    sizes, decoders = bench.sizes, []
+    layers, exact = bare_layers(method, heads, sizes.caches, **options), []
+    for seed in range(sizes.sets):
+        exact.append(prompt_of(bench, heads, seed))
+    steps = [Step.drawn(bench, heads, keys, 100 + seed) for seed, (keys, _) in enumerate(exact)]
+    for number, layer in enumerate(layers):
+        keys, values = exact[number % sizes.sets]
+        filled(layer, heads, keys, values, number)
+        if materialised and number < sizes.host_sets:  # twice the bytes: fewer are enough to leave no trace in the L2
             decoders.append(decoder(layer, keys, values))
+    given = [steps[number % sizes.sets] for number in range(sizes.caches)]
     launched, apart = checked(bench, layers, steps[0])
     name, attention, known = fastest_decode(bench, steps[0].query, *exact[0])
     calls: dict[str, Callable[[], object]] = {
-        "ours": partial(each, layers, steps),
+        "ours": partial(each, layers, given),
         "sdpa": partial(attend_each, attention, exact, steps),
     }
     details: dict[str, Any] = {
@@ -119,15 +120,17 @@ def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], m
         timed[own], ways[own] = replayed(bench, call, layers)
     timed["ours again"] = timed["ours"]
     found = in_turns(bench, timed, ratios)
-    figures = {"speedup": found["ratios"]["speedup"]}
+    layers_a_set = sizes.caches / sizes.sets
+    figures = {"speedup": [value * layers_a_set for value in found["ratios"]["speedup"]]}
     bytes_read = sum(packed_bytes(layer) for layer in layers)
     seconds = [1e-3 * value for value in reversed(found["milliseconds"]["ours"])]
     figures["share of copy"] = [bytes_read / taken / copy_rate(bench) for taken in seconds]
     if materialised:
-        share = len(decoders) / len(layers)  # fewer sets a turn
+        share = len(decoders) / sizes.caches
         figures["against materialise"] = [value / share for value in found["ratios"]["materialise"]]
     details["device_milliseconds"] = device_times(bench, calls["ours"])
-    details |= {"timed": ways, "copy_bytes_per_second": copy_rate(bench), "packed_bytes": bytes_read, **found}
+    details |= {"layers": sizes.caches, "timed": ways, "copy_bytes_per_second": copy_rate(bench)}
+    details |= {"packed_bytes": bytes_read, **found}
     return Measured(figures, details)
 
 

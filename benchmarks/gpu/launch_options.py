@@ -20,9 +20,10 @@ from benchmarks.gpu.decode_attention import TIERS, each, fitting, shape_a
 from benchmarks.gpu.graphs import one_line, replayed
 from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
 from benchmarks.gpu.turns import in_turns
-from calib.kernels.attend import page_launch
+from calib.kernels.attend import exact_triton, page_launch
 
 PROGRAMS, STAGES = (4, 8, 12, 16), (2, 3, 5)
+WARPS = (1, 2, 4, 8)  # of the launch that joins runs
 LAYERS = 3  # of a cache, whose steps are timed together
 OWN = "as they are"
 
@@ -40,14 +41,25 @@ def batch_8(bench: Bench) -> Measured:
 @contextmanager
 def options(programs: int, stages: int) -> Iterator[None]:
     """Launches inside have these."""
-    held = page_launch.programs_of, page_launch.stages_of, page_launch.PageLaunch.over
-    page_launch.programs_of, page_launch.stages_of = lambda *given: programs, lambda *given: stages
+    held = page_launch.PROGRAMS, page_launch.stages_of, page_launch.PageLaunch.over
+    page_launch.PROGRAMS, page_launch.stages_of = programs, lambda *given: stages
     page_launch.PageLaunch.over = staticmethod(page_launch.made)  # what a stream keeps has its own
     try:
         yield
     finally:
-        page_launch.programs_of, page_launch.stages_of, over = held
+        page_launch.PROGRAMS, page_launch.stages_of, over = held
         page_launch.PageLaunch.over = staticmethod(over)
+
+
+@contextmanager
+def joining(warps: int) -> Iterator[None]:
+    """Launches inside that join runs have so many warps."""
+    held = exact_triton.exact_launch
+    exact_triton.exact_launch = lambda *given: held(*given) | {"num_warps": warps}
+    try:
+        yield
+    finally:
+        exact_triton.exact_launch = held
 
 
 @torch.no_grad()
@@ -103,10 +115,12 @@ def of_steps(bench: Bench) -> Measured:
             filled(layer, heads, keys, values, 0)
         call = partial(each, layers, [step] * LAYERS)
         calls = {OWN: replayed(bench, call, layers)[0]}
-        for programs, stages in product((8, 12), STAGES):
-            with options(programs, stages):
+        others = {f"{p} programs, {s} stages": options(p, s) for p, s in product((8, 12), STAGES)}
+        others |= {f"{warps} warps join": joining(warps) for warps in WARPS}
+        for other, launches in others.items():
+            with launches:
                 call()
-                calls[f"{programs} programs, {stages} stages"] = replayed(bench, call, layers)[0]
+                calls[other] = replayed(bench, call, layers)[0]
         found = in_turns(bench, calls, {other: (OWN, other) for other in calls})
         figures |= {f"{name}, {other}": found["ratios"][other] for other in calls if other != OWN}
         details[name] = {other: found["milliseconds"][other][1] / LAYERS for other in calls}

@@ -56,8 +56,7 @@ LOOPS = """
 ## The loops
 
 A *turn* is one passage of the loop, for as many tokens as stand in *tokens*. *at once*: programs that registers and
-shared memory let run side by side on a multiprocessor, where a launch starts {programs}, or {light} of light
-ones. *a code*: instructions of a
+shared memory let run side by side on a multiprocessor, where a launch starts {programs}. *a code*: instructions of a
 lane for one code, padding included. *loads* are instructions of a warp; *ahead* are bytes that a program has under
 way from one turn to the next. *waits*: how often a warp alone stops for a load from memory; *alone*: clocks of its
 turn then. The limits that hold these loops are in `kernels/attend/specialisations.py`;
@@ -159,7 +158,7 @@ def loop_rows(run: Run) -> Iterator[list[object]]:
 def page(run: Run, of: Sequence[Run]) -> str:
     """The whole text; `of` are the runs that have measured."""
     from benchmarks.gpu.devices import BASELINE_NODES
-    from calib.kernels.attend.options import LIGHT_PROGRAMS, PROGRAMS
+    from calib.kernels.attend.options import PROGRAMS
     from calib.kernels.occupancy import SHARED
     from calib.kernels.turn_alone import MEMORY
     from calib.kernels.turn_alone import SHARED as NEAR
@@ -199,7 +198,7 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += table(["step", "GPU", "method", "launches today", "for accept", "for stretch"], room(run))
     text += section(run["prefill"], of, run["node_seconds"])
     text += PARTS + table([*parts, "waits"], part_rows(run))
-    text += LOOPS.format(programs=PROGRAMS, light=LIGHT_PROGRAMS)
+    text += LOOPS.format(programs=PROGRAMS)
     text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))
     return text + ASSUMED.format(
         devices=devices, copy=run["copy"], shared=shared, memory=MEMORY, near=NEAR, node=node, baseline=BASELINE_NODES

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class Sizes:
     """Shape A of the design and the others; `tokens` are those of a cache, tokens of a prompt alone are `prompt`.
 
-    `sets` are inputs in rotation: a step never finds its own data in the L2. `turns` are what is kept of a measurement, where
-    its time allows them.
+    `sets` are inputs in rotation: a step never finds its own data in the L2. `caches` are layers whose steps are timed together:
+    what a step works out once, all layers of a model share. `turns` are what is kept of a measurement, where its time allows them.
     """
 
     batch: int = 8
@@ -18,6 +18,7 @@ class Sizes:
     tokens: int = 32768
     prompt: int = 32768
     sets: int = 8
+    caches: int = 16
     host_sets: int = 2  # of caches in host memory: together far above the L2 too
     turns: int = 21
     fetched: int = 64
@@ -48,6 +49,7 @@ TOY = Sizes(
     tokens=256,
     prompt=160,
     sets=2,
+    caches=4,
     host_sets=1,
     turns=5,
     fetched=8,

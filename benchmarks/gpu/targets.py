@@ -18,15 +18,16 @@ from benchmarks.gpu import (
     pursuit,
     saliency,
     specache,
+    step_lengths,
     step_profile,
 )
 from benchmarks.gpu.bench import Measurement
 
 MEASUREMENTS = (
-    Measurement("decode attention", decode_attention.tiers, 30),
-    Measurement("decode attention, MHA", decode_attention.tiers_one_row, 25),
-    Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 25),
-    Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 25),
+    Measurement("decode attention", decode_attention.tiers, 40),
+    Measurement("decode attention, MHA", decode_attention.tiers_one_row, 30),
+    Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 35),
+    Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 35),
     Measurement("attention kernel alone", attend_alone.alone, 25),  # no target: what a step adds to it shows by this
     Measurement("GEAR", decode_attention.gear, 35),
     Measurement("quantise and pack", encoding.quantise, 20),
@@ -49,6 +50,7 @@ ON_REQUEST = (
     Measurement("launch options, batch 1", launch_options.batch_1, 180),
     Measurement("launch options, batch 8", launch_options.batch_8, 180),
     Measurement("launch options, steps", launch_options.of_steps, 180),
+    Measurement("step, by tokens", step_lengths.by_tokens, 90),
 )
 
 

@@ -22,7 +22,7 @@ def channel_product(
     M: tl.constexpr = size.shape[0]
     product, level = tl.zeros([BN, M], tl.float32), tl.zeros([16, M], tl.float32)
     for f in tl.static_range(plane_count(WIDTHS)):
-        steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, M == 8)
+        steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, M == 8, FOLDED)
         exact = exact_query[f] / size[None, :]
         if FOLDED:
             scaled, left = scaled_factors(query[f], exact, steps, PRECISE)

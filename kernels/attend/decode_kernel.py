@@ -33,7 +33,7 @@ from calib.kernels.attend.loads import (
     largest_of,
     own_words,
     query_planes,
-    token_numbers,
+    token_parameters,
     token_sizes,
     vector_products,
 )
@@ -142,8 +142,6 @@ def attend(
     # The run's tiles, which are counted as if pages were whole numbers of them. (Triton 3.6 has no `tl.cdiv` of constants.)
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
     RAGGED: tl.constexpr = PADDED != PAGE
-    # Registers are left for a turn's numbers.
-    EARLY: tl.constexpr = M == 8 and BN <= 64 and VALUE_RANK == 0 and not RAGGED
     used = tl.load(USED + row)
     first = split * run * BN
     stop = slots if HAS_SCORES else used
@@ -176,14 +174,6 @@ def attend(
         if KEY_SIZED or VALUE_SIZED:
             sizes_at = page * sizes_page + head % SIZE_WORDS + slot * SIZE_WORDS
 
-        # Numbers of the turn's values, long before they are used where registers are left for them: a small load waits for memory
-        # as long as a large one.
-        value_numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
-        value_steps, value_zeros = (), ()
-        if VALUE_MODE == 1 and EARLY:
-            value_steps = token_numbers(value_numbers, slot, in_page, 0, VALUE_GROUPS, RAGGED)
-            value_zeros = token_numbers(value_numbers, slot, in_page, VALUE_GROUPS, VALUE_GROUPS, RAGGED)
-
         # Products [BN, M] of keys and queries.
         words, odd = code_words(
             KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :], key_words[None, :],
@@ -213,8 +203,8 @@ def attend(
 
         # Weights, and how much of what is there stays.
         product, steepness, lift = masked_scores(
-            product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, used, ahead, slots, base, query_rows, valid,
-            HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP,
+            product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, start + BN - 1, used, ahead, slots, base,
+            query_rows, valid, HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(product, 0) * steepness + lift)
         stays = tl.exp2(top - higher)
@@ -235,6 +225,7 @@ def attend(
                 tl.trans(words), odd, weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS,
                 PRECISE, INTERPRET,
             )  # fmt: skip
+        value_numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
         words, odd = code_words(
             VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
             value_words[:, None], own_values[:, None], in_page[None, :], VALUE_WIDTHS, VALUE_FULL, RAGGED, INTERPRET,
@@ -252,12 +243,14 @@ def attend(
             )
         else:
             codes = unpacked(words, odd, VALUE_WIDTHS, INTERPRET)
-            value_scales = None
+            value_steps, value_zeros, value_scales = (), (), None
+            if VALUE_MODE == 1:
+                value_steps, value_zeros = token_parameters(value_numbers, slot, in_page, VALUE_GROUPS, RAGGED)
             if VALUE_SCALED:
                 value_scales = VALUE_SCALES + page * value_scales_page + head * value_scales_head
             mixed, zeros, below, largest = mixed_by_token(
-                codes, value_numbers, value_steps, value_zeros, value_scales, weights, mixed, zeros, below, largest, stays,
-                value_words, slot, in_page, at < used, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS, DV, WV, WVP, RAGGED, PRECISE,
+                codes, value_steps, value_zeros, value_scales, weights, mixed, zeros, below, largest, stays,
+                value_words, at < used, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS, DV, WV, WVP, PRECISE,
             )  # fmt: skip
 
     # What is written. Behind a mixture's channels: the sum of weights times sizes, the coefficients' mixture, that of keys' codes

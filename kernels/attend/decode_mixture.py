@@ -9,7 +9,7 @@ planes are one matrix (`stacked_mixture.py`).
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.loads import channel_numbers, folded_mixture, plane_numbers, token_number, token_numbers
+from calib.kernels.attend.loads import channel_numbers, folded_mixture, plane_numbers
 from calib.kernels.attend.stacked_mixture import no_rows
 from calib.kernels.attend.tile_products import code_product, tokens_of
 from calib.kernels.attend.unpack import are_codes, bias_of, plane_count
@@ -38,7 +38,7 @@ def mixed_by_channel(
     """Planes with a tile of codes added, whose channels have the row of parameters that begins at `numbers`."""
     found = ()
     for f in tl.static_range(plane_count(WIDTHS)):
-        steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, weights.shape[1] == 8)
+        steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, weights.shape[1] == 8, False)
         values = tokens_of(codes[f], bias_of(WIDTHS, f), steps[:, None], zero_points[:, None], PRECISE)
         factors = weights if PRECISE else weights.to(tl.float16)
         found += (tl.dot(values, factors, mixed[f] * stays[None, :], input_precision="ieee"),)
@@ -47,24 +47,18 @@ def mixed_by_channel(
 
 @triton.jit
 def mixed_by_token(
-    codes, numbers, steps, zero_points, scales, weights, mixed, zeros, below, largest, stays, words, slot, in_page, inside,
+    codes, steps, zero_points, scales, weights, mixed, zeros, below, largest, stays, words, inside,
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISE: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """`mixed`, `zeros`, `below` and the `largest` step so far, with a tile of codes added that have no parameters, or tokens' own.
-
-    The latter begin at `numbers`, and are read here where `steps` and `zero_points` are not there yet. Their page's channels may
-    have `scales` besides.
-    """
+    """`mixed`, `zeros`, `below` and the `largest` step so far, with a tile of codes added that have no parameters, or tokens' own
+    `steps` and `zero_points`. Their page's channels may have `scales` besides."""
     BN: tl.constexpr = weights.shape[0]
     M: tl.constexpr = weights.shape[1]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
-    EARLY: tl.constexpr = len(zero_points) > 0
     ones = tl.full([16, BN], 1.0, tl.float16)
     share, kept = 1.0, stays
     if MODE == 1:
-        if not EARLY:
-            steps = token_numbers(numbers, slot, in_page, 0, GROUPS, RAGGED)
         # Steps go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
         most = largest
         for j in tl.static_range(GROUPS):
@@ -77,11 +71,7 @@ def mixed_by_token(
         folded = weights
         if MODE == 1:
             folded = weights * (steps[j] * share)[:, None]
-            if EARLY:
-                zero = zero_points[j]
-            else:
-                zero = token_number(numbers + slot * (2 * GROUPS) + GROUPS + j, in_page, RAGGED)
-            zeroed = tl.sum(weights * zero[:, None], 0)
+            zeroed = tl.sum(weights * zero_points[j][:, None], 0)
             new_zeros += (zeros[j] if scales is not None else zeros[j] * stays + zeroed,)
         else:
             new_zeros += (zeros[j],)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.channel_keys import channel_product
-from calib.kernels.attend.loads import token_number
+from calib.kernels.attend.loads import token_parameters
 from calib.kernels.attend.rotate import keys_of, rotated, unrotated
 from calib.kernels.attend.tile_products import code_product, exact_product
 from calib.kernels.attend.unpack import plane_count
@@ -69,13 +69,13 @@ def code_scores(
             codes, of_group, words, query, exact_query, size, WIDTHS, D, W, WP, BN, FOLDED, PRECISE
         )
     elif MODE == 1:
+        steps, zero_points = token_parameters(numbers, slot, in_page, GROUPS, RAGGED)
         for j in tl.static_range(GROUPS):
             part = tl.zeros([BN, M], tl.float32)
             for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
                 part = code_product(codes[f], query[f], rest[f], part, PRECISE)
-            own = numbers + slot * (2 * GROUPS) + j
-            product += (part - biased[j][None, :]) * token_number(own, in_page, RAGGED)[:, None]
-            product += summed[j][None, :] * token_number(own + GROUPS, in_page, RAGGED)[:, None]
+            product += (part - biased[j][None, :]) * steps[j][:, None]
+            product += summed[j][None, :] * zero_points[j][:, None]
     else:
         for f in tl.static_range(plane_count(WIDTHS)):
             product = code_product(codes[f], query[f], rest[f], product, PRECISE)
@@ -93,7 +93,7 @@ def with_coefficients(product, coefficients, shared, inside, RANK: tl.constexpr)
 
 @triton.jit
 def masked_scores(
-    product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, used, ahead, slots, base, query_rows, valid,
+    product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, last, used, ahead, slots, base, query_rows, valid,
     HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Scores [BN, M], -inf of what is not seen, and the `steepness` and `lift` [M] that make exponents of 2 of them.
@@ -108,7 +108,7 @@ def masked_scores(
         there = valid[None, :] & (at < slots)[:, None]
         if HAS_BIAS:
             product += tl.load(BIAS + slots_of, mask=there, other=0.0)
-        if HAS_AHEAD:
+        if HAS_AHEAD and last >= used:  # few turns have such keys
             behind_used = (at >= used) & (at < tl.minimum(used + ahead, slots))
             scores_of = (base + rows)[None, :] * ahead + (at - used)[:, None]
             if HAS_SCORES:

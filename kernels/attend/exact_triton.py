@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.exact_kernel import exact
-from calib.kernels.attend.options import EXACT_LAUNCH, block_of, exact_constants, pieces_of
+from calib.kernels.attend.options import block_of, exact_constants, exact_launch, pieces_of
 from calib.kernels.attend.packed_pages import Attended, ExactAttention, ExactTokens
 from calib.kernels.attend.page_launch import strides_of
 from calib.kernels.attend.reference import RunningSoftmax
@@ -72,14 +72,15 @@ def attend_exact(
     block = block_of(asked, sized=True)  # a window is short: more programs read it again
     programs = rows * heads * cdiv(asked, block)
     pieces = pieces_of(out.shape[3], block, fills(device) // programs) if max(runs, default=1) > 1 else 0
-    constants = exact_constants(block, query.shape[3], out.shape[3], groups[0].values.dtype, softcap, pieces)
+    kind = groups[0].values.dtype
+    constants = exact_constants(block, query.shape[3], out.shape[3], kind, softcap, pieces)
     exact[(rows * heads, cdiv(asked, block), max(1, pieces))](
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,
         *sources, *(None,) * (3 * no_groups), *held, *(None,) * (3 * no_parts),
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],
         *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], sum(counts),
         *strides, *(0,) * (6 * no_groups), *mixed_rows, *(0,) * no_parts, *runs, *(0,) * no_parts,
-        **constants, **EXACT_LAUNCH,
+        **constants, **exact_launch(constants, kind),
     )  # fmt: skip
     return ExactAttention(out, normaliser, scores)
 

@@ -149,21 +149,24 @@ def code_words(
 
 
 @triton.jit
-def token_number(pointers, in_page, RAGGED: tl.constexpr):
-    """A number of each token, float32 [BN]; 0 where RAGGED pages have no token."""
-    if RAGGED:
-        return tl.load(pointers, mask=in_page, other=0.0).to(tl.float32)
-    else:
-        return tl.load(pointers).to(tl.float32)
-
-
-@triton.jit
-def token_numbers(numbers, slot, in_page, first: tl.constexpr, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
-    """A number of each group of a token's channels, float32 [BN] each: steps, or behind them, from the `first` on, zero points."""
+def token_parameters(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
+    """The step and the zero point of each group of a token's channels, as two tuples of float32 [BN]; 0 where RAGGED pages have no
+    token. A token's steps lie side by side, its zero points behind them. They are read as pairs, words of 4 bytes: only loads of
+    so many can be under way while another turn is computed."""
+    pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + slot * GROUPS
     found = ()
     for j in tl.static_range(GROUPS):
-        found += (token_number(numbers + slot * (2 * GROUPS) + first + j, in_page, RAGGED),)
-    return found
+        if RAGGED:
+            pair = tl.load(pairs + j, mask=in_page, other=0)
+        else:
+            pair = tl.load(pairs + j)
+        first, second = _halves(pair)
+        found += (first.to(tl.float32), second.to(tl.float32))
+    steps, zero_points = (), ()
+    for j in tl.static_range(GROUPS):
+        steps += (found[j],)
+        zero_points += (found[GROUPS + j],)
+    return steps, zero_points
 
 
 @triton.jit
@@ -175,10 +178,15 @@ def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def channel_numbers(
-    numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, ONE_WARP: tl.constexpr
+    numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, ONE_WARP: tl.constexpr, FOLDED: tl.constexpr
 ):  # fmt: skip
     """float16 scales and zero points [WP] of a plane's channels, from a row of parameters. A load goes a turn ahead where each lane
-    that takes part has two numbers, 4 bytes: where there are as many channels as lanes, both kinds are one load."""
+    that takes part has 4 bytes, two numbers: where there are as many channels as lanes, both kinds are one load. Of fewer, zero
+    points that go into a product as they are (FOLDED) would be read by each lane for itself, but not as words of two."""
+    if ONE_WARP and FOLDED and WP < 32 and W == WP and D % W == 0:
+        pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + plane * (W // 2) + tl.arange(0, WP // 2)
+        steps, zero_points = _halves(tl.load(pairs)), _halves(tl.load(pairs + D // 2))
+        return tl.join(steps[0], steps[1]).reshape(WP), tl.join(zero_points[0], zero_points[1]).reshape(WP)
     channels = plane * W + words
     inside = (words < W) & (channels < D)
     if ONE_WARP and WP >= 32:
@@ -187,6 +195,13 @@ def channel_numbers(
     else:
         zero_points = tl.load(numbers + D + channels, mask=inside, other=0.0)
         return tl.load(numbers + channels, mask=inside, other=0.0), zero_points
+
+
+@triton.jit
+def _halves(pairs):
+    """The two float16 numbers of words of 4 bytes."""
+    low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """How the kernel of `decode_kernel.py` is compiled: its constants, warps and stages, by what is read and how much at once."""
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd
 
@@ -28,16 +29,15 @@ LOAD = 8
 # Tokens of one turn of the loop at least: rows of a matrix instruction.
 LEAST = 16
 
-# Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged. More of those that
-# leave registers for them, on GPUs whose multiprocessors have so many bytes of shared memory: an H200 takes a tenth less time then.
-PROGRAMS, LIGHT_PROGRAMS, ROOMY = 8, 12, 160 << 10
-
-# Tokens of a turn up to which a program is light.
-LIGHT_TURN = 64
+# Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
+PROGRAMS = 8
 
 # Numbers that a program of `merge_kernel.py` reads together, and one of `exact_kernel.py` of the runs that it joins; channels of
 # values at least that such a program has.
 MERGED, JOINED, LEAST_PIECE = 8192, 4096, 32
+
+# Numbers of a mixture that one warp of the latter may have.
+ONE_WARP = 256
 
 # Tokens of one turn of the loop at most, and warps of a program: by its query rows, then (`is_heavy`, `is_wide`) of what it reads.
 # What a program holds at once has to lie in registers: query rows, their mixtures, and the weights and codes of a turn.
@@ -177,25 +177,6 @@ def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: 
     return shape_of(keys, values, block)[1]
 
 
-def programs_of(keys: PackedStream, values: PackedStream, block: int, rope_tables: RopeTables | None) -> int:
-    """Programs on every multiprocessor. Light ones: few query rows meet few plain codes of narrow heads at once, and no channel has
-    parameters of its own for some tokens."""
-    narrow = block == BLOCK_ROWS[0] and rope_tables is None and not is_wide(keys, values)
-    plain = not any(rank_of(stream) or stream.trellis for stream in (keys, values)) and mode_of(keys) != CHANNEL
-    if not (narrow and plain) or is_heavy(keys, values, block) or turn_of(keys, values, block) > LIGHT_TURN:
-        return PROGRAMS
-    return LIGHT_PROGRAMS if is_roomy(keys.pages.device) else PROGRAMS
-
-
-@lru_cache
-def is_roomy(device: torch.device) -> bool:
-    """Whether a multiprocessor of this GPU has the shared memory for `LIGHT_PROGRAMS`. A CPU has none, and of what is only compiled
-    it is taken for granted."""
-    if device.type != "cuda":
-        return device.type == "meta"
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) >= ROOMY
-
-
 def stages_of(keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:
     """Turns whose loads are under way: one beside the turn that is computed, or two where registers and shared memory are left
     for them; none where what keys are put together from fills shared memory."""
@@ -269,5 +250,9 @@ def exact_constants(
     return {"DK": key_dim, "DV": value_dim} | padded | turn | {"SOFTCAP": softcap, "INTERPRET": interpreted}
 
 
-# Warps of that kernel, and turns whose loads are under way.
-EXACT_LAUNCH = {"num_warps": 4, "num_stages": 2}
+def exact_launch(constants: Mapping[str, object], kind: torch.dtype) -> dict[str, int]:
+    """Warps of that kernel, and turns whose loads are under way. One warp waits for no other while it joins runs, so it is faster
+    where it has the registers for a piece."""
+    piece = int(str(constants["DVP"])) * int(str(constants["M"]))
+    alone = int(str(constants["RUNS"])) > 1 and piece <= ONE_WARP and kind != torch.float32
+    return {"num_warps": 1 if alone else 4, "num_stages": 2}

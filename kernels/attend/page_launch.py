@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from calib.kernels.attend.options import (
+    PROGRAMS,
     block_of,
     columns_of,
     constants_of,
     maps_of,
-    programs_of,
     stages_of,
     turn_of,
     warps_of,
@@ -86,7 +86,7 @@ def made(
     sizes = keys.sizes if values.sizes is None else values.sizes
     return PageLaunch(
         blocks=cdiv(query_rows, block),
-        programs=programs_of(keys, values, block, rope_tables),
+        programs=PROGRAMS,
         turn=turn,
         turns=cdiv(keys.pages.shape[2], turn),
         columns=columns_of(keys, values, mixes_keys),

@@ -16,17 +16,16 @@ from calib.kernels.attend.merge_kernel import merge
 from calib.kernels.attend.options import (
     BLOCK_ROWS,
     CHANNEL,
-    EXACT_LAUNCH,
     NONE,
     PROGRAMS,
     TOKEN,
     constants_of,
     exact_constants,
+    exact_launch,
     is_wide,
     maps_of,
     merge_constants,
     merge_warps,
-    programs_of,
     stages_of,
     turn_of,
     warps_of,
@@ -120,7 +119,7 @@ def specialisation(
     types = {name: kind for name, kind in types.items() if name not in constants}
     warps, stages = warps_of(block, keys, values, rope_tables), stages_of(keys, values, rope_tables)
     takes_room = is_wide(keys, values) or EXACT in (keys.bits, values.bits)
-    programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else programs_of(keys, values, block, rope_tables)
+    programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else PROGRAMS
     return Specialisation(
         attend, types, constants, warps, stages, codes, most, words, matrix, spilled, programs, barriers, waits, beside
     )
@@ -209,13 +208,13 @@ def _exact(
     types |= {"INDEX": "*i32"} if scored else {}
     types |= {name: POINTERS[kind] for name in types if re.match("(KEYS|VALUES)_", name)}
     # A turn's numbers of keys and of values. Those of 16 bits meet queries and weights in two parts.
-    numbers = int(str(constants["BN"])) * (channels + channels // max(1, pieces))
+    numbers, launch = int(str(constants["BN"])) * (channels + channels // max(1, pieces)), exact_launch(constants, kind)
     return Specialisation(
         exact,
         types,
         constants,
-        EXACT_LAUNCH["num_warps"],
-        EXACT_LAUNCH["num_stages"],
+        launch["num_warps"],
+        launch["num_stages"],
         codes=numbers,
         most=most,
         matrix=matrix,
@@ -243,7 +242,7 @@ SPECIALISATIONS = {
     "2 bits, keys per channel of 32": _kivi(2, 32, 3.9, barriers=8, waits=8),
     # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
     "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=6, ahead=True),
-    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=10, ahead=True),
+    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=10, spilled=16, ahead=True),
     "2 bits, per channel, keys ahead": _kivi(2, 32, 4.2, barriers=9, waits=8, ahead=True),
     # And `specache`: some tokens are hidden, and the scores of all are told.
     "2 bits, per channel, scored, ahead": _kivi(2, 32, 4.4, ahead=True, scored=True),
@@ -251,7 +250,7 @@ SPECIALISATIONS = {
         stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 2, barriers=5, waits=9
     ),
     "4 bits, blocks of 60": _block(4, 60, 2.6, spilled=8),
-    "2 bits, blocks of 40": _block(2, 40, 2.3),
+    "2 bits, blocks of 40": _block(2, 40, 2.3, spilled=8),
     "4 bits, ranges of channels": _ranged(4, 2.6),
     "2 bits, ranges of channels": _ranged(2, 1.8),
     "2 bits, both calibrated": _calibrated(2, 128),
@@ -261,7 +260,7 @@ SPECIALISATIONS = {
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
     # These two fill the registers: what the compiler of one release keeps in them, that of another spills.
-    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 4, spilled=8),
+    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 4, spilled=24),
     # Keys are put together and rotated: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
     "6 4 3 2 1 bits, 16 words, turned": specialisation(
         _PATTERNED, _PATTERNED, 10.5, 6, 8, rope_tables=rope_tables_of(80, 128)

@@ -162,6 +162,8 @@ def _read(stream: PackedStream) -> bool:
         return stream.channels > 0
     if stream.counts is not None or stream.parameters.dtype != torch.float16:
         return False
+    if not _in_pairs(stream.parameters):
+        return False
     if mode_of(stream) == CHANNEL:
         return stream.parameters.shape[-1] == 2 * stream.channels
     count, groups = len(widths_of(stream)), groups_of(stream)
@@ -178,6 +180,11 @@ def _by_token(pages: Tensor | None) -> bool:
         return True
     (_, _, rows, width), (_, _, row, number) = pages.shape, pages.stride()
     return (rows == 1 or row == width) and (width == 1 or number == 1)
+
+
+def _in_pairs(parameters: Tensor) -> bool:
+    """Whether every token's float16 numbers begin where a word of 4 bytes does."""
+    return parameters.data_ptr() % 4 == 0 and all(step % 2 == 0 for step in parameters.stride()[:2])
 
 
 def _tables(rope_tables: RopeTables | None) -> tuple[Tensor | None, ...]:

@@ -97,7 +97,7 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
     from calib.kernels.attend.operation import PageSpan
     from calib.kernels.attend.specialisations import stream_of
 
-    launched, own = watch(monkeypatch, "attend", runs=False), (page_launch.programs_of, page_launch.stages_of)
+    launched, own = watch(monkeypatch, "attend", runs=False), (page_launch.PROGRAMS, page_launch.stages_of)
     query, stream = torch.zeros(1, 1, 4, 128, device="meta"), stream_of(4)
     stretch = PageSpan(*(torch.zeros(size, dtype=torch.int32, device="meta") for size in ((1, 8), (1,))))
     stages = []
@@ -106,7 +106,7 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
             attend.attend_pages(query, stream, stream, stretch, None, None, False, False)
         else:
             with launch_options.options(*given):
-                assert page_launch.programs_of() == given[0]
+                assert given[0] == page_launch.PROGRAMS
                 attend.attend_pages(query, stream, stream, stretch, None, None, False, False)
         stages.append(next(one for one in reversed(launched) if one.kernel == "attend").arguments["num_stages"])
-    assert stages == [3, 5, 3] and own == (page_launch.programs_of, page_launch.stages_of)
+    assert stages == [3, 5, 3] and (page_launch.PROGRAMS, page_launch.stages_of) == own
