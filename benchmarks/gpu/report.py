@@ -55,21 +55,36 @@ def _row(target: Target, record: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def markdown(records: Records) -> str:
     """The table; `not yet measured` where there is no record."""
-    lines = ["| target | accept | stretch | ideal | measured | |", "|---|---|---|---|---|---|"]
-    for target, row in zip(TARGETS, rows(records), strict=True):
+    return _table({"measured": records})
+
+
+def compared(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The table with the newest measurements of every GPU in a column of its own, of runs in the order of time."""
+    names = dict.fromkeys(run["device"]["name"] for run in runs)
+    return _table({name: newest([run for run in runs if run["device"]["name"] == name]) for name in names})
+
+
+def _table(columns: Mapping[str, Records]) -> str:
+    heads = ["target", "accept", "stretch", "ideal", *columns]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    measured = [rows(records) for records in columns.values()]
+    for target, *found in zip(TARGETS, *measured, strict=True):
         sign = ">=" if target.more else "<="
         limits = [
             f"{sign} {target.shown(target.accept)}",
             f"{sign} {target.shown(target.stretch)}",
             target.shown(target.ideal),
         ]
-        if row["measured"]:
-            low, median, high = (target.shown(row["measured"][name]) for name in ("low", "median", "high"))
-            found = [median if low == high else f"{median} ({low} ... {high})", row["reached"]]
-        else:
-            found = [row["reason"].replace("|", "/"), ""]
-        lines.append("| " + " | ".join([target.name, *limits, *found]) + " |")
+        lines.append("| " + " | ".join([target.name, *limits, *(_shown(target, row) for row in found)]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(target: Target, row: Mapping[str, Any]) -> str:
+    """What was measured, and which limit that reaches."""
+    if not row["measured"]:
+        return str(row["reason"]).replace("|", "/")
+    low, median, high = (target.shown(row["measured"][name]) for name in ("low", "median", "high"))
+    return f"{median if low == high else f'{median} ({low} ... {high})'}, {row['reached']}"
 
 
 def plain(records: Records) -> str:

@@ -39,11 +39,11 @@ def test_without_a_run_nothing_is_claimed():
 
 
 def test_the_document_shows_the_newest_measurement_of_every_row():
-    """And names all runs."""
+    """By every GPU, and names all runs."""
     files = list(report.RESULTS.glob("gpu-*.json"))
     runs = sorted((json.loads(file.read_text()) for file in files), key=lambda run: run["when"])
     text = (ROOT / "docs/results/gpu/README.md").read_text()
-    assert report.markdown(report.newest(runs)) in text
+    assert report.compared(runs) in text
     assert all(file.name in text for file in files)
 
 
