@@ -14,8 +14,8 @@ Run = Mapping[str, Any]
 SHARES = """
 ## Prefill
 
-What encoding adds to a prompt of 32,768 tokens, one sequence, in a layer of the 8B shape. *probes* are the two kernels
-that score (`row_normalisers`, `column_sums`), *encoding* is every other kernel of ours, *torch* are operations of torch
+What encoding adds to a prompt of 32,768 tokens, one sequence, in a layer of the 8B shape. *probes* is the kernel
+that scores (`column_sums`), *encoding* is every other kernel of ours, *torch* are operations of torch
 by their bytes at the rate of a copy. *work* is these three over the prefill without compression; *share* adds what
 all launches cost, {node} us each. *beside* is what would be left of it on a side stream, see below.
 
@@ -46,14 +46,11 @@ In a layer, besides our kernels. Bytes are those that each operation must read a
 SAID = """
 ### What is above the targets, and what would lower it
 
-- **ZipCache's probes** are {probes:.1f} % on an {device}, of which {first:.1f} % are the first pass. It computes what
-  attention has computed already: the logarithm of every row's sum. `torch.nn.attention.varlen.varlen_attn` gives it
-  back (`return_aux`), on GPUs alone; with it the probes' first pass would go, and one launch would be left.
-  Probes are {rows:.1%} of the pairs that attention sees, and a pass has half of its products: both passes are as much
-  as {rows:.1%} of attention at least, one is half of it.
-- **MiKV scores with every row.** Its two passes have as many products as attention itself, and no kernel brings that
-  below {mikv:.0f} % of the prefill; without the first pass it is about half of it. `probes="random+recent"` makes it
-  ZipCache's.
+- **ZipCache's probes** are {probes:.1f} % on an {device}: one pass over {rows:.1%} of the pairs that attention sees, with half of
+  its products. The sums of its rows are attention's own, which torch's flash backend gives back
+  (`runtime/attend/prompt_attention.py`); another backend leaves them to a pass before, as long as this one.
+- **MiKV scores with every row.** Its pass has half of the products of attention itself, and no kernel brings that
+  below {mikv:.0f} % of the prefill. `probes="random+recent"` makes it ZipCache's.
 - **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
   ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
   shared memory ({memory} clocks beside {matrix_80} of matrix products).
@@ -141,12 +138,7 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
     device, peaks = "H200", {own.capability: own for own in DEVICES.values()}.values()
     steps = {(step["method"], step["device"]): step for step in run["steps"]}
     zipcache, mikv, kivi = (steps[method, device] for method in ("zipcache", "mikv", "kivi"))
-    scored = {
-        part["kernel"]: part["seconds"][part["bound"]]
-        for part in zipcache["parts"]
-        if part["kernel"] == "row_normalisers"
-    }
-    inside, inside_80 = (run["kernels"][f"row_normalisers for sm_{of}"]["parts"]["inside"]["busy"] for of in (90, 80))
+    inside, inside_80 = (run["kernels"][f"column_sums for sm_{of}"]["parts"]["inside"]["busy"] for of in (90, 80))
     launched = run["launched"]["zipcache"]
     head = [
         "method",
@@ -171,13 +163,12 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
     text += PARTS.format(device=device) + table(parts, part_rows(run, device))
     text += OPERATIONS + table(["method", "operations", "together", "products"], operation_rows(run))
     pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
-    first = next(group for group in launched["ours"] if group["kernel"] == "row_normalisers")
+    scored = next(group for group in launched["ours"] if group["kernel"] == "column_sums")
     return text + SAID.format(
         device=device,
         probes=100 * zipcache["probes"] / zipcache["prefill"],
-        first=100 * scored["row_normalisers"] / zipcache["prefill"],
-        rows=first["elements"] / pairs,
-        mikv=100 * run["baseline"][device]["attention"] / mikv["prefill"],
+        rows=scored["elements"] / pairs,
+        mikv=50 * run["baseline"][device]["attention"] / mikv["prefill"],
         special=inside["special"],
         issue=inside["issue"],
         matrix=inside["matrix"],
@@ -185,7 +176,7 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
         matrix_80=inside_80["matrix"],
         launches=zipcache["launches"],
         nodes=100 * zipcache["launches"] * nodes[1] / zipcache["prefill"],
-        encoded=sum(part["launches"] for part in zipcache["parts"]) - 2,
+        encoded=sum(part["launches"] for part in zipcache["parts"]) - 1,
         klt=sum(one["bytes"] for one in run["launched"]["klt"]["torch"].values()) / 1e6,
         project=100 * steps["klt", device]["encoding"] / steps["klt", device]["prefill"],
         ranges=launched["torch"]["aminmax"]["launches"],

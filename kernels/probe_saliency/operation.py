@@ -14,6 +14,7 @@ def attention_mass(
     softcap: float | None = None,
     sliding: int | None = None,
     behind: tuple[int, int] | None = None,
+    normalisers: Tensor | None = None,
 ) -> Tensor:
     """Column sums of the causal softmax: sum_k A[k, i] over the given rows k and the query heads of a KV head (ZipCache,
     arXiv:2405.14256, eq. 9).
@@ -23,7 +24,9 @@ def attention_mass(
         keys: `[rows, kv_heads, T, D]`.
         positions: int64 `[n]` on the host, rising: the position of each probe row among the keys.
         scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own position are seen.
-        behind: a row counts for the tokens that it is so many places behind (least and most); None: for all that it sees.
+        behind: a row counts for the tokens that it is so many positions behind (least and most); None: for all that it sees.
+        normalisers: float32 `[rows, heads, n]`, the logarithm of each row's sum of exponentials, where attention has left it:
+            one of two passes over the keys is then enough for a kernel.
 
     Returns:
         float32 `[rows, kv_heads, T]`.
@@ -32,5 +35,5 @@ def attention_mass(
         from calib.kernels.probe_saliency import triton
 
         if triton.supports(query, keys, scale):
-            return triton.attention_mass(query, keys, positions, scale, softcap, sliding, behind)
+            return triton.attention_mass(query, keys, positions, scale, softcap, sliding, behind, normalisers)
     return reference.attention_mass(query, keys, positions, scale, softcap, sliding, behind)

@@ -176,6 +176,7 @@ def attention_mass(
     softcap: float | None = None,
     sliding: int | None = None,
     behind: tuple[int, int] | None = None,
+    normalisers: Tensor | None = None,
 ) -> Tensor:
     """What `reference.attention_mass` gives, up to the rounding of float32."""
     (rows, kv_heads, tokens, channels), (heads, probes) = keys.shape, query.shape[1:3]
@@ -189,7 +190,7 @@ def attention_mass(
         nearest, farthest = max(nearest, behind[0]), min(farthest, behind[1])
     tiles = tiles_of(channels, keys.dtype)
     askers, owners = triton.cdiv(probes, tiles.owned), triton.cdiv(tokens, tiles.owned)
-    normalisers = torch.empty(rows, heads, askers * tiles.owned, dtype=torch.float32, device=keys.device)
+    whole = (rows, heads, askers * tiles.owned)
     numbers = _uploaded(positions, torch.arange(owners + 1) * tiles.owned, nearest, farthest, keys.device)
     factor, cap = scale * LOG2_E, 0.0
     if softcap is not None:
@@ -198,12 +199,17 @@ def attention_mass(
     known = _constants(channels, keys.dtype, tiles) | {"CAPPED": softcap is not None}
     known |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with torch.cuda.device_of(keys):
-        row_normalisers[(askers * rows * heads,)](
-            query, keys, numbers, normalisers, *strides,
-            probes, tokens, heads, group, sliding or 0, factor, cap, SLIDING=sliding is not None, **known,
-        )  # fmt: skip
+        if normalisers is None:
+            of_rows = torch.empty(whole, dtype=torch.float32, device=keys.device)
+            row_normalisers[(askers * rows * heads,)](
+                query, keys, numbers, of_rows, *strides,
+                probes, tokens, heads, group, sliding or 0, factor, cap, SLIDING=sliding is not None, **known,
+            )  # fmt: skip
+        else:
+            of_rows = torch.full(whole, torch.inf, dtype=torch.float32, device=keys.device)
+            torch.mul(normalisers, LOG2_E, out=of_rows[..., :probes])
         column_sums[(owners * rows * kv_heads,)](
-            query, keys, numbers, numbers[probes:], normalisers, mass, *strides, normalisers.stride(1),
+            query, keys, numbers, numbers[probes:], of_rows, mass, *strides, of_rows.stride(1),
             probes, tokens, kv_heads, group, nearest, farthest, factor, cap, LIMITED=farthest < tokens, **known,
         )  # fmt: skip
     return mass

@@ -9,7 +9,6 @@ New tokens are attended as they arrived: encoding comes after attention, so a pr
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from calib.kernels.attend.operation import Attended, attend_exact
@@ -18,23 +17,10 @@ from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.fetched_tokens import FetchedTokens, newest
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
-from calib.runtime.attend.request import AttendRequest
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan
 
 # Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
 QUERY_ROWS = 1024
-
-
-def is_prompt(request: AttendRequest) -> bool:
-    """Whether the rows hold nothing yet and `prompt` is their attention."""
-    logits, columns = request.logits, request.given.query.shape[2]
-    plain = logits.softcap is None and (logits.sliding is None or columns <= logits.sliding)
-    return plain and columns > 1 and not any(request.forward.before[row] for row in request.rows)
-
-
-def prompt(request: AttendRequest) -> Tensor:
-    """Exact causal attention of rows that hold nothing yet."""
-    return F.scaled_dot_product_attention(*request.given, is_causal=True, scale=request.logits.scale, enable_gqa=True)
 
 
 def attend(held: LayerTokens) -> Tensor:

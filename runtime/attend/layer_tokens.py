@@ -29,7 +29,8 @@ class LayerTokens(ABC):
     fetched: FetchedTokens | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forward, self.rows, self.logits, _, _, self.fetched = self.request
+        asked = self.request
+        self.forward, self.rows, self.logits, self.fetched = asked.forward, asked.rows, asked.logits, asked.fetched
 
     @abstractmethod
     def plan(self, queries: range, query_rows: int) -> ReadPlan:

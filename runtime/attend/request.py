@@ -35,6 +35,7 @@ class AttendRequest(NamedTuple):
         given: the rows' queries, new keys and new values, without padding.
         observe: whether the store keeps what storing will need of the probabilities.
         fetched: exact tokens that are attended in place of the packed ones.
+        normalisers: of a prompt that was attended, see `prompt_normalised`.
     """
 
     forward: Forward
@@ -43,3 +44,4 @@ class AttendRequest(NamedTuple):
     given: QKV
     observe: bool = False
     fetched: FetchedTokens | None = None
+    normalisers: Tensor | None = None

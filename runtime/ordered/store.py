@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from calib.kernels.put_tokens.operation import put_tokens
-from calib.runtime.attend.attend import attend, is_prompt, prompt
+from calib.runtime.attend.attend import attend
+from calib.runtime.attend.prompt_attention import is_prompt, prompt
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State, branch
 from calib.runtime.held_tier import HeldTier, in_order

@@ -68,7 +68,14 @@ class LocalStore(TieredStore):
         logits, (query, keys, _) = request.logits, request.given
         length, window = keys.shape[2], self.tiering.window
         mass = attention_mass(
-            query, keys, torch.arange(length), logits.scale, logits.softcap, logits.sliding, behind=(1, window)
+            query,
+            keys,
+            torch.arange(length),
+            logits.scale,
+            logits.softcap,
+            logits.sliding,
+            (1, window),
+            request.normalisers,
         )
         return AttentionStats(mass[:, :, :0], mass)
 

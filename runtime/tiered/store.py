@@ -10,8 +10,9 @@ from torch import Tensor
 from calib.kernels.probe_saliency.operation import attention_mass
 from calib.kernels.quantise.prologue import Prologue
 from calib.kernels.upload import upload
-from calib.runtime.attend.attend import attend, attend_observed, is_prompt, prompt
+from calib.runtime.attend.attend import attend, attend_observed
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
+from calib.runtime.attend.prompt_attention import is_prompt, prompt, prompt_normalised
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.extremes import Extremes
 from calib.runtime.files.state import State
@@ -157,10 +158,11 @@ class TieredStore(ABC):
         if observe:
             self.shown.queries[rows] = given.query.detach()
         if is_prompt(request):
+            if not observe:
+                return prompt(request)
             # Before its saliency, parts of which the host works out: meanwhile the device has something to do.
-            output = prompt(request)
-            if observe:
-                self.shown.seen[rows] = self._seen_of_prompt(request)
+            output, normalisers = prompt_normalised(request)
+            self.shown.seen[rows] = self._seen_of_prompt(request._replace(normalisers=normalisers))
             return output
         held = TieredTokens(
             self.sequences, request, self.tiers, self.windows, self.context.rotation, self.plan.before_rope, self.plan.oracle_share
@@ -186,9 +188,12 @@ class TieredStore(ABC):
         """What the rows at `probes` of the i-th prompt of a request gave its tokens, or those `within` so many back from each:
         float32 `[kv_heads, T]`."""
         logits, (query, keys, _) = request.logits, request.given.of_rows(range(i, i + 1))
-        asked = query if len(probes) == keys.shape[2] else query[:, :, upload(probes, torch.int64, query.device)]
+        normalisers = None if request.normalisers is None else request.normalisers[i : i + 1]
+        if len(probes) < keys.shape[2]:
+            chosen = upload(probes, torch.int64, query.device)
+            query, normalisers = query[:, :, chosen], None if normalisers is None else normalisers[:, :, chosen]
         behind = None if within is None else (0, within - 1)
-        return attention_mass(asked, keys, probes, logits.scale, logits.softcap, logits.sliding, behind)[0]
+        return attention_mass(query, keys, probes, logits.scale, logits.softcap, logits.sliding, behind, normalisers)[0]
 
     def _ids(self, forward: Forward, row: int) -> Tensor | None:
         """The token ids `[n]` that a row brings; None where no method asked for them."""

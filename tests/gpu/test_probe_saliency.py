@@ -8,6 +8,9 @@ from benchmarks.gpu.inputs import queries, tokens
 from benchmarks.gpu.saliency import probe_rows
 from calib.kernels.probe_saliency import reference
 from calib.kernels.probe_saliency.operation import attention_mass
+from calib.runtime.attend.prompt_attention import prompt, prompt_normalised
+from calib.runtime.attend.request import QKV, AttendRequest
+from calib.runtime.logits import Logits
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 5e-3}  # products in the inputs' dtype
@@ -32,3 +35,15 @@ def test_mass(device, times, dtype, heads, kv_heads, dim, options):
     given = query[:, :, positions], keys
     expected = reference.attention_mass(*given, positions, dim**-0.5, **options)
     near(attention_mass(*moved(given, device), positions, dim**-0.5, **options), expected, LIMITS[dtype])
+
+
+def test_a_prompt_leaves_the_sums_of_its_rows(device, times):
+    """What attention's own backend gives back, where it is the one that does: on a CUDA device of 16 bits, and on a CPU."""
+    heads = (8, 2, 2)
+    given = moved([tokens(2, own, 40 * times, 64, i, CPU, torch.float16) for i, own in enumerate(heads)], device)
+    asked = AttendRequest(None, range(2), Logits(0.125), QKV(*given))
+    output, found = prompt_normalised(asked)
+    assert found is not None and torch.equal(output, prompt(asked))
+    logits = given[0].float() @ given[1].float().repeat_interleave(4, 1).mT * 0.125
+    hidden = ~torch.ones(logits.shape[-2:], device=device).tril().bool()
+    near(found, logits.masked_fill(hidden, -torch.inf).logsumexp(-1).cpu(), 1e-3)

@@ -84,6 +84,24 @@ def test_every_mask(options, tokens, probes, dtype):
     agree(*drawn(1, 1, 1, tokens, 32, probes, dtype), 0.5, *options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("softcap", "sliding", "behind"), [(None, None, None), (3.0, 66, None), (None, None, (1, 50))])
+def test_rows_whose_sums_are_known(softcap, sliding, behind, dtype, monkeypatch):
+    """One pass over the keys makes of them what two make."""
+    query, keys, positions = drawn(2, 4, 2, 300, 32, 40, dtype)
+    logits = query.float() @ keys.float().repeat_interleave(2, 1).mT * 0.5
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    apart = positions[:, None] - torch.arange(300)
+    hidden = (apart < 0) | (apart >= (300 if sliding is None else sliding))
+    known = logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    monkeypatch.setattr(triton, "row_normalisers", None)
+    options = (0.5, softcap, sliding, behind)
+    found = triton.attention_mass(query, keys, positions, *options, known)
+    expected = reference.attention_mass(query, keys, positions, *options)
+    assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
+
+
 def test_probes_without_a_query_for_many_tiles():
     query, keys, _ = drawn(1, 1, 1, 500, 32, 4, torch.float16)
     for positions in ([0, 1, 2, 3], [0, 0, 499, 499], [127, 128, 129, 440], [130, 131, 300, 301]):

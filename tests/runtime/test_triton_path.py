@@ -150,7 +150,7 @@ def test_every_method_that_is_served_is_quick():
     ("name", "kernels"),
     [
         ("kivi-3-short", {"attend", "token_groups"}),
-        pytest.param("zipcache-short", {"attend", "row_normalisers", "column_sums"}, marks=pytest.mark.slow),
+        pytest.param("zipcache-short", {"attend", "column_sums"}, marks=pytest.mark.slow),
         ("infllm-original", {"attend", "largest", "exchange_entries", "gather_rows"}),
         pytest.param("mikv-8-2", {"attend"}, marks=pytest.mark.slow),
         pytest.param("specache", FETCHING | {"hide"}, marks=pytest.mark.slow),
