@@ -80,7 +80,7 @@ def attend_exact(
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],
         *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], sum(counts),
         *strides, *(0,) * (6 * no_groups), *mixed_rows, *(0,) * no_parts, *runs, *(0,) * no_parts,
-        **constants, **exact_launch(constants, kind),
+        **constants, **exact_launch(block, out.shape[3], kind, pieces),
     )  # fmt: skip
     return ExactAttention(out, normaliser, scores)
 

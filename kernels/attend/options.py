@@ -1,7 +1,6 @@
 """How the kernel of `decode_kernel.py` is compiled: its constants, warps and stages, by what is read and how much at once."""
 
 import os
-from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd
 
@@ -250,9 +249,10 @@ def exact_constants(
     return {"DK": key_dim, "DV": value_dim} | padded | turn | {"SOFTCAP": softcap, "INTERPRET": interpreted}
 
 
-def exact_launch(constants: Mapping[str, object], kind: torch.dtype) -> dict[str, int]:
+@lru_cache
+def exact_launch(block: int, value_dim: int, kind: torch.dtype, pieces: int = 0) -> dict[str, int]:
     """Warps of that kernel, and turns whose loads are under way. One warp waits for no other while it joins runs, so it is faster
     where it has the registers for a piece."""
-    piece = int(str(constants["DVP"])) * int(str(constants["M"]))
-    alone = int(str(constants["RUNS"])) > 1 and piece <= ONE_WARP and kind != torch.float32
+    piece = block * max(16, next_power_of_2(value_dim) // max(1, pieces))
+    alone = pieces > 0 and piece <= ONE_WARP and kind != torch.float32
     return {"num_warps": 1 if alone else 4, "num_stages": 2}

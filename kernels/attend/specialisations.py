@@ -208,7 +208,10 @@ def _exact(
     types |= {"INDEX": "*i32"} if scored else {}
     types |= {name: POINTERS[kind] for name in types if re.match("(KEYS|VALUES)_", name)}
     # A turn's numbers of keys and of values. Those of 16 bits meet queries and weights in two parts.
-    numbers, launch = int(str(constants["BN"])) * (channels + channels // max(1, pieces)), exact_launch(constants, kind)
+    numbers, launch = (
+        int(str(constants["BN"])) * (channels + channels // max(1, pieces)),
+        exact_launch(block, channels, kind, pieces),
+    )
     return Specialisation(
         exact,
         types,
