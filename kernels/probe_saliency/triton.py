@@ -184,7 +184,7 @@ def attention_mass(
     if not mass.numel() or not query.numel():
         return mass.zero_()
     query, keys = (part if part.stride(3) == 1 else part.contiguous() for part in (query, keys))
-    # How many places behind a token a probe lies that counts for it.
+    # How many tokens behind a token a probe lies that counts for it.
     nearest, farthest = 0, tokens if sliding is None else sliding - 1
     if behind is not None:
         nearest, farthest = max(nearest, behind[0]), min(farthest, behind[1])

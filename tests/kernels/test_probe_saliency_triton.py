@@ -15,7 +15,8 @@ triton = pytest.importorskip("calib.kernels.probe_saliency.triton", reason="Trit
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What the launch allocates is full of NaN."""
-    monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: torch.full(shape, torch.nan, **of))
+    empty = torch.empty
+    monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(torch.nan))
 
 
 def amid_nan(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
