@@ -43,6 +43,7 @@ OPERATIONS = (
     "put_tokens",
     "top_k",
     "trellis",
+    "unrotate",
 )
 
 

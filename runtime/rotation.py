@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.kernels.attend.operation import STRIDE
+from calib.kernels.unrotate.reference import rotated
 from calib.kernels.upload import upload
 
 
@@ -103,12 +104,7 @@ class Rotation:
         numbers: list[float] = self.frequencies.tolist()
         return numbers
 
-    @staticmethod
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x [rows, heads, n, D]` moved forward by the positions of `cos` and `sin`; back with `-sin`."""
-        half = cos.shape[-1]
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    rotated = staticmethod(rotated)
 
     def _agrees(self, embedding: Any, kind: str) -> bool:
         """Whether the model's function turns a vector as ours does."""

@@ -2,7 +2,8 @@
 
 A part is what a program runs equally often: "once"; for `project` the turns over channels ("turn"); for row_normalisers and
 column_sums the turns over a tile that all rows see ("inside"), those where it is asked who sees what ("edge"), and what every query
-head of a group begins with ("head").
+head of a group begins with ("head"); for `largest` the tiles that are counted ("count") for each digit ("digit"), and those whose
+positions are collected ("collect").
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,9 +21,12 @@ from calib.kernels.turn_alone import turn_alone
 Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as it lies in a file
 
 ONCE, TURN, HEAD, EDGE, INSIDE = "once", "turn", "head", "edge", "inside"
+COUNT, COLLECT, DIGIT = "count", "collect", "digit"
 SCORED = ("row_normalisers", "column_sums")
-PROJECTED = "project"
-INNERMOST = dict.fromkeys(SCORED, 2) | {PROJECTED: 1}  # loops without another inside
+PROJECTED, SELECTED = "project", "largest"
+# Of kernels with two loops that have no other inside: the shorter one, the longer one, and what is around them.
+NESTED = dict.fromkeys(SCORED, (INSIDE, EDGE, HEAD)) | {SELECTED: (COUNT, COLLECT, DIGIT)}
+INNERMOST = dict.fromkeys(NESTED, 2) | {PROJECTED: 1}  # loops without another inside
 
 
 def specialisation(launch: Launch) -> Specialisation:
@@ -79,15 +83,16 @@ def parts_of(listing: str, kernel: str) -> dict[str, list[str]]:
     code, loops = code_and_loops(listing)
     loops = sorted(set(loops), key=lambda ends: ends[1] - ends[0])
     innermost = [one for one in loops if not any(_within(other, one) for other in loops if other != one)]
-    if len(innermost) != known or len(loops) - known > (kernel in SCORED):
+    if len(innermost) != known or len(loops) - known > (kernel in NESTED):
         raise ValueError(f"loops at {loops}, expected {('none', 'one', 'two, or two in one')[known]}")
-    if kernel not in SCORED:
+    if kernel not in NESTED:
         turn = {at for start, stop in innermost for at in range(start, stop + 1)}
         return {ONCE: [line for at, line in enumerate(code) if at not in turn], TURN: [code[at] for at in sorted(turn)]}
-    inside, edge = ({*range(start, stop + 1)} for start, stop in innermost)  # the shorter first
-    around = {at for start, stop in loops[2:] for at in range(start, stop + 1)} - inside - edge
-    of_part = {INSIDE: inside, EDGE: edge, HEAD: around}
-    rest = {*range(len(code))} - inside - edge - around
+    shorter, longer = ({*range(start, stop + 1)} for start, stop in innermost)
+    outer = [one for one in loops if one not in innermost]
+    around = {at for start, stop in outer for at in range(start, stop + 1)} - shorter - longer
+    of_part = dict(zip(NESTED[kernel], (shorter, longer, around), strict=True))
+    rest = {*range(len(code))} - shorter - longer - around
     return {name: [code[at] for at in sorted(lines)] for name, lines in {**of_part, ONCE: rest}.items()}
 
 
@@ -101,6 +106,9 @@ def turns_of(launch: Launch) -> dict[str, int]:
     positions, given = launch["probes"], launch["values"]
     if launch["kernel"] == PROJECTED:
         return {ONCE: programs, TURN: programs * -(-given["D"] // given["BD"])}
+    if launch["kernel"] == SELECTED:
+        tiles = programs * -(-given["tokens"] // given["TILE"])
+        return {ONCE: programs, DIGIT: 4 * programs, COUNT: 4 * tiles, COLLECT: tiles}
     if launch["kernel"] not in SCORED:
         return {ONCE: programs}
     owned, streamed, tokens = given["OWNED"], given["STREAMED"], given["tokens"]
@@ -124,20 +132,22 @@ def turns_of(launch: Launch) -> dict[str, int]:
 
 
 def elements_of(launch: Launch) -> int:
-    """Values that a launch encodes, or logits that it computes."""
+    """Values that a launch encodes, logits that it computes, or scores that it divides."""
     given, grid = launch["values"], launch["grid"]
     if launch["kernel"] in SCORED:
         turns = turns_of(launch)
         return (turns[EDGE] + turns[INSIDE]) * int(given["OWNED"] * given["STREAMED"])
     if launch["kernel"] == PROJECTED:
         return int(given["tokens"] * grid[0] * given["D"])
+    if launch["kernel"] == SELECTED:
+        return int(given["tokens"] * grid[0])
     return int(given["total"] * grid[1] * grid[2] * given["D"])
 
 
 def bytes_of_launch(launch: Launch) -> int:
     """What it reads and writes at least: of tokens those that it encodes, of all else everything once."""
     tensors = launch["tensors"]
-    if launch["kernel"] in SCORED:
+    if launch["kernel"] in NESTED:
         return sum(tensors.values())
     given = {"X", "x", "x_1"} & tensors.keys()
     widths = {launch["types"][name] for name in given - {"x_1"}}

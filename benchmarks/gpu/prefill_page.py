@@ -32,7 +32,7 @@ PARTS = """
 ### Where a prefill's prediction comes from
 
 Microseconds of all launches of a kernel in a layer by each limit, on an {device}. *a value*: instructions of a lane
-for a value that is encoded, or for a logit of the probes. "no. 2" is the same kernel compiled for other arguments.
+for a value that is encoded, a logit of the probes, or a score. "no. 2" is the same kernel compiled for other arguments.
 
 """
 
@@ -56,11 +56,12 @@ SAID = """
   shared memory ({memory} clocks beside {matrix_80} of matrix products).
 - **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, those of
   all values, and once for each stream whether its parameters fit 16 bits, which for values the former tell as well.
-- **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price. A codec with a kernel encodes a tier at
+- **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price; what the host works out by itself is none, and neither
+  is an operation without a number to write. A codec with a kernel encodes a tier at
   once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.
-- **`klt`** encodes a piece of 4,096 tokens in one launch of each stream: components, codes and words ({project:.1f} % of the
-  prefill). What is left to torch, {klt:,.0f} MB of a layer, is mostly keys unrotated to before RoPE. Plain torch,
-  with products in float64, moves 10,067 MB and launches 467 operations: 16 to 17 % on an {device}.
+- **`klt`** turns a prompt's keys back to before RoPE in one launch (`kernels/unrotate`), and encodes a piece of 4,096 tokens in one
+  of each stream: components, codes and words. That is {project:.1f} % of the prefill, and {klt:,.0f} MB of a layer are left to
+  torch. Plain torch, with products in float64, moves 10,067 MB and launches 467 operations: 16 to 17 % on an {device}.
 - **The host waits** for all that it has given the device {waits} times in a layer of ZipCache and {waits_kivi} times in KIVI's:
   after such a wait the device stands still for as long as the host takes to go on, which no count shows, and 4 % of a layer
   are {stretch:.0f} us. Whether parameters fit 16 bits follows from the extremes of a layer's first tokens. They are on their way to
@@ -77,7 +78,8 @@ ZipCache {zipcache:.1f} % of {zipcache_share:.1f} %, since its probes are bound 
 
 - The L2: tiles that the probes' programs stream are read from it again by each, {cache:.0f} GB in a layer of ZipCache
   against {cache_of_attention:.0f} GB that attention reads in tiles of 128 query rows. No data sheet states its rate.
-- Sorting counts as one pass over its keys; it has {sorted:.0f} MB in all.
+- Nothing is sorted: `kernels/top_k` divides a prompt's tokens among tiers in one launch. Torch sorts fewer than 128 rows one after
+  the other, each in several launches, which no count of operations shows.
 - Norms, RoPE, residuals and the copy that DynamicCache makes: they would lengthen the prefill without compression.
 """
 
@@ -176,7 +178,7 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
         matrix_80=inside_80["matrix"],
         launches=zipcache["launches"],
         nodes=100 * zipcache["launches"] * nodes[1] / zipcache["prefill"],
-        encoded=sum(part["launches"] for part in zipcache["parts"]) - 1,
+        encoded=sum(part["launches"] for part in zipcache["parts"] if "bits" in part["kernel"]),
         klt=sum(one["bytes"] for one in run["launched"]["klt"]["torch"].values()) / 1e6,
         project=100 * steps["klt", device]["encoding"] / steps["klt", device]["prefill"],
         ranges=launched["torch"]["aminmax"]["launches"],
@@ -190,5 +192,4 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
         zipcache_share=100 * zipcache["share"][1],
         cache=sum(group["cache"] for group in launched["ours"]) / 1e9,
         cache_of_attention=pairs / 128 * 2 * REAL.head_dim * 2 / 1e9,
-        sorted=launched["torch"]["sort"]["bytes"] / 1e6,
     )

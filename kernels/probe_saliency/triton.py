@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.upload import upload
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -219,8 +220,7 @@ def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, dev
     """The probes' positions, and behind them the spans of the tiles of keys between `edges`: int32, without waiting."""
     begin = torch.searchsorted(positions, edges + nearest)
     stop = torch.searchsorted(positions, edges[1:] - 1 + farthest, right=True)
-    numbers = torch.cat([positions, begin, stop]).to(torch.int32)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+    return upload(torch.cat([positions, begin, stop]), torch.int32, device)
 
 
 def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:

@@ -19,7 +19,8 @@ def load_values(
     if center is not None:
         y = y - tl.load(center + own, mask=channels < D, other=0.0).to(tl.float32)
     if half is not None:
-        y = tl.div_rn(y, tl.load(half + own, mask=channels < D, other=1.0).to(tl.float32))
+        divisor = tl.load(half + own, mask=channels < D, other=1.0).to(tl.float32)
+        y = tl.div_rn(y, tl.where(divisor == 0.0, 1.0, divisor))
     if balance is not None:
         y = y * tl.load(balance + own, mask=channels < D, other=0.0).to(tl.float32)
     return y

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -10,13 +11,19 @@ class Prologue:
     """What happens to tokens on the way to their codes: y = (x - center) / half * balance of the tokens in `order`.
 
     `center`, `half` and `balance` are `[kv_heads, 1, D]` or `[rows, kv_heads, 1, D]`, any float dtype; `half` without `center`
-    is a scale. `order` is int64 `[rows, kv_heads, n]`: token i of the result is token order[i] of x. None: not done.
+    is a scale; where it is 0, tokens are divided by 1. `order` is int64 `[rows, kv_heads, n]`: token i of the result is token
+    order[i] of x. None: not done.
     """
 
     order: Tensor | None = None
     center: Tensor | None = None
     half: Tensor | None = None
     balance: Tensor | None = None
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """What tokens are divided by."""
+        return None if self.half is None else torch.where(self.half == 0, 1, self.half)
 
     @property
     def moves(self) -> bool:
@@ -31,7 +38,7 @@ class Prologue:
         """y float32 `[rows, kv_heads, n, D]`."""
         y = self.gathered(x).float()
         y = y if self.center is None else y - self.center
-        y = y if self.half is None else y / self.half
+        y = y if (divisor := self.divisor) is None else y / divisor
         return y if self.balance is None else y * self.balance
 
 

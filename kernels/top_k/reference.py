@@ -1,4 +1,7 @@
-"""The positions of the k largest scores, whichever device asks: among equals the first, in rising order."""
+"""The positions of the k largest scores, and of the others, whichever device asks: among equals the first, in rising order."""
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,3 +36,20 @@ def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
         positions = torch.where(equal, first.gather(-1, rank).long(), positions)
     found = positions.masked_fill(best == -torch.inf, scores.shape[-1]).sort(-1).values
     return found.masked_fill(found == scores.shape[-1], EMPTY)
+
+
+def divided(scores: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """As `operation.divided`.
+
+    One sort by the number of a score's part, 8 bits, which leaves positions as they were; sorting positions would be a sort of
+    64 bits for every part.
+    """
+    ranked = scores.argsort(dim=-1, descending=True, stable=True)
+    ends, rank = list(accumulate(counts)), torch.arange(ranked.shape[-1], device=ranked.device)
+    part = torch.zeros_like(rank, dtype=torch.uint8)
+    for end in ends:
+        part += rank >= end
+    parts = torch.empty(ranked.shape, dtype=torch.uint8, device=ranked.device)
+    parts.scatter_(-1, ranked, part.expand_as(ranked))
+    found = parts.argsort(dim=-1, stable=True)
+    return [found[..., end - count : end].contiguous() for end, count in zip(ends, counts, strict=True)]

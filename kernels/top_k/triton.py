@@ -1,8 +1,11 @@
-"""The k largest scores on a GPU by radix select: four digits of 8 bits say which score is the k-th, a last pass collects.
+"""The k largest scores on a GPU, and the others, by radix select: four digits of 8 bits say which score is the k-th, a last pass
+collects.
 
 A program for a row and head. Counts are whole numbers, so that no order of addition shows; a score's position among those chosen
 is the count of chosen ones before it.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,12 +29,15 @@ def rising(scores):
 
 
 @triton.jit
-def largest(scores, ends, chosen, row_stride, head_stride, heads, tokens, k, TILE: tl.constexpr):
-    """Writes `chosen [rows, heads, k]` of `scores [rows, heads, tokens]`, or of those between a row's two `ends`."""
+def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens, k, TILE: tl.constexpr):
+    """Writes `chosen [rows, heads, k]` of `scores [rows, heads, tokens]`, or of those between a row's two `ends`, and where it is
+    asked to `others [rows, heads, tokens - k]`, which divides all scores: then -inf is a number as any other."""
     pair = tl.cast(tl.program_id(0), tl.int64)
     row = pair // heads
     own = scores + row * row_stride + pair % heads * head_stride
     chosen += pair * k
+    if others is not None:
+        others += pair * (tokens - k)
     position = tl.arange(0, TILE)
     first, stop = 0, tokens
     if ends is not None:
@@ -57,7 +63,8 @@ def largest(scores, ends, chosen, row_stride, head_stride, heads, tokens, k, TIL
         agreed |= tl.cast(DIGITS - 1, tl.uint32) << shift
 
     # Everything above it, and of its equals the first `wanted`.
-    wanted = tl.where(kth == NEVER, 0, wanted)
+    if others is None:
+        wanted = tl.where(kth == NEVER, 0, wanted)
     above = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     for at in range(from_tile, stop, TILE):
@@ -69,15 +76,20 @@ def largest(scores, ends, chosen, row_stride, head_stride, heads, tokens, k, TIL
         counted = tl.cumsum(marks, 0)
         equals = equal + (counted >> 16)
         slot = above + (counted & 0xFFFF) + tl.minimum(equals, wanted) - 1
-        tl.store(chosen + slot, (at + position).to(tl.int64), mask=is_above | (is_equal & (equals <= wanted)))
+        is_chosen = is_above | (is_equal & (equals <= wanted))
+        tl.store(chosen + slot, (at + position).to(tl.int64), mask=is_chosen)
+        if others is not None:  # as many chosen ones lie before each
+            behind = at + position - slot - 1
+            tl.store(others + behind, (at + position).to(tl.int64), mask=inside & (is_chosen == 0))
         total = tl.sum(marks, 0)
         above += total & 0xFFFF
         equal += total >> 16
-    written = above + tl.minimum(equal, wanted)
-    for at in range(0, k, TILE):
-        slot = at + position
-        nowhere = tl.full([TILE], -1, tl.int64)
-        tl.store(chosen + slot, nowhere, mask=(slot >= written) & (slot < k))
+    if others is None:
+        written = above + tl.minimum(equal, wanted)
+        for at in range(0, k, TILE):
+            slot = at + position
+            nowhere = tl.full([TILE], -1, tl.int64)
+            tl.store(chosen + slot, nowhere, mask=(slot >= written) & (slot < k))
 
 
 def supports(scores: Tensor) -> bool:
@@ -87,29 +99,57 @@ def supports(scores: Tensor) -> bool:
 
 def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
     """What `reference.top_k` gives."""
-    rows, heads, tokens = scores.shape
-    chosen = torch.empty(rows, heads, k, dtype=torch.int64, device=scores.device)
+    chosen = _room(scores, k)
     if chosen.numel():
-        tile = min(TILE, max(LEAST, triton.next_power_of_2(tokens)))
-        with torch.cuda.device_of(scores):
-            largest[(rows * heads,)](
-                scores, ends if ends is None else ends.contiguous(), chosen, scores.stride(0), scores.stride(1),
-                heads, tokens, k, TILE=tile, num_warps=_warps(tile),
-            )  # fmt: skip
+        _launch(scores, ends if ends is None else ends.contiguous(), chosen, None)
     return chosen
+
+
+def divided(scores: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """What `reference.divided` gives: each launch divides what those before it left."""
+    found = list[Tensor]()
+    left: Tensor | None = None  # positions of those that no part has taken, `scores` theirs
+    for count in counts:
+        chosen, others = _room(scores, count), _room(scores, scores.shape[2] - count)
+        if scores.numel():
+            _launch(scores, None, chosen, others)
+        found.append(chosen if left is None else left.gather(2, chosen))
+        if len(found) + 1 == len(counts) and counts[-1] == others.shape[2]:  # nothing is left to be divided
+            return [*found, others if left is None else left.gather(2, others)]
+        scores, left = scores.gather(2, others), others if left is None else left.gather(2, others)
+    return found
+
+
+def _room(scores: Tensor, count: int) -> Tensor:
+    return torch.empty(*scores.shape[:2], count, dtype=torch.int64, device=scores.device)
+
+
+def _launch(scores: Tensor, ends: Tensor | None, chosen: Tensor, others: Tensor | None) -> None:
+    rows, heads, tokens = scores.shape
+    most = TILE if others is None else TILE // 2  # so that two answers leave registers free
+    tile = min(most, max(LEAST, triton.next_power_of_2(tokens)))
+    with torch.cuda.device_of(scores):
+        largest[(rows * heads,)](
+            scores, ends, chosen, others, scores.stride(0), scores.stride(1), heads, tokens, chosen.shape[2],
+            TILE=tile, num_warps=_warps(tile),
+        )  # fmt: skip
 
 
 def _warps(tile: int) -> int:
     return max(4, tile // 512)
 
 
-def _specialisation(tile: int, ends: bool) -> Specialisation:
-    types = {"scores": "*fp32", "ends": "*i32", "chosen": "*i64"} | dict.fromkeys(("heads", "tokens", "k"), "i32")
+def _specialisation(tile: int, *asked: str) -> Specialisation:
+    types = {"scores": "*fp32", "chosen": "*i64"} | dict.fromkeys(("heads", "tokens", "k"), "i32")
     types |= dict.fromkeys(("row_stride", "head_stride"), "i32:16")
-    return Specialisation(largest, types, {"TILE": tile} | ({} if ends else {"ends": None}), _warps(tile))
+    optional = {"ends": "*i32", "others": "*i64"}
+    types |= {name: optional[name] for name in asked}
+    absent = dict.fromkeys(optional.keys() - set(asked))
+    return Specialisation(largest, types, {"TILE": tile} | absent, _warps(tile))
 
 
 SPECIALISATIONS = {
-    "whole tiles between ends": _specialisation(TILE, ends=True),
-    "few blocks": _specialisation(LEAST, ends=False),
+    "whole tiles between ends": _specialisation(TILE, "ends"),
+    "few blocks": _specialisation(LEAST),
+    "a prompt in two tiers": _specialisation(TILE // 2, "others"),
 }

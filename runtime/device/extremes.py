@@ -19,7 +19,7 @@ class Extremes:
         if tensor.is_meta:  # no numbers: as if all were small
             self._on_host = torch.zeros(2)
             return
-        self._on_host = found = torch.stack(tensor.aminmax()).float()  # exact for all that is narrower
+        self._on_host = found = torch.stack(tensor.aminmax())
         if found.is_cuda:
             self._on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             self._on_host.copy_(found, non_blocking=True)

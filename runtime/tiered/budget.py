@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.heavy_hitters.operation import BudgetSlots, NewToken, enter_ring, lightest
+from calib.kernels.top_k.operation import divided
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
@@ -21,7 +22,6 @@ from calib.runtime.store import Footprint
 from calib.runtime.tiered.budget_scores import BudgetScores
 from calib.runtime.tiered.budget_step import BudgetStep
 from calib.runtime.tiered.candidates import Candidates
-from calib.runtime.tiered.in_tiers import in_tiers
 from calib.runtime.tiered.tier import POSITIONS
 
 
@@ -145,17 +145,7 @@ class BudgetStore(BudgetScores):
                 for tier in (None, *range(len(self.tiers))):
                     self.measure(rows, role, tokens, tier)
         arrival = self._arrival(rows, min(before, heavy + recent), forward, keys, values)
-        # By position, so that a stable sort leaves ties to the earlier token; recent tokens are the last in that order.
-        total = arrival.positions.shape[-1]
-        # New tokens alone come in that order.
-        order = arrival.positions.argsort(-1) if arrival.slots else arrival.positions - before
-        ranked = order = order[..., : total - min(after, recent)]
-        if self.saliency is not None:
-            ranked = order.gather(
-                2, self.scores(arrival.mass).gather(2, order).argsort(dim=-1, descending=True, stable=True)
-            )
-        heavy = min(heavy, ranked.shape[-1])
-        chosen, lost = in_tiers(ranked, [heavy, ranked.shape[-1] - heavy], total)
+        chosen, lost = self._divided(arrival, heavy, min(after, recent))
         if lost.shape[-1] and len(self.tiers) > 1:
             self._demote_many(arrival, lost, self.sequences.held(rows[0], before)[1])
         index = row_index(rows, keys.device)
@@ -166,6 +156,23 @@ class BudgetStore(BudgetScores):
         if recent:
             self._fill_ring(arrival, range(max(0, after - recent), after), recent, mass)
         self.mass[index] = mass
+
+    def _divided(self, arrival: Candidates, heavy: int, recent: int) -> tuple[Tensor, Tensor]:
+        """The `heavy` candidates with the highest scores, earlier ones where they tie, and those that lose to them: int64
+        `[rows, kv_heads, m]`, rising. The `recent` newest are in neither."""
+        count = arrival.positions.shape[-1] - recent
+        heavy = min(heavy, count)
+        # By position; new tokens alone come in that order, and recent ones are the last in it.
+        order = arrival.positions.argsort(-1)[..., :count] if arrival.slots else None
+        if self.saliency is None:  # the earliest
+            scores = torch.zeros(*arrival.positions.shape[:2], count, device=arrival.positions.device)
+        else:
+            scores = self.scores(arrival.mass)
+            scores = scores[..., :count] if order is None else scores.gather(2, order)
+        chosen, lost = divided(scores, [heavy, count - heavy])
+        if order is None:
+            return chosen, lost
+        return order.gather(2, chosen).sort(-1).values, order.gather(2, lost).sort(-1).values
 
     def _arrival(self, rows: list[int], slots: int, forward: Forward, keys: Tensor, values: Tensor) -> Candidates:
         before, after = forward.before[rows[0]], forward.after[rows[0]]
@@ -215,8 +222,7 @@ class BudgetStore(BudgetScores):
             stop = min(recent.stop, position + size - position % size)
             part = slice(position - arrival.before, stop - arrival.before)
             keys, values = arrival.keys[:, :, part], arrival.values[:, :, part]
-            positions = arrival.positions[:, :, arrival.slots :][:, :, part]
-            self.tiers[0].write(arrival.rows, self.sequences.tables[0], position % size, keys, values, positions)
+            self.tiers[0].write(arrival.rows, self.sequences.tables[0], position % size, keys, values, position)
             position = stop
 
     def _held(self, rows: list[int], slots: int) -> Block:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.put_tokens.operation import Put, put_tokens
+from calib.kernels.top_k.operation import divided
 from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.device.row_index import row_index
@@ -23,7 +24,6 @@ from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.store import Footprint, LayerContext
-from calib.runtime.tiered.in_tiers import in_tiers
 from calib.runtime.tiered.probe_rows import MOST_BLOCKS, LayerProbes
 from calib.runtime.tiered.rope_on_read import unrotated
 from calib.runtime.tiered.sequence_state import TieredSequenceState
@@ -211,15 +211,14 @@ class ChunkStore(TieredStore):
         before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.sequences.prompt(rows[0])
         start, stop = self.tiering.complete(before, prompt), self.tiering.complete(after, prompt)
         exact, sinks = self.tiering.exact(before, prompt), self.tiering.sinks
-        held, fresh = self.seen_by(rows, after - before) if self.observes else (self.mass[: len(rows), :, :0], None)
+        held, mass = self.seen_by(rows, after - before) if self.observes else (self.mass[: len(rows), :, :0], None)
         if exact:
             windows = (window.in_order(rows, 0, exact) for window in self.windows)
             keys, values = (torch.cat(pair, 2) for pair in zip(windows, (keys, values), strict=True))
-        mass = None
-        if fresh is not None:
+        if exact and mass is not None:
             earlier = self.mass[row_index(rows, self.mass.device), :, :exact].clone()
             earlier[:, :, : held.shape[2]] += held[:, :, :exact]
-            mass = torch.cat([earlier, fresh], 2)
+            mass = torch.cat([earlier, mass], 2)
         at = sinks  # where the next chunk's tokens for the tiers begin
         while start < stop:
             chunk = self.tiering.chunk_of(start, prompt)
@@ -247,7 +246,6 @@ class ChunkStore(TieredStore):
     def _encode(
         self, rows: list[int], forward: Forward, chunk: range, keys: Tensor, values: Tensor, mass: Tensor | None
     ) -> None:
-        positions = torch.arange(chunk.start, chunk.stop, device=keys.device).expand(len(rows), self.heads, -1)
         if self.plan.measured is not None and chunk.stop > self.plan.measured:
             warnings.warn(
                 f"keys are coded beyond position {self.plan.measured}, where nothing was measured of them, and will be far off; "
@@ -257,7 +255,7 @@ class ChunkStore(TieredStore):
         if self.plan.before_rope:
             assert self.context.rotation is not None
             keys = unrotated(forward, self.context.rotation, keys, chunk)
-        order = None
+        scores = None
         if mass is not None and self.saliency is not None:
             if self.plan.shared_across_heads:
                 mass = mass.sum(1, keepdim=True).expand_as(mass)
@@ -265,7 +263,7 @@ class ChunkStore(TieredStore):
             asked = rows if forward.ids is not None else rows[:1]
             seen = torch.stack([self._seen_rows(forward, row, chunk) for row in asked])
             seen = upload(seen, torch.int64, keys.device)[:, None]
-            order = self.saliency.scores(mass, seen).argsort(dim=-1, descending=True, stable=True)
+            scores = self.saliency.scores(mass, seen)
         first = chunk.start == self.tiering.sinks
         if first:
             for role, tokens in (("keys", keys), ("values", values)):
@@ -275,16 +273,16 @@ class ChunkStore(TieredStore):
         slots = self.sequences.held(rows[0], chunk.start + self.tiering.window)
         offset = 0 if first else self.tiering.separate_prompt_tiers
         counts = self.tiering.counts(len(chunk))[: self.plan.kinds]
-        # Without an order there is one tier, for all.
-        of_tiers = [None] * len(counts) if order is None else in_tiers(order, counts, len(chunk))
+        # Without scores there is one tier, for all.
+        of_tiers = [None] * len(counts) if scores is None else divided(scores, counts)
         for number, (count, chosen) in enumerate(zip(counts, of_tiers, strict=True), offset):
             if first:  # a tier that is empty now and gains tokens later takes the numbers of the whole chunk
                 for role, tokens in (("keys", keys), ("values", values)):
                     self.measure(rows, role, tokens, number, chosen if count else None)
             if count:
-                table, own = self.sequences.tables[number], positions if chosen is None else positions.gather(2, chosen)
+                table, row_params = self.sequences.tables[number], self.sequences.row_params
                 self.tiers[number].write(
-                    rows, table, slots[number], keys, values, own, self.sequences.row_params, order=chosen
+                    rows, table, slots[number], keys, values, chunk.start, row_params, order=chosen
                 )
 
     def _seen_rows(self, forward: Forward, row: int, chunk: range) -> Tensor:

@@ -138,9 +138,8 @@ class LocalStore(TieredStore):
         position = before - local  # of the first of them
         initial = max(0, min(after, self.tiering.initial) - position)
         if initial:
-            positions = torch.arange(position, position + initial, device=keys.device).expand(len(rows), self.heads, -1)
             first = (keys[:, :, :initial], values[:, :, :initial])
-            self.tiers[0].write(rows, self.sequences.tables[0], position, *first, positions)
+            self.tiers[0].write(rows, self.sequences.tables[0], position, *first, position)
         leaving = (self.tiering.blocks(after) - self.tiering.blocks(before)) * self.tiering.block
         if leaving:
             start = position + initial

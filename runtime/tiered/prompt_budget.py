@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.kernels.top_k.operation import top_k
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.stages.selection import Saliency
@@ -77,15 +78,15 @@ class PromptBudgetStore(TieredStore):
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Any number of tokens of rows of equal length and prompt, `[len(rows), kv_heads, n, D]`."""
         before, after = forward.before[rows[0]], forward.after[rows[0]]
-        positions, order = torch.arange(before, after, device=keys.device).expand(len(rows), self.heads, -1), None
+        order = None
         if not before:
             for role, tokens in (("keys", keys), ("values", values)):
                 for tier in (None, 0):
                     self.measure(rows, role, tokens, tier)
             if self.tiering.kept(after) < after:
-                positions = order = self._chosen(rows, after)
+                order = self._chosen(rows, after)
         first = self.sequences.held(rows[0], before)[0]
-        self.tiers[0].write(rows, self.sequences.tables[0], first, keys, values, positions, order=order)
+        self.tiers[0].write(rows, self.sequences.tables[0], first, keys, values, before, order=order)
 
     def _chosen(self, rows: list[int], prompt: int) -> Tensor:
         """The positions that stay of prompts of so many tokens, rising: int64 `[len(rows), kv_heads, kept]`."""
@@ -96,9 +97,8 @@ class PromptBudgetStore(TieredStore):
         positions = torch.arange(prompt, device=mass.device)
         seen = (prompt - positions).clamp(max=self.saliency.newest or prompt)
         scores = self.saliency.scores(mass[..., :prefix], seen[:prefix])
-        # Stable: of equals, of which a pool makes many, the earlier stay.
-        ranked = scores.argsort(dim=-1, descending=True, stable=True)
-        heavy = ranked[..., : self.tiering.kept(prompt) - self.tiering.recent].sort(-1).values
+        # Of equals, of which a pool makes many, the earlier stay.
+        heavy = top_k(scores, self.tiering.kept(prompt) - self.tiering.recent)
         return torch.cat([heavy, positions[prefix:].expand(len(rows), self.heads, -1)], -1)
 
     def fit_rows(self) -> None:

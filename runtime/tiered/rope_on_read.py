@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from calib.kernels.unrotate.operation import unrotated as before_rope
 from calib.runtime.attend.read_plan import Tile
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.rotation import Rotation
@@ -22,7 +23,7 @@ def unrotated(forward: Forward, rotation: Rotation, keys: Tensor, chunk: range) 
     unrotated less or more than RoPE turned them; the way forth is the same, so attention stays right.
     """
     cos, sin = cos_sin_between(forward, rotation, chunk.start, chunk.stop, keys)
-    return Rotation.rotated(keys.float(), cos, -sin)
+    return before_rope(keys, cos, sin)
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,8 @@ class SinkStore(TieredStore):
         if start >= stop:
             return
         part = slice(start - before, stop - before)
-        positions = torch.arange(start, stop, device=own[0].device).expand(len(rows), self.heads, -1)
         keys, values = (tokens[:, :, part] for tokens in own)
-        self.tiers[tier].write(rows, self.sequences.tables[tier], slot, keys, values, positions)
+        self.tiers[tier].write(rows, self.sequences.tables[tier], slot, keys, values, start)
 
     def fit_rows(self) -> None:
         """Nothing: both tiers are pages."""

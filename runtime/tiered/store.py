@@ -62,8 +62,9 @@ class TieredStore(ABC):
             asks = False
             for number, tier in enumerate(plan.tiers):
                 stages = dict(tier.streams())[role]
-                transform = RowTransform(stages.transform, like, torch.float16)
-                self.transforms.setdefault(self._key(role, number), transform)
+                key = self._key(role, number)
+                transform = self.transforms.get(key) or RowTransform(stages.transform, like, torch.float16)
+                self.transforms[key] = transform
                 asks |= transform.measured is not None and like.dtype != torch.float16
                 asks |= may_need_fp32(stages.codec, like.dtype)
             if asks and like.shape[2]:
@@ -175,13 +176,15 @@ class TieredStore(ABC):
 
     @torch.no_grad()
     def _seen_of_prompt(self, request: AttendRequest) -> AttentionStats:
-        keys = request.given.keys
-        mass = torch.zeros(keys.shape[:3], device=keys.device)
+        keys, found = request.given.keys, []
         for i, row in enumerate(request.rows):
             probes = self.prompt_probes(row, keys.shape[2], self._ids(request.forward, row))
             self.shown.probes[row] = probes
-            if len(probes):
-                mass[i] = self._mass_of_prompt(request, i, probes)
+            unseen = not len(probes)
+            found.append(
+                torch.zeros(keys.shape[1:3], device=keys.device) if unseen else self._mass_of_prompt(request, i, probes)
+            )
+        mass = found[0][None] if len(found) == 1 else torch.stack(found)
         return AttentionStats(mass[:, :, :0], mass)
 
     def _mass_of_prompt(self, request: AttendRequest, i: int, probes: Tensor, within: int | None = None) -> Tensor:

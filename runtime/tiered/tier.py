@@ -131,37 +131,41 @@ class Tier:
         first: int,
         keys: Tensor,
         values: Tensor,
-        positions: Tensor,
+        positions: int | Tensor,
         row_params: PageTable | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Encodes tokens into slots `first` ... of `rows`: `[len(rows), kv_heads, any, head_dim]`, positions int64 `[..., n]`.
+        """Encodes tokens `[len(rows), kv_heads, any, head_dim]` into slots `first` ... of `rows`.
 
-        `order` int64 `[..., n]` says which of the tokens; without it, all. Where a segment is a row's or a page's tokens, they
+        `order` int64 `[len(rows), kv_heads, n]` says which of the tokens; without it, all. `positions`: that of the first token,
+        which the others follow, or one for each that is encoded, as `order`. Where a segment is a row's or a page's tokens, they
         are one. `row_params` is their table.
         """
         if len(rows) > 1 and (self.row_params is not None or self._row_by_row):
             for i, row in enumerate(rows):
                 own = slice(i, i + 1)
                 chosen = None if order is None else order[own]
-                self.write([row], table, first, keys[own], values[own], positions[own], row_params, chosen)
+                at = positions if isinstance(positions, int) else positions[own]
+                self.write([row], table, first, keys[own], values[own], at, row_params, chosen)
             return
         if self.row_params is not None and row_params is not None:
             block = self.encode(rows, keys, values, positions, order)
             self.write_block(rows, table, first, block)
             self.row_params.write_run(row_params.rows[rows[0]], 0, {name: part[0] for name, part in block.items()})
             return
-        count = positions.shape[2]
+        count = keys.shape[2] if order is None else order.shape[2]
         group = math.lcm(*(stages.codec.token_group() for _, stages in self.plan.streams()))
         piece = max(group, TILE_TOKENS // len(rows) // group * group)
         if self.plan.segments != "none" or (count > piece and self._encodes_as_they_lie(rows, keys, values)):
             piece = count
         for at in range(0, count, piece):
             part = slice(at, at + piece)
-            if order is None:
-                block = self.encode(rows, keys[:, :, part], values[:, :, part], positions[:, :, part])
+            there = positions if isinstance(positions, int) else positions[:, :, part]
+            if order is not None:
+                block = self.encode(rows, keys, values, there, order[:, :, part])
             else:
-                block = self.encode(rows, keys, values, positions[:, :, part], order[:, :, part])
+                there = there + at if isinstance(there, int) else there
+                block = self.encode(rows, keys[:, :, part], values[:, :, part], there)
             self.write_block(rows, table, first + at, block)
 
     def _encodes_as_they_lie(self, rows: list[int], keys: Tensor, values: Tensor) -> bool:
@@ -187,9 +191,14 @@ class Tier:
             self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
 
     def encode(
-        self, rows: range | list[int], keys: Tensor, values: Tensor, positions: Tensor, order: Tensor | None = None
+        self,
+        rows: range | list[int],
+        keys: Tensor,
+        values: Tensor,
+        positions: int | Tensor,
+        order: Tensor | None = None,
     ) -> Block:
-        """The fields of tokens of `rows`, or of those at `order`."""
+        """The fields of tokens of `rows`, or of those at `order`; see `write`."""
         block: dict[str, Tensor] = {}
         for role, tokens in (("keys", keys), ("values", values)):
             transform, codec, chosen = self.transforms[role].of(rows), self.codec(role, rows), order
@@ -199,6 +208,10 @@ class Tier:
             own = counted(encoded(transform, codec, tokens, self.fp32_params[role], chosen), self.overflowed_outliers)
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.stores_positions:
+            if isinstance(positions, int):
+                if order is None:
+                    order = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+                positions = order + positions
             block[POSITIONS] = positions.to(torch.int32)[..., None]
         return block
 

@@ -12,6 +12,9 @@ from benchmarks.gpu.layers import Heads
 from benchmarks.gpu.prefill_bytes import bytes_of, moved, products_of
 from benchmarks.gpu.prefill_cost import METHODS, TARGET_ROWS, baseline, group_seconds, predicted
 from benchmarks.gpu.prefill_kernels import (
+    COLLECT,
+    COUNT,
+    DIGIT,
     EDGE,
     HEAD,
     INSIDE,
@@ -22,10 +25,12 @@ from benchmarks.gpu.prefill_kernels import (
     parts_of,
     turns_of,
 )
-from benchmarks.gpu.prefill_launches import OPTIONS, prefill_of
+from benchmarks.gpu.prefill_launches import OPTIONS, Noted, Noting, prefill_of
 from benchmarks.gpu.roofline import RESULT
 from benchmarks.gpu.sizes import REAL, Sizes
 from benchmarks.gpu.targets import TARGETS
+from calib.kernels.upload import upload
+from calib.runtime.tiered import row_transform
 
 pytestmark = pytest.mark.arithmetic
 
@@ -162,6 +167,14 @@ def test_turns_are_those_of_the_tiles_that_probes_see(tokens):
     assert elements_of(launch) == 12 * (edge + inside) * 32
 
 
+def test_turns_of_a_selection():
+    """Each of four digits is counted in every tile, and positions are collected once."""
+    launch = {"kernel": "largest", "grid": [6], "probes": None, "values": {"tokens": 1000, "TILE": 512, "k": 600}}
+    assert turns_of(launch) == {ONCE: 6, DIGIT: 24, COUNT: 48, COLLECT: 12}
+    assert elements_of(launch) == 6000
+    assert bytes_of_launch(launch | {"tensors": {"scores": 24000, "chosen": 28800, "others": 19200}}) == 72000
+
+
 def test_parts_of_a_listing():
     def line(text: str) -> str:
         return f"        /*0010*/                   {text} ;"
@@ -174,6 +187,13 @@ def test_parts_of_a_listing():
     found = parts_of("\n".join(scored), "column_sums")
     assert {name: len(lines) for name, lines in found.items()} == {INSIDE: 2, EDGE: 3, HEAD: 2, ONCE: 2}
     assert inside in found[INSIDE] and edge in found[EDGE] and once in found[ONCE]
+    selected = [
+        line(once), ".L_x_1:", line(once), ".L_x_2:", line(inside), line("@P0 BRA `(.L_x_2)"), line("@P1 BRA `(.L_x_1)"),
+        ".L_x_3:", line(edge), line(edge), line("@P0 BRA `(.L_x_3)"), line("EXIT"),
+    ]  # fmt: skip
+    found = parts_of("\n".join(selected), "largest")
+    assert {name: len(lines) for name, lines in found.items()} == {COUNT: 2, DIGIT: 2, COLLECT: 3, ONCE: 2}
+    assert inside in found[COUNT] and edge in found[COLLECT]
     assert parts_of("\n".join([line(once), line("EXIT")]), "by_planes") == {ONCE: [once, "EXIT"], TURN: []}
     looped = [line(once), *scored[7:10], line("EXIT")]
     found = parts_of("\n".join(looped), "project")
@@ -210,13 +230,33 @@ def test_what_is_counted_is_what_a_prefill_launches(method, monkeypatch):
     assert all(prod(launch.grid) for launch in noted.ours)
 
 
+def test_what_the_host_works_out_is_no_launch():
+    """Made without a device, and what is made of that alone; brought to the device it counts, as does what is made of it there."""
+    noted = Noted()
+    with Noting(noted):
+        device = torch.ones(4, device="cpu")
+        host = torch.arange(4)
+        assert (host * 2 + torch.tensor([1, 2, 3, 4]))[1:].sum().item() == 21
+        assert (noted.torch.keys(), noted.waits) == ({"ones"}, 0)
+        brought = row_transform.upload(host, torch.int64, device.device)
+        assert noted.torch["clone"].launches == 1
+        assert (device + brought).shape == (4,) and not len(device[:0] + 1), "an addition of nothing launches nothing"
+        assert noted.torch["add"].launches == 1
+        assert float(host.max()) == 3 and noted.waits == 0
+        assert float(brought.max()) == 3 and noted.waits == 1
+    assert row_transform.upload is upload
+
+
 def test_bytes_of_a_launch_are_those_of_the_tokens_that_it_encodes(monkeypatch):
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     launches = [vars(launch) for launch in prefill_of("rtn", {"bits": 4}, HEADS, 256).ours]
     tokens = 2 * 256 * 128  # of each stream
     assert [elements_of(launch) for launch in launches] == [tokens, tokens]
     assert [bytes_of_launch(launch) for launch in launches] == [2 * tokens + tokens // 2 + 2 * 256 * 4] * 2
-    keys, values = [vars(launch) for launch in prefill_of("klt", OPTIONS["klt"], HEADS, 256).ours]
+    back, keys, values = [vars(launch) for launch in prefill_of("klt", OPTIONS["klt"], HEADS, 256).ours]
+    assert elements_of(back) == 2 * (256 - 4 - 64) * 128 and bytes_of_launch(back) == elements_of(back) * (
+        2 + 4 + 4 / 2
+    )
     for launch, width in ((keys, 4), (values, 2)):  # unrotated keys are float32
         given, coded = launch["values"], 256 - 4 - 64
         assert (

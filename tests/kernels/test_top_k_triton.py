@@ -1,4 +1,4 @@
-"""The largest scores: the plain form against sorting, and Triton's interpreter against the plain form, place for place."""
+"""The largest scores: the plain form against sorting, and Triton's interpreter against the plain form, position for position."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ triton = pytest.importorskip("calib.kernels.top_k.triton", reason="Triton is not
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What the launch allocates is full of numbers that nothing gives."""
-    monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: torch.full(shape, -77, **of))
+    empty = torch.empty
+    monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(-77))
 
 
 def expected(scores: Tensor, k: int) -> Tensor:
@@ -115,6 +116,38 @@ def test_more_than_there_are(k):
         operation.top_k(torch.zeros(1, 1, 5), k)
 
 
+COUNTS = ([300, 477], [0, 777], [777, 0], [777], [40], [200, 300], [200, 300, 277], [1, 0, 5, 771])
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("tile", [128, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_in_parts(kind, tile, counts, monkeypatch):
+    """Every score counts, also -inf; what is in no part is left out."""
+    if tile:
+        monkeypatch.setattr(triton, "TILE", tile)
+    scores, at = drawn(kind, 777), 0
+    ranked = [sorted(range(777), key=lambda position, own=own: -own[position]) for own in scores[0].tolist()]
+    found = [form.divided(scores, counts) for form in (reference, triton)]
+    for count, *parts in zip(counts, *found, strict=True):
+        wanted = torch.tensor([sorted(own[at : at + count]) for own in ranked], dtype=torch.int64)[None]
+        assert all(torch.equal(part, wanted) and part.is_contiguous() for part in parts)
+        at += count
+
+
+@pytest.mark.parametrize("counts", [[-1, 3], [3, 3]], ids=str)
+def test_more_parts_than_there_are_scores(counts):
+    with pytest.raises(ValueError, match="at most 5 together"):
+        operation.divided(torch.zeros(1, 1, 5), counts)
+
+
+def test_parts_of_nothing():
+    for form in (reference, triton):
+        for shape, counts in (((2, 3, 0), [0, 0]), ((0, 3, 5), [2, 3])):
+            found = form.divided(torch.zeros(shape), counts)
+            assert [part.shape for part in found] == [(*shape[:2], count) for count in counts]
+
+
 @pytest.mark.parametrize("forced", ["triton", "reference"])
 def test_the_operation_runs_what_serves(forced, monkeypatch):
     monkeypatch.setenv("CALIB_KERNELS", forced)
@@ -126,6 +159,12 @@ def test_the_operation_runs_what_serves(forced, monkeypatch):
     ends = torch.tensor([[4, 60]], dtype=torch.int32)
     assert torch.equal(operation.top_k(scores, 9, ends), reference.top_k(scores, 9, ends))
     assert len(asked) == 2 * (forced == "triton")
+    launches = []
+    launch = triton._launch
+    monkeypatch.setattr(triton, "_launch", lambda *given: launches.append(given) or launch(*given))
+    parts = operation.divided(scores, [9, 54])
+    assert all(map(torch.equal, parts, reference.divided(scores, [9, 54])))
+    assert len(launches) == (forced == "triton")
     asked.clear()
     assert torch.equal(operation.top_k(scores.double(), 9), expected(scores, 9))
     assert torch.equal(operation.top_k(scores.mT.contiguous().mT, 9), expected(scores, 9))

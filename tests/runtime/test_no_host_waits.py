@@ -128,7 +128,7 @@ def test_the_watch_sees_what_a_launch_took_from_the_device(monkeypatch):
 
     scores = torch.rand(1, 2, 40)
     for size in (scores.shape[2], torch.tensor(40)):
-        triton.largest[(2,)](scores, None, torch.empty(1, 2, 3), 80, 40, 2, size, 3, TILE=64)
+        triton.largest[(2,)](scores, None, torch.empty(1, 2, 3), None, 80, 40, 2, size, 3, TILE=64)
     plain, taken = found
     assert "tokens" in plain.numbers and "tokens" not in taken.numbers and isinstance(taken.arguments["tokens"], Tensor)
     with HostWaits() as waits:

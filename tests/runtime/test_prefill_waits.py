@@ -19,7 +19,6 @@ from calib.runtime.ordered import stream
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.stages.parameter_width import may_need_fp32
 from calib.runtime.tiered import store
-from calib.runtime.tiered.in_tiers import in_tiers
 from calib.runtime.tiered.store import TieredStore
 
 HEADS, PROMPT, CPU = Heads(2, 4, 2, 64), 300, torch.device("cpu")
@@ -145,13 +144,3 @@ def test_rows_as_an_index():
     for rows in ([2], [1, 2, 3], [0, 1, 2, 3, 4, 5], [3, 1], [0, 2]):
         assert x[row_index(rows, CPU)].tolist() == rows
     assert isinstance(row_index([1, 2, 3], CPU), slice) and not isinstance(row_index([0, 2], CPU), slice)
-
-
-@pytest.mark.parametrize("counts", [[5, 12], [0, 17], [17, 0], [3, 4], [2, 3, 4], [17]], ids=str)
-def test_tokens_in_tiers(counts):
-    """What sorting each part gives, also where some tokens are in no tier."""
-    ranked = torch.rand(2, 3, 20).argsort(-1)[..., :17]
-    found, at = in_tiers(ranked, counts, 20), 0
-    for count, part in zip(counts, found, strict=True):
-        assert torch.equal(part, ranked[..., at : at + count].sort(-1).values) and part.is_contiguous()
-        at += count

@@ -27,7 +27,7 @@ WRITTEN = {
     "row_normalisers": ("normalisers",),
     "column_sums": ("mass",),
     "sum_rows": tuple(f"MASS_{i}" for i in range(4)),
-    "largest": ("chosen",),
+    "largest": ("chosen", "others"),
     "choose": ("FOUND",),
     "move": tuple(f"LOST_{i}" for i in range(6)),
     "hide": ("REPLACED", "UNSEEN"),
@@ -40,6 +40,7 @@ WRITTEN = {
     "project": ("WORDS", "COMPONENTS", "NUMBERS"),
     "score_terms": ("BIAS",),
     "mixture_terms": ("MIXED",),
+    "turn_back": ("UNROTATED",),
 }
 
 

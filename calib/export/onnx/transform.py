@@ -34,7 +34,7 @@ class ChannelMap:
     def constant(graph: Graph, transform: Transform) -> "ChannelMap":
         """A transform of the artifact."""
         prologue = transform.prologue()
-        parts = {name: getattr(prologue, name) for name in ("center", "half", "balance")}
+        parts = {"center": prologue.center, "half": prologue.divisor, "balance": prologue.balance}
         return ChannelMap(
             **{name: graph.constant(part.float().numpy()) for name, part in parts.items() if part is not None}
         )

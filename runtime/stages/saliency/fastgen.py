@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.heavy_hitters.operation import MassRule
+from calib.kernels.top_k.operation import top_k
 from calib.runtime.stages.selection import Saliency
 
 # A policy is what a head keeps besides its newest tokens: special ones, those with the most attention, or both.
@@ -63,7 +64,7 @@ class FastGen(Saliency):
             window = recent if policy & FREQUENT else recent + left
             if policy & FREQUENT:
                 others = mass.masked_fill(kept | ~older, -1)
-                kept = kept.scatter(1, others.argsort(dim=-1, descending=True, stable=True)[:, :left], True)
+                kept = kept.scatter(1, top_k(others[None], min(left, others.shape[1]))[0], True)
             near = within(window) if window else torch.zeros_like(mass)
             return (near + (mass - near) * kept).sum(-1) / mass.sum(-1).clamp(min=torch.finfo(mass.dtype).tiny)
 

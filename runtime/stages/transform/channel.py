@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import ChannelMap
@@ -68,8 +67,8 @@ class ChannelScale(Transform):
     scale: Tensor
 
     def prologue(self) -> Prologue:
-        """x / scale; a channel whose scale is 0 has only zeros, and is divided by 1."""
-        return Prologue(half=torch.where(self.scale > 0, self.scale, 1))
+        """x / scale; a channel whose scale is 0 has only zeros."""
+        return Prologue(half=self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape."""

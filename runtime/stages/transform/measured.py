@@ -67,10 +67,11 @@ class MeasuredRange(Measured):
 
     def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> ChannelRange:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
+        low, high = torch.aminmax(tokens, dim=2, keepdim=True)
         # Halved before they meet: values near the end of the range must not overflow.
-        low, high = (part.float() / 2 for part in torch.aminmax(tokens, dim=2, keepdim=True))
-        half = stored(high - low, dtype == torch.float32)
-        return ChannelRange(stored(high + low, dtype == torch.float32), half.clamp(min=NARROW))
+        upper = high.float() / 2
+        half, center = (stored(meet(upper, low, alpha=0.5), dtype == torch.float32) for meet in (torch.sub, torch.add))
+        return ChannelRange(center, half.clamp(min=NARROW))
 
     def neutral(self, like: Tensor) -> ChannelRange:
         """The range [-1, 1] in the shape of `like`."""

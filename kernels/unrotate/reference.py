@@ -1,0 +1,16 @@
+"""Keys moved along their positions by RoPE, and back to where they were before it."""
+
+import torch
+from torch import Tensor
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [rows, heads, n, D]` moved forward by the positions of `cos` and `sin`; back with `-sin`."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `operation.unrotated`."""
+    return rotated(keys.float(), cos, -sin)
