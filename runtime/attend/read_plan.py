@@ -31,12 +31,12 @@ class ReadableRows(Protocol):
         """Where the pages begin that a query behind `length` tokens of a row may read: those before lie behind a sliding window."""
         ...
 
-    def held(self, row: int, length: int) -> list[int]:
-        """Slots in use of each tier when `row` holds `length` tokens."""
+    def held_before(self, forward: Forward) -> list[list[int]]:
+        """Slots in use of each tier, for every row, before a forward."""
         ...
 
     def exact(self, row: int, length: int) -> int:
-        """Slots in use of the exact window then."""
+        """Slots in use of the exact window when `row` holds `length` tokens."""
         ...
 
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
@@ -154,8 +154,8 @@ class _Planner:
     def __init__(self, state: ReadableRows, forward: Forward, asked: ReadRequest) -> None:
         self.state, self.forward, self.asked = state, forward, asked
         self.before = [forward.before[row] for row in asked.rows]
-        counts = [state.held(row, length) for row, length in zip(asked.rows, self.before, strict=True)]
-        self.counts = list(zip(*counts, strict=True))  # of each tier, by row
+        held = state.held_before(forward)
+        self.counts = list(zip(*(held[row] for row in asked.rows), strict=True))  # of each tier, by row
         exact = {state.exact(row, length) for row, length in zip(asked.rows, self.before, strict=True)}
         # Without masks only one query each, and only where shapes are not a whole block's.
         single = len(asked.queries) == 1 and asked.sliding is None and forward.graph_inputs is None
@@ -234,6 +234,7 @@ class _Planner:
         rows, state = self.asked.rows, self.state
 
         def used(step: Forward) -> list[int]:
-            return [state.held(row, step.before[row])[tier] for row in rows]
+            held = state.held_before(step)
+            return [held[row][tier] for row in rows]
 
         return self.forward.tensor(f"slots of tier {tier} of {rows}, {dtype}", used, self.asked.device, dtype)

@@ -75,9 +75,9 @@ class OrderedSequenceState(SequenceState):
         shape = self.first_page(length), -(-packed // page), -(-keys // page), keys > packed, length == packed
         return _Row(page, packed, [-(-encoded // page)], shape)
 
-    def held(self, row: int, length: int) -> list[int]:
-        """The same, as slots of the only tier."""
-        return [self._at(length).packed]
+    def held_before(self, forward: Forward) -> list[list[int]]:
+        """The same for every row, as slots of the only tier."""
+        return [[self._at(length).packed] for length in forward.before]
 
     def exact(self, row: int, length: int) -> int:
         """Tokens in the window of values."""

@@ -186,6 +186,10 @@ class SequenceState(ABC):
     def pages_of(self, row: int, length: int) -> list[int]:
         """How many pages of each table `row` has once it holds `length` tokens."""
 
+    def pages_behind(self, forward: Forward) -> list[list[int]]:
+        """How many pages of each table every row has once the forward is stored."""
+        return [self.pages_of(row, length) for row, length in enumerate(forward.after)]
+
     def first_page(self, length: int) -> int:
         """Pages before this one may be gone then."""
         return 0
@@ -200,8 +204,7 @@ class SequenceState(ABC):
         if self.sliding is not None or any(table.shares for table in self.tables):
             return True
         held = zip(*(map(len, table.rows) for table in self.tables), strict=True)
-        needed = (self.pages_of(row, length) for row, length in enumerate(forward.after))
-        return any(map(ne, map(list, held), needed))
+        return any(map(ne, map(list, held), self.pages_behind(forward)))
 
     @abstractmethod
     def reserve(self, forward: Forward) -> None:

@@ -61,8 +61,8 @@ class BudgetStep(NamedTuple):
             ]
 
         def below_at(part: int, step: Forward) -> list[int]:
-            held = (sequences.held(row, step.before[row])[1] for row in contested)
-            return [sequences.tables[1].location(row, count)[part] for row, count in zip(contested, held, strict=True)]
+            held = sequences.held_before(step)
+            return [sequences.tables[1].location(row, held[row][1])[part] for row in contested]
 
         below = None
         if contested and demotes:

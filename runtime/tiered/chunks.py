@@ -140,7 +140,7 @@ class ChunkStore(TieredStore):
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: steps whose chunk goes on in every row."""
         assert self.windows is not None
-        ends = [[self.sequences.exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after)]
+        ends = [[row.exact for row in of_rows] for of_rows in self.sequences.slots(forward)]
         slots = self.windows[0].tokens.shape[2]
         if any(after <= before for before, after in zip(*ends, strict=True)):
             return None
@@ -166,9 +166,7 @@ class ChunkStore(TieredStore):
 
     def _changes(self, forward: Forward, device: torch.device) -> "_Changes":
         """See `_Changes`."""
-        exact, left = (
-            [self.sequences.exact(row, n) for row, n in enumerate(of)] for of in (forward.before, forward.after)
-        )
+        exact, left = ([row.exact for row in of_rows] for of_rows in self.sequences.slots(forward))
         step = forward.width == 1 and forward.columns is None
         going_on = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if step and other > one]
         others = [[row for row in rows if row not in going_on] for rows in self.sequences.equal_length_groups(forward)]
@@ -179,14 +177,15 @@ class ChunkStore(TieredStore):
             level = len(going_on) == len(exact) == exact.count(slots) and forward.graph_inputs is None
             if not level:
                 index = forward.tensor("rows that go on", lambda _: going_on, device)
-                slots = forward.tensor(
-                    "their slots",
-                    lambda step: [self.sequences.exact(row, step.before[row]) for row in going_on],
-                    device,
-                )
+                slots = forward.tensor("their slots", lambda step: self._exact_before(step, going_on), device)
         return _Changes(
             max(exact + left), max(left), len(exact), going_on, index, slots, [rows for rows in others if rows]
         )
+
+    def _exact_before(self, step: Forward, rows: list[int]) -> list[int]:
+        """Slots of the window that each of the `rows` uses before a step."""
+        before = self.sequences.slots(step)[0]
+        return [before[row].exact for row in rows]
 
     def _append(self, changes: "_Changes", keys: Tensor, values: Tensor) -> None:
         """One token each for the rows whose chunk goes on."""

@@ -64,8 +64,8 @@ class PromptBudgetStore(TieredStore):
         tier, table = self.tiers[0], self.sequences.tables[0]
 
         def at(part: int, step: Forward) -> list[int]:
-            held = (self.sequences.held(row, length)[0] for row, length in enumerate(step.before))
-            return [table.location(row, count)[part] for row, count in enumerate(held)]
+            held = self.sequences.held_before(step)
+            return [table.location(row, count)[part] for row, (count, *_) in enumerate(held)]
 
         pages, slots = (
             forward.tensor(name, partial(at, part), keys.device)

@@ -16,7 +16,7 @@ from calib.runtime.tiered.probe_rows import ProbeRows
 MOST_KNOWN = 4096  # lengths whose slots are remembered
 
 
-class _Row(NamedTuple):
+class RowSlots(NamedTuple):
     """What follows from the lengths of a row and of its prompt: slots in use of the stored tiers and of the exact window, and slots
     and pages of every table."""
 
@@ -45,7 +45,7 @@ class TieredSequenceState(SequenceState):
         self.sinks = tiering.exact_sinks
         self.first = tiering.slots_from
         self.probe_rows = ProbeRows()
-        self._known: dict[tuple[int, int], _Row] = {}
+        self._known: dict[tuple[int, int], RowSlots] = {}
         super().__init__(layers, sliding, [*page_tokens, 1] if row_params else page_tokens)
 
     @property
@@ -66,8 +66,22 @@ class TieredSequenceState(SequenceState):
         """Slots in use of the exact window then."""
         return self._at(row, length).exact
 
-    def _at(self, row: int, length: int) -> "_Row":
-        """See `_Row`; remembered, because rows of one length and consecutive steps ask again."""
+    def slots(self, forward: Forward) -> tuple[list[RowSlots], list[RowSlots]]:
+        """Of every row before and behind a forward that pages are reserved for; worked out once."""
+        found: tuple[list[RowSlots], list[RowSlots]] | None = forward.readings.get(RowSlots)
+        if found is None:
+            of_rows = (
+                [self._at(row, n) for row, n in enumerate(lengths)] for lengths in (forward.before, forward.after)
+            )
+            found = forward.readings[RowSlots] = (next(of_rows), next(of_rows))
+        return found
+
+    def held_before(self, forward: Forward) -> list[list[int]]:
+        """See `ReadableRows`."""
+        return [row.held for row in self.slots(forward)[0]]
+
+    def _at(self, row: int, length: int) -> RowSlots:
+        """See `RowSlots`; remembered, because rows of one length and consecutive steps ask again."""
         key = (length, self.prompts[row] if self.prompts else 0)
         found = self._known.get(key)
         if found is None:
@@ -76,20 +90,21 @@ class TieredSequenceState(SequenceState):
             found = self._known[key] = self._row_of(*key)
         return found
 
-    def _row_of(self, length: int, prompt: int) -> "_Row":
+    def _row_of(self, length: int, prompt: int) -> RowSlots:
         before = self._known.get((length - 1, prompt))
         if before is not None and not self.tiering.changes(length, prompt):
-            return before._replace(exact=before.exact + 1)
+            return RowSlots(before.held, before.exact + 1, before.filled, before.pages)
         held = self.tiering.held(length, prompt)[: self.stored]
         filled = held if self.row_params is None else [*held, int(sum(held) > 0)]
         pages = [-(-slots // table.page_tokens) for slots, table in zip(filled, self.tables, strict=True)]
-        return _Row(held, self.tiering.exact(length, prompt), filled, pages)
+        return RowSlots(held, self.tiering.exact(length, prompt), filled, pages)
 
     def most_exact(self, forward: Forward, rows: range) -> int:
         """Slots of the window that any of the `rows` uses."""
         key = ("most exact", rows)
         if key not in forward.readings:  # the same for every layer
-            forward.readings[key] = max(self.exact(row, forward.before[row]) for row in rows)
+            before = self.slots(forward)[0]
+            forward.readings[key] = max(before[row].exact for row in rows)
         found: int = forward.readings[key]
         return found
 
@@ -103,9 +118,12 @@ class TieredSequenceState(SequenceState):
 
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
         """See `ReadableRows`: sinks, then the newest."""
-        away = forward.tensor(
-            f"encoded of {rows}", lambda step: [self.encoded(row, step.before[row]) for row in rows], device
-        )
+
+        def encoded(step: Forward) -> list[int]:
+            before = self.slots(step)[0]
+            return [step.before[row] - before[row].exact for row in rows]
+
+        away = forward.tensor(f"encoded of {rows}", encoded, device)
         slot = torch.arange(slots, device=device)
         return slot + away[:, None] * (slot >= self.sinks)
 
@@ -124,7 +142,7 @@ class TieredSequenceState(SequenceState):
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
         versions = tuple([table.version for table in self.tables])
-        return versions, tuple([tuple(self.pages_of(row, length)) for row, length in enumerate(forward.before)])
+        return versions, tuple([tuple(row.pages) for row in self.slots(forward)[0]])
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""
@@ -134,8 +152,8 @@ class TieredSequenceState(SequenceState):
             if count and not before:
                 self.prompts[row] = count
         held = [
-            list(zip(self._at(row, before).filled, self._at(row, after).filled, strict=True))
-            for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
+            list(zip(before.filled, after.filled, strict=True))
+            for before, after in zip(*self.slots(forward), strict=True)
         ]
         forward.copies = []
         for tier, table in enumerate(self.tables):
@@ -168,6 +186,10 @@ class TieredSequenceState(SequenceState):
     def pages_of(self, row: int, length: int) -> list[int]:
         """What its slots take."""
         return self._at(row, length).pages
+
+    def pages_behind(self, forward: Forward) -> list[list[int]]:
+        """Of every row once the forward is stored."""
+        return [row.pages for row in self.slots(forward)[1]]
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Also the prompts."""

@@ -63,7 +63,8 @@ class TieredTokens(LayerTokens):
         """So many that their biases by the rows' parameters stay small."""
         if not any(tier.row_params is not None for tier in self.tiers):
             return columns
-        longest = max(sum(self.state.held(row, self.forward.before[row])) for row in self.rows)
+        held = self.state.held_before(self.forward)
+        longest = max(sum(held[row]) for row in self.rows)
         return min(columns, max(1, LISTED_LOGITS // max(1, len(self.rows) * heads * longest)))
 
     def spans(

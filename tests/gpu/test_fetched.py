@@ -13,7 +13,7 @@ from calib.kernels.host_gather.operation import exchange
 from calib.kernels.probability_mass import reference as mass_reference
 from calib.kernels.probability_mass.operation import ScoredTokens, mass_by_position
 from calib.kernels.top_k import reference as top_k_reference
-from calib.kernels.top_k.operation import top_k
+from calib.kernels.top_k.operation import divided, top_k
 from calib.runtime.paging.pinned_kv import host_zeros
 
 host_gather = operation("host_gather", "host_gather")
@@ -29,6 +29,17 @@ def test_top_k(device, times, count, k):
     assert torch.equal(
         top_k(*moved((scores,), device), k, ends.to(device)).cpu(), top_k_reference.top_k(scores, k, ends)
     )
+
+
+@pytest.mark.parametrize("counts", [(60, 40), (100, 0), (0, 20), (20, 50, 30)], ids=str)
+def test_scores_in_parts(device, times, counts):
+    """Tiers of a prompt, among many equals: whole and of a part of a larger tensor."""
+    scores = (torch.randn(2, 3, 100 * times + 7) * 4).round()[..., 7:]
+    counts = [count * times for count in counts]
+    for form in (scores, scores.contiguous()):
+        found = divided(form.to(device), counts)
+        for mine, other in zip(found, top_k_reference.divided(scores, counts), strict=True):
+            assert torch.equal(mine.cpu(), other)
 
 
 def chosen_of(n: int, reach: int, seed: int) -> torch.Tensor:

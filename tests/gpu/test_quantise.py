@@ -8,6 +8,7 @@ from gpu.moved import moved
 from benchmarks.gpu.inputs import tokens
 from calib.kernels.quantise.operation import encode_fixed, encode_uniform
 from calib.kernels.quantise.prologue import Prologue
+from calib.kernels.unrotate.operation import unrotated
 from calib.runtime.stages.codec.encoded import encoded
 
 CPU = torch.device("cpu")
@@ -39,8 +40,18 @@ def test_calibrated_ranges_of_tokens_in_another_order(device, times, dtype, bits
     x = tokens(2, 2, 48 * times + 3, 128, 1, CPU, dtype)
     low, high = x.float().amin(2, keepdim=True), x.float().amax(2, keepdim=True)
     order = torch.rand(x.shape[:3]).argsort(-1)[..., : 32 * times]
-    prologue = Prologue(order, ((high + low) / 2).half(), ((high - low) / 2).half())
+    half = ((high - low) / 2).half()
+    half[:, 0, :, ::9] = 0.0  # divided by 1
+    prologue = Prologue(order, ((high + low) / 2).half(), half)
     found, expected = both(monkeypatch, device, lambda x, prologue: encode_fixed(x, bits, 1.0, prologue), x, prologue)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("dim", "half"), [(128, 64), (80, 40), (96, 12)])
+def test_keys_before_rope(device, times, dim, half, dtype, monkeypatch):
+    keys, angles = tokens(2, 3, 40 * times + 1, dim, 1, CPU, dtype), torch.rand(40 * times + 1, half) * 6.3
+    found, expected = both(monkeypatch, device, unrotated, keys, angles.cos(), angles.sin())
     assert torch.equal(found, expected)
 
 

@@ -67,7 +67,7 @@ def test_the_binder_tells_variants_apart():
 from calib.kernels.top_k.triton import largest
 for k in (1, 5, 32):
     for scores in (torch.zeros(1, 1, 64), torch.zeros(65)[1:].view(1, 1, 64)):
-        largest[(1,)](scores, None, scores, 64, 64, 1, 64, k, TILE=512)
+        largest[(1,)](scores, None, scores, None, 64, 64, 1, 64, k, TILE=512)
 """
     assert variants(script) == {"largest": 6}
 

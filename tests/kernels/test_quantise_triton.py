@@ -147,9 +147,15 @@ def prologues(rows: int, heads: int, length: int, channels: int) -> dict[str, Pr
         "range": Prologue(center=center, half=half.expand(rows, heads, 1, channels)),
         "half range, in order": Prologue(order[..., ::2], center.half(), half.half()),
         "scale": Prologue(half=half),
+        "scale, in part 0": Prologue(half=half.masked_fill(half < 0.6, 0.0)),
         "balance": Prologue(balance=half.bfloat16()),
         "order": Prologue(order=order),
     }
+
+
+def test_a_scale_of_0_divides_by_1():
+    x, half = tokens((1, 1, 4, 6), torch.float16), torch.tensor([2.0, 0.0, 0.5, 0.0, 4.0, 1.0]).view(1, 1, 6)
+    assert torch.equal(Prologue(half=half).forward(x), x.float() / torch.tensor([2.0, 1.0, 0.5, 1.0, 4.0, 1.0]))
 
 
 @pytest.mark.parametrize("name", prologues(2, 2, 32, 80))
