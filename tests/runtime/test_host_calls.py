@@ -22,7 +22,7 @@ MOST = {"kivi": 146, "rtn": 168, "klt": 154, "zipcache": 194}
 OPTIONS = {"kivi": {"bits": 2, "residual": 128}, "rtn": {"bits": 4}, "klt": {"bits": 2.0}, "zipcache": {}}
 
 # The same in a whole replayed step, however many layers there are.
-MOST_REPLAYED = {"kivi": 147, "rtn": 126, "zipcache": 152, "gear": 124, "mikv": 151, "h2o": 109}
+MOST_REPLAYED = {"kivi": 142, "rtn": 121, "zipcache": 120, "gear": 95, "mikv": 120, "h2o": 95}
 
 
 def own_calls(work) -> int:
