@@ -37,7 +37,7 @@ def caches(model: PreTrainedModel, artifact: Artifact) -> dict[str, Cache]:
         "kivi-2": compress(model, "kivi", bits=2),
         "zipcache-60": compress(model, "zipcache", ratio=0.6),
         "klt-2": compress(model, "klt", artifact=artifact, bits=2, size=False, predict=False),
-        "klt-2-predicted": compress(model, "klt", artifact=artifact, bits=2),
+        "klt-2-trellis": compress(model, "klt", artifact=artifact, bits=2),
     }
     if "keys.dictionary" in artifact.tensors:
         csr = {"sparsity": 6, "pursuit": "orthogonal", "coefficients": 4}

@@ -42,12 +42,13 @@ PAIRS = {
     "klt again / klt (A/A)": ("klt again", "klt"),
     "after / kivi": ("after", "kivi"),
 }
-PREDICTED = {"size": True, "predict": True}
+PREDICTED = {"size": True, "predict": True, "trellis": False}
 PLAIN = " in plain torch"  # at an entry's end
 TRELLIS_ENTRIES: Entries = {
     "klt": ("klt", ALONE),
     "predicted": ("klt", PREDICTED),
     "predicted again": ("klt", PREDICTED),
+    f"predicted{PLAIN}": ("klt", PREDICTED),
     "trellis": ("klt", {**PREDICTED, "trellis": True}),
     f"trellis{PLAIN}": ("klt", {**PREDICTED, "trellis": True}),
 }
@@ -55,7 +56,9 @@ TRELLIS_PAIRS = {
     "predicted / klt": ("predicted", "klt"),
     "predicted again / predicted (A/A)": ("predicted again", "predicted"),
     "trellis / predicted": ("trellis", "predicted"),
+    "trellis / klt": ("trellis", "klt"),
     f"trellis{PLAIN} / predicted": (f"trellis{PLAIN}", "predicted"),
+    f"trellis{PLAIN} / predicted{PLAIN}": (f"trellis{PLAIN}", f"predicted{PLAIN}"),
 }
 
 

@@ -25,7 +25,7 @@ RESULTS = HERE / "results"
 TABLES = HERE.parent / "docs" / "results" / "klt"
 FOLDER = Path("runs/klt_mismatch")
 LENGTH, SEQUENCES = 512, 48  # of configs/tiny.yaml
-PLAIN, PREDICTED = {"size": False, "predict": False}, {"size": True, "predict": True}
+PLAIN, PREDICTED = {"size": False, "predict": False}, {"size": True, "predict": True, "trellis": False}
 ROWS: dict[str, dict[str, dict[str, Any]]] = {  # by what is compared, and by name
     "rope": {
         f"{bits} {rope}": {"bits": bits, "rope": rope, **PLAIN} for rope in ("before", "after") for bits in (2, 1)

@@ -73,7 +73,7 @@ PICTURES = (
         "smollm2",
         "agreement on Wikipedia",
         {
-            "klt": ["klt-1-predicted", "klt-1.5-predicted", "klt-2-predicted", "klt-3-predicted"],
+            "klt": ["klt-1-trellis", "klt-1.5-trellis", "klt-2-trellis", "klt-3-trellis"],
             "klt, components alone": ["klt-1", "klt-1.5", "klt-2", "klt-3"],
             "KIVI": ["kivi-2", "kivi-3", "kivi-4"],
             "TurboQuant": ["turboquant-2", "turboquant-3", "turboquant-4"],
@@ -88,7 +88,7 @@ PICTURES = (
             "oscar-2": "OSCAR, 2 bits",
             "csr-6-int4": "CSR-6, 4-bit coefficients",
         },
-        (3e-3, 1.0),
+        (2e-3, 1.0),
     ),
 )
 COLOURS = ("#0b6e4f", "#b23a48", "#6a4c93", "#b06000", "#1f5fa8")

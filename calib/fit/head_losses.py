@@ -59,11 +59,13 @@ def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> t
     chosen = torch.linspace(0, len(tokens) - 1, min(len(tokens), SEQUENCES)).round().long()
     tokens = tokens[chosen].to(entry_device(model))
     prefix = tokens.shape[1] - said_of(tokens.shape[1])
-    coding = Klt(bits=BITS).coding(artifact)
+    # Factors are of errors in general, and uniform levels are encoded sooner.
+    coding = Klt(bits=BITS, trellis=False).coding(artifact)
     budgets = allocator(artifact, coding)
     predicted = budgets.at_bits(bits := max(BITS, budgets.least_bits)).errors
     losses = torch.full((len(tokens), len(ROLES), budgets.layers, budgets.heads), torch.nan, dtype=torch.float64)
-    options = {"bits": bits, "rope": coding.rope, "size": coding.size, "predict": coding.predict, "window": 0}
+    forms = {"rope": coding.rope, "size": coding.size, "predict": coding.predict, "trellis": coding.trellis}
+    options = {"bits": bits, **forms, "window": 0}
     outputs = LayerOutputs(model)
     with compress(model, "klt", artifact=artifact, **options) as coded:
         for sequence, row in enumerate(tokens):

@@ -75,7 +75,8 @@ class Klt(Method):
             less error with it at this budget; not with `loss`, which the fit measured without.
         predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`. None: where
             tokens have sizes, and the artifact has the rest.
-        trellis: whether levels are trellis-coded: at the same bits, narrower steps, and a search of codes.
+        trellis: whether levels are trellis-coded: at the same bits, narrower steps, and a search of codes. None: where values are
+            predicted from keys.
         tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
             RoPE every token's position is stored as well, 32 bits a head.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".
@@ -97,7 +98,7 @@ class Klt(Method):
     rope: str | None = None
     size: bool | None = None
     predict: bool | None = None
-    trellis: bool = False
+    trellis: bool | None = None
     tiers: Sequence[tuple[float, float]] | None = None
     probes: str = "random+recent"
     probe_share: float = 0.1
@@ -125,10 +126,9 @@ class Klt(Method):
             )
         if self.rope is not None:
             check_choice("rope", self.rope, ROPE)
-        for name in ("size", "predict"):
+        for name in ("size", "predict", "trellis"):
             if getattr(self, name) is not None:
                 check_flag(name, getattr(self, name))
-        check_flag("trellis", self.trellis)
         if self.predict and self.size is False:
             raise ValueError(
                 "predict=True with size=False: what keys leave of values was measured with sizes; leave size out"
@@ -181,7 +181,7 @@ class Klt(Method):
             if coding.size:
                 words += 2 * size_words(heads)
                 tables += 4 * (keys + values)  # weights that tell a token's size
-            if self.trellis:
+            if coding.trellis:
                 tables += 4 * (keys + values)  # what errors count along a path
             if coding.predict:
                 tables += 2 * keys * channels + 4 * channels
@@ -215,7 +215,8 @@ class Klt(Method):
                 "leave it out"
             )
         predict = artifact.has(f"{PREDICTED}.errors") if self.predict is None else self.predict
-        plain, sized = Coding(rope, trellis=self.trellis), Coding(rope, True, predict, self.trellis)
+        plain = Coding(rope, trellis=bool(self.trellis))
+        sized = Coding(rope, True, predict, predict if self.trellis is None else self.trellis)
         if self.size or self.predict:
             return sized
         streams = (stream for both in SIZED.items() for stream in both)

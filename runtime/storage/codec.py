@@ -155,7 +155,7 @@ class Codec:
                 each head as in a cache. None: "storage" where it can be had.
             entropy: codes of the profile "storage" go through an entropy coder: the same chunk of fewer bytes, whose number is
                 known when they are made. Needs the package constriction, and goes with no `fixed_size`.
-            trellis: whether levels are trellis-coded (`klt`), in the profile "heads": less error at the same bits.
+            trellis: whether levels are trellis-coded (`klt`), in the profile "heads": less error at the same bits, and more time.
 
         Raises:
             ArtifactError: the artifact cannot be read, or lacks a tensor.

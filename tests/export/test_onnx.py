@@ -82,7 +82,7 @@ COMPONENTS = {
     "components": PLAIN,
     "components after RoPE": {"rope": "after"},
     "sizes": {"size": True, "predict": False},
-    "sizes and predictions": {"size": True, "predict": True},
+    "sizes and predictions": {"size": True, "predict": True, "trellis": False},
     "a trellis": {**PLAIN, "trellis": True},
     "a trellis, 5 bits": {**PLAIN, "trellis": True, "bits": 5},
     "all three": {"size": True, "predict": True, "trellis": True},

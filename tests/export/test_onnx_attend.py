@@ -48,10 +48,10 @@ CASES = {
     "gear paper": ("gear", {"variant": "paper"}),
     "gear calibrated": ("gear", CALIBRATED),
     "gear on kivi": ("gear", {"backbone": "kivi", "group": 16, "block": 32}),
-    "klt": ("klt", {"size": True, "predict": True}),
+    "klt": ("klt", {"size": True, "predict": True, "trellis": False}),
     "klt after RoPE": ("klt", {"rope": "after"}),
     "klt with a trellis": ("klt", {"size": True, "predict": True, "trellis": True}),
-    "klt in tiers": ("klt", {"size": True, "predict": True, "tiers": [[4, 0.3], [2, 0.7]]}),
+    "klt in tiers": ("klt", {"size": True, "predict": True, "trellis": False, "tiers": [[4, 0.3], [2, 0.7]]}),
     "zipcache corrected": (
         "zipcache",
         {**CALIBRATED, "corrections": {"outliers": 0.02, "rank": 2, "residual_bits": 2}},

@@ -94,14 +94,15 @@ def sized_codes(rows, steps, deviation, words, head, x):
 @pytest.mark.parametrize("predict", [False, True])
 def test_sizes_and_predictions_hold_what_the_formulas_say(model, artifact, predict):
     """y / s in codes, s the nearest half octave; of values what M times the decoded key before RoPE leaves."""
-    cache = compress(model, "klt", artifact=artifact, bits=2.5, size=True, predict=predict, window=0, block=10, sinks=3)
+    coded = {"bits": 2.5, "size": True, "predict": predict, "trellis": False}
+    cache = compress(model, "klt", artifact=artifact, **coded, window=0, block=10, sinks=3)
     cache.release()
     tokens = Tokens.random(model, 203, seed=1)
     for token in range(0, 203, 17):
         tokens.keys[..., token, :] *= 5  # some tokens are much longer than others
         tokens.values[..., token, :] *= 4
     feed(cache, [tokens])
-    allocation = Klt(bits=2.5, size=True, predict=predict).allocations(artifact)[0]
+    allocation = Klt(**coded).allocations(artifact)[0]
     positions = torch.arange(3, 203, dtype=torch.float64)[:, None]
     for number, layer in enumerate(cache.compressed):
         frequencies = layer.store.context.rotation.frequencies
@@ -196,7 +197,7 @@ def test_what_a_trellis_leaves_of_an_error(bits, step):
 @pytest.mark.parametrize("bits", [0.75, 2, 4])
 def test_a_budget_is_what_a_token_takes(model, artifact, bits):
     sized = {"size": True, "predict": True}
-    for coding in ({}, {"size": True}, sized, {"trellis": True}, {**sized, "trellis": True}):
+    for coding in ({"size": False}, {"size": True, "predict": False}, {**sized, "trellis": False}, {"trellis": True}, sized):
         cache = compress(model, "klt", artifact=artifact, bits=bits, **coding)
         cache.release()
         feed(cache, [Tokens.random(model, 150, seed=2)])
@@ -205,7 +206,12 @@ def test_a_budget_is_what_a_token_takes(model, artifact, bits):
 
 @pytest.mark.parametrize(
     "coding",
-    [{}, {"size": True}, {"size": True, "predict": True}, {"size": True, "predict": True, "trellis": True}],
+    [
+        {"size": False},
+        {"size": True, "predict": False},
+        {"size": True, "predict": True, "trellis": False},
+        {"size": True, "predict": True, "trellis": True},
+    ],
     ids=str,
 )
 def test_a_budget_in_bytes_holds_and_is_used(model, artifact, coding):
@@ -382,11 +388,17 @@ def test_sizes_and_predictions_are_used_where_they_lower_the_predicted_error(art
             tensors[name] = 0.65 * tensors[name]
     known = Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
     coding = Klt(**options).coding(known)
-    assert (coding.size, coding.predict) == form and not coding.trellis
+    # Levels are trellis-coded where values are predicted.
+    assert (coding.size, coding.predict, coding.trellis) == (*form, form[1])
+    uniform = Klt(trellis=False, **options).coding(known)
+    assert not uniform.trellis and Klt(trellis=True, **{"loss": None, **options, "loss": None}).coding(known).trellis
 
 
 def test_of_random_tokens_sizes_raise_the_predicted_error(artifact):
-    assert Klt(bits=4).coding(artifact) == Coding("before")
+    """By more than a trellis lowers it at few bits, and by less at many."""
+    assert Klt(bits=4, trellis=False).coding(artifact) == Coding("before")
+    assert Klt(bits=4).coding(artifact) == Coding("before", True, True, True)
+    assert Klt(bits=1).coding(artifact) == Coding("before")
 
 
 def test_components_are_before_rope_where_the_artifact_has_such(model, artifact):

@@ -16,7 +16,11 @@ from calib.runtime.storage import BlobError, Header
 
 pytestmark = pytest.mark.arithmetic
 
-UNIFORM = [{"size": False, "predict": False}, {"size": True, "predict": False}, {"size": True, "predict": True}]
+UNIFORM = [
+    {"size": False, "predict": False, "trellis": False},
+    {"size": True, "predict": False, "trellis": False},
+    {"size": True, "predict": True, "trellis": False},
+]
 FORMS = [*UNIFORM, {"size": False, "trellis": True}, {"size": True, "predict": True, "trellis": True}]
 BITS = 2.5
 
@@ -297,7 +301,7 @@ def test_positions_turn_keys_as_the_model_does(name):
     chunk = chunk_of(model, 30)
     blob = codec.encode(chunk, 11)
     assert torch.equal(blob, of_artifact(artifact, size=True, rotation=rotation).encode(chunk, 11))
-    klt = Klt(bits=BITS, size=True, predict=True)
+    klt = Klt(bits=BITS, size=True, predict=True, trellis=False)
     wanted, off = decoded(blob.numpy().tobytes(), artifact, klt, rotation.frequencies, 11, chunk)
     assert off < 1.05
     found = codec.decode(blob).double().reshape(wanted.shape)

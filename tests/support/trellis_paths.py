@@ -11,13 +11,13 @@ from itertools import product
 import numpy as np
 
 
-def level(u: Sequence[int], n: int, f: int, bits: int) -> float:
-    """y^ of component n of a path u."""
+def level(u: Sequence, n: int, f: np.ndarray | int, bits: int) -> np.ndarray | float:
+    """y^ of component n of a path u, or of many: entries of u and f are whole numbers, or arrays of them."""
 
-    def before(back: int) -> int:
-        return int(u[n - back]) if n >= back else 0
+    def before(back: int) -> np.ndarray | int:
+        return u[n - back] if n >= back else 0
 
-    index = 4 * f + 2 * (int(u[n]) ^ before(1) ^ before(3)) + before(2)
+    index = 4 * f + 2 * (u[n] ^ before(1) ^ before(3)) + before(2)
     return (index + 0.5) * 2.0**-bits - 1
 
 
@@ -26,16 +26,14 @@ def trellis_components(words: np.ndarray, widths: tuple[int, ...], counts: tuple
     word holds is NaN."""
     most, unsigned = max(counts), words[..., 0, :, :].view(np.uint16).astype(np.int64)
     found = np.full((*unsigned.shape[:-2], len(counts), unsigned.shape[-2], len(widths) * most), np.nan)
-    for token in np.ndindex(*unsigned.shape[:-1]):
-        for head, count in enumerate(counts):
-            u, number = [], 0
-            for word in range(count):
-                bits = int(unsigned[(*token, sum(counts[:head]) + word)])
-                for plane, width in enumerate(widths):
-                    code = bits >> sum(widths[:plane]) & 2**width - 1
-                    u.append(code & 1)
-                    found[(*token[:-1], head, token[-1], plane * most + word)] = level(u, number, code >> 1, width)
-                    number += 1
+    for head, count in enumerate(counts):
+        u: list[np.ndarray] = []
+        for word in range(count):
+            bits = unsigned[..., sum(counts[:head]) + word]
+            for plane, width in enumerate(widths):
+                code = bits >> sum(widths[:plane]) & 2**width - 1
+                u.append(code & 1)
+                found[..., head, :, plane * most + word] = level(u, len(u) - 1, code >> 1, width)
     return found
 
 
