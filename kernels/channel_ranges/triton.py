@@ -30,6 +30,15 @@ def least(x):
     return tl.where(unknown, float("nan"), tl.min(tl.where(x != x, float("inf"), x), 0))
 
 
+@triton.jit
+def token_at(ORDER, start, last, TOKENS: tl.constexpr):
+    """Which tokens those from `start` on are; behind the last one it is that again, which changes no extreme."""
+    token = tl.minimum(start + tl.arange(0, TOKENS), last).to(tl.int64)
+    if ORDER is not None:
+        token = tl.load(ORDER + token)
+    return token
+
+
 @triton.jit(do_not_specialize=["total", "turns"])
 def channel_extremes(
     x, ORDER, EXTREMES, total, turns, s_row, s_head, s_token, o_row, o_head,
@@ -39,17 +48,22 @@ def channel_extremes(
     part, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     x += row * s_row + head * s_head
     EXTREMES += ((row * tl.num_programs(1) + head) * tl.num_programs(0) + part) * 2 * D
+    if ORDER is not None:
+        ORDER += row * o_row + head * o_head
+    first = part * turns * TOKENS
+    last = tl.minimum(first + turns * TOKENS, total) - 1
     channel = tl.arange(0, D_UP)[None, :]
     low = tl.full([TOKENS, D_UP], float("inf"), tl.float32)
     high = tl.full([TOKENS, D_UP], float("-inf"), tl.float32)
-    for turn in range(turns):
-        # Behind the end the last token is read again, which changes no extreme.
-        token = tl.minimum((part * turns + turn) * TOKENS + tl.arange(0, TOKENS), total - 1).to(tl.int64)
-        if ORDER is not None:
-            token = tl.load(ORDER + row * o_row + head * o_head + token)
-        tile = tl.load(x + token[:, None] * s_token + channel, mask=channel < D, other=0.0).to(tl.float32)
-        low = tl.minimum(low, tile, propagate_nan=ALL)
-        high = tl.maximum(high, tile, propagate_nan=ALL)
+    token = token_at(ORDER, first, last, TOKENS)
+    ahead = token_at(ORDER, first + TOKENS, last, TOKENS)
+    tile = tl.load(x + token[:, None] * s_token + channel, mask=channel < D, other=0.0)
+    for turn in range(turns):  # tokens are asked for a turn ahead, and which they are two
+        later = tl.load(x + ahead[:, None] * s_token + channel, mask=channel < D, other=0.0)
+        ahead = token_at(ORDER, first + (turn + 2) * TOKENS, last, TOKENS)
+        low = tl.minimum(low, tile.to(tl.float32), propagate_nan=ALL)
+        high = tl.maximum(high, tile.to(tl.float32), propagate_nan=ALL)
+        tile = later
     channel = tl.arange(0, D_UP)
     tl.store(EXTREMES + channel, least(low), mask=channel < D)
     tl.store(EXTREMES + D + channel, -least(-high), mask=channel < D)

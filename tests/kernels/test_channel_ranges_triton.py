@@ -69,7 +69,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("shape", "group"), [((2, 3, 70, 128), 2), ((1, 2, 300, 80), 1), ((1, 1, 1, 64), 8), ((3, 1, 63, 6), 5)], ids=str
+    ("shape", "group"), [((2, 2, 40, 128), 2), ((1, 2, 300, 80), 1), ((1, 1, 1, 64), 8), ((3, 1, 63, 6), 5)], ids=str
 )
 def test_the_same_bits(shape, group, kind, dtype, kept):
     tokens, query = drawn(shape, dtype), drawn((shape[0], shape[1] * group, shape[2] + 1, shape[3]), dtype, 2)
@@ -80,9 +80,10 @@ def test_the_same_bits(shape, group, kind, dtype, kept):
 
 
 @pytest.mark.parametrize("width", [96, 256])
-@pytest.mark.parametrize("tokens", [1, 17, 4100])
-def test_parts_of_any_number_of_tokens(tokens, width):
+@pytest.mark.parametrize("tokens", [1, 17, 410])
+def test_parts_of_any_number_of_tokens(tokens, width, monkeypatch):
     """Turns, parts and tiles that are not full; the extremes are the last token's and the first's."""
+    monkeypatch.setattr(triton, "PROGRAMS", 9)
     x = drawn((1, 2, tokens, width), torch.bfloat16)
     x[:, 0, -1, 3:], x[:, 1, 0, 3:] = 2e4, -3e4
     order = order_of(x.shape, -(-tokens // 2))
