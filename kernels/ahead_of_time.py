@@ -29,6 +29,7 @@ NEWEST = 100
 
 OPERATIONS = (
     "attend",
+    "channel_ranges",
     "components",
     "quantise",
     "probe_saliency",

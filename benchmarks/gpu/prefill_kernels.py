@@ -1,9 +1,9 @@
 """The kernels that a prefill launches, compiled as they are launched and read in the disassembler, part by part.
 
-A part is what a program runs equally often: "once"; for `project` the turns over channels ("turn"); for row_normalisers and
-column_sums the turns over a tile that all rows see ("inside"), those where it is asked who sees what ("edge"), and what every query
-head of a group begins with ("head"); for `largest` the tiles that are counted ("count") for each digit ("digit"), and those whose
-positions are collected ("collect").
+A part is what a program runs equally often: "once"; for `project` the turns over channels and for `channel_extremes` those over its
+tokens ("turn"); for row_normalisers and column_sums the turns over a tile that all rows see ("inside"), those where it is asked who
+sees what ("edge"), and what every query head of a group begins with ("head"); for `largest` the tiles that are counted ("count")
+for each digit ("digit"), and those whose positions are collected ("collect").
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,9 +24,10 @@ ONCE, TURN, HEAD, EDGE, INSIDE = "once", "turn", "head", "edge", "inside"
 COUNT, COLLECT, DIGIT = "count", "collect", "digit"
 SCORED = ("row_normalisers", "column_sums")
 PROJECTED, SELECTED = "project", "largest"
+EXTREMES, MEASURED = "channel_extremes", "channel_numbers"
 # Of kernels with two loops that have no other inside: the shorter one, the longer one, and what is around them.
 NESTED = dict.fromkeys(SCORED, (INSIDE, EDGE, HEAD)) | {SELECTED: (COUNT, COLLECT, DIGIT)}
-INNERMOST = dict.fromkeys(NESTED, 2) | {PROJECTED: 1}  # loops without another inside
+INNERMOST = dict.fromkeys(NESTED, 2) | {PROJECTED: 1, EXTREMES: 1}  # loops without another inside
 
 
 def specialisation(launch: Launch) -> Specialisation:
@@ -109,6 +110,8 @@ def turns_of(launch: Launch) -> dict[str, int]:
     if launch["kernel"] == SELECTED:
         tiles = programs * -(-given["tokens"] // given["TILE"])
         return {ONCE: programs, DIGIT: 4 * programs, COUNT: 4 * tiles, COLLECT: tiles}
+    if launch["kernel"] == EXTREMES:
+        return {ONCE: programs, TURN: programs * given["turns"]}
     if launch["kernel"] not in SCORED:
         return {ONCE: programs}
     owned, streamed, tokens = given["OWNED"], given["STREAMED"], given["tokens"]
@@ -132,7 +135,7 @@ def turns_of(launch: Launch) -> dict[str, int]:
 
 
 def elements_of(launch: Launch) -> int:
-    """Values that a launch encodes, logits that it computes, or scores that it divides."""
+    """Values that a launch encodes or measures, logits that it computes, scores that it divides, or extremes that it joins."""
     given, grid = launch["values"], launch["grid"]
     if launch["kernel"] in SCORED:
         turns = turns_of(launch)
@@ -141,13 +144,15 @@ def elements_of(launch: Launch) -> int:
         return int(given["tokens"] * grid[0] * given["D"])
     if launch["kernel"] == SELECTED:
         return int(given["tokens"] * grid[0])
+    if launch["kernel"] == MEASURED:
+        return int(2 * (given["parts"] + given["asked"]) * prod(grid) * given["D"])
     return int(given["total"] * grid[1] * grid[2] * given["D"])
 
 
 def bytes_of_launch(launch: Launch) -> int:
-    """What it reads and writes at least: of tokens those that it encodes, of all else everything once."""
+    """What it reads and writes at least: of tokens those that it encodes or measures, of all else everything once."""
     tensors = launch["tensors"]
-    if launch["kernel"] in NESTED:
+    if launch["kernel"] in (*NESTED, MEASURED):
         return sum(tensors.values())
     given = {"X", "x", "x_1"} & tensors.keys()
     widths = {launch["types"][name] for name in given - {"x_1"}}

@@ -165,7 +165,7 @@ def fill(kernel: str, named: dict[str, Any]) -> None:
         chosen.copy_(torch.arange(k))
         if others is not None:
             others.copy_(torch.arange(k, named["tokens"]))
-    for name in ("words", "parameters", "words_1", "parameters_1", "normalisers", "UNROTATED"):
+    for name in ("words", "parameters", "words_1", "parameters_1", "normalisers", "UNROTATED", "CENTER", "NUMBERS"):
         if isinstance(named.get(name), Tensor):
             named[name].zero_()
 

@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.gpu.devices import DEVICES
 from benchmarks.gpu.page_tables import between, measured, table
 from benchmarks.gpu.prefill_cost import METHODS, TARGET_ROWS, dense
+from benchmarks.gpu.prefill_kernels import EXTREMES
 from benchmarks.gpu.sizes import REAL
 from benchmarks.gpu.targets import TARGETS
 
@@ -54,8 +55,9 @@ SAID = """
 - **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
   ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
   shared memory ({memory} clocks beside {matrix_80} of matrix products).
-- **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, those of
-  all values, and once for each stream whether its parameters fit 16 bits, which for values the former tell as well.
+- **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys and of
+  all values (`kernels/channel_ranges`), and once for each stream whether its parameters fit 16 bits, which for values the former
+  tell as well.
 - **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price; what the host works out by itself is none, and neither
   is an operation without a number to write. A codec with a kernel encodes a tier at
   once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.
@@ -165,6 +167,7 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
     text += PARTS.format(device=device) + table(parts, part_rows(run, device))
     text += OPERATIONS + table(["method", "operations", "together", "products"], operation_rows(run))
     pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
+    measured_channels = [group for group in launched["ours"] if group["kernel"].startswith(EXTREMES)]
     scored = next(group for group in launched["ours"] if group["kernel"] == "column_sums")
     return text + SAID.format(
         device=device,
@@ -181,8 +184,8 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
         encoded=sum(part["launches"] for part in zipcache["parts"] if "bits" in part["kernel"]),
         klt=sum(one["bytes"] for one in run["launched"]["klt"]["torch"].values()) / 1e6,
         project=100 * steps["klt", device]["encoding"] / steps["klt", device]["prefill"],
-        ranges=launched["torch"]["aminmax"]["launches"],
-        range_bytes=launched["torch"]["aminmax"]["bytes"] / 1e6,
+        ranges=launched["torch"]["aminmax"]["launches"] + sum(len(group["grids"]) for group in measured_channels),
+        range_bytes=(launched["torch"]["aminmax"]["bytes"] + sum(group["bytes"] for group in measured_channels)) / 1e6,
         waits=zipcache["waits"],
         waits_kivi=kivi["waits"],
         stretch=1e6 * 0.04 * zipcache["prefill"],

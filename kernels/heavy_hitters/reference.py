@@ -33,7 +33,7 @@ class MassRule:
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
         """`mass [..., tokens]`, which so many rows have `seen [..., tokens]` -> scores of the same shape; 0 where none has."""
-        return torch.where(seen > 0, mass / seen.clamp(min=1), 0) if self.mean else mass
+        return (mass / seen).masked_fill_(seen <= 0, 0) if self.mean else mass
 
 
 class BudgetSlots(NamedTuple):

@@ -6,13 +6,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from calib.kernels.to_half import NARROW
 from calib.kernels.upload import upload
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, StateError, dtype_named, named, tensor_like
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.to_device import tensors_of, to_device
 from calib.runtime.stages.transform import Measured
-from calib.runtime.stages.transform.channel import NARROW
 
 # What tokens or queries are divided by: positive, and no smaller than a number of 16 bits, as all that is measured is; a scale of 0
 # is a channel of zeros, and divides nothing.
@@ -45,12 +45,18 @@ class RowTransform:
         if self.measured is not None:
             self.dtype, self.stage = torch.float32, self._mapped(torch.Tensor.float)
 
-    def measure(self, rows: list[int], tokens: Tensor, query: Tensor) -> None:
-        """Fits the transform of `rows` to their tokens and queries, `[len(rows), heads, n, head_dim]`."""
+    def measure(self, rows: list[int], tokens: Tensor, query: Tensor, order: Tensor | None = None) -> None:
+        """Fits the transform of `rows` to their tokens `[len(rows), kv_heads, n, head_dim]`, or to those at `order [..., m]`, and
+        to their queries, `[len(rows), heads, n, head_dim]`."""
         assert self.measured is not None
-        found = self.measured.measure(tokens, query, self.dtype)
-        for own, new in zip(tensors_of(self.stage), tensors_of(found), strict=True):
-            own[row_index(rows, own.device)] = new
+        own = tensors_of(self.stage)
+        index = row_index(rows, own[0].device)
+        if isinstance(index, slice):  # a view, into which numbers are written without a copy
+            self.measured.measure(tokens, query, self.dtype, order, [tensor[index] for tensor in own])
+            return
+        found = tensors_of(self.measured.measure(tokens, query, self.dtype, order))
+        for tensor, new in zip(own, found, strict=True):
+            tensor[index] = new
 
     def permute(self, sources: Tensor) -> None:
         """Row i becomes a copy of row `sources[i]`."""

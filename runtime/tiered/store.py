@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.kernels.magnitude import largest_magnitude
 from calib.kernels.probe_saliency.operation import attention_mass
-from calib.kernels.quantise.prologue import Prologue
+from calib.kernels.to_half import HALF_MAX
 from calib.kernels.upload import upload
 from calib.runtime.attend.attend import attend, attend_observed
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
@@ -22,11 +23,9 @@ from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counts_of
-from calib.runtime.stages.magnitude import largest_magnitude
 from calib.runtime.stages.parameter_width import may_need_fp32
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.selection import Saliency
-from calib.runtime.stages.to_half import HALF_MAX
 from calib.runtime.store import Footprint, LayerContext
 from calib.runtime.tiered import stored
 from calib.runtime.tiered.forward_stats import ForwardStats
@@ -213,9 +212,8 @@ class TieredStore(ABC):
         tier, or of a whole chunk."""
         for (own, key), transform in self.transforms.items():
             if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
-                found = Prologue(order).gathered(tokens)
                 queries = self.shown.queries_of(rows) if transform.measured.needs_queries else None
-                transform.measure(rows, found, found if queries is None else queries)
+                transform.measure(rows, tokens, tokens if queries is None else queries, order)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Row i becomes a copy of row `sources[i]`."""

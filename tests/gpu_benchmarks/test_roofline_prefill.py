@@ -175,6 +175,19 @@ def test_turns_of_a_selection():
     assert bytes_of_launch(launch | {"tensors": {"scores": 24000, "chosen": 28800, "others": 19200}}) == 72000
 
 
+def test_turns_of_what_is_measured():
+    """Tokens of a tier are read once where they lie, and extremes of their parts brought together."""
+    given = {"total": 900, "turns": 8, "D": 96, "TOKENS": 32, "D_UP": 128}
+    launch = {"kernel": "channel_extremes", "grid": [4, 2, 3], "probes": None, "values": given, "types": {"x": "*bf16"}}
+    assert turns_of(launch) == {ONCE: 24, TURN: 192} and elements_of(launch) == 900 * 6 * 96
+    tensors = {"x": 5000 * 6 * 96 * 2, "ORDER": 900 * 6 * 8, "EXTREMES": 24 * 2 * 96 * 4}
+    assert bytes_of_launch(launch | {"tensors": tensors}) == 900 * 6 * (96 * 2 + 8) + 24 * 2 * 96 * 4
+    numbers = {"parts": 4, "asked": 0, "D": 96}
+    launch = {"kernel": "channel_numbers", "grid": [2, 3], "probes": None, "values": numbers}
+    assert turns_of(launch) == {ONCE: 6} and elements_of(launch) == 4 * 6 * 2 * 96
+    assert bytes_of_launch(launch | {"tensors": {"EXTREMES": 18432, "CENTER": 1152, "NUMBERS": 1152}}) == 20736
+
+
 def test_parts_of_a_listing():
     def line(text: str) -> str:
         return f"        /*0010*/                   {text} ;"
@@ -198,6 +211,7 @@ def test_parts_of_a_listing():
     looped = [line(once), *scored[7:10], line("EXIT")]
     found = parts_of("\n".join(looped), "project")
     assert {name: len(lines) for name, lines in found.items()} == {ONCE: 2, TURN: 2} and inside in found[TURN]
+    assert parts_of("\n".join(looped), "channel_extremes") == found
     for listing, kernel in ((scored, "by_planes"), (looped, "by_planes"), (looped, "column_sums"), (scored, "project")):
         with pytest.raises(ValueError, match="loops"):
             parts_of("\n".join(listing), kernel)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from calib.runtime.stages.magnitude import largest_magnitude
+from calib.kernels.magnitude import largest_magnitude
 
 pytestmark = pytest.mark.arithmetic
 

@@ -41,6 +41,8 @@ WRITTEN = {
     "score_terms": ("BIAS",),
     "mixture_terms": ("MIXED",),
     "turn_back": ("UNROTATED",),
+    "channel_extremes": ("EXTREMES",),
+    "channel_numbers": ("CENTER", "NUMBERS"),
 }
 
 

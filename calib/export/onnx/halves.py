@@ -1,9 +1,9 @@
-"""Numbers kept in 16 bits: the twin of `runtime/stages/to_half.py`."""
+"""Numbers kept in 16 bits: the twin of `kernels/to_half.py`."""
 
 import numpy as np
 
 from calib.export.onnx.graph import Value
-from calib.runtime.stages.to_half import HALF_MAX
+from calib.kernels.to_half import HALF_MAX
 
 
 def stored(x: Value, fp32_params: bool) -> Value:

@@ -10,9 +10,9 @@ from calib.export.onnx.graph import Value
 from calib.export.onnx.halves import kept_dtype, stored
 from calib.export.onnx.shape import Field, Fields, Shape
 from calib.kernels.low_rank.reference import NARROW
+from calib.kernels.to_half import stored as stored_tensor
 from calib.runtime.stages.correction import LowRank
 from calib.runtime.stages.correction.low_rank import CHEAP_ROUNDS, ROUNDS
-from calib.runtime.stages.to_half import stored as stored_tensor
 
 TINY = float(np.finfo(np.float32).tiny)
 

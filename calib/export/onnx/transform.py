@@ -8,10 +8,9 @@ import numpy as np
 from calib.export.onnx.graph import Graph, Value
 from calib.export.onnx.halves import kept_dtype, stored
 from calib.export.onnx.shape import Field, Fields, Shape
+from calib.kernels.to_half import HALF_MAX, NARROW
 from calib.runtime.stages.contract import Transform
-from calib.runtime.stages.to_half import HALF_MAX
 from calib.runtime.stages.transform import Measured
-from calib.runtime.stages.transform.channel import NARROW
 
 # What a graph measures, by what the recipe calls it (`Measured.onnx_writer`).
 MEASURED: dict[str, tuple[str, ...]] = {

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from calib.kernels.pack.reference import bytes_per_token, pack_bytes, unpack_bytes
+from calib.kernels.to_half import stored
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.stored_values import Float8
-from calib.runtime.stages.to_half import stored
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from calib.kernels.magnitude import largest_magnitude
 from calib.kernels.outliers.page_terms import PageTerms
+from calib.kernels.to_half import HALF_MAX
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec, SamplesAtoms, Segment
 from calib.runtime.stages.correction import LowRank, Outliers
 from calib.runtime.stages.correction.outliers import Found
-from calib.runtime.stages.magnitude import largest_magnitude
-from calib.runtime.stages.to_half import HALF_MAX
 
 OUTLIERS, LOW_RANK, RESIDUAL = "outliers.", "low_rank.", "residual."
 COEFFICIENTS = LOW_RANK + "coefficients"

@@ -13,12 +13,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from calib.kernels.to_half import HALF_MAX, stored
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.codebook import Codebook
 from calib.runtime.stages.contract import Codec, Segment
 from calib.runtime.stages.exact_sums import whole_numbers
-from calib.runtime.stages.to_half import HALF_MAX, stored
 
 ROUNDS = 1000  # of Lloyd's iteration, at most: it ends where a round moves no entry by more than TOLERANCE
 TOLERANCE = 1e-8

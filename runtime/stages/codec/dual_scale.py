@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from calib.kernels.to_half import stored
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec, Segment
 from calib.runtime.stages.equal_variance import LEAST_SCALE, MOST_SIDE, row_scales
-from calib.runtime.stages.to_half import stored
 
 MOST_ROUNDS = 1000
 

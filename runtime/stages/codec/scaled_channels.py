@@ -14,12 +14,13 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.attend.products import scaled_mix, scaled_scores
+from calib.kernels.channel_ranges.operation import measured
+from calib.kernels.magnitude import largest_magnitude
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.uniform import UniformQuant
 from calib.runtime.stages.contract import Codec, Segment
-from calib.runtime.stages.magnitude import largest_magnitude
-from calib.runtime.stages.transform.measured import Over, root_of_largest
+from calib.runtime.stages.transform.measured import Over
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,7 @@ class ScaledChannels(Codec):
         `[..., n, W]`, parameters `[..., n, 2]`, scales `[..., 1, D]`."""
         fp32_params = self.fp32_params(x) if fp32_params is None else fp32_params
         order, x = prologue.order, replace(prologue, order=None).forward(x)
-        scales = root_of_largest(x if self.over == "chunk" else Prologue(order).gathered(x), fp32_params)
+        scales = roots(x, fp32_params, None if self.over == "chunk" else order)
         divisors = Prologue(order, half=torch.where(scales > 0, scales, 1))
         return {**self.uniform.encode(x, fp32_params, divisors), "scales": scales}
 
@@ -89,7 +90,7 @@ class ScaledChannels(Codec):
 
     def error_bound(self, x: Tensor) -> Tensor:
         """That of `UniformQuant` on x / c, times c; |x| itself where c rounds to 0."""
-        scales = root_of_largest(x.float(), self.fp32_params(x)).float()
+        scales = roots(x.float(), self.fp32_params(x)).float()
         bound = self.uniform.error_bound(x.float() / torch.where(scales > 0, scales, 1)) * scales
         return torch.where(scales > 0, bound, x.float().abs())
 
@@ -109,3 +110,8 @@ class ScaledChannels(Codec):
         """As the quantiser's, with each page's channel scales."""
         stream = self.uniform.packed(pages, channels, shared)
         return None if stream is None or "scales" not in pages else replace(stream, scales=pages["scales"])
+
+
+def roots(x: Tensor, fp32_params: bool, order: Tensor | None = None) -> Tensor:
+    """c of each channel of `x [batch, kv_heads, tokens, head_dim]`, or of those at `order`, as stored: `[..., 1, head_dim]`."""
+    return measured("root", x, torch.float32 if fp32_params else torch.float16, order)[0]

@@ -16,13 +16,13 @@ from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.matching_pursuit.operation import matching_pursuit
 from calib.kernels.matching_pursuit.reference import desparsify, orthogonal_matching_pursuit
 from calib.kernels.pack.reference import bytes_per_token, pack_bytes, unpack_bytes
+from calib.kernels.to_half import HALF_MAX
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.stored_values import Indices
 from calib.runtime.stages.codec.coefficients import Coefficients
 from calib.runtime.stages.contract import Codec, Segment
 from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.shared_table import SharedTable
-from calib.runtime.stages.to_half import HALF_MAX
 
 Index = Literal["packed", "int16"]
 MOST_ATOMS = 2**16

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calib.kernels.to_half import HALF_MAX, stored
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.codec.codebook import Codebook
 from calib.runtime.stages.contract import Codec, Segment
-from calib.runtime.stages.to_half import HALF_MAX, stored
 
 
 @dataclass(frozen=True, eq=False)

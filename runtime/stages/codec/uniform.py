@@ -18,10 +18,10 @@ from calib.kernels.pack.reference import unpack, words_per_token
 from calib.kernels.quantise.operation import encode_fixed, encode_pair, encode_uniform, encodes_in_one_pass
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 from calib.kernels.quantise.reference import dequantise, measure
+from calib.kernels.to_half import HALF_MAX
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Codec, Segment
-from calib.runtime.stages.to_half import HALF_MAX
 
 
 @dataclass(frozen=True, eq=False)

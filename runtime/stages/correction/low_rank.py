@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from calib.kernels.low_rank.reference import NARROW, low_rank_mix, low_rank_scores, power_iteration
+from calib.kernels.to_half import stored
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Segment
 from calib.runtime.stages.seeded_rng import SeededRng
-from calib.runtime.stages.to_half import stored
 
 # Rounds of the power iteration: the paper's, and what costs no more where a segment is short or a matrix narrow. Three are
 # not enough for every block of 20 tokens to come within 5 % of the least error (tests/runtime/test_gear_errors.py).

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.reference import extremes, farthest_beyond, first_beyond, in_order, sparse_product
+from calib.kernels.to_half import stored
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.stored_values import Indices
 from calib.runtime.stages.contract import Segment
-from calib.runtime.stages.to_half import stored
 
 # What is ranked: a channel's tokens in a segment, a token's channels, or a segment's whole matrix.
 LowRankTerm = Literal["tokens", "channels", "matrix"]

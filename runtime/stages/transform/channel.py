@@ -6,9 +6,8 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import ChannelMap
 from calib.kernels.quantise.prologue import Prologue
+from calib.kernels.to_half import NARROW
 from calib.runtime.stages.contract import Transform
-
-NARROW = 2.0**-24  # the least number of float16
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,17 +4,17 @@ A measured transform is a frozen recipe: `measure` turns a chunk of tokens into 
 are `[rows, kv_heads, 1, head_dim]`, and `neutral` is what a row has before it holds a chunk.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from calib.kernels.channel_ranges.operation import Kind, measured
 from calib.runtime.stages.contract import Transform
-from calib.runtime.stages.magnitude import largest_magnitude
-from calib.runtime.stages.to_half import stored
 from calib.runtime.stages.transform.balancer import Balancer
-from calib.runtime.stages.transform.channel import NARROW, ChannelRange, ChannelScale
+from calib.runtime.stages.transform.channel import ChannelRange, ChannelScale
 
 # Over the tokens of one tier, or over all of a chunk before it is split.
 Over = Literal["tier", "chunk"]
@@ -28,9 +28,16 @@ class Measured(Protocol):
         """What it is measured over: the tokens of one tier, or all of a chunk before it is split."""
         ...
 
-    def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> Transform:
-        """`tokens [rows, kv_heads, T, D]`, `query [rows, heads, n, D]` -> a transform whose numbers, `[rows, kv_heads, 1, D]`,
-        are kept in `dtype`."""
+    def measure(
+        self,
+        tokens: Tensor,
+        query: Tensor,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> Transform:
+        """`tokens [rows, kv_heads, T, D]`, or those of them at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]` -> a
+        transform whose numbers, `[rows, kv_heads, 1, D]`, are kept in `dtype`; written to `into`, where it is given."""
         ...
 
     def neutral(self, like: Tensor) -> Transform:
@@ -65,13 +72,16 @@ class MeasuredRange(Measured):
     over: Over = "tier"
     onnx_writer = "range"
 
-    def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> ChannelRange:
+    def measure(
+        self,
+        tokens: Tensor,
+        query: Tensor,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> ChannelRange:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        low, high = torch.aminmax(tokens, dim=2, keepdim=True)
-        # Halved before they meet: values near the end of the range must not overflow.
-        upper = high.float() / 2
-        half, center = (stored(meet(upper, low, alpha=0.5), dtype == torch.float32) for meet in (torch.sub, torch.add))
-        return ChannelRange(center, half.clamp(min=NARROW))
+        return ChannelRange(*measured("range", tokens, dtype, order, into=into))
 
     def neutral(self, like: Tensor) -> ChannelRange:
         """The range [-1, 1] in the shape of `like`."""
@@ -94,10 +104,17 @@ class MeasuredScale(Measured):
         """Frozen scales are never 0."""
         return "frozen scale" if self.frozen else "scale"
 
-    def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> ChannelScale:
+    def measure(
+        self,
+        tokens: Tensor,
+        query: Tensor,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> ChannelScale:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        scale = root_of_largest(tokens, dtype == torch.float32)
-        return ChannelScale(positive(scale) if self.frozen else scale)
+        kind: Kind = "positive root" if self.frozen else "root"
+        return ChannelScale(*measured(kind, tokens, dtype, order, into=into))
 
     def neutral(self, like: Tensor) -> ChannelScale:
         """1 in the shape of `like`."""
@@ -112,26 +129,17 @@ class MeasuredBalancer(Measured):
     needs_queries = True
     onnx_writer = "balancer"
 
-    def measure(self, tokens: Tensor, query: Tensor, dtype: torch.dtype) -> Balancer:
+    def measure(
+        self,
+        tokens: Tensor,
+        query: Tensor,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> Balancer:
         """From keys `tokens [rows, kv_heads, T, D]` and `query [rows, heads, n, D]`, whose groups are taken together."""
-        keys = largest_magnitude(tokens, 2).float()
-        by_head = largest_magnitude(query, 2).float()
-        queries = by_head.unflatten(1, (tokens.shape[1], -1)).amax(2)
-        balance = (queries / keys.clamp_min(torch.finfo(torch.float32).tiny)).sqrt().half().to(dtype)
-        usable = (queries > 0) & (keys > 0) & (balance > 0) & balance.isfinite()
-        return Balancer(torch.where(usable, balance, torch.ones_like(balance)))
+        return Balancer(*measured("balance", tokens, dtype, order, query, into))
 
     def neutral(self, like: Tensor) -> Balancer:
         """1 in the shape of `like`."""
         return Balancer(torch.ones_like(like))
-
-
-def root_of_largest(tokens: Tensor, fp32_params: bool) -> Tensor:
-    """sqrt(max_t |x_ti|) of each channel of `tokens [rows, kv_heads, T, D]` as it is stored: `[rows, kv_heads, 1, D]`."""
-    return stored(largest_magnitude(tokens, 2).float().sqrt(), fp32_params)
-
-
-def positive(scale: Tensor) -> Tensor:
-    """`scale [..., D]`, 0 replaced by the least positive one of its D, and by 1 where there is none."""
-    least = torch.where(scale > 0, scale, torch.inf).amin(-1, keepdim=True)
-    return torch.where(scale > 0, scale, torch.where(least.isinf(), 1, least))

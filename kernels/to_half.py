@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 HALF_MAX = torch.finfo(torch.float16).max
+NARROW = 2.0**-24  # the least number of float16
 
 
 def stored(x: Tensor, fp32_params: bool) -> Tensor:
