@@ -205,7 +205,7 @@ class Attended:
     top: Tensor
     mass: Tensor
     mixed: Tensor
-    scores: Tensor | None
+    scores: Tensor | None = None
     mixed_keys: Tensor | None = None
     ahead: Tensor | None = None
 
