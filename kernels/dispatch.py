@@ -35,8 +35,8 @@ def prefers_triton(device: torch.device) -> bool:
 
 
 class OneChoice:
-    """Within it a device that is not `known` is asked about once, in this thread: a layer's work is many operations, and reading the
-    variable for each is a tenth of what they take the host."""
+    """Within it a device that is not `known` is asked about once, in this thread: a layer's work is many operations, and reading
+    the variable for each is a tenth of what they take the host."""
 
     def __init__(self, known: dict[torch.device, bool]) -> None:
         self.known = known

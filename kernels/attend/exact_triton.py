@@ -46,7 +46,8 @@ def attend_exact(
     (rows, heads, asked, _), device = query.shape, query.device
     groups, kind, wide = tokens.groups, tokens.groups[0].values.dtype, tokens.groups[0].values.shape[3]
     out = room((rows, heads, asked, wide), device, dtype or query.dtype)
-    scores = room((rows, heads, asked, tokens.count), device) if told else None
+    count = sum([group.values.shape[2] for group in groups])
+    scores = room((rows, heads, asked, count), device) if told else None
     normaliser = room((rows, heads, asked, 1), device) if told else None
     held, mixed_rows, runs = list[Tensor | None](), list[int](), list[int]()
     for part in _few(parts):
@@ -77,7 +78,7 @@ def attend_exact(
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,
         *sources, *(None,) * (3 * no_groups), *held, *(None,) * (3 * no_parts),
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],
-        *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], sum(counts),
+        *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], count,
         *strides, *(0,) * (6 * no_groups), *mixed_rows, *(0,) * no_parts, *runs, *(0,) * no_parts,
         **constants, **exact_launch(block, wide, kind, pieces),
     )  # fmt: skip

@@ -141,7 +141,11 @@ def attend_pages(
 def _told(scores: Tensor, of_rows: tuple[int, ...], slots: int) -> dict[str, Tensor]:
     """Of one memory the scores of so many slots and of keys ahead of them, whichever there are."""
     end = slots * prod(of_rows)
-    parts = {"scores": scores[:end], "ahead": scores[end:]} if 0 < end < len(scores) else {"scores" if end else "ahead": scores}
+    parts = (
+        {"scores": scores[:end], "ahead": scores[end:]}
+        if 0 < end < len(scores)
+        else {"scores" if end else "ahead": scores}
+    )
     return {name: part.view(*of_rows, -1) for name, part in parts.items()}
 
 

@@ -9,7 +9,7 @@ from calib.kernels.attend.reference import scaled
 from calib.kernels.dispatch import prefers_triton
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupedQuery:
     """Query rows of KV heads.
 

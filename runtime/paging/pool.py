@@ -257,7 +257,8 @@ class PagePool:
             block = {name: _there(part, like) for name, part in block.items()}
         found = []
         for name, tensor in self.tensors.items():
-            part = block[name]  # mostly of the type of its field: what changes nothing takes the host as long as what does
+            part = block[name]
+            # Mostly of its field's type already: a conversion that changes nothing takes the host as long as one that does.
             found.append(Put(tensor, part if part.dtype == tensor.dtype else part.to(tensor.dtype), slots, pages=pages))
         return found
 
