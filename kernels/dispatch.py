@@ -35,12 +35,15 @@ def prefers_triton(device: torch.device) -> bool:
 
 
 class OneChoice:
-    """Within it a device is asked about once, in this thread: a layer's work is many operations, and reading the variable for each
-    is a tenth of what they take the host."""
+    """Within it a device that is not `known` is asked about once, in this thread: a layer's work is many operations, and reading
+    the variable for each is a tenth of what they take the host."""
+
+    def __init__(self, known: dict[torch.device, bool]) -> None:
+        self.known = known
 
     def __enter__(self) -> None:
         self.outer = getattr(_here, "known", None)
-        _here.known = {}
+        _here.known = self.known
 
     def __exit__(self, *_: object) -> None:
         _here.known = self.outer

@@ -112,9 +112,11 @@ class CompressedCache(Cache):
                 "this cache was released, and its model attends by itself again; make another by compress(model, ...), with "
                 "prefix=path where this one was saved"
             )
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CompressedLayer):
+            return layer.update(key_states, value_states)
         states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not isinstance(self.layers[layer_idx], CompressedLayer):
-            sliding_layer.let_go(self.layers[layer_idx])
+        sliding_layer.let_go(layer)
         return states
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -86,7 +86,7 @@ class CompressedLayer(CacheLayerMixin):
         self.steps += 1
         # Of a prompt gradients are those of plain attention. What is stored has none, and changes before they are asked for.
         refusing = (any(forward.before) or self._in_chunks(forward)) and wants_gradients(*given)
-        with OneChoice(), torch.no_grad() if refusing else _AS_IT_IS:
+        with OneChoice(forward.choices), torch.no_grad() if refusing else _AS_IT_IS:
             if forward.recorded:
                 output = self._rehearsed(forward, given, logits)
                 real = given.of_columns(slice(forward.width)) if forward.speculative else given
@@ -221,7 +221,9 @@ class CompressedLayer(CacheLayerMixin):
     @staticmethod
     def _store(store: Store, forward: Forward, given: QKV) -> None:
         # Detached: outside torch.no_grad() a stored token would keep the graph of every forward alive.
-        keys, values = (part.detach() if part.requires_grad else part for part in (given.keys, given.values))
+        keys, values = given.keys, given.values
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
         store.store(forward, keys, values)
 
     if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes

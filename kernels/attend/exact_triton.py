@@ -24,11 +24,11 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
     kind, channels = groups[0].values.dtype, max(query.shape[3], groups[-1].values.shape[3])
     if kind not in KINDS or len(groups) > GROUPS or channels > MOST_CHANNELS or not 0 < query.shape[2] <= MOST_ROWS:
         return False
-    for number, group in enumerate(groups):
-        if number and group.index is not None:
+    for group in groups:
+        if group.index is not None and group is not groups[0]:
             return False
         for part in (group.keys, group.values):
-            if part is not None and (part.dtype != kind or part.stride(3) != 1 or part.requires_grad):
+            if part is not None and (part.dtype != kind or part.stride()[3] != 1 or part.requires_grad):
                 return False
     return not query.requires_grad
 
@@ -44,8 +44,10 @@ def attend_exact(
 ) -> ExactAttention:
     """See `operation.attend_exact`. More parts than `PARTS` are joined before."""
     (rows, heads, asked, _), device = query.shape, query.device
-    out = room((rows, heads, asked, tokens.groups[0].values.shape[3]), device, dtype or query.dtype)
-    scores = room((rows, heads, asked, tokens.count), device) if told else None
+    groups, kind, wide = tokens.groups, tokens.groups[0].values.dtype, tokens.groups[0].values.shape[3]
+    out = room((rows, heads, asked, wide), device, dtype or query.dtype)
+    count = sum([group.values.shape[2] for group in groups])
+    scores = room((rows, heads, asked, count), device) if told else None
     normaliser = room((rows, heads, asked, 1), device) if told else None
     held, mixed_rows, runs = list[Tensor | None](), list[int](), list[int]()
     for part in _few(parts):
@@ -57,8 +59,7 @@ def attend_exact(
         held += part.top.contiguous(), part.mass.contiguous(), mixed
         mixed_rows.append(row)
         runs.append(part.runs)
-    groups, sources = tokens.groups, list[Tensor | None]()
-    counts, strides = list[int](), list[int]()
+    sources, counts, strides = list[Tensor | None](), list[int](), list[int]()
     for group in groups:
         sources += group.keys, group.values, None if group.scores is None else group.scores.contiguous()
         strides += (0, 0, 0) if group.keys is None else group.keys.stride()[:3]
@@ -70,24 +71,23 @@ def attend_exact(
     of_row, of_head = (0, 0) if hidden is None else strides_of(hidden)
     of_row = 0 if hidden is None or hidden.shape[0] == 1 else of_row
     block = block_of(asked, sized=True)  # a window is short: more programs read it again
-    programs = rows * heads * cdiv(asked, block)
-    pieces = pieces_of(out.shape[3], block, fills(device) // programs) if max(runs, default=1) > 1 else 0
-    kind = groups[0].values.dtype
-    constants = exact_constants(block, query.shape[3], out.shape[3], kind, softcap, pieces)
-    exact[(rows * heads, cdiv(asked, block), max(1, pieces))](
+    blocks = cdiv(asked, block)
+    pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
+    constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)
+    exact[(rows * heads, blocks, max(1, pieces))](
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,
         *sources, *(None,) * (3 * no_groups), *held, *(None,) * (3 * no_parts),
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],
-        *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], sum(counts),
+        *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], count,
         *strides, *(0,) * (6 * no_groups), *mixed_rows, *(0,) * no_parts, *runs, *(0,) * no_parts,
-        **constants, **exact_launch(block, out.shape[3], kind, pieces),
+        **constants, **exact_launch(block, wide, kind, pieces),
     )  # fmt: skip
     return ExactAttention(out, normaliser, scores)
 
 
-def _few(parts: Sequence[Attended]) -> list[Attended]:
+def _few(parts: Sequence[Attended]) -> Sequence[Attended]:
     if len(parts) <= PARTS:
-        return list(parts)
+        return parts
     softmax = RunningSoftmax()
     for part in parts[PARTS - 1 :]:
         softmax.join(part)

@@ -119,9 +119,9 @@ def attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, mixes_keys, ahead, scale,
             None if values.ranked is not None else fold, runs, terms,
         )  # fmt: skip
-    columns = triton.columns_of(keys, values, mixes_keys)
-    if fold is None and columns == (values.channels, 0, 0, 0):
+    if fold is None and found.mixed.shape[-1] == values.channels:  # nothing is mixed besides
         return found
+    columns = triton.columns_of(keys, values, mixes_keys)
     if found.runs > 1:
         return replace(found, mixed=found.mixed[..., : columns[0]])
     if fold is not None and values.ranked is None:

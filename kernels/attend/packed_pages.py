@@ -142,7 +142,7 @@ class ExactGroup:
     index: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ExactTokens:
     """Groups of exact tokens that lie apart: a window's slots and the new tokens.
 
@@ -194,7 +194,7 @@ class PageSpan:
     bias: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Attended:
     """A part of a softmax, float32: the largest score `top`, `mass` = sum exp(score - top) `[rows, kv_heads, R, 1]`, `mixed` =
     sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. Where keys'
@@ -205,7 +205,7 @@ class Attended:
     top: Tensor
     mass: Tensor
     mixed: Tensor
-    scores: Tensor | None
+    scores: Tensor | None = None
     mixed_keys: Tensor | None = None
     ahead: Tensor | None = None
 

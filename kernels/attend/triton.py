@@ -92,8 +92,8 @@ def attend_pages(
     each, device = (rows, heads, splits, asked) if splits > 1 else (rows, heads, asked), query.device
     top, mass, mixed = room((*each, 1), device), room((*each, 1), device), room((*each, wide), device)
     scored = scored or (terms is not None and terms.of_tokens)
-    widths = [slots * scored, ahead]
-    scores = room((rows * heads * asked * sum(widths),), device) if any(widths) else None
+    wanted = slots * scored + ahead
+    scores = room((rows * heads * asked * wanted,), device) if wanted else None
     attend[(splits, rows * heads, same.blocks)](
         query.contiguous(), *same.pages, span.table, span.used.contiguous(),
         constant if constant is None else constant.contiguous(),
@@ -108,7 +108,7 @@ def attend_pages(
         HAS_POSITIONS=span.positions is not None, HAS_BACK=span.back is not None, HAS_SCORES=scored,
         HAS_AHEAD=ahead > 0, PRECISE=precise,
     )  # fmt: skip
-    told = _told(scores, (rows, heads, asked), widths)
+    told = {} if scores is None else _told(scores, (rows, heads, asked), slots * scored)
     if terms is not None:
         runs_apart = (rows, heads, splits, asked)
         add_to_mixtures(
@@ -138,18 +138,20 @@ def attend_pages(
     return Attended(top, mass, mixed, **told)
 
 
-def _told(scores: Tensor | None, of_rows: tuple[int, ...], widths: list[int]) -> dict[str, Tensor | None]:
-    """Of one memory the scores of all slots and of those ahead, where there are any."""
-    if scores is None:
-        return {"scores": None}
-    parts = scores.split([width * prod(of_rows) for width in widths])
-    found = (part.view(*of_rows, width) if width else None for part, width in zip(parts, widths, strict=True))
-    return dict(zip(("scores", "ahead"), found, strict=True))
+def _told(scores: Tensor, of_rows: tuple[int, ...], slots: int) -> dict[str, Tensor]:
+    """Of one memory the scores of so many slots and of keys ahead of them, whichever there are."""
+    end = slots * prod(of_rows)
+    parts = (
+        {"scores": scores[:end], "ahead": scores[end:]}
+        if 0 < end < len(scores)
+        else {"scores" if end else "ahead": scores}
+    )
+    return {name: part.view(*of_rows, -1) for name, part in parts.items()}
 
 
 def room(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Where a kernel writes."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(*shape, dtype=dtype, device=device)  # faster than of a tuple
 
 
 def _read(stream: PackedStream) -> bool:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.current_device import launching_on
+from calib.kernels.powers import cdiv, next_power_of_2
 from calib.kernels.probability_mass.reference import ScoredTokens
 
 AT_ONCE = 4  # spans of a launch
@@ -124,9 +125,9 @@ def _launch(spans: list[tuple[ScoredTokens, Tensor]], normaliser: Tensor, scatte
         pointers = [part for span, mass in own for part in (span.scores, span.weights, _numbered(span), mass)]
         numbers = [part for span, mass in own for part in _numbers(span, mass)]
         most = max(span.scores.shape[3] for span, _ in own)
-        block = min(16, triton.next_power_of_2(asked))
-        with torch.cuda.device_of(normaliser):
-            sum_rows[(triton.cdiv(most, TOKENS), rows * heads, len(own))](
+        block = min(16, next_power_of_2(asked))
+        with launching_on(normaliser):
+            sum_rows[(cdiv(most, TOKENS), rows * heads, len(own))](
                 *pointers, *[None] * (4 * absent), normaliser, heads, asked, *normaliser.stride()[:3], *numbers,
                 *[0] * (12 * absent), SCATTERED=scattered, M=block, BN=TOKENS, num_warps=4,
             )  # fmt: skip

@@ -96,41 +96,41 @@ def supports(one: Put) -> bool:
     return (
         into.dtype == tokens.dtype
         and into.device == tokens.device
-        and (width == 1 or into.stride(3) == tokens.stride(3) == 1)
+        and (width == 1 or into.stride()[3] == tokens.stride()[3] == 1)
         and 0 < width <= WIDEST
     )
 
 
 def put_tokens(puts: Sequence[Put]) -> list[Put]:
     """What `reference.put_tokens` does, but for those that it returns: the kernel does not copy them."""
-    served = [one for one in puts if supports(one)]
-    some = [one for one in served if _count(one)]
+    some, others = list[Put](), list[Put]()
+    for one in puts:
+        if not supports(one):
+            others.append(one)
+        elif (one.tokens if one.rows is None else one.rows).shape[0]:
+            some.append(one)
     for first in range(0, len(some), AT_ONCE):
         _launch(some[first : first + AT_ONCE])
-    return [] if len(served) == len(puts) else [one for one in puts if not supports(one)]
+    return others
 
 
 def _launch(puts: list[Put]) -> None:
-    absent, most, most_heads = AT_ONCE - len(puts), 0, 0
+    absent, most, most_heads, widest = AT_ONCE - len(puts), 0, 0, 0
     pointers, numbers, widths = list[Tensor | None](), list[int](), list[int]()
-    for one in puts:
-        (_, heads, _, width), count = one.into.shape, _count(one)
-        slots, slot = (one.slots, 0) if isinstance(one.slots, Tensor) else (None, one.slots)
-        pointers += one.into, one.tokens
-        pointers += [None if part is None else part.contiguous() for part in (one.rows, one.pages, slots)]
-        own = one.pages is not None and one.pages.ndim == 2  # pages for each head
-        numbers += (count, slot, heads, *one.into.stride()[:3], *one.tokens.stride()[:2], int(own))
+    for into, tokens, slots, rows, pages in puts:
+        (_, heads, _, width), count = into.shape, (tokens if rows is None else rows).shape[0]
+        own = pages is not None and pages.ndim == 2  # pages for each head
+        on_device, slot = (slots.contiguous(), 0) if isinstance(slots, Tensor) else (None, slots)
+        rows, pages = rows if rows is None else rows.contiguous(), pages if pages is None else pages.contiguous()
+        pointers += into, tokens, rows, pages, on_device
+        numbers += count, slot, heads, *into.stride()[:3], *tokens.stride()[:2], int(own)
         widths.append(width)
-        most, most_heads = max(most, count), max(most_heads, heads)
+        most, most_heads, widest = max(most, count), max(most_heads, heads), max(widest, width)
     with launching_on(puts[0].into):
         put[(most, most_heads, len(puts))](
             *pointers, *[None] * (5 * absent), *numbers, *[0] * (9 * absent), *widths, *[0] * absent,
-            WIDE=next_power_of_2(max(widths)), num_warps=1,
+            WIDE=next_power_of_2(widest), num_warps=1,
         )  # fmt: skip
-
-
-def _count(one: Put) -> int:
-    return (one.tokens if one.rows is None else one.rows).shape[0]
 
 
 def _specialisation(kind: str, count: int, width: int) -> Specialisation:

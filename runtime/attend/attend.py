@@ -83,7 +83,8 @@ def _with_exact(
     span: ExactSpan, query: GroupedQuery, held: LayerTokens, softmax: RunningSoftmax, asked: list[ScoredSpan]
 ) -> Tensor:
     """The output of everything, by the kernel of exact tokens. Where probabilities are asked for it tells what they follow from."""
-    told, corrected = bool(asked) or span.is_asked, any(one.left is not None for one in asked)
+    told = bool(asked) or span.is_asked
+    corrected = told and any(one.left is not None for one in asked)
     given, scale = query.for_kernels
     found = attend_exact(
         given, span.tokens, softmax.parts(), held.logits.softcap, scale, told, torch.float32 if corrected else None

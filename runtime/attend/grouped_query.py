@@ -9,7 +9,7 @@ from calib.kernels.attend.reference import scaled
 from calib.kernels.dispatch import prefers_triton
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupedQuery:
     """Query rows of KV heads.
 
@@ -26,7 +26,7 @@ class GroupedQuery:
         """Float32, times the scale."""
         return scaled(self.given, self.scale)
 
-    @cached_property
+    @property
     def for_kernels(self) -> tuple[Tensor, float]:
         """Query and scale as attention's kernels take them: those of a GPU multiply, on a CPU it is done once for all."""
         return (self.given, self.scale) if prefers_triton(self.given.device) else (self.scaled, 1.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import Attended, ExactTokens
 
 
-@dataclass
+@dataclass(slots=True)
 class ScoredSpan:
     """A span of tokens: its logits, masked, and how weights mix its values; or what a kernel made of both.
 
@@ -37,7 +37,7 @@ class ScoredSpan:
         return self.watched or self.left is not None or self.positions is not None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ExactSpan:
     """Exact tokens that a kernel meets, which joins all other spans with them: the last one.
 

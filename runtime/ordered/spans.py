@@ -70,8 +70,9 @@ class OrderedTokens(LayerTokens):
             yield ExactSpan(self._exact_groups(plan, found, part.mix.ahead, keys, values))
             return
         if plan.asked.fused:
-            if self._meets_all_exact(query, keys, values):
-                yield from self._by_kernels(scorer, plan, keys, values)
+            new = (ExactGroup(values, keys), *self._fetched_group())
+            if self._meets_all_exact(query, new):
+                yield from self._by_kernels(scorer, plan, new)
                 return
             if (span := plan.page_spans[0]) is not None:
                 slots = slice(tiles[0].start, tiles[-1].stop)
@@ -85,9 +86,9 @@ class OrderedTokens(LayerTokens):
         yield last(scorer, plan, tiles[-1:], keys, values)
 
     def _by_kernels(
-        self, scorer: "_Scorer", plan: ReadPlan, new_keys: Tensor, new_values: Tensor
+        self, scorer: "_Scorer", plan: ReadPlan, new: tuple[ExactGroup, ...]
     ) -> Iterator[ScoredSpan | ExactSpan]:
-        """Packed tokens by one kernel and all others by another, the fetched ones among them."""
+        """Packed tokens by one kernel and all others by another: the window, and the `new` ones with those fetched."""
         tiles, span, slots, count, ahead = plan.tiers[0], plan.page_spans[0], slice(0, 0), 0, None
         if span is not None:
             slots, count = slice(tiles[0].start, tiles[-1].stop), self._slots_ahead(plan)
@@ -99,14 +100,13 @@ class OrderedTokens(LayerTokens):
             yield (part := self._in_one(scorer, span, slots, count, runs=True))
             assert isinstance(part.mix, Attended)
             ahead = part.mix.ahead
-        groups = (*self._slots(scorer, plan, new_keys, new_values, ahead), *self._fetched_group())
+        groups = (self._slots(scorer, plan, ahead), *new) if plan.window else new
         yield ExactSpan(ExactTokens(groups, hidden), positions=self._positions_of_exact(plan) if self.asks else ())
 
-    def _meets_all_exact(self, query: GroupedQuery, new_keys: Tensor, new_values: Tensor) -> bool:
-        """Whether a kernel meets everything that is exact: the window, new tokens, and fetched ones that the query need not be
+    def _meets_all_exact(self, query: GroupedQuery, new: tuple[ExactGroup, ...]) -> bool:
+        """Whether a kernel meets everything that is exact: the window, `new` tokens, and fetched ones that the query need not be
         moved for."""
-        window = ExactGroup(self.values.window.tokens, self.keys.window.tokens)
-        tokens = ExactTokens((window, ExactGroup(new_values, new_keys), *self._fetched_group()))
+        tokens = ExactTokens((ExactGroup(self.values.window.tokens, self.keys.window.tokens), *new))
         return (self.fetched is None or self.fetched.cos_sin is None) and exact_supported(query.for_kernels[0], tokens)
 
     def _fetched_group(self) -> tuple[ExactGroup, ...]:
@@ -151,29 +151,26 @@ class OrderedTokens(LayerTokens):
     def _slots_ahead(self, plan: ReadPlan) -> int:
         """For how many keys behind the attended tokens the kernel gives scores: for a whole window where any is packed while its
         value is exact, whatever the step, so that all steps of a block are alike."""
-        found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2]) if plan.window else None
+        if not plan.window:
+            return 0
+        found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         keys, _ = self._streams
         served = keys is not None and keys.ranked is None and self._same_rings()
-        return plan.window if found is not None and found.pages is not None and served else 0
+        return plan.window if found.pages is not None and served else 0
 
     def _same_rings(self) -> bool:
         """Whether the exact key of a window's value lies in the same slot: rings are as long."""
         return self.state.keys.window() == self.state.values.window()
 
-    def _slots(
-        self, scorer: "_Scorer", plan: ReadPlan, new_keys: Tensor, new_values: Tensor, ahead: Tensor | None
-    ) -> tuple[ExactGroup, ...]:
-        """All slots of the window, and the new tokens; `ahead`: scores of the keys behind those attended."""
-        new = ExactGroup(new_values, new_keys)
-        if not plan.window:
-            return (new,)
+    def _slots(self, scorer: "_Scorer", plan: ReadPlan, ahead: Tensor | None) -> ExactGroup:
+        """All slots of the window; `ahead`: scores of the keys behind those attended."""
         held, values = (stream.window.leading(self.rows, plan.window) for stream in (self.keys, self.values))
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         if ahead is not None:
-            return ExactGroup(values, held, ahead, found.ahead_index), new
+            return ExactGroup(values, held, ahead, found.ahead_index)
         if found.pages is None and self._same_rings() and held.shape[2] == plan.window:
-            return ExactGroup(values, held), new
-        return ExactGroup(values, scores=self._window_scores(scorer, found)), new
+            return ExactGroup(values, held)
+        return ExactGroup(values, scores=self._window_scores(scorer, found))
 
     def _window_scores(self, scorer: "_Scorer", found: WindowKeys) -> Tensor:
         """Of the keys that belong to the window's slots, which are exact or packed."""

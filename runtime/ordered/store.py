@@ -156,8 +156,9 @@ class OrderedStore:
 
     def prepare(self, forward: Forward) -> None:
         """Pages for both streams."""
+        table = self.sequences.table
         for stream in self.streams:
-            stream.prepare(forward, self.sequences.table)
+            stream.prepare(forward, table)
 
     def attend(self, request: AttendRequest) -> Tensor:
         """See `calib.runtime.attend`; nothing here depends on what was attended."""

@@ -86,6 +86,7 @@ class Stream:
         self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.overflowed_outliers = counter(plan.codec, like.device)
         self._steps: dict[int, tuple[int, bool, bool]] = {}
+        self.encodes_plainly = self._encodes_plainly()
 
     def _ask(self, coded: Tensor) -> None:
         """Whether parameters of tokens like `coded` need float32: what the host can read later, `settle` reads."""
@@ -175,12 +176,8 @@ class Stream:
             None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
         )
 
-    @property
-    def encodes_plainly(self) -> bool:
-        """Whether a step's token goes straight into pages, encoded as it is."""
-        return self.pool.derived.once("plainly", self._encodes_plainly)
-
     def _encodes_plainly(self) -> bool:
+        """Whether a step's token goes straight into pages, encoded as it is."""
         if self.plan.schedule.window():
             return False
         prologue = self.plan.transform.prologue()
@@ -195,9 +192,10 @@ class Stream:
             forward.readings[key] = self._step(forward, table, new.device)
         step: _Step = forward.readings[key]
         if not self.window.size:  # straight into pages
-            own = new if self.bias is None else self.bias.off(forward, new)
             assert step.rows is not None and isinstance(step.slots, Tensor)
-            return self.pool.puts(step.rows, step.slots, self._encode(own) if block is None else block)
+            if block is None:
+                block = self._encode(new if self.bias is None else self.bias.off(forward, new))
+            return self.pool.puts(step.rows, step.slots, block)
         for rows in step.encoding:
             self._write_pages(rows, forward, table, new)
         self.window.resize(step.window)

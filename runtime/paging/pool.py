@@ -255,7 +255,12 @@ class PagePool:
             like = next(iter(self.tensors.values()))
             pages, slots = _there(pages, like), _there(slots, like)
             block = {name: _there(part, like) for name, part in block.items()}
-        return [Put(tensor, block[name].to(tensor.dtype), slots, pages=pages) for name, tensor in self.tensors.items()]
+        found = []
+        for name, tensor in self.tensors.items():
+            part = block[name]
+            # Mostly of its field's type already: a conversion that changes nothing takes the host as long as one that does.
+            found.append(Put(tensor, part if part.dtype == tensor.dtype else part.to(tensor.dtype), slots, pages=pages))
+        return found
 
     def read_tokens(self, pages: Tensor, slots: Tensor) -> Block:
         """One token for each of n rows and each head: page number and slot int64 `[n, kv_heads]` -> `[n, kv_heads, 1, width]`."""

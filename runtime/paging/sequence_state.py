@@ -50,6 +50,7 @@ class Forward:
     unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them. With a `speculative` one more column, the
     last, is attended and counts nowhere. `host_forward` is the same forward in the host's state. A step that is
     recorded or replayed is `graph_inputs`: its shapes are those of the whole block, and its numbers lie where they always do.
+    `choices` say of which devices kernels are Triton's: no layer asks again what the first has asked.
     """
 
     before: list[int]
@@ -63,6 +64,7 @@ class Forward:
     drafts: list[Draft] = field(default_factory=list)
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     readings: dict[Hashable, Any] = field(default_factory=dict)  # what its layers read, worked out by the first
+    choices: dict[torch.device, bool] = field(default_factory=dict)
     ids: Tensor | None = None
     speculative: bool = False
     host_forward: "Forward | None" = None

@@ -30,9 +30,9 @@ class Window:
 
     def resize(self, slots: int) -> None:
         """Allocates what `slots` slots in use need; keeps those that stay."""
-        count = allocated(slots, self.size)
-        kept = min(count, self.tokens.shape[2])
-        if count != self.tokens.shape[2]:
+        count, held = allocated(slots, self.size), self.tokens.shape[2]
+        if count != held:
+            kept = min(count, held)
             # Zeros: an empty slot is masked, and a masked NaN would still poison the sum.
             tokens = self.tokens.new_zeros(*self.tokens.shape[:2], count, self.tokens.shape[3])
             tokens[:, :, :kept] = self.tokens[:, :, :kept]

@@ -84,7 +84,8 @@ class ChunkStore(TieredStore):
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
         """Also nothing of the sinks, which nobody ranks."""
         held, fresh = super().seen_by(rows, count)
-        held[:, :, : self.tiering.sinks].zero_()
+        if self.tiering.sinks:
+            held[:, :, : self.tiering.sinks].zero_()
         return held, fresh
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
@@ -100,7 +101,7 @@ class ChunkStore(TieredStore):
         if forward.graph_inputs is not None:
             assert self.windows is not None
             return self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
-        if forward.width == 1 and all(forward.before[row] for row in rows):
+        if forward.width == 1 and all(forward.before[rows.start : rows.stop]):
             one_each = self._probes_of_step(forward, rows)[self.sequences.probe_rows.number_of(self.context.layer)]
             if not any(one_each):
                 return None
@@ -121,11 +122,14 @@ class ChunkStore(TieredStore):
 
     def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Observed:
         """The window and the new token, for the rows whose one query is a probe."""
-        probe_rows = self.sequences.probe_rows
-        flags = forward.tensor(
-            f"probes among {rows}", lambda step: list(chain.from_iterable(self._probes_of_step(step, rows))), device
-        ).view(len(probe_rows), len(rows))[probe_rows.number_of(self.context.layer)]
-        return Observed(False, flags[:, None, None].expand(-1, 1, slots + 1))
+        probe_rows, key = self.sequences.probe_rows, ("watched", rows, slots)
+        if key not in forward.readings:  # of every layer, by the first
+            flags = forward.tensor(
+                f"probes among {rows}", lambda step: list(chain.from_iterable(self._probes_of_step(step, rows))), device
+            )
+            of_layers = flags.view(len(probe_rows), len(rows), 1, 1)
+            forward.readings[key] = of_layers.expand(-1, -1, -1, slots + 1)
+        return Observed(False, forward.readings[key][probe_rows.number_of(self.context.layer)])
 
     def _probes_of_step(self, step: Forward, rows: range) -> list[tuple[bool, ...]]:
         """For each layer, whether the one new query of each of the `rows` is a probe."""

@@ -148,7 +148,7 @@ class TieredTokens(LayerTokens):
         new = ExactGroup(plan.read_of(new_values), plan.read_of(new_keys))
         if self.windows is None or not plan.window:
             return ExactTokens((new,), plan.hidden)
-        keys, values = (window.leading(self.rows, plan.window) for window in self.windows)
+        keys, values = self.windows[0].leading(self.rows, plan.window), self.windows[1].leading(self.rows, plan.window)
         return ExactTokens((ExactGroup(values, keys), new), plan.hidden)
 
     def _exact(

@@ -82,6 +82,9 @@ class TieredStore(ABC):
             )
             for number, tier in enumerate(plan.tiers)
         ]
+        # Every pool with the number of its table.
+        self._pools: list[tuple[int, PagePool]] = [(number, tier.pool) for number, tier in enumerate(self.tiers)]
+        self._pools += [(-1, tier.row_params) for tier in self.tiers if tier.row_params is not None]
         self.query_values = 0
         self.shown = ForwardStats()
 
@@ -125,7 +128,7 @@ class TieredStore(ABC):
         """What every tiering's steps share in a block. What oracle eviction keeps is another number each time."""
         if self.plan.oracle_share is not None or any(forward.copies):
             return None
-        return self.sequences.graph_key(forward), tuple(pool.capacity for _, pool in self._pools())
+        return self.sequences.graph_key(forward), tuple(pool.capacity for _, pool in self._pools)
 
     def _key(self, role: str, number: int) -> tuple[str, Any]:
         """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's, where its
@@ -139,16 +142,12 @@ class TieredStore(ABC):
     def _transform(self, role: str, number: int) -> RowTransform:
         return self.transforms[self._key(role, number)]
 
-    def _pools(self) -> list[tuple[int, PagePool]]:
-        """Every pool with the number of its table."""
-        pools = [(number, tier.pool) for number, tier in enumerate(self.tiers)]
-        return pools + [(-1, tier.row_params) for tier in self.tiers if tier.row_params is not None]
-
     def prepare(self, forward: Forward) -> None:
         """Pages of every tier."""
-        for number, pool in self._pools():
+        for number, pool in self._pools:
             pool.grow(self.sequences.tables[number].capacity)
-            pool.copy(forward.copies[number])
+            if forward.copies[number]:
+                pool.copy(forward.copies[number])
 
     def attend(self, request: AttendRequest) -> Tensor:
         """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
@@ -221,7 +220,7 @@ class TieredStore(ABC):
             transform.permute(sources)
         for dictionary in self.dictionaries.values():
             dictionary.permute(sources)
-        for number, pool in self._pools():
+        for number, pool in self._pools:
             pages = kept[number]
             if pages is not None:
                 pool.keep(pages)
@@ -241,7 +240,7 @@ class TieredStore(ABC):
             tier.overflowed_outliers = None if tier.overflowed_outliers is None else tier.overflowed_outliers.to(device)
         for role, dictionary in self.dictionaries.items():
             dictionary.to(device, dict(self.plan.tiers[0].streams())[role].codec)
-        for _, pool in self._pools():
+        for _, pool in self._pools:
             pool.to(device)
         for window in self.windows or ():
             window.tokens = window.tokens.to(device)
@@ -324,7 +323,7 @@ class TieredStore(ABC):
     def footprint(self) -> Footprint:
         """Pages of every tier, and the rows' own numbers."""
         weight = Footprint(values=self.heads * sum(self.widths))
-        for number, pool in self._pools():
+        for number, pool in self._pools:
             weight.kinds.update(pool.bytes_by_kind(self.sequences.tables[number].capacity))
         weight.kinds["outliers"] += sum(8 for tier in self.tiers if tier.overflowed_outliers is not None)
         weight.kinds["parameters"] += sum(transform.bytes() for transform in self.transforms.values())

@@ -96,11 +96,13 @@ class TierView:
             return None
         return page_terms(codec, tier.pool, tier.coded[role], f"{role}.", tier.row_params, self.row_params)
 
-    @cached_property
+    @property
     def value_terms(self) -> PageTerms | None:
         """What attention's kernels mix of values besides their codes; None where there is nothing, or others do."""
-        if not (self.corrected or self.reading.ranked):
-            return None
+        return self._value_terms if self.corrected or self.reading.ranked else None
+
+    @cached_property
+    def _value_terms(self) -> PageTerms | None:
         if self.tier.plan.prediction is not None or self.codecs["values"].component_codes is not None:
             return None
         if self.left["values"].corrections is None:

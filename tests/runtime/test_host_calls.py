@@ -18,7 +18,7 @@ FOLDERS = tuple(str((Path(__file__).parents[2] / name).resolve()) for name in ("
 ROWS, PROMPT = 3, 140
 
 # Calls of our functions in a layer behind the first, of a step that encodes no block.
-MOST = {"kivi": 146, "rtn": 168, "klt": 154, "zipcache": 194}
+MOST = {"kivi": 128, "rtn": 132, "klt": 137, "zipcache": 167}
 OPTIONS = {"kivi": {"bits": 2, "residual": 128}, "rtn": {"bits": 4}, "klt": {"bits": 2.0}, "zipcache": {}}
 
 # The same in a whole replayed step, however many layers there are.

@@ -138,9 +138,8 @@ class UniformQuant(Codec):
             return None
         _, channels = self._sizes(1, pair[0].shape[-1])
         dtype = torch.float32 if fp32_params else torch.float16
-        found = encode_pair(pair, channels, self.bits, (self.clip, other.clip), dtype)
-        keys, values = ({"words": words, "parameters": parameters} for words, parameters in found)
-        return keys, values
+        keys, values = encode_pair(pair, channels, self.bits, (self.clip, other.clip), dtype)
+        return {"words": keys[0], "parameters": keys[1]}, {"words": values[0], "parameters": values[1]}
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """float32 `[..., kv_heads, tokens, channels]`."""
@@ -224,7 +223,7 @@ class UniformQuant(Codec):
         """The group in numbers for a block of `tokens` x `channels`; refuses what does not divide."""
         assert self.group is not None
         sizes = (self.group[0] or tokens, self.group[1] or channels)
-        for size, whole, axis in zip(sizes, (tokens, channels), ("tokens", "channels"), strict=True):
+        for size, whole, axis in ((sizes[0], tokens, "tokens"), (sizes[1], channels, "channels")):
             if whole % size:
                 raise ValueError(f"a group of {size} {axis} does not divide {whole} {axis}; use a divisor of {whole}")
         return sizes
