@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,13 @@ def test_a_layer_of_an_eager_step_calls_little(method, monkeypatch):
             of_layers = []
             for number, module in enumerate(modules):
                 held = cache.update(keys, keys, number)
-                of_layers.append(own_calls(lambda of=(module, query, *held, None): attention(*of, scaling=0.125)))
-            least.append(min(of_layers[1:]))
-            assert not step or launches["put"] == len(modules)
-    assert min(least[2:]) <= MOST[method]
+                work = partial(attention, module, query, *held, None, scaling=0.125)
+                of_layers.append(own_calls(work) if step > 1 else work())  # counting a prompt's calls takes minutes
+            if step:
+                assert launches["put"] == len(modules)
+            if step > 1:
+                least.append(min(of_layers[1:]))
+    assert min(least) <= MOST[method]
 
 
 class Nothing:
