@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from calib.kernels.pack.heads import join_heads, spread_heads
-from calib.kernels.pack.reference import Widths, pack_away, unpack_columns
+from calib.kernels.pack.reference import Widths, first_bits, unpack_columns
+from calib.kernels.upload import upload
 
 SUBSETS = 4
 STATES = 8
@@ -26,20 +27,24 @@ STATES = 8
 # than others can gain, and sums keep the digits of the others.
 OUTSIDE = 256.0
 FAR = 1e30  # the cost of a state that no path has come to
+STRETCH = 2**15  # numbers, of which the errors, and where paths come from, are in memory at once
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
     """As `operation.trellis_words` says."""
     half = _halves(widths, y.device)  # a component has four times as many levels, its range 2 [-1, 1] as many steps
     at = _along_path(y, len(widths)).unflatten(0, (-1, len(widths)))
-    at = (at * (2 * half) + (2 * half - 0.5)).flatten(0, 1)
+    at = (at * (2 * half)).add_(2 * half - 0.5).flatten(0, 1)
     top = (half - 1).repeat(max(counts), 1, 1, 1)
     at = inside(at, top)
     weight = _along_path(weights.unsqueeze(1), len(widths)).unsqueeze(1).expand_as(at)
     path = best_path(at.flatten(1), top.flatten(1), weight.flatten(1)).view(at.shape)
-    free = nearest_free((at - subsets_of(path)).mul_(1 / SUBSETS), top)
-    codes = _in_planes(free.to(torch.int16).mul_(2).add_(path), len(widths)).movedim(0, -1)
-    return join_heads(pack_away(codes.contiguous(), widths), counts)
+    free = nearest_free(at.sub_(subsets_of(path)).mul_(1 / SUBSETS), top)
+    fields = free.to(torch.int16).mul_(2).add_(path).unflatten(0, (-1, len(widths))).unbind(1)
+    words = fields[0]
+    for field, first in zip(fields[1:], first_bits(widths)[1:], strict=True):
+        words.bitwise_or_(field << first)
+    return join_heads(words.movedim(0, -1).contiguous(), counts)
 
 
 def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
@@ -52,7 +57,7 @@ def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Te
 
 def inside(at: Tensor, top: Tensor) -> Tensor:
     """`at`, in steps from level 0, where it lies no farther than `OUTSIDE` from all levels; what is no number, before them."""
-    return torch.minimum(torch.fmax(at, at.new_full((), -OUTSIDE)), SUBSETS * top + OUTSIDE)
+    return torch.minimum(at.nan_to_num(nan=-OUTSIDE).clamp_(min=-OUTSIDE), SUBSETS * top + OUTSIDE)
 
 
 def _along_path(x: Tensor, fields: int) -> Tensor:
@@ -92,46 +97,77 @@ def best_path(at: Tensor, top: Tensor, weight: Tensor) -> Tensor:
         int16 `[components, rows]`.
     """
     count, rows = at.shape
+    together = min(count, max(1, STRETCH // max(1, rows)))
+    errors = at.new_empty(together, 2, 2, 2, rows)
     # A path comes to state 2 m + u from m + 4 h, h = 0, 1, by z0, m's bit 1, and z1, the sum of u, h and m's bit 0 modulo 2: with
     # errors by z1 laid out as 0, 1, 0, 1 that is a stride.
-    errors = squared_errors(at, top, weight).view(count, 2, 2, rows).repeat(1, 2, 1, 1)
-    of_component, of_z1, of_z0, _ = errors.stride()
-    steps = errors.as_strided((count, 2, 2, 2, 2, rows), (of_component, of_z1, of_z0, of_z1, of_z1, 1))
+    of_component, _, of_z1, of_z0, _ = errors.stride()
+    steps = errors.as_strided((len(errors), 2, 2, 2, 2, rows), (of_component, of_z1, of_z0, of_z1, of_z1, 1)).unbind()
     cost = at.new_full((STATES, rows), FAR)
     cost[0] = 0
     before, after = cost.view(2, 2, 2, 1, rows), cost.view(2, 2, 2, rows)  # h and both bits of m; both bits of m and u
     ways = at.new_empty(2, 2, 2, 2, rows)
     low, high = ways
-    later = torch.empty(count, 2, 2, 2, rows, dtype=torch.bool, device=at.device)
-    for step, taken in zip(steps.unbind(), later.unbind(), strict=True):
-        torch.add(step, before, out=ways)
-        torch.lt(high, low, out=taken)
-        torch.minimum(low, high, out=after)
-    came = later.view(count, STATES, rows).to(torch.uint8).mul_(STATES // 2)
-    came += torch.arange(STATES, dtype=torch.uint8, device=at.device).div(2, rounding_mode="floor").unsqueeze(1)
-    states = torch.empty(count, 1, rows, dtype=torch.int64, device=at.device)
-    states[-1] = _first_least(cost)
-    own = states.unbind()
-    for number in range(count - 1, 0, -1):
-        own[number - 1].copy_(came[number].gather(0, own[number]))
-    return states.squeeze(1).bitwise_and_(1).to(torch.int16)
+    later = torch.empty_like(errors)  # 1 where a state is come to by h = 1: what is compared into floats is vectorised
+    taken = later.unbind()
+    came = torch.empty(count, rows, dtype=torch.int32, device=at.device)
+    for start in range(0, count, together):
+        stretch = slice(start, min(start + together, count))
+        own = slice(stretch.stop - start)
+        squared_errors(at[stretch], top[stretch], weight[stretch], out=errors[own])
+        for step, by in zip(steps[own], taken[own], strict=True):
+            torch.add(step, before, out=ways)
+            torch.lt(high, low, out=by)
+            torch.minimum(low, high, out=after)
+        came[stretch] = _in_bits(later[own].flatten(1, 3))
+    return _followed_back(cost, came.mul_(STATES))
 
 
-def squared_errors(at: Tensor, top: Tensor, weight: Tensor) -> Tensor:
-    """Of the nearest level of each subset, `[components, 4, rows]`, less the least of them, which every path has."""
+def squared_errors(at: Tensor, top: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Of the nearest level of each subset, less the least of them, which every path has: `out [components, 2, z1, z0, rows]`,
+    twice."""
     offset = torch.arange(SUBSETS, dtype=at.dtype, device=at.device).div_(SUBSETS).unsqueeze(1)
     found = (at * (1 / SUBSETS)).unsqueeze(1) - offset
-    found.sub_(nearest_free(found.clone(), top.unsqueeze(1))).square_()
-    return found.sub_(found.amin(1, keepdim=True)).mul_(SUBSETS**2 * weight.unsqueeze(1))
+    found.sub_(nearest_free(found, top.unsqueeze(1))).square_()
+    found.sub_(found.amin(1, keepdim=True))
+    twice = out.flatten(2, 3)
+    torch.mul(found.unsqueeze(1).expand_as(twice), (SUBSETS**2 * weight)[:, None, None], out=twice)
+
+
+def _followed_back(cost: Tensor, came: Tensor) -> Tensor:
+    """u of the path that ends in the lowest state of least cost; `came [components, rows]` has a bit for each state come to
+    by h = 1, times eight."""
+    before, lowest = _tables(cost.device)
+    states = torch.empty_like(came)
+    least = torch.eq(cost, cost.amin(0), out=torch.empty_like(cost))
+    states[-1] = lowest.index_select(0, _in_bits(least))
+    own, bits, at = states.unbind(), came.unbind(), torch.empty_like(came[0])
+    for number in range(len(own) - 1, 0, -1):
+        torch.add(bits[number], own[number], out=at)
+        torch.index_select(before, 0, at, out=own[number - 1])
+    return states.bitwise_and_(1).to(torch.int16)
+
+
+def _in_bits(flags: Tensor) -> Tensor:
+    """`flags [..., STATES, rows]`, 0 or 1, as the bits of a number: int32 `[..., rows]`."""
+    return torch.matmul(_powers(flags.device), flags).to(torch.int32)
+
+
+@cache
+def _powers(device: torch.device) -> Tensor:
+    return 2.0 ** torch.arange(STATES, device=device)
+
+
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The state before, by eight times the bits of `came` and the state; and the lowest bit of a number that has one. int32."""
+    numbers, states = range(1 << STATES), range(STATES)
+    before = [state // 2 + STATES // 2 * (number >> state & 1) for number in numbers for state in states]
+    lowest = [max(0, (number & -number).bit_length() - 1) for number in numbers]
+    return upload(before, torch.int32, device), upload(lowest, torch.int32, device)
 
 
 def nearest_free(at: Tensor, top: Tensor) -> Tensor:
-    """f, from 0 to `top`, of the nearest level of a subset: `at` in four steps from its first level, which is overwritten."""
-    found = at.round_().clamp_(min=0)
+    """f, from 0 to `top`, of the nearest level of a subset: `at` in four steps from its first level."""
+    found = at.round().clamp_(min=0)
     return torch.minimum(found, top, out=found)
-
-
-def _first_least(cost: Tensor) -> Tensor:
-    """The lowest state of least cost, int64 `[rows]`, on every device."""
-    numbers = torch.arange(STATES, device=cost.device).unsqueeze(1)
-    return numbers.where(cost == cost.amin(0), STATES).amin(0)

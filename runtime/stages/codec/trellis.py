@@ -38,7 +38,7 @@ class TrellisQuant(WordCodes):
 
     has_kernel = True
     onnx_writer = "trellis"
-    piece = 2**17  # of a component there are the errors of four subsets, and the ways into eight states
+    piece = 2**18  # of a component there are the errors of four subsets, and the ways into eight states
 
     @property
     def level_bits(self) -> tuple[int, ...]:
