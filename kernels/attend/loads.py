@@ -206,12 +206,13 @@ def _halves(pairs):
 
 @triton.jit
 def token_sizes(SIZES, at, head, in_page, WORDS: tl.constexpr, RAGGED: tl.constexpr):
-    """The size of each token, float32 [BN]. Its number lies in the word `at`, which has fields of several heads."""
+    """The size of each token, float32 [BN]. Its number lies in the word `at`, which has fields of several heads: of 16 bits, or of
+    8."""
     if RAGGED:
         word = tl.load(SIZES + at, mask=in_page, other=0)
     else:
         word = tl.load(SIZES + at)
-    return size_of((word.to(tl.uint16, bitcast=True).to(tl.int32) >> (head // WORDS * _BITS)) & _LARGEST)
+    return size_of((word.to(tl.int32) >> (head // WORDS * _BITS)) & _LARGEST)
 
 
 @triton.jit

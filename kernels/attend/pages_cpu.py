@@ -37,7 +37,10 @@ class _Stream(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("sizes_page", "sizes_word")),
         *(
             (name, ctypes.c_int32)
-            for name in ("wide", "channels", "size_words", "mode", "groups", "block", "trellis", "fields")
+            for name in (
+                *("wide", "channels", "size_words", "size_bytes"),
+                *("mode", "groups", "block", "trellis", "fields"),
+            )
         ),
         ("widths", ctypes.c_int32 * 16),
         ("masks", ctypes.c_int32 * 16),
@@ -170,7 +173,8 @@ def _stream(stream: PackedStream, of: Tensor | None) -> _Stream:
         pages.stride(0), pages.stride(1), pages.stride(3), 0,
         *_strides(numbers), *_strides(scales),
         *((0, 0) if sizes is None else (sizes.stride(0), sizes.stride(3))),
-        words_per_token(stream.channels, stream.bits), stream.channels, 0 if sizes is None else sizes.shape[3],
+        words_per_token(stream.channels, stream.bits), stream.channels,
+        *((0, 0) if sizes is None else (sizes.shape[3], sizes.itemsize)),
         _mode(stream), 1 if numbers is None else numbers.shape[3] // 2, stream.group_tokens, stream.trellis,
         len(pattern(stream.bits)), *_fields(stream.bits),
     )  # fmt: skip

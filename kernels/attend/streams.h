@@ -29,13 +29,13 @@ typedef struct {
     const int32_t *begins;   /* the first word of each head in a row that all share, and the last one's end; or NULL */
     const uint16_t *numbers; /* parameters, scales before zero points: float16 */
     const uint16_t *scales;  /* of the channels of each page: float16, or NULL */
-    const int16_t *sizes;    /* of the tokens, or NULL */
+    const void *sizes;       /* of the tokens, in words of `size_bytes` bytes, 1 or 2; or NULL */
     Table scale, zero;       /* of codes without parameters, where these are fixed */
     int64_t page, head, word, field; /* strides of words; fields lie in the same word, but where numbers are put down */
     int64_t numbers_page, numbers_head, numbers_column;
     int64_t scales_page, scales_head, scales_channel;
     int64_t sizes_page, sizes_word;
-    int32_t wide, channels, size_words, mode, groups, block, trellis, fields;
+    int32_t wide, channels, size_words, size_bytes, mode, groups, block, trellis, fields;
     int32_t widths[16]; /* of fields */
     int32_t masks[16];  /* of a field where it lies */
     float units[16];   /* 2^-(its first bit) */
@@ -66,12 +66,21 @@ static const int16_t *words_at(const Stream *stream, const Run *run, int number,
 
 /* Sizes of a page's tokens: 2^((i - 5) / 2), i four bits; head h in word h % words. */
 INLINE void sizes_at(const Stream *stream, int page, int head, int tokens, float *out) {
-    const int16_t *words = stream->sizes + page * stream->sizes_page + head % stream->size_words * stream->sizes_word;
+    int64_t own = page * stream->sizes_page + head % stream->size_words * stream->sizes_word;
     int first = 4 * (head / stream->size_words);
     for (int at = 0; at < tokens; at += LANES) {
-        shorts found = {0};
-        memcpy(&found, words + at, 2 * (size_t)(tokens - at < LANES ? tokens - at : LANES));
-        ints number = __builtin_convertvector(found, ints) >> first & 15, odd = number & 1;
+        size_t count = tokens - at < LANES ? tokens - at : LANES;
+        ints words;
+        if (stream->size_bytes == 1) {
+            bytes found = {0};
+            memcpy(&found, (const uint8_t *)stream->sizes + own + at, count);
+            words = __builtin_convertvector(found, ints);
+        } else {
+            shorts found = {0};
+            memcpy(&found, (const int16_t *)stream->sizes + own + at, 2 * count);
+            words = __builtin_convertvector(found, ints);
+        }
+        ints number = words >> first & 15, odd = number & 1;
         floats power = (floats)(((number + odd) / 2 - 3 + 127) << 23);
         store(out + at, power * (1 + 0.41421354f * __builtin_convertvector(1 - odd, floats)), LANES);
     }

@@ -20,6 +20,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 #define INLINE __attribute__((always_inline)) static inline

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from calib.kernels.pack.reference import WORD_BITS
 from calib.runtime.messages.printable import printable
-from calib.runtime.stages.codec.sized import size_words
 
 MOST_BITS = 8
 ROLES = ("keys", "values")
@@ -73,14 +72,14 @@ class Allocator:
     Args:
         errors: of "keys" and "values", float `[layers, kv_heads, D, 9]`, components from the best, errors falling with bits, each
             at most 1e12.
-        sized: whether every token has a size in each stream: part of the budget, of which codes get the rest.
+        size_bytes: what a token's sizes take in each stream: part of the budget, of which codes get the rest.
 
     Raises ValueError where heads are too small for words.
     """
 
-    def __init__(self, errors: Mapping[str, Tensor], sized: bool = False) -> None:
+    def __init__(self, errors: Mapping[str, Tensor], size_bytes: int = 0) -> None:
         self.layers, self.heads, self.channels = errors["keys"].shape[:3]
-        self.size_bits = size_words(self.heads) * WORD_BITS / (self.heads * self.channels) if sized else 0.0
+        self.size_bits = size_bytes * 8 / (self.heads * self.channels)
         self.patterns, self.unit = patterns(), 2 if self.channels >= PAIRED else 1
         if self.least_bits - self.size_bits > MOST_BITS or self.channels * MOST_BITS < self.unit * WORD_BITS:
             raise ValueError(

@@ -17,6 +17,7 @@ from calib.runtime.artifact.component_bits import MOST_BITS, ROLES, Allocator, W
 from calib.runtime.artifact.transform_tensors import LOSSES, PREDICTED
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.stages.codec import Codec, MixedQuant, Sized, TrellisQuant
+from calib.runtime.stages.codec.sized import size_bytes
 from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Basis, inverse
 
@@ -43,6 +44,7 @@ class Coding:
         size: whether every token has a size, by which its components are divided.
         predict: whether values are predicted from keys.
         trellis: whether levels are those of a trellis code, in steps that follow from the tensors'.
+        whole_words: whether sizes fill words of 16 bits, as those of stored chunks do.
         joint: whether all heads of a layer have one basis, as stored chunks may (`runtime/storage/joint_layer.py`); with `size` and
             `predict`.
     """
@@ -51,6 +53,7 @@ class Coding:
     size: bool = False
     predict: bool = False
     trellis: bool = False
+    whole_words: bool = False
     joint: bool = False
 
     def name(self, role: str, kind: str) -> str:
@@ -62,6 +65,10 @@ class Coding:
         if self.size and kind in ("steps", "errors"):
             return f"{role}.klt.sized.{kind}"
         return f"{stem_of(role, self.rope)}.{kind}"
+
+    def size_bytes(self, heads: int) -> int:
+        """What a token's sizes of so many KV heads take in each stream."""
+        return size_bytes(heads, self.whole_words) if self.size else 0
 
     @property
     def plain(self) -> bool:
@@ -89,7 +96,7 @@ def allocator(artifact: Artifact, coding: Coding | None = None) -> Allocator:
     if coding not in own:
         left = torch.tensor(TRELLIS_ERRORS if coding.trellis else (1.0,) * (MOST_BITS + 1))
         errors = {role: artifact.tensor(coding.name(role, "errors"), READER) * left for role in ROLES}
-        own[coding] = Allocator(errors, coding.size)
+        own[coding] = Allocator(errors, coding.size_bytes(errors["keys"].shape[1]))
     return own[coding]
 
 
@@ -208,7 +215,7 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
         codes = TrellisQuant(words.widths, words.counts, relative.float())
     step, least = codes.step(mean.device), codes.least(mean.device)
     found = Basis.of(mean, into, back, spread, step, least, coding.size)
-    codec: Codec = Sized(codes, weights.float()) if coding.size else codes
+    codec: Codec = Sized(codes, weights.float(), coding.whole_words) if coding.size else codes
     return LayerCodes(found, codec, back * step.double()[:, None] / 2)
 
 

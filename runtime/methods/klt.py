@@ -25,7 +25,6 @@ from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
 from calib.runtime.stages.codec import Codec, MixedQuant
-from calib.runtime.stages.codec.sized import size_words
 from calib.runtime.stages.saliency import Normalised, Probes
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.stages.tiering.shares import MOST_BLOCK
@@ -148,18 +147,18 @@ class Klt(Method):
         if artifact is None:
             raise ValueError("method 'klt' needs calibrated bases: pass artifact=Artifact.load(...) from `calib fit`")
         coding = self.coding(artifact)
-        tiers = tuple(self._tier(layer, allocation, artifact, coding) for allocation in self.allocations(artifact))
+        tiers = tuple(
+            self.tier(layer, allocation, artifact, coding) for allocation in self.allocations(artifact, coding)
+        )
         before = coding.rope == "before"
         plan = TieredPlan(
             tiers, self._tiering(), before_rope=before, measured=None if before else positions_measured(artifact)
         )
         return plan if len(tiers) == 1 else replace(plan, saliency=Normalised(), probes=self._probes())
 
-    def allocations(self, artifact: Artifact) -> list[Allocation]:
+    def allocations(self, artifact: Artifact, coding: Coding | None = None) -> list[Allocation]:
         """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
-        return self._allocations(artifact, self.coding(artifact))
-
-    def _allocations(self, artifact: Artifact, coding: Coding) -> list[Allocation]:
+        coding = self.coding(artifact) if coding is None else coding
         found = allocator(artifact, coding)
         if self.loss is not None:
             return [found.at_error(error_at(artifact, self.loss, coding))]
@@ -173,19 +172,18 @@ class Klt(Method):
         tiering = self._tiering()
         exact = min(self.context, self.sinks + tiering.window + tiering.block)
         pages = -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
-        words, tables = 0, 0
+        width, tables = 0, 0  # bytes of a token's codes and sizes in all layers
         for both in zip(*(allocation.streams[role] for role in ROLES), strict=True):
             keys, values = (len(own.widths) * max(own.counts) for own in both)
-            words += sum(sum(own.counts) for own in both)
+            width += 2 * (sum(sum(own.counts) for own in both) + coding.size_bytes(heads))
             tables += 2 * (4 + 8 * channels) + (4 * channels + 8) * (keys + values)
             if coding.size:
-                words += 2 * size_words(heads)
                 tables += 4 * (keys + values)  # weights that tell a token's size
             if coding.trellis:
                 tables += 4 * (keys + values)  # what errors count along a path
             if coding.predict:
                 tables += 2 * keys * channels + 4 * channels
-        row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * words * 2
+        row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * width
         return self.batch * row + heads * tables
 
     def _within_bytes(self, found: Allocator, coding: Coding) -> Allocation:
@@ -206,8 +204,9 @@ class Klt(Method):
             low, high = (middle, high) if fits else (low, middle)
         return found.at_bits(low)
 
-    def coding(self, artifact: Artifact) -> Coding:
-        """How the components of this artifact are coded: as asked, and else with the least predicted error."""
+    def coding(self, artifact: Artifact, whole_words: bool = False) -> Coding:
+        """How the components of this artifact are coded: as asked, and else with the least predicted error; `whole_words` as in
+        `Coding`."""
         rope = coding_of(artifact, self.rope).rope
         if rope == "after" and (self.size or self.predict):
             raise ValueError(
@@ -216,7 +215,7 @@ class Klt(Method):
             )
         predict = artifact.has(f"{PREDICTED}.errors") if self.predict is None else self.predict
         plain = Coding(rope, trellis=bool(self.trellis))
-        sized = Coding(rope, True, predict, predict if self.trellis is None else self.trellis)
+        sized = Coding(rope, True, predict, predict if self.trellis is None else self.trellis, whole_words)
         if self.size or self.predict:
             return sized
         streams = (stream for both in SIZED.items() for stream in both)
@@ -228,12 +227,14 @@ class Klt(Method):
     def _error(self, artifact: Artifact, coding: Coding) -> float:
         """Predicted, of a token in the mean; infinite where the budget is out of reach."""
         try:
-            tiers = self._allocations(artifact, coding)
+            tiers = self.allocations(artifact, coding)
         except ValueError:
             return math.inf
         return sum(tier.error * share for tier, (_, share) in zip(tiers, self._bits_and_shares(), strict=True))
 
-    def _tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
+    def tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
+        """What codes one layer's keys and values, with the words of one of the `allocations`."""
+
         def stages(codes: LayerCodes) -> TierStages:
             return TierStages(codes.basis, codes.codec)
 

@@ -16,8 +16,9 @@ text, zeros where it does not. Words and sizes are arrays int16 `[tokens, width]
 and follow from the artifact and the bits; words are laid out as `kernels/pack` says, sizes four KV heads to a word. Streams whose
 heads got no bits take no bytes.
 
-A token's codes are those of `klt`'s cache. They depend on the token and its position alone, and so does what they decode to: a
-chunk may be cut, joined, and split by KV heads (tensor parallelism) without a change of any bit, on one kind of device.
+A token's codes are those of `klt`'s cache; of one or two KV heads with sizes, of a cache of a few more bits, whose sizes take half
+as much. They depend on the token and its position alone, and so does what they decode to: a chunk may be cut, joined, and split
+by KV heads (tensor parallelism) without a change of any bit, on one kind of device.
 A blob says whose artifact made it, not which text it is of, nor that a fine-tuned relative of the model computed it: the key under
 which it is stored must.
 """

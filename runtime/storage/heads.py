@@ -67,7 +67,7 @@ def _stages_of(stages: TierStages, heads: range) -> TierStages:
     if isinstance(codec, TrellisQuant):
         codec = replace(codec, weights=codec.weights[own][..., columns])
     if isinstance(stages.codec, Sized):
-        return TierStages(found, Sized(codec, stages.codec.weights[own][..., columns]))
+        return TierStages(found, replace(stages.codec, codec=codec, weights=stages.codec.weights[own][..., columns]))
     return TierStages(found, codec)
 
 

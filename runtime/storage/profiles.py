@@ -11,7 +11,6 @@ from calib.runtime.artifact.component_bits import ROLES, Allocation
 from calib.runtime.artifact.component_widths import widths_at
 from calib.runtime.artifact.components import Coding
 from calib.runtime.artifact.transform_tensors import STORAGE
-from calib.runtime.methods import Geometry
 from calib.runtime.methods.contract import check_choice
 from calib.runtime.methods.klt import Klt
 from calib.runtime.storage.heads import of_heads
@@ -64,9 +63,9 @@ def coders_of(profile: str, artifact: Artifact, klt: Klt, heads: range) -> Coder
         allocation = widths_at({role: artifact.tensor(JOINT.name(role, "errors")) for role in ROLES}, klt.bits)
         joint = [JointLayerCoder.of(artifact, layer, allocation) for layer in range(sizes["layers"])]
         return Coders(JOINT, allocation, joint)
-    (allocation,) = klt.allocations(artifact)
-    geometry = Geometry(sizes["layers"], sizes["kv_heads"], sizes["head_dim"])
-    plans = [klt.plan(layer, geometry, artifact).tiers[0] for layer in range(geometry.layers)]
-    if len(heads) < geometry.kv_heads:
+    coding = klt.coding(artifact, whole_words=True)
+    (allocation,) = klt.allocations(artifact, coding)
+    plans = [klt.tier(layer, allocation, artifact, coding) for layer in range(sizes["layers"])]
+    if len(heads) < sizes["kv_heads"]:
         plans = [of_heads(plan, heads) for plan in plans]
-    return Coders(klt.coding(artifact), allocation, [LayerCoder(plan) for plan in plans])
+    return Coders(coding, allocation, [LayerCoder(plan) for plan in plans])

@@ -112,18 +112,19 @@ def test_words_of_all_heads_side_by_side(keys, values):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("has_sizes", [False, True])
+@pytest.mark.parametrize("has_sizes", [None, "words", "bytes"])
 def test_keys_before_rope(own, channels, rotated, query_rows, has_sizes):
     """And the mixtures of their codes, where tokens have sizes."""
     rotation = Rotation(10000.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64))
-    (keys, rope_tables), values, sizes = keys_of(own, channels, 1), stored(WIDE, 2), sizes_of(HEADS, PAGE, 7, 9)
+    (keys, rope_tables), values = keys_of(own, channels, 1), stored(WIDE, 2)
+    sizes, of_values = (sizes_of(HEADS, PAGE, seed, 9, has_sizes == "bytes") for seed in (7, 8))
     if has_sizes:
-        keys, values = sized_keys(keys, rope_tables, sizes), sized(values, sizes_of(HEADS, PAGE, 8, 9))
+        keys, values = sized_keys(keys, rope_tables, sizes), sized(values, of_values)
     keys, values, first = laid_out(keys), laid_out(values), 1004
     rope_tables = replace(rope_tables, **tables(rotation, first, 10 * PAGE))
     query = drawn(2, HEADS, query_rows, channels) / (4 * channels**0.5)
     span = span_of([[2, 0, 1, 1, 2, 0, 2, 1, 0, 0], [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]], [601, 65])
-    found = attended(query, keys, values, span, rope_tables=rope_tables, mixes_keys=has_sizes)
+    found = attended(query, keys, values, span, rope_tables=rope_tables, mixes_keys=has_sizes is not None)
     asked = query, keys, values, span, None, None, make_rope_tables(rotation, first + torch.arange(10 * PAGE))
     assert_attended(found, attention(*asked), values.tokens, SCORES, FLOAT32_ATTENTION)
     if not has_sizes:

@@ -48,12 +48,14 @@ def tolerances(precise: bool, turned: bool) -> tuple[float, float]:
 class Turned:
     """Keys before RoPE with sizes and values with sizes, attended by the kernel and in float64."""
 
-    def __init__(self, own: Words, values: Words | Kind, channels: int, rotated: int, largest: int = 9) -> None:
-        self.own, self.sizes = own, sizes_of(HEADS, PAGE, 7, largest)
+    def __init__(
+        self, own: Words, values: Words | Kind, channels: int, rotated: int, largest: int = 9, in_bytes: bool = False
+    ) -> None:
+        self.own, self.sizes = own, sizes_of(HEADS, PAGE, 7, largest, in_bytes)
         self.rotation = Rotation(10000.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64))
         plain, self.tables = keys_of(own, channels, 1)
         self.keys = sized_keys(plain, self.tables, self.sizes)
-        self.values = sized(stored(values, 2), sizes_of(HEADS, PAGE, 8, largest))
+        self.values = sized(stored(values, 2), sizes_of(HEADS, PAGE, 8, largest, in_bytes))
         self.channels = channels
 
     def query(self, rows: int, query_rows: int) -> torch.Tensor:
@@ -98,9 +100,9 @@ def _sizes_of_tokens(SIZES, OUT, head, WORDS: tl.constexpr, PAGE: tl.constexpr):
     tl.store(OUT + slot, token_sizes(SIZES, slot * WORDS + head % WORDS, head, slot < PAGE, WORDS, False))
 
 
-@pytest.mark.parametrize("heads", [1, 4, 7, 12])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 7, 12])
 def test_sizes_are_those_of_the_codec_bit_for_bit(heads):
-    """Every number in every head, where heads take one, two and three words; and as float32 rounds 2^((i - 5) / 2)."""
+    """Every number in every head, where heads take a byte, and one, two and three words; and as float32 rounds 2^((i - 5) / 2)."""
     numbers = (torch.arange(16)[None] + torch.arange(heads)[:, None]) % 16
     codec = Sized(MixedQuant((4,) * 4, (1,) * heads), torch.ones(heads, 1, 4))
     components = (2.0 ** ((numbers - 5) / 2))[None, ..., None].expand(1, heads, 16, 4) / 2
@@ -172,9 +174,9 @@ def test_keys_and_values_with_coefficients_besides(monkeypatch):
 )
 def test_keys(own, values, channels, rotated, query_rows, mixes, precise, monkeypatch):
     """8 and 16 query rows of a program, and several programs of 16; heads that differ in words, one that has none; with one query
-    row three parts are merged."""
+    row three parts are merged; sizes in bytes and in words."""
     monkeypatch.setattr(triton, "_programs", lambda device: 9 if query_rows == 1 else 1)
-    turned = Turned(own, values, channels, rotated)
+    turned = Turned(own, values, channels, rotated, in_bytes=query_rows % 2 == 0)
     span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([117], dtype=torch.int32))
     turned.check(
         turned.query(1, query_rows), span, 1004, 1004 + 2 * PAGE, precise=precise, mixes=mixes, scored=query_rows == 8

@@ -18,15 +18,17 @@ class Sizes:
     words: Tensor
 
 
-def sizes_of(heads: int, page: int, seed: int, largest: int = 15) -> Sizes:
-    """s = 2^((i - 5) / 2), i = 0 ... `largest`; of W words a token the h % W-th has head h, in its bits from 4 (h // W) on."""
+def sizes_of(heads: int, page: int, seed: int, largest: int = 15, in_bytes: bool = False) -> Sizes:
+    """s = 2^((i - 5) / 2), i = 0 ... `largest`; of W words a token, of 16 bits or of 8, the h % W-th has head h, in its bits from
+    4 (h // W) on."""
     numbers = torch.randint(0, largest + 1, (3, heads, page), generator=torch.Generator().manual_seed(seed))
-    width = -(-heads // 4)
+    width = -(-heads // (2 if in_bytes else 4))
     words = torch.zeros(3, 1, page, width, dtype=torch.int64)
     for head in range(heads):
         words[:, 0, :, head % width] |= numbers[:, head] << (4 * (head // width))
     signed = torch.where(words < 2**15, words, words - 2**16)
-    return Sizes(2.0 ** ((numbers.double() - 5) / 2)[..., None], signed.to(torch.int16))
+    stored = words.to(torch.uint8) if in_bytes else signed.to(torch.int16)
+    return Sizes(2.0 ** ((numbers.double() - 5) / 2)[..., None], stored)
 
 
 def sized(pages: Pages, own: Sizes) -> Pages:

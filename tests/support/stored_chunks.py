@@ -10,6 +10,7 @@ from torch import Tensor
 from trellis_paths import trellis_components
 
 from calib.runtime import Artifact
+from calib.runtime.artifact.component_bits import Allocation
 from calib.runtime.artifact.components import Coding
 from calib.runtime.methods.klt import Klt
 
@@ -29,7 +30,7 @@ def chunk_of(model, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float
 def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.ndarray]]:
     """Each layer's words `[tokens, W]` uint16 as the documented layout has them: keys, their sizes, values, their sizes."""
     (tokens,) = struct.unpack_from("<I", blob, 36)
-    (allocation,), at, found = klt.allocations(artifact), HEADER + exact_bytes(blob), []
+    allocation, at, found = allocation_of(artifact, klt), HEADER + exact_bytes(blob), []
     for layer in range(artifact.fingerprint["layers"]):
         own = {}
         for role in ("keys", "values"):
@@ -39,6 +40,12 @@ def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.nd
                 own[f"{role}.{name}"], at = data.reshape(tokens, width), at + 2 * tokens * width
         found.append(own)
     assert at == len(blob)
+    return found
+
+
+def allocation_of(artifact: Artifact, klt: Klt) -> Allocation:
+    """How a chunk's bits are shared out: beside sizes in whole words."""
+    (found,) = klt.allocations(artifact, klt.coding(artifact, whole_words=True))
     return found
 
 
@@ -74,7 +81,7 @@ def decoded(
     of all y_j between the first level and the last. With a trellis c_j - (2^b_j - 1) / 2 is 9/16 2^b_j times the level in [-1, 1].
     """
     coding, off = Coding("before", klt.size, klt.predict), [0.0]
-    (allocation,), layers = klt.allocations(artifact), []
+    allocation, layers = allocation_of(artifact, klt), []
     for layer, fields in enumerate(fields_of(blob, artifact, klt)):
         moved, means = {}, {}
         for role, given in zip(("keys", "values"), chunk[:, layer].double(), strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from calib.export.onnx.graph import Value
-from calib.export.onnx.packing import pack, unpack
+from calib.export.onnx.packing import pack, pack_bytes, unpack, unpack_bytes
 from calib.export.onnx.shape import Field, Fields, Shape
 from calib.export.onnx.trellis import TrellisWords
 from calib.export.onnx.words import CPU, WordCodesWriter, Words
@@ -32,14 +32,20 @@ class SizedWords:
         writer = TrellisWords if isinstance(self.codec.codec, TrellisQuant) else Words
         return writer(self.codec.codec, self.shape, self.fp32_params)
 
+    @property
+    def _in_bytes(self) -> bool:
+        return self.codec.dtype == torch.uint8
+
     def fields(self) -> Fields:
         """Both of every token."""
-        return self.words.fields() | {"sizes": Field(np.int16, 1, 1, size_words(self.shape.heads))}
+        dtype = np.uint8 if self._in_bytes else np.int16
+        return self.words.fields() | {"sizes": Field(dtype, 1, 1, size_words(self.shape.heads))}
 
     def encode(self, y: Value) -> dict[str, Value]:
         """float32 `[batch, kv_heads, tokens, components]` -> fields."""
         number = (_norm(y * self.codec.weights.numpy()) > size_edges(CPU).numpy()).cast(np.int32).sum(3)
-        packed = pack(number.permute(0, 3, 2, 1), SIZE_BITS, self.shape.heads)
+        pack_away = pack_bytes if self._in_bytes else pack
+        packed = pack_away(number.permute(0, 3, 2, 1), SIZE_BITS, self.shape.heads)
         return self.words.encode(y / _size(number)) | {"sizes": packed}
 
     def decode(self, block: dict[str, Value]) -> Value:
@@ -48,7 +54,8 @@ class SizedWords:
 
     def sizes(self, block: dict[str, Value]) -> Value:
         """s, float32 `[batch, kv_heads, tokens, 1]`."""
-        return _size(unpack(block["sizes"], SIZE_BITS, self.shape.heads).permute(0, 3, 2, 1))
+        unpacked = unpack_bytes if self._in_bytes else unpack
+        return _size(unpacked(block["sizes"], SIZE_BITS, self.shape.heads).permute(0, 3, 2, 1))
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
         """q.y^ `[batch, kv_heads, rows, tokens]`: sizes meet the scores."""

@@ -6,8 +6,8 @@ half an octave:
 
     s = 2^((i - 5) / 2), i = 0 ... 15        y^ = s D(E(y / s))
 
-Four bits for each token, KV head and stream, four heads to a word of 16 bits. In attention it is a factor on scores and on weights.
-(TurboQuant and others keep a norm of 16 bits.)
+Four bits for each token, KV head and stream, four heads to a word of 16 bits; of one or two heads, in a byte. In attention it is a
+factor on scores and on weights. (TurboQuant and others keep a norm of 16 bits.)
 """
 
 from dataclasses import dataclass, replace
@@ -38,12 +38,24 @@ class Sized(Codec):
         codec: of components in units of their ranges, which are those of sized tokens.
         weights: float32 `[kv_heads, 1, components]`: what makes the root mean square of a token's components their norm, one over
             deviation and root of how many there are; 0 for a component that its head has no word for.
+        whole_words: whether sizes fill words of 16 bits, where a byte holds them too: stored chunks are of such words.
     """
 
     codec: MixedQuant | TrellisQuant
     weights: Tensor
+    whole_words: bool = False
 
     onnx_writer = "sized words"
+
+    @property
+    def heads(self) -> int:
+        """How many KV heads have sizes."""
+        return len(self.codec.counts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sizes as they are stored."""
+        return size_dtype(self.heads, self.whole_words)
 
     @property
     def has_kernel(self) -> bool:
@@ -68,7 +80,7 @@ class Sized(Codec):
         self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
     ) -> dict[str, Field]:
         """The codec's words, and the sizes of all heads."""
-        sizes = Field(1, size_words(len(self.codec.counts)), torch.int16, "parameters", shared=True)
+        sizes = Field(1, size_words(self.heads), self.dtype, "parameters", shared=True)
         return self.codec.fields(head_dim, dtype, fp32_params, segment) | {"sizes": sizes}
 
     def fp32_params(self, x: Tensor) -> bool:
@@ -76,7 +88,7 @@ class Sized(Codec):
         return False
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """y `[batch, kv_heads, tokens, components]` -> words, and sizes int16 `[batch, 1, tokens, W]`."""
+        """y `[batch, kv_heads, tokens, components]` -> words, and sizes `[batch, 1, tokens, W]`."""
         number = self.numbers(x)
         return self._beside(self.codec.encode(x / size_of(number)), number.squeeze(-1))
 
@@ -88,11 +100,10 @@ class Sized(Codec):
         assert number is not None
         return self._beside(block, number)
 
-    @staticmethod
-    def _beside(block: Block, number: Tensor) -> Block:
+    def _beside(self, block: Block, number: Tensor) -> Block:
         """A block of words, and the sizes of these numbers `[batch, kv_heads, tokens]`."""
         packed = pack_away(number.mT.to(torch.int16, copy=True), SIZE_BITS)
-        return {**block, "sizes": packed.unsqueeze(1)}
+        return {**block, "sizes": packed.to(self.dtype).unsqueeze(1)}
 
     def numbers(self, x: Tensor) -> Tensor:
         """The numbers of the sizes of y `[..., kv_heads, tokens, components]`: int64 `[..., kv_heads, tokens, 1]`."""
@@ -100,7 +111,7 @@ class Sized(Codec):
 
     def decode(self, block: Block, channels: int) -> Tensor:
         """y^ float32 `[..., kv_heads, tokens, components]`."""
-        number = unpack(block["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
+        number = unpack(block["sizes"].squeeze(-3), SIZE_BITS, self.heads)
         return self.codec.decode(block, channels) * size_of(number.mT).unsqueeze(-1)
 
     def error_bound(self, x: Tensor) -> Tensor:
@@ -132,13 +143,23 @@ class Sized(Codec):
 
     def sizes(self, tile: Block) -> Tensor:
         """s of a tile's tokens: float32 `[..., kv_heads, 1, tokens]`."""
-        number = unpack_columns(tile["sizes"].squeeze(-3), SIZE_BITS, len(self.codec.counts))
+        number = unpack_columns(tile["sizes"].squeeze(-3), SIZE_BITS, self.heads)
         return size_of(number).unsqueeze(-2)
 
 
 def size_words(heads: int) -> int:
-    """Words of 16 bits that hold a token's sizes of so many KV heads."""
+    """Words that hold a token's sizes of so many KV heads in one stream: of 16 bits, or one byte (`size_dtype`)."""
     return words_per_token(heads, SIZE_BITS)
+
+
+def size_dtype(heads: int, whole_words: bool = False) -> torch.dtype:
+    """Of these words."""
+    return torch.int16 if whole_words or heads * SIZE_BITS > 8 else torch.uint8
+
+
+def size_bytes(heads: int, whole_words: bool = False) -> int:
+    """What they take together."""
+    return size_words(heads) * size_dtype(heads, whole_words).itemsize
 
 
 def size_number(root_mean_square: Tensor) -> Tensor:
