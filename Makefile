@@ -46,7 +46,7 @@ OLDEST := tests/contract $(addprefix tests/runtime/,test_generation.py test_draf
 
 test-oldest: .venv-oldest/stamp  ## with the oldest releases that are supported
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --quick -m "not arithmetic" -n 2 $(OLDEST)
-	.venv-oldest/bin/python -m calib.kernels.ahead_of_time --compile 90
+	.venv-oldest/bin/python -m calib.kernels.ahead_of_time --compile --capability 90
 
 contract: .venv/dev.stamp  ## every cell of methods x modes x architectures, an hour; CELLS=WORDS renews some; writes docs/results/contract.md
 	$(if $(CELLS),,rm -f runs/contract.json)

@@ -3,14 +3,15 @@
 Triton's package carries the assembler and the disassembler, so a machine without a GPU can tell how many instructions a code
 costs, which is what bounds attention over packed tokens (KERNELS in README.md of `kernels/attend`).
 
-    python -m calib.kernels.ahead_of_time attend quantise      # compiles what these operations declare, prints the figures
-    python -m calib.kernels.ahead_of_time --compile 90         # compiles all for one capability, and holds them to nothing
+    python -m calib.kernels.ahead_of_time attend quantise              # compiles what these operations declare, prints the figures
+    python -m calib.kernels.ahead_of_time --compile --capability 90    # all for one GPU, held to nothing
 
 Not under TRITON_INTERPRET=1, where there is nothing to compile.
 """
 
+import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf, isfinite
@@ -110,12 +111,12 @@ def declared(operation: str) -> dict[str, Specialisation]:
     return found
 
 
-def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
+def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES) -> Iterable[tuple[str, bool]]:
     """A line for each specialisation and capability, and whether it holds to its limits."""
     for operation in operations:
         costs: dict[tuple[str, int, str], float] = {}
         for name, one in declared(operation).items():
-            for capability in CAPABILITIES:
+            for capability in capabilities:
                 figures = loop_figures(compiled(one, capability))
                 line = f"{operation:18} {name:34} sm_{capability}"
                 line += f"  {figures.registers:3} registers, {figures.spilled:3} spilled bytes, {figures.shared:6} shared bytes"
@@ -140,24 +141,33 @@ def report(operations: Iterable[str]) -> Iterable[tuple[str, bool]]:
                 yield line, good or (capability == NEWEST and (one.warps > 1 or one.spilled > 0))
 
 
-def compile_all(capability: int) -> None:
-    """Every kernel, for one capability: with releases of Triton whose instructions the limits were not written for."""
-    for operation in OPERATIONS:
+def compile_all(operations: Iterable[str], capabilities: Sequence[int]) -> None:
+    """Compiles, and holds nothing to limits: with releases of Triton whose instructions these were not written for."""
+    for operation in operations:
         for name, one in declared(operation).items():
-            compiled(one, capability)
-            print(f"{operation:18} {name} sm_{capability}", flush=True)
+            for capability in capabilities:
+                compiled(one, capability)
+                print(f"{operation:18} {name} sm_{capability}", flush=True)
+
+
+def main() -> int:
+    """Prints what every kernel takes; 1 where one misses its limits."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], metavar="OPERATION", help="default: all")
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, help="default: all of them")
+    parser.add_argument("--compile", action="store_true", help="hold nothing to limits")
+    asked = parser.parse_args()
+    operations = asked.operations or OPERATIONS
+    capabilities = (asked.capability,) if asked.capability else CAPABILITIES
+    if asked.compile:
+        compile_all(operations, capabilities)
+        return 0
+    missed = 0
+    for text, holds in report(operations, capabilities):
+        print(text if holds else f"{text}  MISSED", flush=True)
+        missed += not holds
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--compile"]:
-        if sys.argv[2:] not in [[str(own)] for own in CAPABILITIES]:
-            sys.exit(
-                f"--compile takes one of {', '.join(map(str, CAPABILITIES))}, got {' '.join(sys.argv[2:]) or 'nothing'}"
-            )
-        compile_all(int(sys.argv[2]))
-        sys.exit()
-    missed = 0
-    for text, holds in report(sys.argv[1:] or OPERATIONS):
-        print(text if holds else f"{text}  MISSED", flush=True)
-        missed += not holds
-    sys.exit(1 if missed else 0)
+    sys.exit(main())

@@ -59,7 +59,7 @@ class PackedStream:
             say; or None.
         ranked: what the tokens have beside, or None.
         sizes: s of each token, which is s times what its codes say; of codes without parameters, or None. Numbers of `SIZE_BITS`
-            bits, four heads to a word, head h in word h % W: int16 `[pages, 1, page_tokens, W]`.
+            bits, four heads to a word of int16 or two to one of uint8, head h in word h % W: `[pages, 1, page_tokens, W]`.
         trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
             number of its level, one bit longer than its field.
         map: tokens are what it makes of those that codes, parameters and `fixed` say, or None. On a GPU alone, of tokens without

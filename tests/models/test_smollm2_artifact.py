@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from calib.runtime import Artifact
+from calib.runtime.artifact.component_bits import ROLES
 from calib.runtime.methods import Geometry, build
 
 PATH = Path(__file__).parents[2] / "artifacts" / "smollm2-135m.klt.calib.safetensors"
@@ -25,8 +26,11 @@ def test_klt_is_planned_from_it_alone(bits, predict):
     """Components alone, and with sizes, which three heads of a layer have in a word, and predictions: the default."""
     artifact, method = Artifact.load(PATH), build("klt", {"bits": bits} if predict else {"bits": bits, "size": False})
     assert method.coding(artifact).predict is predict
-    plans = [method.plan(layer, GEOMETRY, artifact) for layer in range(GEOMETRY.layers)]
-    codecs = [stages.codec for plan in plans for _, stages in plan.tiers[0].streams()]
-    words = sum(sum(codec.codec.counts) + 1 if predict else sum(codec.counts) for codec in codecs)
+    (allocation,) = method.allocations(artifact)
+    words = sum(sum(own.counts) + predict for role in ROLES for own in allocation.streams[role])
+    for layer in (0, GEOMETRY.layers - 1):
+        for role, stages in method.plan(layer, GEOMETRY, artifact).tiers[0].streams():
+            codec = stages.codec.codec if predict else stages.codec
+            assert codec.counts == allocation.streams[role][layer].counts
     values = 2 * GEOMETRY.layers * GEOMETRY.kv_heads * GEOMETRY.head_dim
     assert words * 16 / values == pytest.approx(bits, abs=0.01) and words * 16 <= bits * values
