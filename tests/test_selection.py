@@ -59,7 +59,7 @@ def test_of_other_parameters_a_few_are_taken_and_every_value_before_one_a_second
     assert len(few(product(bits=[1]))) == 1
 
 
-def test_a_sample_has_every_fourth_kind_in_turn_and_every_value_and_another_case_for_another_function():
+def test_a_sample_has_every_fifth_kind_in_turn_and_every_value_and_another_case_for_another_function():
     functions = [in_turn(product(f"test_{number}", case=CASES, length=[1, 20, 300])) for number in range(240)]
     share = len(set(kinds().values())) / TURNS
     for taken in functions:

@@ -1,7 +1,7 @@
 """The size of every method's cache at a batch and a context: the runtime's own prediction, of stores that hold no numbers."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.methods import METHODS, Geometry, build
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.rotation import Rotation
-from calib.runtime.store import Footprint, LayerContext
+from calib.runtime.store import Footprint, LayerContext, Plan
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def cache_size(
 ) -> CacheSize:
     """Of `batch` rows that each hold a prompt of `context` tokens, and so many `after` it."""
     try:
-        one, two = (predicted(meta_model, method, options, artifact, rows, context, after) for rows in MEASURED)
+        built = build(method, options)
+        plans = [built.plan(number, Geometry.of(meta_model.text), artifact) for number in meta_model.compressed]
+        one, two = (predicted(meta_model, plans, rows, context, after) for rows in MEASURED)
     except ValueError as error:
         return CacheSize(refused=" ".join(str(error).split()))
     # Rows stand alone, so two batches give all.
@@ -65,20 +67,10 @@ def cache_size(
     return CacheSize(device, host)
 
 
-def predicted(
-    meta_model: MetaModel,
-    method: str,
-    options: dict[str, Any],
-    artifact: Artifact | None,
-    batch: int,
-    context: int,
-    after: int = 0,
-) -> CacheSize:
-    """What `memory()` of a cache with such a prompt in it, and tokens after it, would predict: all layers take what the first
-    does."""
-    config, dtype, numbers = meta_model.text, meta_model.model.dtype, meta_model.compressed
-    built, geometry = build(method, options), Geometry.of(config)
-    plans = [built.plan(number, geometry, artifact) for number in numbers]
+def predicted(meta_model: MetaModel, plans: Sequence[Plan], batch: int, context: int, after: int = 0) -> CacheSize:
+    """What `memory()` of a cache with such a prompt in it, and tokens after it, would predict, given the `plans` of the layers that
+    are compressed: all take what the first does."""
+    dtype, numbers, geometry = meta_model.model.dtype, meta_model.compressed, Geometry.of(meta_model.text)
     plan, windows = plans[0], [meta_model.windows[number] for number in numbers]
     plan.check(geometry.head_dim, dtype)
     remedy = plan.needs_rope

@@ -75,7 +75,7 @@ def test_special_probes_are_those_of_the_models_tokenizer(folder, tmp_path):
     assert found["asked"] == found["by hand"] != found["others"]
 
 
-@pytest.mark.full
+@pytest.mark.slow  # quanto compiles its kernels at their first use
 @needs_quanto
 @pytest.mark.parametrize("bits", [4, 2])
 def test_a_quantised_cache_is_really_used_and_weighed(given, bits):

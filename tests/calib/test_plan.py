@@ -18,7 +18,7 @@ from calib.plan.meta_model import read_meta_model
 from calib.runtime import Artifact, compress
 from calib.runtime.methods import METHODS
 
-BATCH, CONTEXT = 3, 200
+BATCH, CONTEXT = 3, 400
 SMALL = [
     "--model.bits=[2,4]", "--model.clip_factors=[1,0.8,0.6]", "--model.query_rows=4", "--model.clip_sequences=4",
     "--data.length=64", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",

@@ -76,18 +76,17 @@ def test_padded_rows_keep_their_own_drafts(model, name):
 
 
 @pytest.mark.full
-def test_without_crop_the_next_forward_confirms(model):
-    tokens = Tokens.random(model, 170, seed=5)
-    for case in CASES:
-        cache, plain = case.open(model), case.open(model)
-        cache.release()
-        plain.release()
-        cache.activate_past_recording()
-        decoded(cache, tokens, 150)
-        decoded(plain, tokens, 150)
-        assert cache.sequences.lengths == [169] and cache.sequences.unconfirmed == 1 and cache.get_seq_length() == 170
-        cache.crop(0)
-        assert not differing(stored(cache, 0), stored(plain, 0), mass=0), case
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_without_crop_the_next_forward_confirms(case, model):
+    tokens, cache, plain = Tokens.random(model, 170, seed=5), case.open(model), case.open(model)
+    cache.release()
+    plain.release()
+    cache.activate_past_recording()
+    decoded(cache, tokens, 150)
+    decoded(plain, tokens, 150)
+    assert cache.sequences.lengths == [169] and cache.sequences.unconfirmed == 1 and cache.get_seq_length() == 170
+    cache.crop(0)
+    assert not differing(stored(cache, 0), stored(plain, 0), mass=0)
 
 
 def test_drafts_lie_in_no_page_and_no_window_and_are_weighed(model):

@@ -1,7 +1,7 @@
 """What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
 
 Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for each kind of
-store (`store_kinds.py`), `sample` one for every fourth kind, others for another function, so that every case is met somewhere. Of
+store (`store_kinds.py`), `sample` one for every fifth kind, others for another function, so that every case is met somewhere. Of
 any other function `quick` takes FEW sets of parameters, and nothing that is marked `full`; `sample` takes SOME, and more until
 every value that several sets have is met, and all in WHOLE. Which ones follows from the tables, so a new test and a new method
 need no entry here.
@@ -18,7 +18,7 @@ from cases import BY_NAME, Case
 from store_kinds import kinds
 
 FEW, SOME = 2, 4
-TURNS = 4  # kinds of stores in a sample: every fourth
+TURNS = 5  # kinds of stores in a sample: every fifth
 # Each set of parameters is another document, kernel or damage.
 WHOLE = ("tests/docs/", "tests/hostile/", "tests/kernels/test_ahead_of_time.py")
 
@@ -58,7 +58,7 @@ def few(items: list[Any]) -> list[Any]:
 
 
 def in_turn(items: list[Any]) -> list[Any]:
-    """Of one function's items one for every fourth kind of store, in turn from function to function, or SOME.
+    """Of one function's items one for every fifth kind of store, in turn from function to function, or SOME.
 
     And more, until every value of the parameters beside the case is taken that several of them have.
     """

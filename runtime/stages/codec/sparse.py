@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.matching_pursuit.operation import matching_pursuit
-from calib.kernels.matching_pursuit.reference import desparsify, orthogonal_matching_pursuit
+from calib.kernels.matching_pursuit.reference import desparsify, no_pairs, orthogonal_matching_pursuit
 from calib.kernels.pack.reference import bytes_per_token, pack_bytes, unpack_bytes
 from calib.kernels.to_half import HALF_MAX
 from calib.runtime.paging.field import Block, Field
@@ -197,6 +197,8 @@ class Sparse(Codec):
         )
 
     def _pursue(self, vectors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
+        if vectors.is_meta:  # no numbers: any pairs
+            return no_pairs(vectors, self.sparsity)
         pursuit = orthogonal_matching_pursuit if self.orthogonal else matching_pursuit
         return pursuit(vectors, atoms, self.sparsity)
 
