@@ -1,7 +1,7 @@
 """What is left for the host in a decode step of 32 layers that is replayed from a graph, and in one that is not: microseconds.
 Writes benchmarks/results/replay_host.json.
 
-    PYTHONPATH=. python benchmarks/replay_host.py [--write]
+    PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write]
 
 A graph's launch is replaced by nothing, so that no device and no model's products are in it; a step is lengths, slots and page
 numbers worked out, copied to where the graph reads them, and the answer's copy. Of a step without a graph launches are counted
@@ -86,7 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
+    if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
+        parser.error("Triton must interpret its kernels here; set TRITON_INTERPRET=1")
     torch.set_num_threads(1)
     step_graphs.recorder = lambda device: Nothing
     batches = {"equal": [PROMPT] * ROWS, "ragged": [PROMPT - row for row in range(ROWS)]}

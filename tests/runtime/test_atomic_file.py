@@ -36,7 +36,9 @@ def a_folder(path: Path) -> None:
 def killed(path: Path, write: Callable[[Path], None]) -> None:
     """A writer to `path` that is killed outright: a fork, which need not import torch once more."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: this one writes a file and is gone
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forks beside threads: this one writes a file and is gone
         child = os.fork()
     if not child:
         try:
