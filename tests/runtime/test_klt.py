@@ -431,3 +431,14 @@ def test_components_are_before_rope_where_the_artifact_has_such(model, artifact)
     assert Klt(loss=0.3).allocations(without("klt.loss")) == Klt(loss=0.3).allocations(artifact)
     with pytest.raises(ValueError, match="rope='after': the fit measured losses of keys before RoPE; leave rope out"):
         Klt(loss=0.3, rope="after").allocations(without("klt.loss"))
+
+
+def test_sizes_of_two_heads_take_a_byte_in_a_cache_and_a_word_in_a_chunk(artifact):
+    for whole_words, wanted in ((False, [1, 1, 2, 2, 4]), (True, [2, 2, 2, 2, 4])):
+        method = Klt(bits=2, size=True)
+        coding = method.coding(artifact, whole_words)
+        assert [coding.size_bytes(heads) for heads in (1, 2, 3, 4, 5)] == wanted
+        (allocation,) = method.allocations(artifact, coding)
+        for _, stages in method.tier(0, allocation, artifact, coding).streams():
+            field = stages.codec.fields(32, torch.bfloat16)["sizes"]
+            assert field.row_bytes(2) == wanted[1] and field.shared
