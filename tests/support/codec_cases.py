@@ -105,11 +105,11 @@ CODECS = [
     CodecCase("token-range-3", lambda draw: TokenRange(Codebook(levels(draw, 8))), 5.0),
     # 3 words of 16 bits for 15 components.
     CodecCase("mixed", lambda draw: MixedQuant((4, 4, 4, 2, 2), (3, 3)), 3.2, 15, reach=1.0),
-    # The same, and a word of sizes for both heads.
+    # The same, and a byte of sizes for both heads.
     CodecCase(
         "sized",
         lambda draw: Sized(MixedQuant((4, 4, 4, 2, 2), (3, 3)), size_weights(draw)),
-        3.2 + 16 / 30,
+        3.2 + 8 / 30,
         15,
         reach=1.0,
     ),
@@ -117,7 +117,7 @@ CODECS = [
     CodecCase(
         "trellis-sized",
         lambda draw: Sized(TrellisQuant((4, 4, 4, 2, 2), (3, 3), error_weights(draw)), size_weights(draw)),
-        3.2 + 16 / 30,
+        3.2 + 8 / 30,
         15,
         reach=1.0,
     ),

@@ -85,10 +85,10 @@ def scale_and_zero(block: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]
 
 
 def unpacked(words: np.ndarray, bits: int, channels: int) -> np.ndarray:
-    """Codes `[..., channels]` of int16 `words [..., W]`: channel c is field c // W of word c % W."""
-    width, fields = words.shape[-1], 16 // bits
+    """Codes `[..., channels]` of `words [..., W]`, of int16 or of uint8: channel c is field c // W of word c % W."""
+    width, fields = words.shape[-1], 8 * words.itemsize // bits
     assert width == math.ceil(channels / fields)
-    unsigned = words.view(np.uint16)
+    unsigned = words.view(np.uint16) if words.itemsize == 2 else words.astype(np.uint16)
     codes = [(unsigned >> np.uint16(bits * field)) & np.uint16(2**bits - 1) for field in range(fields)]
     return np.concatenate(codes, -1)[..., :channels].astype(np.int64)
 
