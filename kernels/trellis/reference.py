@@ -27,7 +27,7 @@ STATES = 8
 # than others can gain, and sums keep the digits of the others.
 OUTSIDE = 256.0
 FAR = 1e30  # the cost of a state that no path has come to
-STRETCH = 2**15  # numbers, of which the errors, and where paths come from, are in memory at once
+STRETCH = 2**15  # components of all rows that are searched together: what they need fits a processor's cache
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def best_path(at: Tensor, top: Tensor, weight: Tensor) -> Tensor:
 
 
 def squared_errors(at: Tensor, top: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Of the nearest level of each subset, less the least of them, which every path has: `out [components, 2, z1, z0, rows]`,
-    twice."""
+    """Of the nearest level of each subset, less the least of them, which every path has. Written twice, one behind the other:
+    `out [components, 2, z1, z0, rows]`."""
     offset = torch.arange(SUBSETS, dtype=at.dtype, device=at.device).div_(SUBSETS).unsqueeze(1)
     found = (at * (1 / SUBSETS)).unsqueeze(1) - offset
     found.sub_(nearest_free(found, top.unsqueeze(1))).square_()
@@ -135,8 +135,10 @@ def squared_errors(at: Tensor, top: Tensor, weight: Tensor, out: Tensor) -> None
 
 
 def _followed_back(cost: Tensor, came: Tensor) -> Tensor:
-    """u of the path that ends in the lowest state of least cost; `came [components, rows]` has a bit for each state come to
-    by h = 1, times eight."""
+    """u of the path that ends in the state of least cost, the lowest of several, as int16 `[components, rows]`.
+
+    `came`, int32 of that shape, is eight times a number whose bit s says that the best path into state s comes by h = 1.
+    """
     before, lowest = _tables(cost.device)
     states = torch.empty_like(came)
     least = torch.eq(cost, cost.amin(0), out=torch.empty_like(cost))

@@ -19,7 +19,7 @@ def a_file(path: Path) -> None:
 
 
 def a_file_by_a_library(path: Path) -> None:
-    """Which puts its own in the place."""
+    """Which puts a file of its own over the one it is given."""
     with atomically(path) as own:
         other = own.with_suffix(".other")
         other.write_bytes(b"half")
