@@ -34,7 +34,13 @@ from calib.kernels.attend.options import (
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, LowRankTerm, PackedStream, RopeTables
 from calib.kernels.pack.reference import Widths, words_per_token
 
-POINTERS = {torch.int16: "*i16", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
 
 
 def stream_of(
@@ -109,7 +115,9 @@ def specialisation(
     types |= {"QUERY": "*bf16", "query_scale": "fp32"}
     types |= dict.fromkeys(("CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
     types |= {"AXES": "*fp16", "KEY_VECTORS": "*fp16", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
-    types |= {"VALUE_SCALES": "*fp16", "KEY_SIZES": "*i16", "VALUE_SIZES": "*i16"}
+    types |= {"VALUE_SCALES": "*fp16"}
+    sizes = {"KEY_SIZES": keys.sizes, "VALUE_SIZES": values.sizes}
+    types |= {name: POINTERS[part.dtype] for name, part in sizes.items() if part is not None}
     types |= {"TABLE": "*i32", "USED": "*i32", "HIDDEN": "*i8"}
     types |= {f"{role}_FIRST": "*i32" for role in ("KEY", "VALUE")}
     for role, own in (("KEY", keys), ("VALUE", values)):
@@ -162,10 +170,16 @@ def rope_tables_of(components: int, channels: int) -> RopeTables:
 
 
 def _predicted(
-    most: float, matrix: float, spilled: int = 0, block: int = BLOCK_ROWS[0], trellis: bool = False
+    most: float,
+    matrix: float,
+    spilled: int = 0,
+    block: int = BLOCK_ROWS[0],
+    trellis: bool = False,
+    sizes: torch.dtype = torch.int16,
 ) -> Specialisation:
     """`klt`'s keys and values of tokens that have sizes, the latter predicted from the former."""
-    own, tables = replace(_SIZED, trellis=trellis), rope_tables_of(_SIZED.channels, 128)
+    own = replace(_SIZED, trellis=trellis, sizes=torch.empty(1, 1, 64, 1, dtype=sizes, device="meta"))
+    tables = rope_tables_of(own.channels, 128)
     return specialisation(own, own, most, matrix, spilled, rope_tables=tables, block=block, mixes_keys=True)
 
 
@@ -279,6 +293,10 @@ SPECIALISATIONS = {
     ),
     "6 4 3 2 1 bits, mixed, trellis": _predicted(15.7, 6, 56, trellis=True),
     "6 4 3 2 1 bits, mixed, trellis, 16": _predicted(17.8, 8, 176, block=16, trellis=True),
+    # Sizes of one or two heads, in bytes. For capability 8.0 nothing copies these ahead, and they are shuffled to the lanes that
+    # multiply: 13.3 and 17.2 instructions, where words of 16 bits take 10.8 and 14.4. For 9.0 they take as many as words.
+    "6 4 3 2 1 bits, mixed, bytes": _predicted(13.4, 6, 32, sizes=torch.uint8),
+    "6 4 3 2 1 bits, trellis, bytes": _predicted(17.3, 6, 56, trellis=True, sizes=torch.uint8),
     # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
     "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.7, 1.1, block=16),
     "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 12.5, 4.3, block=64),
