@@ -17,6 +17,7 @@ VARIABLE = "CALIB_KERNELS"
 
 # The first GPUs whose matrix instructions take what the kernels give them.
 CAPABILITY = (8, 0)
+HOPPER = (9, 0)
 
 _here = threading.local()  # what `OneChoice` knows
 
@@ -92,3 +93,9 @@ def _prefers_triton(device: torch.device) -> bool:
 @lru_cache
 def _serves(index: int | None) -> bool:
     return _installed() and torch.version.hip is None and torch.cuda.get_device_capability(index) >= CAPABILITY
+
+
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability; without one that of the newest which kernels were written for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER

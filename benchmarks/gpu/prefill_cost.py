@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.gpu.devices import DEVICES, NODE, Device
 from benchmarks.gpu.loop_clocks import MATRIX
 from benchmarks.gpu.prefill_kernels import (
+    SCORED,
     Launch,
     bytes_of_launch,
     elements_of,
@@ -122,9 +123,7 @@ def predicted(
     products = sum(own["products"] for own in launched["torch"].values())
     torch_seconds = moved + products / (WIDE_PRODUCTS[device.capability] * device.multiprocessors * device.hertz)
     launches = sum(part["launches"] for part in parts) + sum(own["launches"] for own in launched["torch"].values())
-    scored = sum(
-        part["seconds"][part["bound"]] for part in parts if part["kernel"] in ("row_normalisers", "column_sums")
-    )
+    scored = sum(part["seconds"][part["bound"]] for part in parts if part["kernel"].startswith(SCORED))
     encoding = sum(part["seconds"][part["bound"]] for part in parts) - scored
     whole, work = sum(baseline(device).values()), scored + encoding + torch_seconds
     return {
@@ -153,9 +152,9 @@ def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], devi
     return float(busy + products / (WIDE_PRODUCTS[device.capability] * device.multiprocessors * device.hertz))
 
 
-def launched_by(methods: Iterable[str]) -> dict[str, Any]:
+def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, Any]:
     """`python -m benchmarks.gpu.prefill_launches`, whose kernels would be interpreted."""
-    command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", *methods]
+    command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", str(capability), *methods]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     )
@@ -163,19 +162,25 @@ def launched_by(methods: Iterable[str]) -> dict[str, Any]:
 
 
 def found_prefill() -> dict[str, Any]:
-    """All that the page says of prefills."""
-    noted = launched_by(METHODS)
+    """All that the page says of prefills. What is launched differs between capabilities, as tiles do."""
     names: dict[str, str] = {}
-    launched = {method: own | {"ours": grouped(own["ours"], names)} for method, own in noted.items()}
-    first = {key_of(launch): launch for own in reversed(noted.values()) for launch in reversed(own["ours"])}
-    kernels = {
-        f"{name} for sm_{capability}": read(specialisation(first[key]), capability)
-        for key, name in names.items()
-        for capability in dict.fromkeys(own.capability for own in DEVICES.values())
-    }
+    launched: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
+    for capability in dict.fromkeys(own.capability for own in DEVICES.values()):
+        noted = launched_by(capability)
+        launched[str(capability)] = {
+            method: own | {"ours": grouped(own["ours"], names)} for method, own in noted.items()
+        }
+        for launch in (launch for own in noted.values() for launch in own["ours"]):
+            name = f"{names[key_of(launch)]} for sm_{capability}"
+            kernels[name] = kernels.get(name) or read(specialisation(launch), capability)
     return {
         "launched": launched,
         "kernels": kernels,
         "baseline": {own.name: baseline(own) for own in DEVICES.values()},
-        "steps": [predicted(method, launched[method], kernels, own) for method in METHODS for own in DEVICES.values()],
+        "steps": [
+            predicted(method, launched[str(own.capability)][method], kernels, own)
+            for method in METHODS
+            for own in DEVICES.values()
+        ],
     }

@@ -23,6 +23,7 @@ Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as it lies in a 
 ONCE, TURN, HEAD, EDGE, INSIDE = "once", "turn", "head", "edge", "inside"
 COUNT, COLLECT, DIGIT = "count", "collect", "digit"
 SCORED = ("row_normalisers", "column_sums")
+COPIED = "put"
 PROJECTED, SELECTED = "project", "largest"
 EXTREMES, MEASURED = "channel_extremes", "channel_numbers"
 # Of kernels with two loops that have no other inside: the shorter one, the longer one, and what is around them.
@@ -112,6 +113,8 @@ def turns_of(launch: Launch) -> dict[str, int]:
         return {ONCE: programs, DIGIT: 4 * programs, COUNT: 4 * tiles, COLLECT: tiles}
     if launch["kernel"] == EXTREMES:
         return {ONCE: programs, TURN: programs * given["turns"]}
+    if launch["kernel"] == COPIED:  # a program copies to one of the tensors, each of which has instructions of its own
+        return {ONCE: programs // launch["grid"][2]}
     if launch["kernel"] not in SCORED:
         return {ONCE: programs}
     owned, streamed, tokens = given["OWNED"], given["STREAMED"], given["tokens"]
@@ -135,8 +138,11 @@ def turns_of(launch: Launch) -> dict[str, int]:
 
 
 def elements_of(launch: Launch) -> int:
-    """Values that a launch encodes or measures, logits that it computes, scores that it divides, or extremes that it joins."""
+    """Values that a launch encodes, measures or copies, logits that it computes, scores that it divides, or extremes that it
+    joins."""
     given, grid = launch["values"], launch["grid"]
+    if launch["kernel"] == COPIED:
+        return int(sum(given[f"count_{i}"] * given[f"heads_{i}"] * given[f"width_{i}"] for i in range(grid[2])))
     if launch["kernel"] in SCORED:
         turns = turns_of(launch)
         return (turns[EDGE] + turns[INSIDE]) * int(given["OWNED"] * given["STREAMED"])
@@ -154,6 +160,10 @@ def bytes_of_launch(launch: Launch) -> int:
     tensors = launch["tensors"]
     if launch["kernel"] in (*NESTED, MEASURED):
         return sum(tensors.values())
+    if launch["kernel"] == COPIED:  # of what it copies to as much as it copies
+        return sum(
+            size * (2 if name.startswith("TOKENS") else 1) for name, size in tensors.items() if "INTO" not in name
+        )
     given = {"X", "x", "x_1"} & tensors.keys()
     widths = {launch["types"][name] for name in given - {"x_1"}}
     # What is not asked for has another tensor in its stead.

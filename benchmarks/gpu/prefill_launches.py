@@ -1,7 +1,7 @@
 """What a prefill launches in a layer besides the prefill without compression: our kernels as they are launched, and operations of
 torch with the bytes that each has to move. Counted on any machine, at the real shape.
 
-    python -m benchmarks.gpu.prefill_launches METHOD ...      # as JSON
+    python -m benchmarks.gpu.prefill_launches CAPABILITY METHOD ...      # as JSON
 
 The layer runs on the CPU as it would on a GPU. Nothing of attention over the prompt is counted or carried out, for it is in every
 prefill; our kernels are not carried out either, what they would write is filled, so that 32,768 tokens take seconds. What the host
@@ -165,14 +165,26 @@ def fill(kernel: str, named: dict[str, Any]) -> None:
         chosen.copy_(torch.arange(k))
         if others is not None:
             others.copy_(torch.arange(k, named["tokens"]))
-    for name in ("words", "parameters", "words_1", "parameters_1", "normalisers", "UNROTATED", "CENTER", "NUMBERS"):
+    for name in (
+        "words",
+        "parameters",
+        "words_1",
+        "parameters_1",
+        "normalisers",
+        "UNROTATED",
+        "EXTREMES",
+        "CENTER",
+        "NUMBERS",
+    ):
         if isinstance(named.get(name), Tensor):
             named[name].zero_()
 
 
 @torch.no_grad()
-def prefill_of(method: str, options: dict[str, Any], heads: Heads, count: int, runs: bool = False) -> Noted:
-    """A prompt of so many tokens through a layer."""
+def prefill_of(
+    method: str, options: dict[str, Any], heads: Heads, count: int, runs: bool = False, capability: int = 90
+) -> Noted:
+    """A prompt of so many tokens through a layer, as on a GPU of this capability."""
     layers = bare_layers(method, heads, LAYERS, **options)
     cpu, shape = torch.device("cpu"), (heads.rows, heads.kv_heads)
     given = [tokens(*shape, count, heads.head_dim, seed, cpu, torch.bfloat16) for seed in range(2)]
@@ -180,7 +192,7 @@ def prefill_of(method: str, options: dict[str, Any], heads: Heads, count: int, r
     noted = Noted()
     for layer in layers:
         noted = Noted()
-        with as_on_a_gpu(), kernels_noted(noted, runs), answers_noted(noted), Noting(noted):
+        with as_on_a_gpu(capability), kernels_noted(noted, runs), answers_noted(noted), Noting(noted):
             forward(layer, query, *given)
     return noted
 
@@ -213,13 +225,18 @@ def answers_noted(noted: Noted) -> Iterator[None]:
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
+def as_on_a_gpu(capability: int) -> Iterator[None]:
     """Attention of the prompt is left out, and no codec takes the pieces that suit a CPU's cache."""
+    from calib.kernels.probe_saliency import triton
     from calib.runtime.stages.codec import encoded
     from calib.runtime.tiered import store
 
     with ExitStack() as entered:
-        in_place = ((F, "scaled_dot_product_attention", unattended), (encoded, "at_once", all_of))
+        in_place = (
+            (triton, "capability_of", lambda device: divmod(capability, 10)),
+            (F, "scaled_dot_product_attention", unattended),
+            (encoded, "at_once", all_of),
+        )
         for module, name, own in (*in_place, (store, "prompt_normalised", unattended_normalised)):
             entered.enter_context(mock.patch.object(module, name, own))
         yield
@@ -241,13 +258,16 @@ def all_of(codec: Any, given: Tensor, count: int) -> int:
     return count
 
 
-def main(names: list[str]) -> None:
+def main(capability: str, *names: str) -> None:
     """Prints the launches of these methods."""
     os.environ |= {"CALIB_KERNELS": "triton", "TRITON_INTERPRET": "1"}  # before a kernel is imported
     heads = Heads(1, REAL.heads, REAL.kv_heads, REAL.head_dim)
-    found = {name: asdict(prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt)) for name in names}
+    found = {
+        name: asdict(prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt, False, int(capability)))
+        for name in names
+    }
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

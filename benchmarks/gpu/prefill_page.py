@@ -12,6 +12,8 @@ from benchmarks.gpu.targets import TARGETS
 
 Run = Mapping[str, Any]
 
+CAPABILITY = "90"  # whose launches the page tells of
+
 SHARES = """
 ## Prefill
 
@@ -54,10 +56,10 @@ SAID = """
   below {mikv:.0f} % of the prefill. `probes="random+recent"` makes it ZipCache's.
 - **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
   ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
-  shared memory ({memory} clocks beside {matrix_80} of matrix products).
-- **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys and of
-  all values (`kernels/channel_ranges`), and once for each stream whether its parameters fit 16 bits, which for values the former
-  tell as well.
+  shared memory ({memory} clocks beside {matrix_80} of matrix products, of tiles of 256 keys).
+- **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, of all values
+  (`kernels/channel_ranges`), which also tell whether values' parameters fit 16 bits, and of all keys, which tell it of keys.
+- **Copies** of words and parameters into pages are one launch for a tier (`kernels/put_tokens`).
 - **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price; what the host works out by itself is none, and neither
   is an operation without a number to write. A codec with a kernel encodes a tier at
   once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.
@@ -124,7 +126,7 @@ def part_rows(run: Run, device: str) -> Iterator[list[object]]:
 def operation_rows(run: Run) -> Iterator[list[object]]:
     """A line for each method: its operations, those with the most bytes first, and what they come to."""
     for method in METHODS:
-        own = run["launched"][method]["torch"]
+        own = run["launched"][CAPABILITY][method]["torch"]
         most = sorted(own.items(), key=lambda item: (-item[1]["bytes"], item[0]))
         named = ", ".join(
             f"{name.strip('_')} {one['launches']} x ({one['bytes'] / 1e6:.0f} MB)"
@@ -137,13 +139,21 @@ def operation_rows(run: Run) -> Iterator[list[object]]:
         yield [f"`{method}`", f"{named}; {few} of less than 1 MB", total, f"{products / 1e9:.1f} G" if products else ""]
 
 
+def _inside(run: Run, capability: str) -> Mapping[str, float]:
+    """Clocks of a turn of ZipCache's probes."""
+    launches = run["launched"][capability]["zipcache"]["ours"]
+    name = next(group["kernel"] for group in launches if group["kernel"].startswith("column_sums"))
+    found: Mapping[str, float] = run["kernels"][f"{name} for sm_{capability}"]["parts"]["inside"]["busy"]
+    return found
+
+
 def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
     """The section; `of` are the runs that have measured, `nodes` what a launch costs."""
     device, peaks = "H200", {own.capability: own for own in DEVICES.values()}.values()
     steps = {(step["method"], step["device"]): step for step in run["steps"]}
     zipcache, mikv, kivi = (steps[method, device] for method in ("zipcache", "mikv", "kivi"))
-    inside, inside_80 = (run["kernels"][f"column_sums for sm_{of}"]["parts"]["inside"]["busy"] for of in (90, 80))
-    launched = run["launched"]["zipcache"]
+    launched = run["launched"][CAPABILITY]["zipcache"]
+    inside, inside_80 = (_inside(run, of) for of in (CAPABILITY, "80"))
     head = [
         "method",
         "GPU",
@@ -168,7 +178,7 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
     text += OPERATIONS + table(["method", "operations", "together", "products"], operation_rows(run))
     pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
     measured_channels = [group for group in launched["ours"] if group["kernel"].startswith(EXTREMES)]
-    scored = next(group for group in launched["ours"] if group["kernel"] == "column_sums")
+    scored = next(group for group in launched["ours"] if group["kernel"].startswith("column_sums"))
     return text + SAID.format(
         device=device,
         probes=100 * zipcache["probes"] / zipcache["prefill"],
@@ -182,9 +192,10 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
         launches=zipcache["launches"],
         nodes=100 * zipcache["launches"] * nodes[1] / zipcache["prefill"],
         encoded=sum(part["launches"] for part in zipcache["parts"] if "bits" in part["kernel"]),
-        klt=sum(one["bytes"] for one in run["launched"]["klt"]["torch"].values()) / 1e6,
+        klt=sum(one["bytes"] for one in run["launched"][CAPABILITY]["klt"]["torch"].values()) / 1e6,
         project=100 * steps["klt", device]["encoding"] / steps["klt", device]["prefill"],
-        ranges=launched["torch"]["aminmax"]["launches"] + sum(len(group["grids"]) for group in measured_channels),
+        ranges=1
+        + sum(len(group["grids"]) for group in measured_channels),  # keys' by torch, and values' once more from parts
         range_bytes=(launched["torch"]["aminmax"]["bytes"] + sum(group["bytes"] for group in measured_channels)) / 1e6,
         waits=zipcache["waits"],
         waits_kivi=kivi["waits"],

@@ -12,6 +12,17 @@ from calib.kernels.dispatch import prefers_triton
 Kind = Literal["range", "root", "positive root", "balance"]
 
 
+def extremes_of(tokens: Tensor) -> Tensor | None:
+    """The smallest and the largest of every channel, from which `measured` goes on: float32 `[rows, kv_heads, parts, 2, D]`, of
+    parts of `tokens [rows, kv_heads, T, D]`. None where no kernel finds them."""
+    if not prefers_triton(tokens.device):
+        return None
+    from calib.kernels.channel_ranges import triton
+
+    served = tokens.numel() > 0 and triton.supports(tokens, None, None, None)
+    return triton.extremes_of(tokens, tokens.shape[1]) if served else None
+
+
 def measured(
     kind: Kind,
     tokens: Tensor,
@@ -19,6 +30,7 @@ def measured(
     order: Tensor | None = None,
     query: Tensor | None = None,
     into: Sequence[Tensor] | None = None,
+    extremes: Tensor | None = None,
 ) -> list[Tensor]:
     """Numbers of every channel of a row and head, from the extremes of its tokens.
 
@@ -31,6 +43,7 @@ def measured(
         order: int64 `[rows, kv_heads, n]`, the tokens that are measured; None: all.
         query: `[rows, heads, n, D]`, for "balance" alone; the heads of a KV head are taken together.
         into: tensors like the result, which are then written and given back.
+        extremes: what `extremes_of` found of all tokens: they are not read again.
 
     Returns:
         One tensor `[rows, kv_heads, 1, D]`, or two, the same bits on every device, but for `reference.root` and for the sign of
@@ -42,7 +55,7 @@ def measured(
         from calib.kernels.channel_ranges import triton
 
         if triton.supports(tokens, order, query, into):
-            return triton.measured(kind, tokens, dtype, order, query, into)
+            return triton.measured(kind, tokens, dtype, order, query, into, extremes)
     found = reference.measured(kind, tokens, dtype, order, query)
     if into is None:
         return found

@@ -147,6 +147,7 @@ def measured(
     order: Tensor | None = None,
     query: Tensor | None = None,
     into: Sequence[Tensor] | None = None,
+    extremes: Tensor | None = None,
 ) -> list[Tensor]:
     """What `reference.measured` gives."""
     rows, heads, _, width = tokens.shape
@@ -156,8 +157,8 @@ def measured(
         ]
     if tokens.numel():
         with torch.cuda.device_of(tokens):
-            extremes = _extremes(tokens, order, heads)
-            asked = None if kind != "balance" or query is None else _extremes(query, None, heads)
+            extremes = extremes_of(tokens, heads, order) if extremes is None else extremes
+            asked = None if kind != "balance" or query is None else extremes_of(query, heads)
             channel_numbers[(heads, rows)](
                 extremes, asked, into[0] if kind == "range" else None, into[-1],
                 extremes.shape[2], 0 if asked is None else asked.shape[2],
@@ -166,8 +167,8 @@ def measured(
     return list(into)
 
 
-def _extremes(x: Tensor, order: Tensor | None, kv_heads: int) -> Tensor:
-    """float32 `[rows, kv_heads, parts, 2, D]`, of all heads of a KV head."""
+def extremes_of(x: Tensor, kv_heads: int, order: Tensor | None = None) -> Tensor:
+    """As `operation.extremes_of`, of all heads of a KV head."""
     rows, heads, total, width = x.shape
     total = total if order is None else order.shape[2]
     known = _constants(width)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.dispatch import HOPPER, capability_of
 from calib.kernels.upload import upload
 
 LOG2_E = 1.4426950408889634
@@ -30,11 +31,14 @@ class Tiles:
     stages: int
 
 
-def tiles_of(channels: int, dtype: torch.dtype) -> Tiles:
+def tiles_of(channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER) -> Tiles:
     """Tiles that stay below 100 KB of shared memory, which every GPU from capability 8.0 on has."""
     if dtype == torch.float32:  # products outside the matrix units hold both tiles in registers
         return Tiles(32, 32, 8, 2)
-    return Tiles(128, 64, 8, 3) if channels <= 128 else Tiles(64, 64, 4, 2)
+    if channels > 128:
+        return Tiles(64, 64, 4, 2)
+    # Before Hopper warps bring operands to their registers; the more rows a warp has, the fewer it brings for each product.
+    return Tiles(128, 64, 8, 3) if capability >= HOPPER else Tiles(256, 64, 8, 2)
 
 
 @triton.jit
@@ -189,7 +193,7 @@ def attention_mass(
     nearest, farthest = 0, tokens if sliding is None else sliding - 1
     if behind is not None:
         nearest, farthest = max(nearest, behind[0]), min(farthest, behind[1])
-    tiles = tiles_of(channels, keys.dtype)
+    tiles = tiles_of(channels, keys.dtype, capability_of(keys.device))
     askers, owners = triton.cdiv(probes, tiles.owned), triton.cdiv(tokens, tiles.owned)
     whole = (rows, heads, askers * tiles.owned)
     numbers = _uploaded(positions, torch.arange(owners + 1) * tiles.owned, nearest, farthest, keys.device)
@@ -234,11 +238,13 @@ def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, obj
     }
 
 
-def _specialisation(kernel: object, channels: int, dtype: torch.dtype, **constants: object) -> Specialisation:
+def _specialisation(
+    kernel: object, channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER, **constants: object
+) -> Specialisation:
     """As the launch calls it for vectors that begin at multiples of 16 numbers."""
     name, tiles = (
         {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
-        tiles_of(channels, dtype),
+        tiles_of(channels, dtype, capability),
     )
     types = dict.fromkeys(("query", "keys"), f"*{name}") | dict.fromkeys(("normalisers", "mass"), "*fp32")
     types |= dict.fromkeys(("positions", "spans"), "*i32") | dict.fromkeys(("factor", "cap"), "fp32")
@@ -249,9 +255,13 @@ def _specialisation(kernel: object, channels: int, dtype: torch.dtype, **constan
     return Specialisation(kernel, types, known, tiles.warps, tiles.stages)
 
 
+AMPERE = (8, 0)
+
 SPECIALISATIONS = {
     "rows, fp16, 128": _specialisation(row_normalisers, 128, torch.float16, SLIDING=False),
     "columns, fp16, 128": _specialisation(column_sums, 128, torch.float16, LIMITED=False),
+    "rows, fp16, 128, before Hopper": _specialisation(row_normalisers, 128, torch.float16, AMPERE, SLIDING=False),
+    "columns, fp16, 128, before Hopper": _specialisation(column_sums, 128, torch.float16, AMPERE, LIMITED=False),
     "rows, bf16, 256, softcap, sliding": _specialisation(
         row_normalisers, 256, torch.bfloat16, SLIDING=True, CAPPED=True
     ),

@@ -1,4 +1,4 @@
-"""One new token of some rows into tensors that hold many, in plain torch."""
+"""New tokens of some rows into tensors that hold many, in plain torch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,12 +8,14 @@ from torch import Tensor
 
 
 class Put(NamedTuple):
-    """One token each of n rows, and where it belongs: `into[pages, :, slots] = tokens[rows, :, 0]`.
+    """A token or several of n rows each, and where they belong: `into[pages, :, slots] = tokens[rows, :, 0]`, and the next ones
+    behind it.
 
     Args:
         into: `[pages, heads, slots, W]`, changed; no slot twice.
-        tokens: `[rows, heads, 1, W]`, of the same dtype.
-        slots: one for all rows, or with `rows` or `pages` int64 `[n]`; with pages `[n, heads]` the same shape.
+        tokens: `[rows, heads, t, W]`, of the same dtype.
+        slots: of the first token: one for all rows, or where t is 1 with `rows` or `pages` int64 `[n]`; with pages `[n, heads]` the
+            same shape.
         rows: int64 `[n]`; None: all of `tokens` in their order.
         pages: int64 `[n]`, or `[n, heads]` where heads differ: numbers on the first axis, of pages; None: of the rows themselves.
     """
@@ -33,4 +35,7 @@ def put_tokens(puts: Sequence[Put]) -> None:
         heads: Any = slice(None)
         if put.pages is not None and put.pages.ndim == 2:
             heads = torch.arange(put.into.shape[1], device=put.into.device)
-        put.into[pages, heads, put.slots] = put.tokens[rows, :, 0]
+        if isinstance(put.slots, int) and put.tokens.shape[2] > 1:
+            put.into[:, :, put.slots : put.slots + put.tokens.shape[2]][pages] = put.tokens[rows]
+        else:
+            put.into[pages, heads, put.slots] = put.tokens[rows, :, 0]

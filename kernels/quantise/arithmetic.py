@@ -9,6 +9,26 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def fma(a, b, c):
+    """a b + c, rounded once."""
+    if INTERPRETED:  # numpy has no such operation; here the product is exact
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def quotient(y, divisor, HALF: tl.constexpr):
+    """y / divisor, rounded to nearest; HALF: the divisor is a float16 number."""
+    if HALF:  # as in `code_fields`
+        reciprocal = 1.0 / divisor
+        found = y * reciprocal
+        return fma(fma(found, -divisor, y), reciprocal, found)
+    else:
+        return tl.div_rn(y, divisor)
+
+
+@triton.jit
 def load_values(
     x, center, half, balance, row, head, positions, channels, mask, s_row, s_head, s_token, s_channel, D: tl.constexpr
 ):
@@ -20,7 +40,7 @@ def load_values(
         y = y - tl.load(center + own, mask=channels < D, other=0.0).to(tl.float32)
     if half is not None:
         divisor = tl.load(half + own, mask=channels < D, other=1.0).to(tl.float32)
-        y = tl.div_rn(y, tl.where(divisor == 0.0, 1.0, divisor))
+        y = quotient(y, tl.where(divisor == 0.0, 1.0, divisor), half.dtype.element_ty == tl.float16)
     if balance is not None:
         y = y * tl.load(balance + own, mask=channels < D, other=0.0).to(tl.float32)
     return y
@@ -53,15 +73,6 @@ def scale_and_zero(low, high, factor, BITS: tl.constexpr, HALF: tl.constexpr):
     # torch rounds the product and the sum once, together; in float64 the product is exact.
     zero = ((low + high).to(tl.float64) - scale.to(tl.float64) * ((2**BITS - 1) / 2)).to(tl.float32)
     return as_stored(scale, HALF), as_stored(zero, HALF)
-
-
-@triton.jit
-def fma(a, b, c):
-    """a b + c, rounded once."""
-    if INTERPRETED:  # numpy has no such operation; here the product is exact
-        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
-    else:
-        return tl.fma(a, b, c)
 
 
 @triton.jit

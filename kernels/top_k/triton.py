@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 
-# Scores in registers at once, 16 a lane; both counts of a tile fit in the halves of one number.
+# Scores in registers at once, 8 a lane; both counts of a tile fit in the halves of one number.
 TILE, LEAST = 8192, 512
 SIGN = tl.constexpr(-(2**31))
 NEVER = tl.constexpr(0x007FFFFF)  # what -inf becomes
@@ -126,8 +126,7 @@ def _room(scores: Tensor, count: int) -> Tensor:
 
 def _launch(scores: Tensor, ends: Tensor | None, chosen: Tensor, others: Tensor | None) -> None:
     rows, heads, tokens = scores.shape
-    most = TILE if others is None else TILE // 2  # so that two answers leave registers free
-    tile = min(most, max(LEAST, triton.next_power_of_2(tokens)))
+    tile = min(TILE, max(LEAST, triton.next_power_of_2(tokens)))
     with torch.cuda.device_of(scores):
         largest[(rows * heads,)](
             scores, ends, chosen, others, scores.stride(0), scores.stride(1), heads, tokens, chosen.shape[2],
@@ -136,7 +135,8 @@ def _launch(scores: Tensor, ends: Tensor | None, chosen: Tensor, others: Tensor 
 
 
 def _warps(tile: int) -> int:
-    return max(4, tile // 512)
+    """Few programs are at work, one a row and head: what each waits for is what it takes."""
+    return max(4, tile // 256)
 
 
 def _specialisation(tile: int, *asked: str) -> Specialisation:
@@ -151,5 +151,5 @@ def _specialisation(tile: int, *asked: str) -> Specialisation:
 SPECIALISATIONS = {
     "whole tiles between ends": _specialisation(TILE, "ends"),
     "few blocks": _specialisation(LEAST),
-    "a prompt in two tiers": _specialisation(TILE // 2, "others"),
+    "a prompt in two tiers": _specialisation(TILE, "others"),
 }

@@ -217,7 +217,7 @@ class PagePool:
 
         `block` fields are `[kv_heads, tokens / tokens_per_row, width or less]`; others than the pool's are left alone.
         """
-        runs: dict[int, slice | Tensor] = {}  # of whole pages, by the first: the same for every field
+        puts, runs = list[Put](), dict[int, slice | Tensor]()  # whole pages by the first: the same for every field
         for name, field in self.fields.items():
             target = self.tensors[name]
             source = _there(block[name], target).to(target.dtype)  # exact tokens come in float32, indices in int32
@@ -231,16 +231,20 @@ class PagePool:
             while done < total:
                 page, slot = divmod(at + done, page_rows)
                 count = min(page_rows - slot, total - done)
-                whole = (total - done) // page_rows
-                if whole > 1 and slot == 0:
+                whole = (total - done) // page_rows if slot == 0 else 0
+                if whole > 1:
                     count = whole * page_rows
-                    parts = source[:, done : done + count].unflatten(1, (whole, page_rows)).transpose(0, 1)
                     if page not in runs:
                         runs[page] = row_index(pages[page : page + whole], target.device)
-                    target[runs[page]] = parts
-                else:
-                    target[pages[page], :, slot : slot + count] = source[:, done : done + count]
+                index = runs[page] if whole > 1 else slice(pages[page], pages[page] + 1)
+                parts = source[:, done : done + count].unflatten(1, (max(1, whole), -1)).transpose(0, 1)
+                puts.append(
+                    Put(target[index], parts, slot)
+                    if isinstance(index, slice)
+                    else Put(target, parts, slot, pages=index)
+                )
                 done += count
+        put_tokens(puts)
 
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
         """Writes one token for each of n rows; see `puts`."""

@@ -238,9 +238,9 @@ class ChunkStore(TieredStore):
             for window, new in zip(self.windows, (keys, values), strict=True):
                 window.write(rows, 0, new)
         if mass is not None:
-            self.mass[row_index(rows, mass.device)] = torch.nn.functional.pad(
-                mass, (0, self.mass.shape[2] - mass.shape[2])
-            )
+            index, left = row_index(rows, mass.device), mass.shape[2]
+            self.mass[index, :, :left] = mass
+            self.mass[index, :, left:] = 0
 
     def _left(self, tokens: Tensor, stop: int) -> Tensor:
         """Of `[rows, kv_heads, n, ...]` what stays once those before `stop` are encoded: the sinks and the rest."""

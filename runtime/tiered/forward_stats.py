@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.attend.attention_stats import AttentionStats
+from calib.runtime.device.extremes import Extremes
 from calib.runtime.device.row_index import row_index
 
 
@@ -15,6 +16,9 @@ class ForwardStats:
         self.queries: dict[range, Tensor] = {}
         self.probes: dict[int, Tensor] = {}  # the query rows of a row's prompt that were observed: int64 on the host
         self.policies: dict[int, Tensor] = {}  # which policy each KV head of a row that begins has chosen
+        self.extremes: dict[
+            str, Extremes
+        ] = {}  # of keys and values, where a layer asked for those of its first forward
 
     def clear(self) -> None:
         """The forward is stored."""
@@ -22,6 +26,7 @@ class ForwardStats:
         self.queries.clear()
         self.probes.clear()
         self.policies.clear()
+        self.extremes.clear()
 
     def of(self, rows: list[int], count: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mass on held slots `[len(rows), heads, slots]` and on the `count` new tokens, of `rows` of equal length; 0 if unseen."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,10 +25,21 @@ class RowTransform:
 
     def __init__(self, stage: Transform | Measured, like: Tensor, dtype: torch.dtype) -> None:
         """`like [rows, kv_heads, any, head_dim]`; measured numbers are kept in `dtype`."""
-        self.dtype = dtype
+        self.dtype, self.device = dtype, like.device
         self.measured = stage.measured
-        blank = like.new_empty(like.shape[0], like.shape[1], 1, like.shape[3], dtype=dtype)
-        self.stage: Transform = stage.neutral(blank) if self.measured else stage  # type: ignore[union-attr,assignment]
+        self._shape = (like.shape[0], like.shape[1], 1, like.shape[3])
+        if self.measured is None:
+            self.stage = stage  # type: ignore[assignment]
+
+    @cached_property
+    def stage(self) -> Transform:
+        """Of all rows; neutral for those that nothing was measured of. Mostly all rows are measured before it is asked for."""
+        assert self.measured is not None
+        return self.measured.neutral(torch.empty(self._shape, dtype=self.dtype, device=self.device))
+
+    @property
+    def _has_numbers(self) -> bool:
+        return self.measured is not None and "stage" in vars(self)
 
     def of(self, rows: range | list[int]) -> Transform:
         """The transform of some rows."""
@@ -43,29 +55,45 @@ class RowTransform:
     def widen(self) -> None:
         """Measured numbers in float32, before any was measured."""
         if self.measured is not None:
-            self.dtype, self.stage = torch.float32, self._mapped(torch.Tensor.float)
+            self.dtype = torch.float32
+            self._change(torch.Tensor.float)
 
-    def measure(self, rows: list[int], tokens: Tensor, query: Tensor, order: Tensor | None = None) -> None:
+    def measure(
+        self,
+        rows: list[int],
+        tokens: Tensor,
+        query: Tensor,
+        order: Tensor | None = None,
+        extremes: Tensor | None = None,
+    ) -> None:
         """Fits the transform of `rows` to their tokens `[len(rows), kv_heads, n, head_dim]`, or to those at `order [..., m]`, and
-        to their queries, `[len(rows), heads, n, head_dim]`."""
+        to their queries, `[len(rows), heads, n, head_dim]`. `extremes`: of all tokens, where they are known."""
         assert self.measured is not None
-        own = tensors_of(self.stage)
-        index = row_index(rows, own[0].device)
-        if isinstance(index, slice):  # a view, into which numbers are written without a copy
-            self.measured.measure(tokens, query, self.dtype, order, [tensor[index] for tensor in own])
+        if not self._has_numbers and rows == list(range(self._shape[0])):
+            self.stage = self.measured.measure(tokens, query, self.dtype, order, extremes=extremes)
             return
-        found = tensors_of(self.measured.measure(tokens, query, self.dtype, order))
+        own = tensors_of(self.stage)
+        index = row_index(rows, self.device)
+        if isinstance(index, slice):  # a view, into which numbers are written without a copy
+            self.measured.measure(tokens, query, self.dtype, order, [tensor[index] for tensor in own], extremes)
+            return
+        found = tensors_of(self.measured.measure(tokens, query, self.dtype, order, extremes=extremes))
         for tensor, new in zip(own, found, strict=True):
             tensor[index] = new
 
     def permute(self, sources: Tensor) -> None:
         """Row i becomes a copy of row `sources[i]`."""
         if self.measured is not None:
-            self.stage = self._mapped(lambda tensor: tensor[sources.to(tensor.device)])
+            self._shape = (len(sources), *self._shape[1:])
+            self._change(lambda tensor: tensor[sources.to(tensor.device)])
 
     def to(self, device: torch.device, stage: Transform | Measured) -> None:
         """Moves its numbers; where nothing is measured, `stage` is the plan's, already there."""
-        self.stage = to_device(self.stage, device) if self.measured else stage  # type: ignore[assignment]
+        self.device = device
+        if self.measured is None:
+            self.stage = stage  # type: ignore[assignment]
+        elif self._has_numbers:
+            self.stage = to_device(self.stage, device)
 
     def state(self) -> State:
         """The rows' numbers; nothing where none are measured."""
@@ -89,7 +117,12 @@ class RowTransform:
 
     def bytes(self) -> int:
         """Of the rows' numbers, from shapes."""
-        return sum(t.numel() * t.element_size() for t in tensors_of(self.stage)) if self.measured else 0
+        return sum(t.numel() * t.element_size() for t in tensors_of(self.stage)) if self._has_numbers else 0
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Changes the numbers of all rows, where there are any yet."""
+        if self._has_numbers:
+            self.stage = self._mapped(change)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Transform:
         names = {name: change(value) for name, value in vars(self.stage).items() if isinstance(value, Tensor)}

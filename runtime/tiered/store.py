@@ -58,7 +58,7 @@ class TieredStore(ABC):
         # By stream, until parameters are as wide as its first tokens ask for.
         self.extremes: dict[str, Extremes] = {}
         for role, like in (("keys", keys), ("values", values)):
-            asks = False
+            asks, by_channel = False, False
             for number, tier in enumerate(plan.tiers):
                 stages = dict(tier.streams())[role]
                 key = self._key(role, number)
@@ -66,8 +66,9 @@ class TieredStore(ABC):
                 self.transforms[key] = transform
                 asks |= transform.measured is not None and like.dtype != torch.float16
                 asks |= may_need_fp32(stages.codec, like.dtype)
+                by_channel |= transform.measured is not None and not isinstance(key[1], int)
             if asks and like.shape[2]:
-                self.extremes[role] = Extremes(like)
+                self.extremes[role] = Extremes(like, by_channel)
         self.dictionaries = RowDictionary.of_streams(plan.tiers[0], keys, values, context)
         stores_positions = sequences.sliding is not None or plan.positions or self.needs_positions
         self.tiers = [
@@ -113,7 +114,7 @@ class TieredStore(ABC):
     def settle(self) -> None:
         """Fixes the width of parameters by the first tokens; before anything is measured or written."""
         extremes = {role: own.read() for role, own in self.extremes.items()}
-        self.extremes = {}
+        self.shown.extremes, self.extremes = self.extremes, {}
         for tier in self.tiers:
             tier.settle(extremes)
         for (role, _), transform in self.transforms.items():
@@ -209,10 +210,12 @@ class TieredStore(ABC):
     ) -> None:
         """Fits what is measured of a stream to `tokens [len(rows), kv_heads, n, D]`, or to those at `order [..., m]`: of one
         tier, or of a whole chunk."""
+        known = self.shown.extremes.get(role) if tier is None else None
+        extremes = None if known is None else known.of_channels(tokens)
         for (own, key), transform in self.transforms.items():
             if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
                 queries = self.shown.queries_of(rows) if transform.measured.needs_queries else None
-                transform.measure(rows, tokens, tokens if queries is None else queries, order)
+                transform.measure(rows, tokens, tokens if queries is None else queries, order, extremes)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Row i becomes a copy of row `sources[i]`."""

@@ -75,6 +75,11 @@ def test_the_same_bits(shape, group, kind, dtype, kept):
     tokens, query = drawn(shape, dtype), drawn((shape[0], shape[1] * group, shape[2] + 1, shape[3]), dtype, 2)
     given = (kind, tokens, kept, None, query)
     assert same(triton.measured(*given), reference.measured(*given))
+    known = triton.extremes_of(tokens, shape[1])
+    low, high = known.amin(2).unbind(2)[0], known.amax(2).unbind(2)[1]
+    assert torch.equal(low, tokens.amin(2).float()) and torch.equal(high, tokens.amax(2).float())
+    away = torch.full_like(tokens, torch.nan)  # tokens that are not read again
+    assert same(triton.measured(kind, away, kept, None, query, None, known), reference.measured(*given))
     given = (kind, tokens, kept, order_of(shape, max(1, shape[2] // 3)), query)
     assert same(triton.measured(*given), reference.measured(*given))
 

@@ -59,7 +59,10 @@ def test_odd_lengths(tokens, probes, dtype):
     agree(*drawn(1, 1, 1, tokens, 32, probes, dtype), 0.5)
 
 
-def test_many_tiles_of_either():
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
+def test_many_tiles_of_either(capability, monkeypatch):
+    monkeypatch.setattr(triton, "capability_of", lambda device: capability)
+    assert triton.tiles_of(128, torch.float16, capability).owned == (128 if capability >= (9, 0) else 256)
     agree(*drawn(1, 2, 1, 1000, 32, 200, torch.float16), 0.5)
 
 

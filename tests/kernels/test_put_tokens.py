@@ -25,13 +25,20 @@ def puts(by, seed=0):
         "pages": ((ROWS,), {"pages": torch.tensor([4, 0, 1, 2])}),
         "rows and pages": ((2,), {"rows": torch.tensor([3, 1]), "pages": torch.tensor([0, 4])}),
         "heads": ((ROWS, 3), {"pages": torch.arange(ROWS * 3).view(ROWS, 3) % PAGES}),
+        "several": ((), {"rows": torch.tensor([2, 0])}),
+        "several in pages": ((), {"pages": torch.tensor([4, 0, 1, 2])}),
     }
     found = []
     for i, name in enumerate(by):
         shape, own = kinds[name]
         heads, width, dtype = (3, 33, torch.bfloat16) if i % 2 == 0 else (3 if name == "heads" else 1, 8, torch.int16)
+        pages = ROWS if name in ("one for all", "rows", "several") else PAGES
+        if name.startswith("several"):  # behind each other, and others around them
+            into = drawn((pages, heads, 2 * SLOTS, width), dtype, 10 * seed + i)[:, :, 3 : 3 + SLOTS]
+            tokens = drawn((ROWS, heads, SLOTS, width), dtype, 20 * seed + i)[:, :, 2:5]
+            found.append(Put(into, tokens, 4, **own))
+            continue
         slots = 5 if name == "one for all" else drawn(shape, torch.int64, seed + i) % SLOTS
-        pages = ROWS if name in ("one for all", "rows") else PAGES
         into = drawn((pages, SLOTS, heads, width + 2), dtype, 10 * seed + i).transpose(1, 2)[..., 1 : 1 + width]
         tokens = drawn((ROWS, 2, heads, width), dtype, 20 * seed + i).transpose(1, 2)[:, :, 1:]
         found.append(Put(into, tokens, slots, **own))
@@ -47,7 +54,8 @@ def by_loops(one):
                 row if part is None else part if isinstance(part, int) else part[i].expand(one.into.shape[1])[head]
                 for part in (one.pages, one.slots)
             )
-            found[int(page), head, int(slot)] = one.tokens[row, head, 0]
+            for number, token in enumerate(one.tokens[row, head]):
+                found[int(page), head, int(slot) + number] = token
     return found
 
 
@@ -59,19 +67,20 @@ def by_loops(one):
         ["pages", "pages", "pages"],
         ["rows and pages", "heads", "heads", "one for all"],
         ["heads", "rows", "pages", "rows and pages", "one for all"],
-        ["heads", "rows", "pages", "rows and pages", "one for all", "rows"],
+        ["heads", "rows", "pages", "rows and pages", "one for all", "rows", "pages"],
+        ["several", "several in pages", "rows", "several in pages", "several", "one for all"],
     ],
     ids=str,
 )
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_tokens_are_where_they_belong(by, form, monkeypatch):
-    """And nothing else has changed; five tensors a launch."""
+    """And nothing else has changed; six tensors a launch."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     asked = puts(by)
     launched, expected = watch(monkeypatch, "put_tokens"), [by_loops(one) for one in asked]
     put_tokens(asked)
     assert all(torch.equal(one.into, other) for one, other in zip(asked, expected, strict=True))
-    assert len(launched) == (0 if form == "reference" else -(-len(by) // 5))
+    assert len(launched) == (0 if form == "reference" else -(-len(by) // 6))
 
 
 def test_what_the_kernel_does_not_serve_is_put_plainly(monkeypatch):

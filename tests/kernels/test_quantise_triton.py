@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from launches import watch
 
 from calib.kernels.pack.reference import unpack
-from calib.kernels.quantise import operation
+from calib.kernels.quantise import arithmetic, operation
 from calib.kernels.quantise import triton as kernels
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 
@@ -202,6 +204,24 @@ def test_division_is_exact_where_it_decides(dtype):
     kernels._by_planes(x, words, 5 + 3, IDENTITY, None, parameters, (1, x.shape[-1]), False)
     expected = (x / scale[:, None] + 0.5).floor().clamp(0, 255)
     assert torch.equal(unpack(words, 8, x.shape[-1]).float(), expected)
+
+
+@triton.jit
+def divided(x, divisors, found, COUNT: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(found + at, arithmetic.quotient(tl.load(x + at), tl.load(divisors + at).to(tl.float32), True))
+
+
+def test_a_quotient_by_a_float16_number_is_rounded_to_nearest():
+    """By all positive ones, of numbers that differ by a factor of up to 2^80."""
+    divisors = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16)
+    divisors = divisors[: len(divisors) // 1024 * 1024]
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(len(divisors), generator=draw) * 2.0 ** torch.randint(-40, 40, divisors.shape, generator=draw)
+        found = torch.empty_like(x)
+        divided[(len(divisors) // 1024,)](x, divisors, found, 1024)
+        assert torch.equal(found, x / divisors.float())
 
 
 def test_the_operation_takes_the_kernel_where_it_is_forced(monkeypatch):

@@ -18,6 +18,7 @@ from calib.runtime.device.row_index import row_index
 from calib.runtime.ordered import stream
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.stages.parameter_width import may_need_fp32
+from calib.runtime.stages.to_device import tensors_of
 from calib.runtime.tiered import store
 from calib.runtime.tiered.store import TieredStore
 
@@ -137,6 +138,39 @@ def test_extremes(dtype):
         assert found.dtype == dtype and found.shape == (1, 1, 2, 1)
         assert torch.equal(found.flatten(), torch.stack(x.aminmax()))
     assert not Extremes(x.to("meta")).read().any()
+
+
+def test_extremes_by_channel_are_of_the_same_tokens_alone(monkeypatch):
+    """Of a part, of others, and of a tensor that is gone nothing is known; the answer for the host is the same."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    x = torch.randn(2, 3, 40, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    own = Extremes(x, by_channel=True)
+    assert torch.equal(own.read().flatten(), torch.stack(x.aminmax()))
+    found = own.of_channels(x[:, :, :])
+    assert found is not None and torch.equal(found.amax(2)[:, :, 1], x.amax(2).float())
+    assert own.of_channels(x[:, :, :39]) is own.of_channels(x[:1]) is own.of_channels(x.clone()) is None
+    assert Extremes(x).of_channels(x) is None
+    other = x.clone()
+    del x
+    assert own.of_channels(other) is None
+
+
+@pytest.mark.parametrize("method", ["zipcache", "mikv"])
+def test_a_layer_reads_what_it_measures_once(method, monkeypatch):
+    """What is measured over a whole prompt follows from the extremes that were asked for before attention, with the same bits."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    known, given = [], prompt(torch.bfloat16)
+    of_channels = Extremes.of_channels
+    monkeypatch.setattr(
+        Extremes, "of_channels", lambda own, tokens: (known.append(of_channels(own, tokens)), known[-1])[1]
+    )
+    one, other = (bare_layers(method, HEADS, 1)[0] for _ in range(2))
+    forward(one, *given)
+    assert any(part is not None for part in known)
+    monkeypatch.setattr(Extremes, "of_channels", lambda own, tokens: None)
+    forward(other, *given)
+    for mine, plain in zip(one.store.transforms.values(), other.store.transforms.values(), strict=True):
+        assert all(map(torch.equal, tensors_of(mine.stage), tensors_of(plain.stage)))
 
 
 def test_rows_as_an_index():

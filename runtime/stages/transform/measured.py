@@ -35,9 +35,11 @@ class Measured(Protocol):
         dtype: torch.dtype,
         order: Tensor | None = None,
         into: Sequence[Tensor] | None = None,
+        extremes: Tensor | None = None,
     ) -> Transform:
         """`tokens [rows, kv_heads, T, D]`, or those of them at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]` -> a
-        transform whose numbers, `[rows, kv_heads, 1, D]`, are kept in `dtype`; written to `into`, where it is given."""
+        transform whose numbers, `[rows, kv_heads, 1, D]`, are kept in `dtype`; written to `into`, where it is given. `extremes`: of
+        all tokens, where they are known (`kernels/channel_ranges`)."""
         ...
 
     def neutral(self, like: Tensor) -> Transform:
@@ -79,9 +81,10 @@ class MeasuredRange(Measured):
         dtype: torch.dtype,
         order: Tensor | None = None,
         into: Sequence[Tensor] | None = None,
+        extremes: Tensor | None = None,
     ) -> ChannelRange:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        return ChannelRange(*measured("range", tokens, dtype, order, into=into))
+        return ChannelRange(*measured("range", tokens, dtype, order, into=into, extremes=extremes))
 
     def neutral(self, like: Tensor) -> ChannelRange:
         """The range [-1, 1] in the shape of `like`."""
@@ -111,10 +114,11 @@ class MeasuredScale(Measured):
         dtype: torch.dtype,
         order: Tensor | None = None,
         into: Sequence[Tensor] | None = None,
+        extremes: Tensor | None = None,
     ) -> ChannelScale:
         """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
         kind: Kind = "positive root" if self.frozen else "root"
-        return ChannelScale(*measured(kind, tokens, dtype, order, into=into))
+        return ChannelScale(*measured(kind, tokens, dtype, order, into=into, extremes=extremes))
 
     def neutral(self, like: Tensor) -> ChannelScale:
         """1 in the shape of `like`."""
@@ -136,9 +140,10 @@ class MeasuredBalancer(Measured):
         dtype: torch.dtype,
         order: Tensor | None = None,
         into: Sequence[Tensor] | None = None,
+        extremes: Tensor | None = None,
     ) -> Balancer:
         """From keys `tokens [rows, kv_heads, T, D]` and `query [rows, heads, n, D]`, whose groups are taken together."""
-        return Balancer(*measured("balance", tokens, dtype, order, query, into))
+        return Balancer(*measured("balance", tokens, dtype, order, query, into, extremes))
 
     def neutral(self, like: Tensor) -> Balancer:
         """1 in the shape of `like`."""
