@@ -26,6 +26,8 @@ class Extremes:
             self._on_host = torch.zeros(2)
             return
         source = tensor.detach() if self._by_channel is None else self._by_channel
+        # As it lies: torch copies what is transposed, as values are, and extremes are the same in any order.
+        source = source.permute(sorted(range(source.ndim), key=source.stride, reverse=True))
         self._on_host = found = source.new_empty(2)
         torch.aminmax(source, out=(found[0], found[1]))
         if found.is_cuda:

@@ -206,10 +206,12 @@ def _copied(result: Any) -> Any:
         return result.clone()
     if isinstance(
         result, ModelOutput
-    ):  # attributes, and those that are not None also by name; made anew it would check every one
+    ):  # attributes, and those that are not None also by name; made anew, or set as usual, it would check every one
         copied = OrderedDict.__new__(type(result))
-        vars(copied).update(vars(result))
+        own = vars(copied)
+        own.update(vars(result))
         for name, value in result.items():
-            copied[name] = _copied(value)
+            own[name] = _copied(value)
+            OrderedDict.__setitem__(copied, name, own[name])
         return copied
     return type(result)(map(_copied, result)) if isinstance(result, tuple | list) else result

@@ -22,7 +22,7 @@ class _Row(NamedTuple):
 
     page: int
     packed: int
-    pages: list[int]
+    pages: tuple[int, ...]
     shape: Hashable
 
 
@@ -73,7 +73,7 @@ class OrderedSequenceState(SequenceState):
         keys, encoded = self.keys.packed(length), max(self.keys.encoded(length), self.values.encoded(length))
         packed = min(keys, self.values.packed(length))
         shape = self.first_page(length), -(-packed // page), -(-keys // page), keys > packed, length == packed
-        return _Row(page, packed, [-(-encoded // page)], shape)
+        return _Row(page, packed, (-(-encoded // page),), shape)
 
     def held_before(self, forward: Forward) -> list[list[int]]:
         """The same for every row, as slots of the only tier."""
@@ -100,7 +100,7 @@ class OrderedSequenceState(SequenceState):
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what both schedules encode; those that a sliding window has left behind are given back."""
-        table, pages, writes = self.table, [], []
+        table, pages, writes = self.table, list[int](), []
         table.fit(max((s.encoded(after) for s in (self.keys, self.values) for after in forward.after), default=0))
         size = table.page_tokens
         first = [self.first_page(after) for after in forward.after]
@@ -126,7 +126,7 @@ class OrderedSequenceState(SequenceState):
     def restore_own(self, state: State) -> None:
         """Nothing besides."""
 
-    def pages_of(self, row: int, length: int) -> list[int]:
+    def pages_of(self, row: int, length: int) -> tuple[int, ...]:
         """What the stream needs that encodes more."""
         return self._at(length).pages
 

@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import ne
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +159,8 @@ class SequenceState(ABC):
             self.host_state.clear()
         self.lengths: list[int] = []
         self.tables = [PageTable(tokens, self._growth) for tokens in self._page_tokens]
+        # How many pages each row has in every table, at the tables' versions; None where rows share any.
+        self._held: tuple[list[int], list[tuple[int, ...]] | None] = ([], None)
         self.steps = 0
         self.forward: Forward | None = None
         self.recording = self.speculating = False
@@ -185,10 +186,10 @@ class SequenceState(ABC):
         """What a kind of rows has besides lengths and pages, once the lengths are there; see `stored_sequence_state`."""
 
     @abstractmethod
-    def pages_of(self, row: int, length: int) -> list[int]:
+    def pages_of(self, row: int, length: int) -> tuple[int, ...]:
         """How many pages of each table `row` has once it holds `length` tokens."""
 
-    def pages_behind(self, forward: Forward) -> list[list[int]]:
+    def pages_behind(self, forward: Forward) -> list[tuple[int, ...]]:
         """How many pages of each table every row has once the forward is stored."""
         return [self.pages_of(row, length) for row, length in enumerate(forward.after)]
 
@@ -203,10 +204,12 @@ class SequenceState(ABC):
 
     def moves_pages(self, forward: Forward) -> bool:
         """Whether any row needs pages that it does not have, writes to one that is shared, or may give some back."""
-        if self.sliding is not None or any(table.shares for table in self.tables):
+        if self.sliding is not None:
             return True
-        held = zip(*(map(len, table.rows) for table in self.tables), strict=True)
-        return any(map(ne, map(list, held), self.pages_behind(forward)))
+        if (versions := [table.version for table in self.tables]) != self._held[0]:
+            held = list(zip(*(map(len, table.rows) for table in self.tables), strict=True))
+            self._held = versions, None if any(table.shares for table in self.tables) else held
+        return self._held[1] != self.pages_behind(forward)
 
     @abstractmethod
     def reserve(self, forward: Forward) -> None:

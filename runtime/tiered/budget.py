@@ -30,8 +30,8 @@ class BudgetStore(BudgetScores):
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: steps in which the budgets of all rows are full, or of none."""
-        sizes = [sum(self.tiering.sizes(self.sequences.prompt(row))) for row in range(len(forward.before))]
-        full = {held >= size for held, size in zip(forward.before, sizes, strict=True)}
+        sizes_of = self.tiering.sizes
+        full = {held >= sum(sizes_of(own)) for held, own in zip(forward.before, self.sequences.prompts, strict=True)}
         shapes = self.shapes(forward)
         return None if shapes is None or len(full) > 1 else (shapes, self.mass.shape, full == {True})
 

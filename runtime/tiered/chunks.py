@@ -102,7 +102,8 @@ class ChunkStore(TieredStore):
             assert self.windows is not None
             return self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
         if forward.width == 1 and all(forward.before[rows.start : rows.stop]):
-            one_each = self._probes_of_step(forward, rows)[self.sequences.probe_rows.number_of(self.context.layer)]
+            number = self.sequences.probe_rows.number_of(self.context.layer)
+            one_each = [of_layers[number] for of_layers in self._probes_of_step(forward, rows)]
             if not any(one_each):
                 return None
             width = self.sequences.most_exact(forward, rows)
@@ -127,17 +128,17 @@ class ChunkStore(TieredStore):
             flags = forward.tensor(
                 f"probes among {rows}", lambda step: list(chain.from_iterable(self._probes_of_step(step, rows))), device
             )
-            of_layers = flags.view(len(probe_rows), len(rows), 1, 1)
+            of_layers = flags.view(len(rows), len(probe_rows), 1, 1).transpose(0, 1)
             forward.readings[key] = of_layers.expand(-1, -1, -1, slots + 1)
         return Observed(False, forward.readings[key][probe_rows.number_of(self.context.layer)])
 
     def _probes_of_step(self, step: Forward, rows: range) -> list[tuple[bool, ...]]:
-        """For each layer, whether the one new query of each of the `rows` is a probe."""
+        """For each of the `rows`, whether its one new query is a probe of each layer."""
         key = ("probes", rows)
         if key not in step.readings:  # worked out by the first layer
-            held = [(step.before[row], self.sequences.prompt(row)) for row in rows]
-            by_row = [self.sequences.probe_rows.at(self.tiering.chunk_of(n, prompt), n) for n, prompt in held]
-            step.readings[key] = list(zip(*by_row, strict=True))
+            before, prompts, own = step.before, self.sequences.prompts, slice(rows.start, rows.stop)
+            tokens = zip(before[own], prompts[own], strict=True)
+            step.readings[key] = self.sequences.probe_rows.at(tokens, self.tiering.chunk_of)
         found: list[tuple[bool, ...]] = step.readings[key]
         return found
 

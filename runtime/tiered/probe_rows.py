@@ -1,11 +1,13 @@
 """Which decoded tokens have probes for queries: drawn for every layer by itself, and asked for by all layers at once."""
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.seeded_rng import SeededRng
 
 MOST_BLOCKS = 1024  # whose probes are remembered
+NO_BLOCK = range(0)
 
 
 class LayerProbes(NamedTuple):
@@ -26,6 +28,8 @@ class ProbeRows:
         self._layers: dict[int, LayerProbes] = {}
         self._order: dict[int, int] = {}
         self._of_blocks: dict[range, list[tuple[bool, ...]]] = {}
+        # By the length of a row's prompt its newest block: consecutive tokens are in the same.
+        self._newest: dict[int, tuple[range, list[tuple[bool, ...]]]] = {}
 
     def __len__(self) -> int:
         """Layers."""
@@ -37,15 +41,30 @@ class ProbeRows:
             self._layers[layer] = own
             self._order.setdefault(layer, len(self._order))
             self._of_blocks.clear()
+            self._newest.clear()
 
     def number_of(self, layer: int) -> int:
         """Which in order a layer is."""
         return self._order[layer]
 
-    def at(self, block: range, token: int) -> tuple[bool, ...]:
-        """Whether the query of a `token` of the block is a probe, for each layer."""
+    def at(self, tokens: Iterable[tuple[int, int]], block_of: Callable[[int, int], range]) -> list[tuple[bool, ...]]:
+        """For each of the `tokens`, by its position and how long its row's prompt was, whether its query is a probe of each layer;
+        `block_of` says which block such a token belongs to."""
+        found, newest, none = list[tuple[bool, ...]](), self._newest, (NO_BLOCK, list[tuple[bool, ...]]())
+        for position, prompt in tokens:
+            block, probes = newest.get(prompt, none)
+            if position not in block:
+                block = block_of(position, prompt)
+                probes = self._known(block)
+                newest[prompt] = block, probes
+            found.append(probes[position - block.start])
+        return found
+
+    def _known(self, block: range) -> list[tuple[bool, ...]]:
+        """Of each token of a block, whether it is a probe of each layer; remembered."""
         if block not in self._of_blocks:
             if len(self._of_blocks) > MOST_BLOCKS:
                 self._of_blocks.clear()
+                self._newest.clear()
             self._of_blocks[block] = list(zip(*(own.of_block(block) for own in self._layers.values()), strict=True))
-        return self._of_blocks[block][token - block.start]
+        return self._of_blocks[block]

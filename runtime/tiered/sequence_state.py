@@ -23,7 +23,7 @@ class RowSlots(NamedTuple):
     held: list[int]
     exact: int
     filled: list[int]
-    pages: list[int]
+    pages: tuple[int, ...]
 
 
 class TieredSequenceState(SequenceState):
@@ -46,6 +46,7 @@ class TieredSequenceState(SequenceState):
         self.first = tiering.slots_from
         self.probe_rows = ProbeRows()
         self._known: dict[tuple[int, int], RowSlots] = {}
+        self._latest: tuple[tuple[list[int], list[int]], list[RowSlots]] = ([], []), []
         super().__init__(layers, sliding, [*page_tokens, 1] if row_params else page_tokens)
 
     @property
@@ -70,10 +71,16 @@ class TieredSequenceState(SequenceState):
         """Of every row before and behind a forward that pages are reserved for; worked out once."""
         found: tuple[list[RowSlots], list[RowSlots]] | None = forward.readings.get(RowSlots)
         if found is None:
-            of_rows = (
-                [self._at(row, n) for row, n in enumerate(lengths)] for lengths in (forward.before, forward.after)
-            )
-            found = forward.readings[RowSlots] = (next(of_rows), next(of_rows))
+            found = forward.readings[RowSlots] = (self._of_lengths(forward.before), self._of_lengths(forward.after))
+        return found
+
+    def _of_lengths(self, lengths: list[int]) -> list[RowSlots]:
+        """See `RowSlots`, of every row; those that a forward ends with are those that the next one begins with."""
+        asked, found = self._latest
+        if asked != (lengths, self.prompts):
+            known, keys = self._known, list(zip(lengths, self.prompts or [0] * len(lengths), strict=True))
+            found = [known.get(key) or self._known_from_now(key) for key in keys]
+            self._latest = (lengths, list(self.prompts)), found
         return found
 
     def held_before(self, forward: Forward) -> list[list[int]]:
@@ -81,13 +88,15 @@ class TieredSequenceState(SequenceState):
         return [row.held for row in self.slots(forward)[0]]
 
     def _at(self, row: int, length: int) -> RowSlots:
-        """See `RowSlots`; remembered, because rows of one length and consecutive steps ask again."""
+        """See `RowSlots`."""
         key = (length, self.prompts[row] if self.prompts else 0)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
-            found = self._known[key] = self._row_of(*key)
+        return self._known.get(key) or self._known_from_now(key)
+
+    def _known_from_now(self, key: tuple[int, int]) -> RowSlots:
+        """Remembered, because rows of one length and consecutive steps ask again."""
+        if len(self._known) > MOST_KNOWN:
+            self._known.clear()
+        found = self._known[key] = self._row_of(*key)
         return found
 
     def _row_of(self, length: int, prompt: int) -> RowSlots:
@@ -96,7 +105,7 @@ class TieredSequenceState(SequenceState):
             return RowSlots(before.held, before.exact + 1, before.filled, before.pages)
         held = self.tiering.held(length, prompt)[: self.stored]
         filled = held if self.row_params is None else [*held, int(sum(held) > 0)]
-        pages = [-(-slots // table.page_tokens) for slots, table in zip(filled, self.tables, strict=True)]
+        pages = tuple([-(-slots // table.page_tokens) for slots, table in zip(filled, self.tables, strict=True)])
         return RowSlots(held, self.tiering.exact(length, prompt), filled, pages)
 
     def most_exact(self, forward: Forward, rows: range) -> int:
@@ -142,7 +151,7 @@ class TieredSequenceState(SequenceState):
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
         versions = tuple([table.version for table in self.tables])
-        return versions, tuple([tuple(row.pages) for row in self.slots(forward)[0]])
+        return versions, tuple([row.pages for row in self.slots(forward)[0]])
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""
@@ -183,11 +192,11 @@ class TieredSequenceState(SequenceState):
                 f"prompts of {printable(self.prompts)} tokens, expected the first of each row's {printable(self.lengths)}"
             )
 
-    def pages_of(self, row: int, length: int) -> list[int]:
+    def pages_of(self, row: int, length: int) -> tuple[int, ...]:
         """What its slots take."""
         return self._at(row, length).pages
 
-    def pages_behind(self, forward: Forward) -> list[list[int]]:
+    def pages_behind(self, forward: Forward) -> list[tuple[int, ...]]:
         """Of every row once the forward is stored."""
         return [row.pages for row in self.slots(forward)[1]]
 

@@ -19,11 +19,11 @@ FOLDERS = tuple(str((Path(__file__).parents[2] / name).resolve()) for name in ("
 ROWS, PROMPT = 3, 140
 
 # Calls of our functions in a layer behind the first, of a step that encodes no block.
-MOST = {"kivi": 128, "rtn": 132, "klt": 137, "zipcache": 167}
+MOST = {"kivi": 127, "rtn": 131, "klt": 136, "zipcache": 167}
 OPTIONS = {"kivi": {"bits": 2, "residual": 128}, "rtn": {"bits": 4}, "klt": {"bits": 2.0}, "zipcache": {}}
 
 # The same in a whole replayed step, however many layers there are.
-MOST_REPLAYED = {"kivi": 142, "rtn": 121, "zipcache": 120, "gear": 95, "mikv": 120, "h2o": 95}
+MOST_REPLAYED = {"kivi": 140, "rtn": 119, "zipcache": 89, "gear": 79, "mikv": 102, "h2o": 79}
 
 
 def own_calls(work) -> int:

@@ -140,6 +140,14 @@ def test_extremes(dtype):
     assert not Extremes(x.to("meta")).read().any()
 
 
+def test_extremes_of_what_is_transposed_are_found_without_a_copy(monkeypatch):
+    """As a model's values are, which torch would copy first."""
+    x = torch.randn(2, 5, 3, 7).transpose(1, 2)
+    aminmax, lying = torch.aminmax, []
+    monkeypatch.setattr(torch, "aminmax", lambda own, **into: (lying.append(own.is_contiguous()), aminmax(own, **into)))
+    assert torch.equal(Extremes(x).read().flatten(), torch.stack([x.min(), x.max()])) and lying == [True]
+
+
 def test_extremes_by_channel_are_of_the_same_tokens_alone(monkeypatch):
     """Of a part, of others, and of a tensor that is gone nothing is known; the answer for the host is the same."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
@@ -159,12 +167,13 @@ def test_extremes_by_channel_are_of_the_same_tokens_alone(monkeypatch):
 def test_a_layer_reads_what_it_measures_once(method, monkeypatch):
     """What is measured over a whole prompt follows from the extremes that were asked for before attention, with the same bits."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
-    known, given = [], prompt(torch.bfloat16)
+    heads, known = Heads(1, 2, 1, 32), []
+    given = [tokens(1, own, 130, 32, seed, CPU, torch.bfloat16) for seed, own in enumerate((2, 1, 1))]
     of_channels = Extremes.of_channels
     monkeypatch.setattr(
         Extremes, "of_channels", lambda own, tokens: (known.append(of_channels(own, tokens)), known[-1])[1]
     )
-    one, other = (bare_layers(method, HEADS, 1)[0] for _ in range(2))
+    one, other = (bare_layers(method, heads, 1)[0] for _ in range(2))
     forward(one, *given)
     assert any(part is not None for part in known)
     monkeypatch.setattr(Extremes, "of_channels", lambda own, tokens: None)
