@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.channel_ranges import reference
+from calib.kernels.current_device import launching_on
 from calib.kernels.dispatch import prefers_triton
 
 Kind = Literal["range", "root", "positive root", "balance"]
@@ -19,8 +20,10 @@ def extremes_of(tokens: Tensor) -> Tensor | None:
         return None
     from calib.kernels.channel_ranges import triton
 
-    served = tokens.numel() > 0 and triton.supports(tokens, None, None, None)
-    return triton.extremes_of(tokens, tokens.shape[1]) if served else None
+    if not tokens.numel() or not triton.supports(tokens, None, None, None):
+        return None
+    with launching_on(tokens):
+        return triton.extremes_of(tokens, tokens.shape[1])
 
 
 def measured(

@@ -7,7 +7,7 @@ from gpu.moved import moved
 
 from benchmarks.gpu.inputs import tokens
 from calib.kernels.channel_ranges import reference
-from calib.kernels.channel_ranges.operation import measured
+from calib.kernels.channel_ranges.operation import extremes_of, measured
 from calib.kernels.quantise.operation import encode_fixed, encode_uniform
 from calib.kernels.quantise.prologue import Prologue
 from calib.kernels.unrotate.operation import unrotated
@@ -61,7 +61,8 @@ def test_keys_before_rope(device, times, dim, half, dtype, monkeypatch):
 @pytest.mark.parametrize("kind", ["range", "root", "positive root", "balance"])
 @pytest.mark.parametrize(("dim", "group"), [(128, 4), (80, 1), (256, 2)])
 def test_what_is_measured_of_channels(device, times, dim, group, kind, dtype, monkeypatch):
-    """Of all tokens and of some, in 16 bits and in 32; roots of the reference are those to nearest, as a GPU's are."""
+    """Of all tokens, also where their extremes are known, and of some, in 16 bits and in 32; roots of the reference are those to
+    nearest, as a GPU's are."""
     monkeypatch.setattr(reference, "root", lambda x: x.double().sqrt().float())
     keys, query = (tokens(2, heads, 150 * times + 5, dim, heads, CPU, dtype) for heads in (2, 2 * group))
     keys[..., 0], keys[0, 0, 7, 1] = 0, torch.nan
@@ -70,8 +71,12 @@ def test_what_is_measured_of_channels(device, times, dim, group, kind, dtype, mo
         given = (kind, keys, kept, own, query)
         found, expected = both(monkeypatch, device, measured, *given)
         monkeypatch.setenv("CALIB_KERNELS", "triton")
-        for mine, other in zip(found, expected, strict=True):
-            assert torch.equal(mine.nan_to_num(1e4), other.nan_to_num(1e4))
+        known = extremes_of(keys.to(device)) if own is None else None
+        again = measured(*moved(given, device), extremes=known)
+        for mine, other, third in zip(found, expected, moved(again, CPU), strict=True):
+            assert torch.equal(mine.nan_to_num(1e4), other.nan_to_num(1e4)) and torch.equal(
+                third.nan_to_num(1e4), other.nan_to_num(1e4)
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

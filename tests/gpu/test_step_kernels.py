@@ -12,6 +12,8 @@ from calib.kernels.outliers.operation import scores_of
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.reference import in_order
 from calib.kernels.probability_mass.operation import ScoredTokens, probability_mass
+from calib.runtime.paging.field import Field
+from calib.runtime.paging.pool import PagePool
 
 ROWS, HEADS, CHANNELS, PAGE = 3, 4, 64, 64
 
@@ -47,6 +49,34 @@ def test_exact_tokens_told_and_their_mass(device, times, asked, runs):
     near(found.scores.cpu().masked_fill(hidden, 0), scores.masked_fill(hidden, 0), 1e-4)
     (mass,) = probability_mass([ScoredTokens(found.scores)], found.normaliser)
     near(mass, (scores - every.logsumexp(-1, keepdim=True)).exp().sum(2), 1e-3)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 5 * PAGE + 7), (PAGE, 3 * PAGE), (9, 2 * PAGE), (3, 1)])
+def test_a_prompt_in_pages(device, times, start, count, monkeypatch):
+    """Whole pages, in any order, and what lies before and behind them: words, parameters of a token and of a page, exact tokens."""
+    fields = {
+        "words": Field(1, 32, torch.int16, "codes"),
+        "parameters": Field(1, 2, torch.float16, "parameters"),
+        "scales": Field(PAGE, 256, torch.float16, "parameters"),
+        "exact": Field(1, 128, torch.bfloat16, "exact"),
+    }
+    start, count = (start, count) if start % PAGE == 0 else (start * times, count * times)
+    pages = torch.randperm(12 * times, generator=torch.Generator().manual_seed(1)).tolist()
+    if start % PAGE or count % PAGE:
+        del fields["scales"]
+    block = {
+        name: drawn(HEADS, count // field.tokens_per_row, field.width, seed=2).mul(100).to(field.dtype)
+        for name, field in fields.items()
+    }
+    found = []
+    for where in (device, torch.device("cpu")):
+        pool = PagePool(fields, HEADS, where, PAGE)
+        pool.grow(12 * times)
+        pool.write_run(pages, start, {name: part.to(where) for name, part in block.items()})
+        found.append({name: tensor.cpu() for name, tensor in pool.tensors.items()})
+        monkeypatch.setenv("CALIB_KERNELS", "reference")
+    for name, tensor in found[1].items():
+        assert tensor.any() and torch.equal(found[0][name], tensor)
 
 
 @pytest.mark.parametrize(
