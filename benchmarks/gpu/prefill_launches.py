@@ -8,9 +8,9 @@ prefill; our kernels are not carried out either, what they would write is filled
 works out by itself is not counted, what it brings to the device is, and an operation that has no number to write launches nothing.
 """
 
+import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -28,6 +28,7 @@ from benchmarks.gpu.launch_counts import ALLOCATIONS
 from benchmarks.gpu.layers import Heads, bare_layers, forward
 from benchmarks.gpu.prefill_bytes import bytes_of, moved, products_of, tensors_in
 from benchmarks.gpu.sizes import REAL
+from calib.kernels.ahead_of_time import CAPABILITIES
 
 LAYERS = 2  # the second is counted: what the first works out for all is not a layer's
 
@@ -258,16 +259,20 @@ def all_of(codec: Any, given: Tensor, count: int) -> int:
     return count
 
 
-def main(capability: str, *names: str) -> None:
-    """Prints the launches of these methods."""
+def main() -> None:
+    """Prints the launches of some methods."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("capability", type=int, choices=CAPABILITIES, help="of the GPU, times ten")
+    parser.add_argument("methods", nargs="+", metavar="METHOD")
+    asked = parser.parse_args()
     os.environ |= {"CALIB_KERNELS": "triton", "TRITON_INTERPRET": "1"}  # before a kernel is imported
     heads = Heads(1, REAL.heads, REAL.kv_heads, REAL.head_dim)
     found = {
-        name: asdict(prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt, False, int(capability)))
-        for name in names
+        name: asdict(prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt, capability=asked.capability))
+        for name in asked.methods
     }
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
