@@ -10,10 +10,12 @@ from layer_walk import Tokens, differing, feed, sequence_states, slots_of, store
 from tolerances import FLOAT32, STORED
 from toy_models import random_model
 
+from calib.runtime import compress
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.paging.field import Field
 from calib.runtime.paging.pages import EMPTY, PAGE_TOKENS, PageTable
 from calib.runtime.paging.pool import PagePool
+from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
@@ -274,3 +276,16 @@ def decoded(store, role: str) -> Iterator[torch.Tensor]:
         for name, tensor in stream.pool.tensors.items()
     }
     yield stream.plan.transform.inverse(stream.plan.codec.decode(block, stream.head_dim))
+
+
+@pytest.mark.parametrize("method", ["zipcache", "h2o"])
+def test_slots_are_those_of_rows_that_were_exchanged(method, model):
+    """Rows of one length whose prompts differ: what one forward ended with is not what the next begins with."""
+    with compress(model, method) as cache:
+        rows = cache.sequences
+        rows.prompts = [90, 150]
+        forward = Forward([150, 150], [1, 1], None, 1, 1)
+        _, before = rows.slots(forward)
+        rows.prompts = [150, 90]
+        after, _ = rows.slots(Forward([151, 151], [1, 1], None, 1, 1))
+        assert before[0] != before[1] and after == before[::-1]
