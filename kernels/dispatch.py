@@ -97,5 +97,5 @@ def _serves(index: int | None) -> bool:
 
 @lru_cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; without one that of the newest which kernels were written for."""
+    """A GPU's compute capability; Hopper's for any other device, whose kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER

@@ -16,9 +16,8 @@ class ForwardStats:
         self.queries: dict[range, Tensor] = {}
         self.probes: dict[int, Tensor] = {}  # the query rows of a row's prompt that were observed: int64 on the host
         self.policies: dict[int, Tensor] = {}  # which policy each KV head of a row that begins has chosen
-        self.extremes: dict[
-            str, Extremes
-        ] = {}  # of keys and values, where a layer asked for those of its first forward
+        # Of keys and values, where a layer asked for those of its first forward.
+        self.extremes: dict[str, Extremes] = {}
 
     def clear(self) -> None:
         """The forward is stored."""

@@ -51,6 +51,7 @@ class SinkStore(TieredStore):
                 stop = min(after, position + tiering.window - slot)
                 self._write(1, rows, slot, position, stop, own, before)
                 position = stop
+        self.shown.clear()
 
     def _step(self, tiering: Sinks, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """One token for each row, all rows at once."""
