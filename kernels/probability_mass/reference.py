@@ -13,7 +13,7 @@ class ScoredTokens:
 
     Args:
         scores: float32 `[rows, kv_heads, R, n]`, -inf where hidden. Its rows R are group-major, then the columns.
-        weights: float32 `[rows, columns, n or 1]`, what a column's probabilities count; None: 1.
+        weights: float32 or uint8 `[rows, columns, n or 1]`, what a column's probabilities count; None: 1.
         positions: where `mass_by_position` writes: int32 or int64 `[rows, kv_heads or 1, n]`, anything where a token is hidden from
             every query row; or the position of the first of tokens that lie in order.
     """

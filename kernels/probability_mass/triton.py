@@ -150,19 +150,21 @@ def _strides(part: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else step for size, step in zip(part.shape, part.stride(), strict=True))
 
 
-def _specialisation(spans: int, block: int, weighted: bool, numbered: bool = False) -> Specialisation:
+def _specialisation(spans: int, block: int, weights: str | None = None, numbered: bool = False) -> Specialisation:
     absent = [name for name in sum_rows.arg_names if name[-1].isdigit() and int(name[-1]) >= spans]
     constants: dict[str, object] = {name: None if name.isupper() else 0 for name in absent}
-    constants |= {} if weighted else {f"WEIGHTS_{i}": None for i in range(AT_ONCE)}
+    constants |= {} if weights else {f"WEIGHTS_{i}": None for i in range(AT_ONCE)}
     constants |= {f"POSITIONS_{i}": None for i in range(AT_ONCE) if not (numbered and 0 < i < spans)}
     constants |= {"SCATTERED": numbered, "M": block, "BN": TOKENS}
     types = {name: "*fp32" if name.isupper() else "i32" for name in sum_rows.arg_names if name not in constants}
     types |= {name: "*i64" if name.endswith("_1") else "*i32" for name in types if name.startswith("POSITIONS")}
+    types |= {name: weights for name in types if weights and name.startswith("WEIGHTS")}
     return Specialisation(sum_rows, types, constants, warps=4)
 
 
 SPECIALISATIONS = {
-    "a tier and new tokens, 4 rows": _specialisation(2, 4, False),
-    "weighted, 16 rows": _specialisation(2, 16, True),
-    "pages, window and fetched tokens, by position": _specialisation(3, 4, False, numbered=True),
+    "a tier and new tokens, 4 rows": _specialisation(2, 4),
+    "weighted, 16 rows": _specialisation(2, 16, "*fp32"),
+    "of rows whose query may be a probe": _specialisation(2, 4, "*u8"),
+    "pages, window and fetched tokens, by position": _specialisation(3, 4, numbered=True),
 }

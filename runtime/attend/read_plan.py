@@ -4,7 +4,6 @@ layer that asks works it out.
 Rows that hold equally much and read with one query each need no masks: their lengths are numbers of the host.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -110,16 +109,9 @@ class ReadPlan:
         return new if (self.new.start, self.new.stop) == (0, new.shape[2]) else new[:, :, self.new]
 
 
-def by_row(forward: Forward, rows: range, name: str, of_length: Callable[[int], int], device: torch.device) -> Tensor:
-    """int64 `[rows, 1]`: a number that follows from how many tokens each row holds, uploaded once under its name."""
-    return forward.tensor(f"{name} of {rows}", lambda step: [of_length(step.before[row]) for row in rows], device)[
-        :, None
-    ]
-
-
 def starts(forward: Forward, rows: range, device: torch.device) -> Tensor:
     """int64 `[rows, 1]`: the position of each row's first new token."""
-    return by_row(forward, rows, "tokens before", int, device)
+    return forward.tensor(f"tokens before of {rows}", lambda step: step.before[rows.start : rows.stop], device)[:, None]
 
 
 def page_numbers(table: PageTable, forward: Forward, rows: range, pages: range, device: torch.device) -> Tensor:

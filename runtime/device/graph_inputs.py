@@ -13,7 +13,7 @@ from calib.kernels.upload import upload
 Forward = TypeVar("Forward")
 
 # What the numbers of a forward are worked out by; lengths and slots of every other forward by the same function.
-Numbers: TypeAlias = Callable[[Forward], list[int]]
+Numbers: TypeAlias = Callable[[Forward], list[int] | bytes]
 
 
 class NotRecordableError(RuntimeError):
@@ -21,7 +21,7 @@ class NotRecordableError(RuntimeError):
 
 
 # What `array` calls the types that numbers are uploaded in.
-CODES: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
+CODES: dict[torch.dtype, Literal["q", "i", "B"]] = {torch.int64: "q", torch.int32: "i", torch.uint8: "B"}
 
 ALIGNED = 32  # bytes: where the numbers of each name begin, as tensors of their own would
 
@@ -74,7 +74,7 @@ class _Stretch(Generic[Forward]):
         self.on_host = torch.frombuffer(on_host, dtype=torch.uint8)
         self.on_device = torch.zeros_like(self.on_host, device=like[0].device)
         self.tensors: list[Tensor] = []
-        self.fed: list[tuple[Numbers[Forward], Literal["q", "i"], memoryview[int]]] = []
+        self.fed: list[tuple[Numbers[Forward], Literal["q", "i", "B"], memoryview[int]]] = []
         for tensor, of_step, start, size in zip(like, numbers, starts, sizes, strict=True):
             self.tensors.append(self.on_device[start : start + size].view(tensor.dtype))
             code = CODES[tensor.dtype]

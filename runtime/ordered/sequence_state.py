@@ -2,12 +2,13 @@
 has P = `table.page_tokens` slots."""
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from calib.runtime.attend.read_plan import by_row, starts
+from calib.runtime.attend.read_plan import starts
 from calib.runtime.files.state import State
 from calib.runtime.paging.pages import GROWTH, PageTable
 from calib.runtime.paging.sequence_state import Forward, SequenceState
@@ -16,12 +17,14 @@ from calib.runtime.stages.selection import Schedule
 MOST_KNOWN = 4096  # lengths that are remembered
 
 
-class _Row(NamedTuple):
-    """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, pages of the only table,
-    and what the shapes of a `ReadPlan` follow from."""
+class OrderedRow(NamedTuple):
+    """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, where the page begins that the
+    next one is for, tokens whose keys are packed, pages of the only table, and what a `ReadPlan`'s shapes follow from."""
 
     page: int
     packed: int
+    page_start: int
+    packed_keys: int
     pages: tuple[int, ...]
     shape: Hashable
 
@@ -43,7 +46,9 @@ class OrderedSequenceState(SequenceState):
         """The schedules of both streams, the others as `SequenceState` has them, and whether pages are `fitted` to short rows
         (`PageTable`)."""
         self.keys, self.values, self.fitted = keys, values, fitted
-        self._known: dict[int, _Row] = {}
+        self._known: dict[int, OrderedRow] = {}
+        # Of the rows as a forward has left them: the slots of a page, their lengths, and what follows from them.
+        self._latest: tuple[tuple[int, list[int]], list[OrderedRow]] = (0, []), []
         super().__init__(layers, sliding, growth=growth)
 
     def clear(self) -> None:
@@ -60,8 +65,21 @@ class OrderedSequenceState(SequenceState):
         """Tokens of which key and value are both encoded: what attention reads from pages alone."""
         return self._at(length).packed
 
-    def _at(self, length: int) -> "_Row":
-        """See `_Row`; remembered, because rows of one length and consecutive steps ask again."""
+    def _rows(self, forward: Forward) -> tuple[list[OrderedRow], list[OrderedRow]]:
+        """See `OrderedRow`: before and behind a forward; worked out once."""
+        page = self.tables[0].page_tokens
+        found: tuple[list[OrderedRow], list[OrderedRow]] | None = forward.readings.get((OrderedRow, page))
+        if found is None:
+            asked, before = self._latest
+            if asked != (page, forward.before):  # else those that the last forward has left
+                before = [self._at(length) for length in forward.before]
+            after = [self._at(length) for length in forward.after]
+            self._latest = (page, forward.after), after
+            found = forward.readings[OrderedRow, page] = before, after
+        return found
+
+    def _at(self, length: int) -> OrderedRow:
+        """See `OrderedRow`; remembered, because rows of one length and consecutive steps ask again."""
         found, page = self._known.get(length), self.tables[0].page_tokens
         if found is None or found.page != page:
             if len(self._known) > MOST_KNOWN:
@@ -69,24 +87,36 @@ class OrderedSequenceState(SequenceState):
             found = self._known[length] = self._row_of(length, page)
         return found
 
-    def _row_of(self, length: int, page: int) -> "_Row":
+    def _row_of(self, length: int, page: int) -> OrderedRow:
         keys, encoded = self.keys.packed(length), max(self.keys.encoded(length), self.values.encoded(length))
         packed = min(keys, self.values.packed(length))
         shape = self.first_page(length), -(-packed // page), -(-keys // page), keys > packed, length == packed
-        return _Row(page, packed, (-(-encoded // page),), shape)
+        return OrderedRow(page, packed, packed // page * page, keys, (-(-encoded // page),), shape)
 
     def held_before(self, forward: Forward) -> list[list[int]]:
         """The same for every row, as slots of the only tier."""
-        return [[self._at(length).packed] for length in forward.before]
+        return [[row.packed] for row in self._rows(forward)[0]]
+
+    def pages_behind(self, forward: Forward) -> tuple[tuple[int, ...], ...]:
+        """Of every row once the forward is stored."""
+        return tuple([row.pages for row in self._rows(forward)[1]])
 
     def exact(self, row: int, length: int) -> int:
         """Tokens in the window of values."""
         return length - self.packed(length)
 
+    def numbers(self, forward: Forward, rows: range, field: str, device: torch.device) -> Tensor:
+        """int64 `[rows, 1]`: a field of each `OrderedRow` before the forward."""
+
+        def of_rows(step: Forward) -> list[int]:
+            return list(map(attrgetter(field), self._rows(step)[0][rows.start : rows.stop]))
+
+        return forward.tensor(f"{field} of {rows}", of_rows, device)[:, None]
+
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
         """See `ReadableRows`: in each slot the newest token that falls on it, if the row holds it there."""
         start = starts(forward, rows, device)
-        read = by_row(forward, rows, "tokens in pages", self.packed, device)
+        read = self.numbers(forward, rows, "packed", device)
         tokens = start - 1 - (start - 1 - torch.arange(slots, device=device)) % max(1, self.values.window())
         return torch.where(tokens < read, start, tokens)
 
@@ -96,7 +126,7 @@ class OrderedSequenceState(SequenceState):
 
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
-        return self.table.version, tuple([self._at(held).shape for held in forward.before])
+        return self.table.version, tuple([row.shape for row in self._rows(forward)[0]])
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what both schedules encode; those that a sliding window has left behind are given back."""

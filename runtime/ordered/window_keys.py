@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, by_row, starts
+from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, starts
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.paging.pages import Pages
 from calib.runtime.paging.sequence_state import Forward
@@ -93,10 +93,9 @@ def _indexed(
         reach = max(-(-stop // page) - at for stop, at in zip(packed, first, strict=True))
         flat = [number for row, at in zip(rows, first, strict=True) for number in table.pages(row, at, reach)]
         recent = forward.tensor(f"recent {rows} {asked.queries}", lambda _: flat, device).view(len(rows), reach)
-        ends = by_row(forward, rows, "packed keys", state.keys.packed, device)
-        firsts = by_row(forward, rows, "recent keys", lambda length: state.packed(length) // page * page, device)
+        ends, firsts = (state.numbers(forward, rows, field, device) for field in ("packed_keys", "page_start"))
         index = torch.where(positions < ends, key_slots + positions - firsts, index)
-        read = by_row(forward, rows, "tokens in pages", state.packed, device)
+        read = state.numbers(forward, rows, "packed", device)
         # What is hidden has a score's number, whatever it is: the slot's key need not be there.
         ahead = torch.where(positions < ends, positions - read, -1).masked_fill_(absent, 0).int()
         of_recent = firsts + torch.arange(reach * page, device=device)

@@ -160,7 +160,7 @@ class SequenceState(ABC):
         self.lengths: list[int] = []
         self.tables = [PageTable(tokens, self._growth) for tokens in self._page_tokens]
         # How many pages each row has in every table, at the tables' versions; None where rows share any.
-        self._held: tuple[list[int], list[tuple[int, ...]] | None] = ([], None)
+        self._held: tuple[list[int], tuple[tuple[int, ...], ...] | None] = ([], None)
         self.steps = 0
         self.forward: Forward | None = None
         self.recording = self.speculating = False
@@ -189,9 +189,9 @@ class SequenceState(ABC):
     def pages_of(self, row: int, length: int) -> tuple[int, ...]:
         """How many pages of each table `row` has once it holds `length` tokens."""
 
-    def pages_behind(self, forward: Forward) -> list[tuple[int, ...]]:
+    def pages_behind(self, forward: Forward) -> tuple[tuple[int, ...], ...]:
         """How many pages of each table every row has once the forward is stored."""
-        return [self.pages_of(row, length) for row, length in enumerate(forward.after)]
+        return tuple([self.pages_of(row, length) for row, length in enumerate(forward.after)])
 
     def first_page(self, length: int) -> int:
         """Pages before this one may be gone then."""
@@ -207,7 +207,7 @@ class SequenceState(ABC):
         if self.sliding is not None:
             return True
         if (versions := [table.version for table in self.tables]) != self._held[0]:
-            held = list(zip(*(map(len, table.rows) for table in self.tables), strict=True))
+            held = tuple(zip(*(map(len, table.rows) for table in self.tables), strict=True))
             self._held = versions, None if any(table.shares for table in self.tables) else held
         return self._held[1] != self.pages_behind(forward)
 

@@ -4,7 +4,8 @@ A **schedule** says how many of a row's tokens are encoded, in order. A **salien
 **tiering** says how many of a row's tokens lie in each of several tiers.
 """
 
-from typing import ClassVar, Protocol
+import sys
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -69,6 +70,17 @@ class Saliency(Protocol):
         return False
 
 
+class NextTokens(NamedTuple):
+    """Where the next `tokens` of a row go, one after the other: each is one more in `tier`, or in the exact window where that is
+    None, or in nothing that is stored where no tier has this number; no other tier changes."""
+
+    tier: int | None
+    tokens: int
+
+
+NO_END = sys.maxsize  # tokens that go on for ever
+
+
 class Tiering(Protocol):
     """How many tokens lie where. Depends on a row's length and the length of its prompt alone, so that all layers and
     heads agree, and nobody has to ask the device.
@@ -88,10 +100,9 @@ class Tiering(Protocol):
         """Tokens in the exact window then: the newest, in no tier yet, and sinks."""
         ...
 
-    def changes(self, length: int, prompt: int) -> bool:
-        """Whether tiers may hold others than before from the token on that makes a row hold `length`; if not it is one more in the
-        exact window."""
-        return True
+    def next_tokens(self, length: int, prompt: int) -> NextTokens:
+        """Where tokens go behind `length`; what is not said is worked out for each of them."""
+        return NextTokens(None, 0)
 
     def evicts(self, stored: int) -> bool:
         """Whether tokens are dropped where `stored` of its tiers are stored."""

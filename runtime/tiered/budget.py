@@ -30,10 +30,9 @@ class BudgetStore(BudgetScores):
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: steps in which the budgets of all rows are full, or of none."""
-        sizes_of = self.tiering.sizes
-        full = {held >= sum(sizes_of(own)) for held, own in zip(forward.before, self.sequences.prompts, strict=True)}
-        shapes = self.shapes(forward)
-        return None if shapes is None or len(full) > 1 else (shapes, self.mass.shape, full == {True})
+        shapes, tiers = self.shapes(forward), self.sequences.slots(forward)[0].tiers
+        alike = tiers.count(tiers[0]) == len(tiers)
+        return (shapes, self.mass.shape, tiers[0]) if alike and shapes is not None else None
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """The new tokens become important, others stop being so."""

@@ -7,7 +7,8 @@ encoded is ever touched again.
 
 import warnings
 from collections.abc import Hashable
-from itertools import accumulate, chain
+from itertools import accumulate
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -126,30 +127,28 @@ class ChunkStore(TieredStore):
         probe_rows, key = self.sequences.probe_rows, ("watched", rows, slots)
         if key not in forward.readings:  # of every layer, by the first
             flags = forward.tensor(
-                f"probes among {rows}", lambda step: list(chain.from_iterable(self._probes_of_step(step, rows))), device
+                f"probes among {rows}", lambda step: b"".join(self._probes_of_step(step, rows)), device, torch.uint8
             )
             of_layers = flags.view(len(rows), len(probe_rows), 1, 1).transpose(0, 1)
             forward.readings[key] = of_layers.expand(-1, -1, -1, slots + 1)
         return Observed(False, forward.readings[key][probe_rows.number_of(self.context.layer)])
 
-    def _probes_of_step(self, step: Forward, rows: range) -> list[tuple[bool, ...]]:
-        """For each of the `rows`, whether its one new query is a probe of each layer."""
+    def _probes_of_step(self, step: Forward, rows: range) -> list[bytes]:
+        """For each of the `rows` a byte for every layer: 1 where its one new query is a probe."""
         key = ("probes", rows)
         if key not in step.readings:  # worked out by the first layer
             before, prompts, own = step.before, self.sequences.prompts, slice(rows.start, rows.stop)
             tokens = zip(before[own], prompts[own], strict=True)
             step.readings[key] = self.sequences.probe_rows.at(tokens, self.tiering.chunk_of)
-        found: list[tuple[bool, ...]] = step.readings[key]
+        found: list[bytes] = step.readings[key]
         return found
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: steps whose chunk goes on in every row."""
         assert self.windows is not None
-        ends = [[row.exact for row in of_rows] for of_rows in self.sequences.slots(forward)]
+        before, after = (of_rows.exact for of_rows in self.sequences.slots(forward))
         slots = self.windows[0].tokens.shape[2]
-        if any(after <= before for before, after in zip(*ends, strict=True)):
-            return None
-        if allocated(max(ends[1]), self.tiering.longest()) != slots:
+        if any(map(le, after, before)) or allocated(max(after), self.tiering.longest()) != slots:
             return None
         shapes = self.shapes(forward)
         return None if shapes is None else (shapes, len(self.mass), slots)
@@ -171,7 +170,7 @@ class ChunkStore(TieredStore):
 
     def _changes(self, forward: Forward, device: torch.device) -> "_Changes":
         """See `_Changes`."""
-        exact, left = ([row.exact for row in of_rows] for of_rows in self.sequences.slots(forward))
+        exact, left = (of_rows.exact for of_rows in self.sequences.slots(forward))
         step = forward.width == 1 and forward.columns is None
         going_on = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if step and other > one]
         others = [[row for row in rows if row not in going_on] for rows in self.sequences.equal_length_groups(forward)]
@@ -189,8 +188,8 @@ class ChunkStore(TieredStore):
 
     def _exact_before(self, step: Forward, rows: list[int]) -> list[int]:
         """Slots of the window that each of the `rows` uses before a step."""
-        before = self.sequences.slots(step)[0]
-        return [before[row].exact for row in rows]
+        exact = self.sequences.slots(step)[0].exact
+        return exact if len(rows) == len(exact) else [exact[row] for row in rows]
 
     def _append(self, changes: "_Changes", keys: Tensor, values: Tensor) -> None:
         """One token each for the rows whose chunk goes on."""

@@ -27,9 +27,9 @@ class ProbeRows:
     def __init__(self) -> None:
         self._layers: dict[int, LayerProbes] = {}
         self._order: dict[int, int] = {}
-        self._of_blocks: dict[range, list[tuple[bool, ...]]] = {}
+        self._of_blocks: dict[range, list[bytes]] = {}
         # By the length of a row's prompt its newest block: consecutive tokens are in the same.
-        self._newest: dict[int, tuple[range, list[tuple[bool, ...]]]] = {}
+        self._newest: dict[int, tuple[range, list[bytes]]] = {}
 
     def __len__(self) -> int:
         """Layers."""
@@ -47,10 +47,10 @@ class ProbeRows:
         """Which in order a layer is."""
         return self._order[layer]
 
-    def at(self, tokens: Iterable[tuple[int, int]], block_of: Callable[[int, int], range]) -> list[tuple[bool, ...]]:
-        """For each of the `tokens`, by its position and how long its row's prompt was, whether its query is a probe of each layer;
-        `block_of` says which block such a token belongs to."""
-        found, newest, none = list[tuple[bool, ...]](), self._newest, (NO_BLOCK, list[tuple[bool, ...]]())
+    def at(self, tokens: Iterable[tuple[int, int]], block_of: Callable[[int, int], range]) -> list[bytes]:
+        """For each of the `tokens`, by its position and how long its row's prompt was, a byte for every layer: 1 where its query is
+        a probe; `block_of` says which block such a token belongs to."""
+        found, newest, none = list[bytes](), self._newest, (NO_BLOCK, list[bytes]())
         for position, prompt in tokens:
             block, probes = newest.get(prompt, none)
             if position not in block:
@@ -60,11 +60,12 @@ class ProbeRows:
             found.append(probes[position - block.start])
         return found
 
-    def _known(self, block: range) -> list[tuple[bool, ...]]:
-        """Of each token of a block, whether it is a probe of each layer; remembered."""
+    def _known(self, block: range) -> list[bytes]:
+        """Of each token of a block a byte for every layer; remembered."""
         if block not in self._of_blocks:
             if len(self._of_blocks) > MOST_BLOCKS:
                 self._of_blocks.clear()
                 self._newest.clear()
-            self._of_blocks[block] = list(zip(*(own.of_block(block) for own in self._layers.values()), strict=True))
+            of_layers = (own.of_block(block) for own in self._layers.values())
+            self._of_blocks[block] = list(map(bytes, zip(*of_layers, strict=True)))
         return self._of_blocks[block]

@@ -1,6 +1,8 @@
 """Sequences whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from calib.runtime.files.state import State, StateError, wholes
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.pages import PageTable
 from calib.runtime.paging.sequence_state import Forward, SequenceState
-from calib.runtime.stages.selection import Tiering
+from calib.runtime.stages.selection import NO_END, Tiering
 from calib.runtime.tiered.probe_rows import ProbeRows
 
 MOST_KNOWN = 4096  # lengths whose slots are remembered
@@ -24,6 +26,29 @@ class RowSlots(NamedTuple):
     exact: int
     filled: list[int]
     pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BatchSlots:
+    """The same of all rows, and what one more token in each of them adds for the next `steps`: to slots in use of tiers
+    `held_grows` (None: nothing in any row) and of the exact window `exact_grows`. `tiers` say where it goes, as `NextTokens` do.
+    """
+
+    held: list[list[int]]
+    exact: list[int]
+    pages: tuple[tuple[int, ...], ...]
+    tiers: list[int | None]
+    held_grows: list[list[int]] | None
+    exact_grows: list[int]
+    steps: int
+
+    def next(self) -> "BatchSlots":
+        """Behind one of these steps."""
+        held, grows = self.held, self.held_grows
+        if grows is not None:
+            held = [list(map(add, *of_row)) for of_row in zip(held, grows, strict=True)]
+        exact = list(map(add, self.exact, self.exact_grows))
+        return BatchSlots(held, exact, self.pages, self.tiers, grows, self.exact_grows, self.steps - 1)
 
 
 class TieredSequenceState(SequenceState):
@@ -46,7 +71,8 @@ class TieredSequenceState(SequenceState):
         self.first = tiering.slots_from
         self.probe_rows = ProbeRows()
         self._known: dict[tuple[int, int], RowSlots] = {}
-        self._latest: tuple[tuple[list[int], list[int]], list[RowSlots]] = ([], []), []
+        # Of the rows as a forward has left them: their lengths, those of their prompts, and what follows from them.
+        self._latest: tuple[tuple[list[int], list[int]], BatchSlots] | None = None
         super().__init__(layers, sliding, [*page_tokens, 1] if row_params else page_tokens)
 
     @property
@@ -67,25 +93,42 @@ class TieredSequenceState(SequenceState):
         """Slots in use of the exact window then."""
         return self._at(row, length).exact
 
-    def slots(self, forward: Forward) -> tuple[list[RowSlots], list[RowSlots]]:
-        """Of every row before and behind a forward that pages are reserved for; worked out once."""
-        found: tuple[list[RowSlots], list[RowSlots]] | None = forward.readings.get(RowSlots)
+    def slots(self, forward: Forward) -> tuple[BatchSlots, BatchSlots]:
+        """Before and behind a forward that pages are reserved for; worked out once."""
+        found: tuple[BatchSlots, BatchSlots] | None = forward.readings.get(BatchSlots)
         if found is None:
-            found = forward.readings[RowSlots] = (self._of_lengths(forward.before), self._of_lengths(forward.after))
+            before = self._of_lengths(forward.before)
+            # A step of one token in every row follows from the one before, until a row's tokens go elsewhere.
+            steps = before.steps > 0 and forward.width == 1 and forward.columns is None
+            after = before.next() if steps else self._of_lengths(forward.after)
+            self._latest = (forward.after, list(self.prompts)), after
+            found = forward.readings[BatchSlots] = before, after
         return found
 
-    def _of_lengths(self, lengths: list[int]) -> list[RowSlots]:
-        """See `RowSlots`, of every row; those that a forward ends with are those that the next one begins with."""
-        asked, found = self._latest
-        if asked != (lengths, self.prompts):
-            known, keys = self._known, list(zip(lengths, self.prompts or [0] * len(lengths), strict=True))
-            found = [known.get(key) or self._known_from_now(key) for key in keys]
-            self._latest = (lengths, list(self.prompts)), found
-        return found
+    def _of_lengths(self, lengths: list[int]) -> BatchSlots:
+        """See `BatchSlots`; what a forward ends with is what the next one begins with."""
+        if self._latest is not None and self._latest[0] == (lengths, self.prompts):
+            return self._latest[1]
+        prompts, steps = self.prompts or [0] * len(lengths), NO_END
+        rows, tiers, grows = list[RowSlots](), list[int | None](), list[list[int]]()
+        for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+            own, (tier, tokens) = self._at(row, length), self.tiering.next_tokens(length, prompt)
+            if tier is not None and tier < self.stored:
+                # In a page that the row has.
+                tokens = min(tokens, own.pages[tier] * self.tables[tier].page_tokens - own.held[tier])
+            rows.append(own)
+            tiers.append(tier)
+            grows.append([int(number == tier) for number in range(self.stored)])
+            steps = min(steps, tokens)
+        held, exact, _, pages = zip(*rows, strict=True) if rows else ((), (), (), ())
+        some = grows if any(map(any, grows)) else None
+        return BatchSlots(
+            list(held), list(exact), tuple(pages), tiers, some, [int(tier is None) for tier in tiers], steps
+        )
 
     def held_before(self, forward: Forward) -> list[list[int]]:
         """See `ReadableRows`."""
-        return [row.held for row in self.slots(forward)[0]]
+        return self.slots(forward)[0].held
 
     def _at(self, row: int, length: int) -> RowSlots:
         """See `RowSlots`."""
@@ -100,9 +143,6 @@ class TieredSequenceState(SequenceState):
         return found
 
     def _row_of(self, length: int, prompt: int) -> RowSlots:
-        before = self._known.get((length - 1, prompt))
-        if before is not None and not self.tiering.changes(length, prompt):
-            return RowSlots(before.held, before.exact + 1, before.filled, before.pages)
         held = self.tiering.held(length, prompt)[: self.stored]
         filled = held if self.row_params is None else [*held, int(sum(held) > 0)]
         pages = tuple([-(-slots // table.page_tokens) for slots, table in zip(filled, self.tables, strict=True)])
@@ -112,8 +152,7 @@ class TieredSequenceState(SequenceState):
         """Slots of the window that any of the `rows` uses."""
         key = ("most exact", rows)
         if key not in forward.readings:  # the same for every layer
-            before = self.slots(forward)[0]
-            forward.readings[key] = max(before[row].exact for row in rows)
+            forward.readings[key] = max(self.slots(forward)[0].exact[rows.start : rows.stop])
         found: int = forward.readings[key]
         return found
 
@@ -129,8 +168,8 @@ class TieredSequenceState(SequenceState):
         """See `ReadableRows`: sinks, then the newest."""
 
         def encoded(step: Forward) -> list[int]:
-            before = self.slots(step)[0]
-            return [step.before[row] - before[row].exact for row in rows]
+            own = slice(rows.start, rows.stop)
+            return list(map(sub, step.before[own], self.slots(step)[0].exact[own]))
 
         away = forward.tensor(f"encoded of {rows}", encoded, device)
         slot = torch.arange(slots, device=device)
@@ -151,7 +190,7 @@ class TieredSequenceState(SequenceState):
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
         versions = tuple([table.version for table in self.tables])
-        return versions, tuple([row.pages for row in self.slots(forward)[0]])
+        return versions, self.slots(forward)[0].pages
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""
@@ -161,8 +200,8 @@ class TieredSequenceState(SequenceState):
             if count and not before:
                 self.prompts[row] = count
         held = [
-            list(zip(before.filled, after.filled, strict=True))
-            for before, after in zip(*self.slots(forward), strict=True)
+            list(zip(self._at(row, before).filled, self._at(row, after).filled, strict=True))
+            for row, (before, after) in enumerate(zip(forward.before, forward.after, strict=True))
         ]
         forward.copies = []
         for tier, table in enumerate(self.tables):
@@ -196,9 +235,9 @@ class TieredSequenceState(SequenceState):
         """What its slots take."""
         return self._at(row, length).pages
 
-    def pages_behind(self, forward: Forward) -> list[tuple[int, ...]]:
+    def pages_behind(self, forward: Forward) -> tuple[tuple[int, ...], ...]:
         """Of every row once the forward is stored."""
-        return [row.pages for row in self.slots(forward)[1]]
+        return self.slots(forward)[1].pages
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Also the prompts."""

@@ -49,6 +49,22 @@ def test_mass_of_spans(form, asked, tokens, columns, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["reference", "triton"])
+def test_rows_whose_query_counts_by_a_byte(form, monkeypatch):
+    """1 or 0, as a recorded step has them, one for all tokens of a row: the same bits as with numbers."""
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    spans, normaliser, _ = scored(3, 2, 4, (40, 1), 0)
+    counts = torch.tensor([1, 0, 1], dtype=torch.uint8)[:, None, None]
+    found, expected = (
+        probability_mass(
+            [ScoredTokens(span.scores, of_row.expand(-1, -1, span.scores.shape[-1])) for span in spans], normaliser
+        )
+        for of_row in (counts, counts.float())
+    )
+    assert all(torch.equal(one, other) and one[0].any() for one, other in zip(found, expected, strict=True))
+    assert not any(part[1].any() for part in found)
+
+
+@pytest.mark.parametrize("form", ["reference", "triton"])
 def test_some_rows_of_a_query(form, monkeypatch):
     """A view of the newest column's rows, of scores and normaliser alike; and a row of a batch as alone."""
     monkeypatch.setenv("CALIB_KERNELS", form)

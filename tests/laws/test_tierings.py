@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_examples import examples
 
-from calib.runtime.stages.tiering import HeavyHitterBudget, PromptBudget, RatioTiers, Sinks
+from calib.runtime.stages.tiering import HeavyHitterBudget, InitialAndWindow, PromptBudget, RatioTiers, Sinks
 
 pytestmark = pytest.mark.arithmetic
 
@@ -54,6 +54,22 @@ def test_a_tier_never_shrinks(tiering, length, prompt):
     """What is encoded stays; only a slot that is used again may change whose it is."""
     now, later = tiering.held(length, prompt), tiering.held(length + 1, prompt)
     assert all(one <= other for one, other in zip(now, later, strict=True))
+
+
+locals_of_blocks = st.builds(InitialAndWindow, st.integers(0, 9), st.integers(1, 90), st.integers(1, 40))
+
+
+@law
+@given(st.one_of(tierings, locals_of_blocks), st.integers(0, 700), st.integers(1, 500))
+def test_the_next_tokens_go_where_it_says(tiering, length, prompt):
+    """Token by token, and of those that go on for ever the first ones."""
+    tier, tokens = tiering.next_tokens(length, prompt)
+    assert tokens >= 0
+    for more in range(1, min(tokens, 300) + 1):
+        held = [count + more * (number == tier) for number, count in enumerate(tiering.held(length, prompt))]
+        exact = tiering.exact(length, prompt) + more * (tier is None)
+        assert tiering.held(length + more, prompt) == held[: len(tiering.held(length, prompt))]
+        assert tiering.exact(length + more, prompt) == exact
 
 
 @law

@@ -23,7 +23,7 @@ MOST = {"kivi": 127, "rtn": 131, "klt": 136, "zipcache": 167}
 OPTIONS = {"kivi": {"bits": 2, "residual": 128}, "rtn": {"bits": 4}, "klt": {"bits": 2.0}, "zipcache": {}}
 
 # The same in a whole replayed step, however many layers there are.
-MOST_REPLAYED = {"kivi": 140, "rtn": 119, "zipcache": 89, "gear": 79, "mikv": 102, "h2o": 79}
+MOST_REPLAYED = {"kivi": 114, "rtn": 105, "zipcache": 68, "gear": 60, "mikv": 80, "h2o": 60}
 
 
 def own_calls(work) -> int:

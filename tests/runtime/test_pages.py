@@ -288,4 +288,29 @@ def test_slots_are_those_of_rows_that_were_exchanged(method, model):
         _, before = rows.slots(forward)
         rows.prompts = [150, 90]
         after, _ = rows.slots(Forward([151, 151], [1, 1], None, 1, 1))
-        assert before[0] != before[1] and after == before[::-1]
+        assert before.held[0] != before.held[1]
+        assert (after.held, after.exact) == (before.held[::-1], before.exact[::-1])
+
+
+@pytest.mark.parametrize("method", ["zipcache", "h2o", "mikv", "streaming_llm", "snapkv", "infllm", "gear"])
+def test_slots_of_steps_that_follow_are_those_of_their_lengths(method, model):
+    """Rows of prompts of their own, beyond blocks, budgets and pages: what a step adds is what the tiering says of each length."""
+    prompts = [70, 61, 250]
+    with compress(model, method) as cache:
+        rows, lengths = cache.sequences, list(prompts)
+        rows._open(len(prompts))
+        rows.prompts, followed = prompts, 0
+        for _ in range(300):
+            before, after = rows.slots(Forward(lengths, [1] * 3, None, 1, 1))
+            assert (before.held, before.exact) == _slots_of(rows, lengths)
+            lengths = [length + 1 for length in lengths]
+            assert (after.held, after.exact) == _slots_of(rows, lengths)
+            assert after.pages == tuple(rows.pages_of(row, length) for row, length in enumerate(lengths))
+            followed += before.steps > 0
+        assert followed > 200
+
+
+def _slots_of(rows, lengths):
+    """Of each row alone, as its tiering says."""
+    spans = list(zip(lengths, rows.prompts, strict=True))
+    return [rows.tiering.held(*span)[: rows.stored] for span in spans], [rows.tiering.exact(*span) for span in spans]

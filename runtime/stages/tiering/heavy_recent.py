@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from calib.runtime.stages.saliency.probes import share_of
-from calib.runtime.stages.selection import Tiering
+from calib.runtime.stages.selection import NO_END, NextTokens, Tiering
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class HeavyHitterBudget(Tiering):
         """Tokens in the important tier and below once a row holds `length`."""
         important = min(length, sum(self.sizes(prompt)))
         return [important, length - important]
+
+    def next_tokens(self, length: int, prompt: int) -> NextTokens:
+        """Important until the budget is full; then for each that becomes so another one goes below."""
+        left = sum(self.sizes(prompt)) - length
+        return NextTokens(0, left) if left > 0 else NextTokens(1, NO_END)
 
     def evicts(self, stored: int) -> bool:
         """Without a tier below the important one."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from calib.runtime.messages.whole_numbers import check_whole
-from calib.runtime.stages.selection import Tiering
+from calib.runtime.stages.selection import NextTokens, Tiering
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class InitialAndWindow(Tiering):
     def held(self, length: int, prompt: int) -> list[int]:
         """Initial tokens then."""
         return [min(length, self.initial)]
+
+    def next_tokens(self, length: int, prompt: int) -> NextTokens:
+        """Initial ones first, then local ones until a block leaves."""
+        if length < self.initial:
+            return NextTokens(0, self.initial - length)
+        behind = length - self.initial - self.window
+        return NextTokens(None, self.block - 1 - (behind % self.block if behind > 0 else behind))
 
     def longest(self) -> int:
         """The most local tokens there ever are, and one more."""

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from calib.runtime.stages.selection import Tiering
+from calib.runtime.stages.selection import NO_END, NextTokens, Tiering
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class PromptBudget(Tiering):
     def held(self, length: int, prompt: int) -> list[int]:
         """Tokens in the tier once a row holds `length`."""
         return [min(length, self.kept(prompt)) + max(0, length - prompt)]
+
+    def next_tokens(self, length: int, prompt: int) -> NextTokens:
+        """Behind the prompt all stay."""
+        return NextTokens(0, NO_END if length >= prompt else 0)
 
     def evicts(self, stored: int) -> bool:
         """What is not kept of a prompt is gone."""

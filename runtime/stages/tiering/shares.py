@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.stages.saliency.probes import share_of
-from calib.runtime.stages.selection import Tiering
+from calib.runtime.stages.selection import NextTokens, Tiering
 
 MOST_BLOCK = 2**16  # tokens encoded at once: which of them are probes is drawn for each, by the host
 
@@ -85,10 +85,10 @@ class RatioTiers(Tiering):
             return of_first[: self.separate_prompt_tiers] + of_block[: self.separate_prompt_tiers]
         return [one + more for one, more in zip(of_first, of_block, strict=True)]
 
-    def changes(self, length: int, prompt: int) -> bool:
-        """Where a chunk is complete."""
+    def next_tokens(self, length: int, prompt: int) -> NextTokens:
+        """Exact until a chunk is complete."""
         behind = length - self.window - self.first(prompt)
-        return behind >= 0 and behind % self.block == 0
+        return NextTokens(None, (-behind if behind < 0 else self.block - behind % self.block) - 1)
 
     def longest(self) -> int:
         """The most tokens that ever stay exact, and one more."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from calib.runtime.messages.whole_numbers import check_whole
-from calib.runtime.stages.selection import Tiering
+from calib.runtime.stages.selection import NO_END, NextTokens, Tiering
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class Sinks(Tiering):
         """Sinks and window tokens once a row holds `length`."""
         sinks = min(length, self.sinks)
         return [sinks, min(length - sinks, self.window)]
+
+    def next_tokens(self, length: int, prompt: int) -> NextTokens:
+        """Sinks first, then the window until it is full; then for each that enters it one goes."""
+        ends = self.sinks, self.sinks + self.window
+        tier = sum(length >= end for end in ends)
+        return NextTokens(tier, ends[tier] - length if tier < len(ends) else NO_END)
 
     def evicts(self, stored: int) -> bool:
         """Always."""
