@@ -18,8 +18,8 @@ MOST_KNOWN = 4096  # lengths that are remembered
 
 
 class OrderedRow(NamedTuple):
-    """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, where the page begins that the
-    next one is for, tokens whose keys are packed, pages of the only table, and what a `ReadPlan`'s shapes follow from."""
+    """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, where the page begins that
+    the next one is for, tokens whose keys are packed, pages of the only table, and what a `ReadPlan`'s shapes follow from."""
 
     page: int
     packed: int
