@@ -1,7 +1,6 @@
 """Sequences whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from operator import add, sub
 from typing import NamedTuple
 
@@ -28,11 +27,10 @@ class RowSlots(NamedTuple):
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class BatchSlots:
-    """The same of all rows, and what one more token in each of them adds for the next `steps`: to slots in use of tiers
-    `held_grows` (None: nothing in any row) and of the exact window `exact_grows`. `tiers` say where it goes, as `NextTokens` do.
-    """
+class BatchSlots(NamedTuple):
+    """Slots in use and pages of all rows, see `RowSlots`, and what each of the next `steps`, one token in every row, adds to them:
+    `held_grows` to the stored tiers (None: nothing in any row), `exact_grows` to the exact window. Pages stay the same. `tiers` say
+    where each row's token goes, see `NextTokens`."""
 
     held: list[list[int]]
     exact: list[int]
