@@ -7,8 +7,8 @@ from torch import Tensor
 from calib.kernels.dispatch import prefers_triton
 from calib.runtime.attend.request import AttendRequest
 
-# What torch calls the backend that gives the sums of its rows back, and how many channels that takes at a time on a GPU.
-FLASH, CHANNELS = 1, 8
+# What torch calls the backends that give the sums of their rows back; and how many channels they take at a time on a GPU.
+FLASH, CUDNN, CHANNELS = 1, 3, 8
 
 
 def is_prompt(request: AttendRequest) -> bool:
@@ -27,25 +27,26 @@ def prompt_normalised(request: AttendRequest) -> tuple[Tensor, Tensor | None]:
     """The same output, and the logarithm of every query row's sum of exponentials, float32 `[rows, heads, n]`: a kernel that makes
     probabilities need not sum them up again. None where the backend that torch chooses does not give it back, or no kernel asks."""
     (query, keys, values), scale = request.given, request.logits.scale
-    if torch.compiler.is_compiling() or any(part.requires_grad for part in request.given) or not _by_flash(request):
-        return prompt(request), None
-    if query.device.type == "cuda":
+    backend = _backend(request)
+    if backend == CUDNN:  # torch's choice on Hopper
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, keys, values, None, True, 0.0, True, scale=scale)
+    elif backend == FLASH and query.device.type == "cuda":
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, True, scale=scale)
-    else:
+    elif backend == FLASH:
         group = query.shape[1] // keys.shape[1]
         keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, True, scale=scale)
-    return found[0], found[1]
+    else:
+        return prompt(request), None
+    return found[0], found[1].reshape(query.shape[:3])
 
 
-def _by_flash(request: AttendRequest) -> bool:
+def _backend(request: AttendRequest) -> int | None:
+    """The one that torch chooses for a prompt; None where its sums cannot be asked for, or nobody asks."""
     query, keys, values = request.given
     kind = query.device.type
-    if (
-        not prefers_triton(query.device)
-        or kind not in ("cuda", "cpu")
-        or (kind == "cuda" and query.shape[3] % CHANNELS)
-    ):
-        return False
-    chosen = torch._fused_sdp_choice(query, keys, values, is_causal=True, scale=request.logits.scale, enable_gqa=True)
-    return bool(chosen == FLASH)
+    if torch.compiler.is_compiling() or any(part.requires_grad for part in request.given) or kind not in ("cuda", "cpu"):
+        return None
+    if not prefers_triton(query.device) or (kind == "cuda" and query.shape[3] % CHANNELS):
+        return None
+    return torch._fused_sdp_choice(query, keys, values, is_causal=True, scale=request.logits.scale, enable_gqa=True)

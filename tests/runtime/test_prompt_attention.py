@@ -69,7 +69,7 @@ def test_what_a_method_stores_is_the_same(method, kernels, monkeypatch):
     monkeypatch.setattr(triton, "row_normalisers", _noted(original, launched))
     for known in (True, False):
         if not known:
-            monkeypatch.setattr(prompt_attention, "_by_flash", lambda request: False)
+            monkeypatch.setattr(prompt_attention, "_backend", lambda request: None)
         torch.manual_seed(0)
         layer = bare_layers(method, heads, 1)[0]
         output = forward(layer, *given)
