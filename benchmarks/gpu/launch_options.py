@@ -115,7 +115,7 @@ def of_steps(bench: Bench) -> Measured:
             filled(layer, heads, keys, values, 0)
         call = partial(each, layers, [step] * LAYERS)
         calls = {OWN: replayed(bench, call, layers)[0]}
-        others = {f"{p} programs, {s} stages": options(p, s) for p, s in product((8, 12), STAGES)}
+        others = {f"{p} programs, {s} stages": options(p, s) for p, s in product((8, 10, 12), STAGES)}
         others |= {f"{warps} warps join": joining(warps) for warps in WARPS}
         for other, launches in others.items():
             with launches:

@@ -14,6 +14,9 @@ from benchmarks.gpu.layers import Heads, prompt_of
 from benchmarks.gpu.operations import attention_mass
 from benchmarks.gpu.sdpa import fastest_causal
 from benchmarks.gpu.turns import in_turns
+from calib.runtime.attend.prompt_attention import prompt_normalised
+from calib.runtime.attend.request import QKV, AttendRequest
+from calib.runtime.logits import Logits
 
 SHARE = 0.1
 CHECKED = 128  # probe rows whose sums are compared: plain torch takes them one by one
@@ -21,36 +24,38 @@ CHECKED = 128  # probe rows whose sums are compared: plain torch takes them one 
 
 @torch.no_grad()
 def probes(bench: Bench) -> Measured:
-    """Figure "share of flash": a tenth of the rows, half of them the newest, over the causal forward of all rows."""
+    """Figure "share of flash": a tenth of the rows, half of them the newest, over the causal forward of all rows. The sums of the
+    rows are given, as a prefill's attention leaves them, where it does."""
     bench.needs_kernel("probe_saliency")
     size = bench.sizes
     heads = Heads(1, size.heads, size.kv_heads, size.head_dim)
-    sets = []
+    positions, scale, sets, sums = probe_rows(size.prompt), size.head_dim**-0.5, [], []
     for seed in range(size.host_sets):
         keys, values = prompt_of(bench, heads, seed, size.prompt)
-        sets.append((queries(keys, size.heads, size.prompt, seed), keys, values))
-    positions = probe_rows(size.prompt)
-    scale = size.head_dim**-0.5
+        sets.append(QKV(queries(keys, size.heads, size.prompt, seed), keys, values))
+        found = prompt_normalised(AttendRequest(None, range(1), Logits(scale), sets[-1]))[1]
+        sums.append(None if found is None else found[:, :, positions])
     launched, apart = checked(bench, sets[0][0], sets[0][1], positions, scale)
     name, attention, known = fastest_causal(bench, *sets[0])
 
     def score() -> None:
-        for query, keys, _ in sets:
-            attention_mass(query[:, :, positions], keys, positions, scale)
+        for (query, keys, _), normalisers in zip(sets, sums, strict=True):
+            attention_mass(query[:, :, positions], keys, positions, scale, normalisers=normalisers)
 
     def attend() -> None:
         for given in sets:
             attention(*given)
 
     calls: dict[str, Callable[[], object]] = {"probes": score, "probes again": score, "flash": attend}
-    found = in_turns(bench, calls, {"share": ("probes", "flash"), "A/A": ("probes again", "probes")})
+    timed = in_turns(bench, calls, {"share": ("probes", "flash"), "A/A": ("probes again", "probes")})
     details = {
         "probes": len(positions),
         "baseline": name,
         "baselines_milliseconds": known,
         "distance_to_reference": apart,
+        "sums_given": all(one is not None for one in sums),
     }
-    return Measured({"share of flash": found["ratios"]["share"]}, {**details, "kernels_launched": launched, **found})
+    return Measured({"share of flash": timed["ratios"]["share"]}, {**details, "kernels_launched": launched, **timed})
 
 
 def probe_rows(count: int) -> Tensor:

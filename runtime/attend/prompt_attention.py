@@ -29,7 +29,9 @@ def prompt_normalised(request: AttendRequest) -> tuple[Tensor, Tensor | None]:
     (query, keys, values), scale = request.given, request.logits.scale
     backend = _backend(request)
     if backend == CUDNN:  # torch's choice on Hopper
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, keys, values, None, True, 0.0, True, scale=scale)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, keys, values, None, True, 0.0, True, scale=scale
+        )
     elif backend == FLASH and query.device.type == "cuda":
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, True, scale=scale)
     elif backend == FLASH:
@@ -45,7 +47,11 @@ def _backend(request: AttendRequest) -> int | None:
     """The one that torch chooses for a prompt; None where its sums cannot be asked for, or nobody asks."""
     query, keys, values = request.given
     kind = query.device.type
-    if torch.compiler.is_compiling() or any(part.requires_grad for part in request.given) or kind not in ("cuda", "cpu"):
+    if (
+        torch.compiler.is_compiling()
+        or any(part.requires_grad for part in request.given)
+        or kind not in ("cuda", "cpu")
+    ):
         return None
     if not prefers_triton(query.device) or (kind == "cuda" and query.shape[3] % CHANNELS):
         return None

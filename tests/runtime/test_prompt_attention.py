@@ -53,6 +53,14 @@ def test_where_nobody_knows_them_they_are_none(kernels, monkeypatch):
     assert prompt_normalised(asked)[1] is None
 
 
+def test_cudnn_is_asked_for_a_sum_of_each_row(monkeypatch):
+    """By shapes alone, which torch knows of its GPU operators on any machine. Its sums have a dimension more."""
+    monkeypatch.setattr(prompt_attention, "_backend", lambda request: prompt_attention.CUDNN)
+    asked = request(8, 2, dtype=torch.bfloat16)
+    output, found = prompt_normalised(asked._replace(given=QKV(*(part.to("meta") for part in asked.given))))
+    assert output.shape == (2, 8, 50, 32) and found.shape == (2, 8, 50) and found.dtype == torch.float32
+
+
 def test_plain_torch_asks_for_none(monkeypatch):
     """It sums up again as fast."""
     monkeypatch.setenv("CALIB_KERNELS", "reference")
