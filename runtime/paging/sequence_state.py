@@ -111,10 +111,10 @@ class Forward:
         self.readings.clear()
 
     def stored(self) -> None:
-        """A layer has stored the forward; after the last one nothing of it is kept on the device."""
+        """A layer has stored the forward; after the last one nothing of it is kept on the device, nor memory that a graph reads."""
         self._layer_done()
         if not self.pending:
-            self.columns = self.ids = self.host_forward = None
+            self.columns = self.ids = self.host_forward = self.graph_inputs = None
 
     def stored_by_all(self) -> None:
         """All layers have."""

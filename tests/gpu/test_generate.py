@@ -1,5 +1,6 @@
 """The embedded model answers through the kernels what it answers through plain torch on the same device."""
 
+import copy
 import random
 from pathlib import Path
 
@@ -50,21 +51,21 @@ def test_generate(device, prompts, dtype, method, options, monkeypatch):
 
 @pytest.mark.parametrize(("method", "options"), [*METHODS[:5], ("rtn", {"bits": 4}), ("csr", {"online": 256})], ids=str)
 def test_replayed_steps(device, prompts, method, options, monkeypatch):
-    """Steps from CUDA graphs, over several blocks, against the same steps started one by one."""
+    """Steps from CUDA graphs, over several blocks, each against the same step of a copy of the cache, which is none. Two caches that
+    went on side by side would differ: where a last bit makes `gear` choose other outliers, logits change by a tenth and more."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device: CUDA graphs")
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
     given = {name: part.to(device) for name, part in prompts.items()}
-    found = []
-    for graphs in (False, True):
-        with compress(model, method, graphs=graphs, **options) as cache, torch.no_grad():
-            logits = [model(**given, past_key_values=cache).logits[:, -1]]
-            for step in range(160):
-                token = torch.full((2, 1), 7 + step % 50, device=device)
-                positions = torch.tensor(cache.sequences.lengths, device=device)[:, None]
-                logits.append(model(input_ids=token, position_ids=positions, past_key_values=cache).logits[:, -1])
-        if graphs:
-            assert cache.graphs.replays > 80
-        found.append(torch.stack(logits))
-    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+    with compress(model, method, graphs=True, **options) as cache, torch.no_grad():
+        model(**given, past_key_values=cache)
+        for step in range(160):
+            token = torch.full((2, 1), 7 + step % 50, device=device)
+            positions = torch.tensor(cache.sequences.lengths, device=device)[:, None]
+            with copy.deepcopy(cache) as alone:
+                expected = model(input_ids=token, position_ids=positions, past_key_values=alone).logits
+                assert not alone.graphs.replays
+            logits = model(input_ids=token, position_ids=positions, past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert cache.graphs.replays > 80

@@ -181,6 +181,18 @@ def test_beams_copies_and_chunks_in_between(model, method):
     alike(*both(model, run, method))
 
 
+@pytest.mark.parametrize("method", ["kivi", "zipcache", "gear"])
+def test_a_copy_behind_every_step(model, method):
+    """Behind those that run as always, are recorded and are replayed: each goes on as the cache does."""
+    with compress(model, method, graphs=True) as cache, torch.no_grad():
+        model(input_ids=prompt(), past_key_values=cache)
+        for i in range(30):
+            with copy.deepcopy(cache) as copied:
+                alike(steps(model, copied, 1), steps(model, cache, 1))
+                assert not copied.graphs.replays, i
+        assert cache.graphs.replays > 20
+
+
 def test_a_cache_that_is_reset_starts_anew(model):
     def run(cache):
         steps(model, cache, 6)
