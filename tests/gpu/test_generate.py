@@ -51,8 +51,8 @@ def test_generate(device, prompts, dtype, method, options, monkeypatch):
 
 @pytest.mark.parametrize(("method", "options"), [*METHODS[:5], ("rtn", {"bits": 4}), ("csr", {"online": 256})], ids=str)
 def test_replayed_steps(device, prompts, method, options, monkeypatch):
-    """Steps from CUDA graphs, over several blocks, each against the same step of a copy of the cache, which is none. Two caches that
-    went on side by side would differ: where a last bit makes `gear` choose other outliers, logits change by a tenth and more."""
+    """Steps from CUDA graphs, over several blocks, each against the same step of a copy of the cache, which no graph runs. Two
+    caches side by side would go apart: with `gear` a last bit may choose other outliers."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device: CUDA graphs")
     monkeypatch.setenv("CALIB_KERNELS", "triton")
