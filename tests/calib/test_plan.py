@@ -69,6 +69,7 @@ def test_the_artifact_has_the_tensors_and_the_bytes_that_were_planned(planned, a
     assert file_bytes(artifact) == size  # by the same code, all figures known
 
 
+@pytest.mark.full
 def test_checkpoints_have_the_bytes_of_the_statistics_that_were_planned(planned):
     plan, folder = planned
     for one in plan["passes"]:
@@ -87,6 +88,7 @@ def test_checkpoints_have_the_bytes_of_the_statistics_that_were_planned(planned)
     assert told == pytest.approx(files, rel=0.1)  # what a file has besides its tensors
 
 
+@pytest.mark.full
 def test_dictionaries_and_passes_are_those_of_the_fit(planned, artifact):
     plan, _ = planned
     for stream, one in plan["dictionaries"]["streams"].items():
@@ -104,6 +106,7 @@ def test_dictionaries_and_passes_are_those_of_the_fit(planned, artifact):
     assert plan["corpus"]["tokens"] == 10 * 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cache_weighs_what_was_planned(method, planned, artifact, toy):
     assert (planned[0]["cache"]["batch"], planned[0]["cache"]["context"]) == (BATCH, CONTEXT)

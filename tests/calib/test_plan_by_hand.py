@@ -105,6 +105,7 @@ def test_statistics_and_the_artifact(plan):
     assert written < plan["artifact"]["bytes"] < 1.002 * written  # the header and its figures
 
 
+@pytest.mark.full
 def test_passes_and_disk(plan):
     assert [(one["batches"], one["checkpoints"]) for one in plan["passes"]] == [(128, 17), (16, 3), (16, 3), (16, 3)]
     assert plan["corpus"]["tokens"] == 144 * 2048
@@ -114,6 +115,7 @@ def test_passes_and_disk(plan):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_seconds_are_the_pieces_times_how_many_there_are(plan):
     stages = plan["seconds"]["stages"]
     weights = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
@@ -148,6 +150,7 @@ def test_processes_share_the_batches(llama):
     assert [one.stage.name for one in asked if "rotations" in one.statistics] == ["statistics"]
 
 
+@pytest.mark.full
 def test_the_memory_of_a_stage_holds_weights_statistics_and_what_is_made_of_a_layer(plan):
     stages = {one["stage"]: one["host"] for one in plan["memory"]["stages"]}
     held = plan["model"]["weights_bytes"] + 3 * plan["statistics"]["bytes"]  # with two copies of a checkpoint

@@ -112,6 +112,7 @@ def test_the_best_validation_is_exported(prose, tmp_path, monkeypatch):
     assert any(not torch.equal(weight, last[f"model.{name}"].half()) for name, weight in weights.items())
 
 
+@pytest.mark.full
 def test_weights_of_another_shape_are_refused_in_one_line(prose, tmp_path, exported, capsys):
     def message(*more):
         status = pretrain(tmp_path, prose, *QUIET, *more)

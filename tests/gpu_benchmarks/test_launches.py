@@ -17,7 +17,7 @@ MOST |= {"specache": 9}  # with a speculative token
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name == "klt" else pytest.mark.full) for name in MOST]
+    "method", [pytest.param(name, marks=() if name == "kivi" else pytest.mark.full) for name in MOST]
 )
 def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
     """Tiers, window and new token by kernels of ours: attention, and the exact tokens with the runs of attention, unless components

@@ -241,6 +241,7 @@ def test_bytes_of_operations():
     assert products_of("mul", [x, x]) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "mikv", "klt"])
 def test_what_is_counted_is_what_a_prefill_launches(method, monkeypatch):
     """Kernels that are only noted, and those that are carried out; the kernels are those of the long prompt."""

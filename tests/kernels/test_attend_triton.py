@@ -263,6 +263,7 @@ def test_scores_of_keys_ahead(kind, programs, monkeypatch):
     torch.testing.assert_close(found.mixed / found.mass, plain.mixed / plain.mass, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_scores_of_all_slots_and_of_keys_ahead(programs, monkeypatch):
     """Both as they are told alone: those ahead neither masked nor capped, whatever is hidden."""
