@@ -93,6 +93,7 @@ def test_rows_may_begin_anywhere(kind):
         torch.testing.assert_close(rotated, there.keys, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_nothing_of_a_layer_is_held_when_the_next_one_comes():
     alive = []
 

@@ -73,6 +73,7 @@ def test_a_fit_leaves_metrics_table_and_artifact_in_an_offline_run(tmp_path):
     assert Path(entry.local_path).read_bytes() == Path("toy.calib.safetensors").read_bytes()
 
 
+@pytest.mark.full
 def test_nothing_of_the_machine_is_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2-hunter2")
     logger = run_logger(tmp_path / "run", "name")

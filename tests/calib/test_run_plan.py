@@ -80,6 +80,7 @@ def test_tokens_behind_a_prompt_weigh_what_was_planned(method, prompt, after, mo
     assert planned.host == pytest.approx(found.host_bytes, rel=MEMORY)
 
 
+@pytest.mark.full
 def test_an_evaluation_asks_and_holds_what_was_planned(model, tmp_path):
     plan = planned("eval", tmp_path, model, EVALUATION)
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("runs"))
@@ -201,6 +202,7 @@ def refuse_cuda(name):
     raise UsageError(f"no {name}")
 
 
+@pytest.mark.full
 def test_16_bit_weights_that_multiply_in_float32_are_there_twice(model, tmp_path):
     asked = {**EVALUATION, "dtype": "bfloat16"}
     plain, wide = (planned("eval", tmp_path, model, asked, "--products", products) for products in ("model", "float32"))

@@ -53,6 +53,7 @@ def copied(shards, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.full
 def test_shards_give_the_artifact_of_one_machine(toy, copied):
     """Nine sequences in batches of two: the second shard has fewer."""
     assert main(["fit", *words(toy, "--output=one.safetensors")]) == 0

@@ -16,9 +16,8 @@ MOST = {"rtn": 4, "kivi": 3, "klt": 4, "zipcache": 4, "csr": 5, "gear": 5, "h2o"
 MOST |= {"specache": 9}  # with a speculative token
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name == "kivi" else pytest.mark.full) for name in MOST]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("method", list(MOST))
 def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
     """Tiers, window and new token by kernels of ours: attention, and the exact tokens with the runs of attention, unless components
     have to become channels first; storing."""

@@ -180,6 +180,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 @there
+@pytest.mark.full
 def test_a_library_is_compiled_once_and_found_again(fresh, monkeypatch):
     assert compiled.library(cpu.SOURCE) is not None
     (kept,) = fresh.iterdir()

@@ -243,6 +243,7 @@ def test_what_is_served(monkeypatch):
         assert not operation.supported(2, other, values.stream)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize("kind", [Kind(4, "fixed"), FOUR, FEW], ids=str)
 def test_scores_of_keys_ahead(kind, programs, monkeypatch):

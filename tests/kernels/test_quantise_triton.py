@@ -257,6 +257,7 @@ def test_lanes_that_hold_no_channel_change_no_range(sign):
     assert_same_uniform(x, (20, 1), 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("clips", [(1.0, 0.8), "heads"])
 def test_two_tensors_are_encoded_by_one_launch(bits, clips, monkeypatch):

@@ -235,6 +235,7 @@ def test_generation_and_a_saved_prefix(model, name, tmp_path):
         compress(model, **METHODS[name], prefix=path)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("always:no kernel gives")
 def test_where_kernels_read_pages_a_folded_bias_is_read_without_them(model, monkeypatch):
     """And that is said, once."""

@@ -248,6 +248,7 @@ def full_pages_of_prompt(rows, tier: int) -> int:
     return 0 if rows.tiering.rewritten(tier) else rows.held(0, 300)[tier] // page
 
 
+@pytest.mark.full
 def test_decoding_by_the_codec_and_by_the_oracle_agree(model):
     for case in CASES:
         cache = case.open(model)

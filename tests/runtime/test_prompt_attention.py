@@ -67,6 +67,7 @@ def test_plain_torch_asks_for_none(monkeypatch):
     assert prompt_normalised(request())[1] is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["zipcache", "mikv", "h2o", "snapkv"])
 def test_what_a_method_stores_is_the_same(method, kernels, monkeypatch):
     """Of rows of one length, whose probes the sums are taken of; and the first pass is not launched."""

@@ -115,6 +115,7 @@ def test_a_row_begins_beside_one_that_goes_on(model, case, late):
         assert not differing(stored(cache, row), stored(alone[row], 0))
 
 
+@pytest.mark.full
 def test_heads_do_not_influence_each_other(model):
     tokens, changed = (Tokens.random(model, 260, seed=6) for _ in range(2))
     changed.keys[:, 1] *= 50
