@@ -24,12 +24,12 @@ from benchmarks.gpu import (
 from benchmarks.gpu.bench import Measurement
 
 MEASUREMENTS = (
-    Measurement("decode attention", decode_attention.tiers, 35),
+    Measurement("decode attention", decode_attention.tiers, 30),
     Measurement("decode attention, MHA", decode_attention.tiers_one_row, 25),
-    Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 30),
-    Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 30),
+    Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 20),
+    Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 20),
     Measurement("attention kernel alone", attend_alone.alone, 25),  # no target: what a step adds to it shows by this
-    Measurement("GEAR", decode_attention.gear, 35),
+    Measurement("GEAR", decode_attention.gear, 25),
     Measurement("quantise and pack", encoding.quantise, 10),
     Measurement("probe saliency", saliency.probes, 15),
     Measurement("prefill, ZipCache", prefill.zipcache, 20),
