@@ -23,6 +23,7 @@ from calib.kernels.turn_alone import turn_alone
 
 # Compute capabilities that every kernel must compile for: A100, H100/H200 and B200.
 CAPABILITIES = (80, 90, 100)
+HOPPER = 90
 
 # On the last one programs of four and more warps have other matrix instructions, which wait in loops, and what fills the registers
 # fills them otherwise: such kernels are compiled for it and printed, and held to nothing there.
@@ -68,6 +69,7 @@ class Specialisation:
         barriers: how often the warps of a program may meet in a turn of that loop.
         waits: how often a warp may stop for a load from memory in a turn.
         beside: specialisations that are declared before: what a "code" or a "word" of this one may cost at most is its cost there.
+        stages_before_hopper: what the launch asks for there; as many where it is not said.
         fusion: whether a product may be joined to a sum, as the launch says.
     """
 
@@ -85,6 +87,7 @@ class Specialisation:
     barriers: float = inf
     waits: float = inf
     beside: Mapping[str, str] = field(default_factory=dict)
+    stages_before_hopper: int | None = None
     fusion: bool = True
 
 
@@ -101,7 +104,8 @@ def compiled(one: Specialisation, capability: int) -> Any:
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     constants = {(names.index(name),): value for name, value in one.constants.items()}
     source = ASTSource(one.kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": one.fusion}
+    before = one.stages_before_hopper if capability < HOPPER else None
+    options = {"num_warps": one.warps, "num_stages": before or one.stages, "enable_fp_fusion": one.fusion}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

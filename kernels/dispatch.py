@@ -17,7 +17,7 @@ VARIABLE = "CALIB_KERNELS"
 
 # The first GPUs whose matrix instructions take what the kernels give them.
 CAPABILITY = (8, 0)
-HOPPER = (9, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)
 
 _here = threading.local()  # what `OneChoice` knows
 

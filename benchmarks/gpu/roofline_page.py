@@ -16,7 +16,7 @@ INTRODUCTION = """# What the compiled loops allow
 **Predicted**, and in the columns *measured* what an H200 and an H100 took. The script compiles the loops of attention over packed
 tokens that a decode step launches, for sm_80, sm_90 and sm_100, with Triton {triton}'s own compiler. It reads them in
 the disassembler (SASS): instructions, registers, shared memory, loads, barriers. From these and the GPU's data sheet it
-derives the time that a step takes if nothing else delays it. A real step takes longer: on the H200 1.5 to 2.1 times as
+derives the time that a step takes if nothing else delays it. A real step takes longer: on the H200 1.4 to 2.0 times as
 long, on the H100 1.4 times, and [what a step costs however few tokens it
 meets](README.md#what-a-step-costs-however-few-tokens-it-meets) explains a part of it. So the page says which targets
 are out of reach already, and why; that a target is within a prediction does not say that it is reached.

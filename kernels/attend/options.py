@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, PackedStream, RopeTables
+from calib.kernels.dispatch import HOPPER
 from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
 from calib.kernels.powers import next_power_of_2
 
@@ -50,6 +51,9 @@ WIDE = 128  # channels
 
 # Tokens of a group for each query row from which on keys' scales go into the query.
 FOLDED = 6
+
+# Stages from which on Triton keeps codes in two buffers.
+TWO_BUFFERS = 5
 
 # Words of a token beside which a turn of most tokens then leaves enough registers.
 LEAN = 16
@@ -176,13 +180,29 @@ def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: 
     return shape_of(keys, values, block)[1]
 
 
-def stages_of(keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:
-    """Turns whose loads are under way: one beside the turn that is computed, or two where registers and shared memory are left
-    for them; none where what keys are put together from fills shared memory."""
-    if rope_tables is not None and rope_tables.axes.shape[-1] > WIDE:
-        return 1
-    exact = any(stream.bits == EXACT for stream in (keys, values)) and is_wide(keys, values)
-    return 2 if exact or CHANNEL in (mode_of(keys), mode_of(values)) else 3
+def stages_of(
+    keys: PackedStream,
+    values: PackedStream,
+    rope_tables: RopeTables | None,
+    block: int,
+    capability: tuple[int, int] = HOPPER,
+) -> int:
+    """Turns whose loads are under way; none where what keys are put together from fills shared memory."""
+    if rope_tables is not None:
+        return 1 if rope_tables.axes.shape[-1] > WIDE else 3
+    exact, wide = EXACT in (keys.bits, values.bits), is_wide(keys, values)
+    if capability >= HOPPER and not exact and not wide and has_two_buffers(keys, values, block):
+        return TWO_BUFFERS
+    return 2 if (exact and wide) or CHANNEL in (mode_of(keys), mode_of(values)) else 3
+
+
+def has_two_buffers(keys: PackedStream, values: PackedStream, block: int) -> bool:
+    """Whether registers are left to ask for codes a whole turn ahead: one warp's, of keys without parameters, or with scales that
+    go into the query where a turn is a short one. With one buffer loads are asked for when a turn's last codes are in registers,
+    and needed at once."""
+    if block != BLOCK_ROWS[0] or values.scales is not None or rank_of(keys) or rank_of(values):
+        return False
+    return mode_of(keys) == NONE or (is_folded(keys, block) and wide_of(keys) > LEAN)
 
 
 def rank_of(stream: PackedStream) -> int:

@@ -16,6 +16,7 @@ from calib.kernels.attend.options import (
     warps_of,
 )
 from calib.kernels.attend.packed_pages import PackedStream, RopeTables
+from calib.kernels.dispatch import capability_of
 from calib.kernels.pack.heads import first_words
 from calib.kernels.powers import cdiv
 
@@ -103,7 +104,10 @@ def made(
             *_map_strides(of_values),
         ),
         options=constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys)
-        | {"num_warps": warps_of(block, keys, values, rope_tables), "num_stages": stages_of(keys, values, rope_tables)},
+        | {
+            "num_warps": warps_of(block, keys, values, rope_tables),
+            "num_stages": stages_of(keys, values, rope_tables, block, capability_of(keys.pages.device)),
+        },
     )
 
 

@@ -32,6 +32,7 @@ from calib.kernels.attend.options import (
     wide_of,
 )
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, LowRankTerm, PackedStream, RopeTables
+from calib.kernels.dispatch import AMPERE, HOPPER
 from calib.kernels.pack.reference import Widths, words_per_token
 
 POINTERS = {
@@ -125,12 +126,13 @@ def specialisation(
         types[f"{role}_NUMBERS"] = types[f"{role}S"] if own.parameters is None else "*fp16"
     codes, words = turn * (keys.channels + values.channels), turn * (wide_of(keys) + wide_of(values))
     types = {name: kind for name, kind in types.items() if name not in constants}
-    warps, stages = warps_of(block, keys, values, rope_tables), stages_of(keys, values, rope_tables)
+    warps = warps_of(block, keys, values, rope_tables)
+    stages, before = (stages_of(keys, values, rope_tables, block, capability) for capability in (HOPPER, AMPERE))
     takes_room = is_wide(keys, values) or EXACT in (keys.bits, values.bits)
     programs = 1 if warps > 1 else PROGRAMS // 2 if takes_room else PROGRAMS
     return Specialisation(
-        attend, types, constants, warps, stages, codes, most, words, matrix, spilled, programs, barriers, waits, beside
-    )
+        attend, types, constants, warps, stages, codes, most, words, matrix, spilled, programs, barriers, waits, beside, before
+    )  # fmt: skip
 
 
 def _calibrated(
@@ -159,7 +161,7 @@ def _ranged(bits: int, most: float) -> Specialisation:
     """ZipCache's tokens of a prompt: measured ranges of channels for keys, scales of channels beside a token's for values."""
     half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
     keys = replace(stream_of(bits), map=ChannelMap(half, half))
-    return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), most, barriers=3, waits=4)
+    return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), most, barriers=3, waits=1)
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
@@ -253,13 +255,13 @@ _SIZED = replace(_PATTERNED, sizes=torch.empty(1, 1, 64, 1, dtype=torch.int16, d
 SPECIALISATIONS = {
     "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6, barriers=3, waits=4),
     "2 bits, calibrated keys": specialisation(stream_of(2), stream_of(2, TOKEN), 1.8, barriers=3, waits=4),
-    "4 bits, keys per channel of 128": _kivi(4, 128, 2.4, barriers=10, waits=6, spilled=8),
-    "2 bits, keys per channel of 128": _kivi(2, 128, 1.8, barriers=3, waits=9),
+    "4 bits, keys per channel of 128": _kivi(4, 128, 2.4, barriers=10, waits=2, spilled=8),
+    "2 bits, keys per channel of 128": _kivi(2, 128, 1.8, barriers=3, waits=2),
     "4 bits, keys per channel of 32": _kivi(4, 32, 4, barriers=8, waits=8),
     "2 bits, keys per channel of 32": _kivi(2, 32, 3.9, barriers=8, waits=8),
     # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
-    "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=6, ahead=True),
-    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=10, spilled=16, ahead=True),
+    "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=2, ahead=True),
+    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=2, spilled=16, ahead=True),
     "2 bits, per channel, keys ahead": _kivi(2, 32, 4.2, barriers=9, waits=8, ahead=True),
     # And `specache`: some tokens are hidden, and the scores of all are told.
     "2 bits, per channel, scored, ahead": _kivi(2, 32, 4.4, ahead=True, scored=True),

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
-from calib.kernels.dispatch import HOPPER, capability_of
+from calib.kernels.dispatch import AMPERE, HOPPER, capability_of
 from calib.kernels.upload import upload
 
 LOG2_E = 1.4426950408889634
@@ -254,8 +254,6 @@ def _specialisation(
     known = _constants(channels, dtype, tiles) | {"CAPPED": False, "WIDE": False} | constants
     return Specialisation(kernel, types, known, tiles.warps, tiles.stages)
 
-
-AMPERE = (8, 0)
 
 SPECIALISATIONS = {
     "rows, fp16, 128": _specialisation(row_normalisers, 128, torch.float16, SLIDING=False),

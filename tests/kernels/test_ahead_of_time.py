@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from calib.kernels.ahead_of_time import CAPABILITIES, OPERATIONS, declared
-from calib.kernels.attend.options import SHAPES, WIDE
+from calib.kernels.attend.options import SHAPES, TWO_BUFFERS, WIDE
 
 KERNEL = """
 import triton
@@ -73,6 +73,22 @@ def test_every_shape_of_a_program_is_compiled():
     }
     assert wanted <= found
     assert max(one.spilled for one in attended.values()) <= 176
+
+
+def test_codes_lie_in_two_buffers_where_registers_are_left():
+    """Of `zipcache`'s prompts and `kivi` at 4 bits, which were measured; before Hopper, where nothing was, in one."""
+    found = declared("attend")
+    two = {name for name, one in found.items() if one.stages == TWO_BUFFERS}
+    assert two >= {"4 bits, ranges of channels", "2 bits, ranges of channels", "4 bits, per channel of 128, ahead"}
+    full = {
+        "2 bits, per channel of 128, ahead",
+        "2 bits, groups of 32, rank 4",
+        "4 bits, blocks of 60",
+        "4 bits, keys per token",
+    }
+    assert found.keys() >= full and not two & full
+    assert not any("rows" in name or "exact" in name or "256" in name for name in two)
+    assert all(found[name].stages_before_hopper in (2, 3) for name in two)
 
 
 @pytest.mark.full
