@@ -35,7 +35,7 @@ def probes(bench: Bench) -> Measured:
         sets.append(QKV(queries(keys, size.heads, size.prompt, seed), keys, values))
         found = prompt_normalised(AttendRequest(None, range(1), Logits(scale), sets[-1]))[1]
         sums.append(None if found is None else found[:, :, positions])
-    launched, apart = checked(bench, sets[0][0], sets[0][1], positions, scale)
+    launched, apart = checked(bench, sets[0], positions, scale, sums[0])
     name, attention, known = fastest_causal(bench, *sets[0])
 
     def score() -> None:
@@ -65,12 +65,13 @@ def probe_rows(count: int) -> Tensor:
     return torch.cat([earlier, torch.arange(count - half, count)])
 
 
-def checked(bench: Bench, query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> tuple[list[str], float]:
-    """Some rows' sums against plain torch."""
-    some = positions[:: max(1, len(positions) // CHECKED)]
-    score = partial(attention_mass, query[:, :, some], keys, some, scale)
+def checked(bench: Bench, given: QKV, positions: Tensor, scale: float, sums: Tensor | None) -> tuple[list[str], float]:
+    """Some rows' mass, with the `sums` that are given, against plain torch, which sums up again."""
+    step = max(1, len(positions) // CHECKED)
+    some = positions[::step]
+    score = partial(attention_mass, given.query[:, :, some], given.keys, some, scale)
     with kernels("reference"):
         expected = score()
     with supported(bench, "probe_saliency") as launched:
-        found = score()
+        found = score(normalisers=None if sums is None else sums[:, :, ::step])
     return sorted(launched), agree("attention mass", found, expected, OUTPUT)
