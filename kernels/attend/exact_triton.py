@@ -11,6 +11,7 @@ from calib.kernels.attend.packed_pages import Attended, ExactAttention, ExactTok
 from calib.kernels.attend.page_launch import strides_of
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.kernels.attend.triton import MOST_ROWS, fills, room
+from calib.kernels.launch import launch
 from calib.kernels.powers import cdiv
 
 GROUPS, PARTS = 3, 4  # of tokens, and of the softmax, that the kernel takes
@@ -74,7 +75,8 @@ def attend_exact(
     blocks = cdiv(asked, block)
     pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
     constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)
-    exact[(rows * heads, blocks, max(1, pieces))](
+    launch(
+        exact, (rows * heads, blocks, max(1, pieces)),
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,
         *sources, *(None,) * (3 * no_groups), *held, *(None,) * (3 * no_parts),
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],

@@ -27,6 +27,7 @@ from calib.kernels.attend.options import columns_of as columns_of
 from calib.kernels.attend.packed_pages import EXACT, MOST_RANK, Attended, CodeFold, PackedStream, PageSpan, RopeTables
 from calib.kernels.attend.page_launch import PageLaunch, coefficients_of, strides_of, vectors_of
 from calib.kernels.attend.specialisations import SPECIALISATIONS as SPECIALISATIONS
+from calib.kernels.launch import launch
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.triton import add_to_mixtures
 
@@ -94,7 +95,8 @@ def attend_pages(
     scored = scored or (terms is not None and terms.of_tokens)
     wanted = slots * scored + ahead
     scores = room((rows * heads * asked * wanted,), device) if wanted else None
-    attend[(splits, rows * heads, same.blocks)](
+    launch(
+        attend, (splits, rows * heads, same.blocks),
         query.contiguous(), *same.pages, span.table, span.used.contiguous(),
         constant if constant is None else constant.contiguous(),
         span.bias if span.bias is None else span.bias.contiguous(),
@@ -123,7 +125,9 @@ def attend_pages(
         wide = wide if fold is None else channels + sum(same.columns[2:])
         top, mass, mixed = room((*each, 1), device), room((*each, 1), device), room((*each, wide), device)
         folding = (None,) * 4 if fold is None else (fold.axes, fold.size, fold.origin, fold.mean)
-        merge[(rows * heads, asked)](
+        launch(
+            merge,
+            (rows * heads, asked),
             *parts,
             top,
             mass,

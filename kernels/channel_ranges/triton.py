@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TILE = 4096  # numbers that a program reads at once, 32 a lane
@@ -159,7 +160,8 @@ def measured(
         with torch.cuda.device_of(tokens):
             extremes = extremes_of(tokens, heads, order) if extremes is None else extremes
             asked = None if kind != "balance" or query is None else extremes_of(query, heads)
-            channel_numbers[(heads, rows)](
+            launch(
+                channel_numbers, (heads, rows),
                 extremes, asked, into[0] if kind == "range" else None, into[-1],
                 extremes.shape[2], 0 if asked is None else asked.shape[2],
                 KIND=kind, FP32=dtype == torch.float32, D=width, D_UP=triton.next_power_of_2(width), PARTS=PARTS, num_warps=8,
@@ -177,7 +179,7 @@ def extremes_of(x: Tensor, kv_heads: int, order: Tensor | None = None) -> Tensor
     parts = triton.cdiv(tiles, turns)
     found = torch.empty(rows, heads, parts, 2, width, dtype=torch.float32, device=x.device)
     of_order = (0, 0) if order is None else order.stride()[:2]
-    channel_extremes[(parts, heads, rows)](x, order, found, total, turns, *x.stride()[:3], *of_order, **known)
+    launch(channel_extremes, (parts, heads, rows), x, order, found, total, turns, *x.stride()[:3], *of_order, **known)
     return found.view(rows, kv_heads, -1, 2, width)
 
 

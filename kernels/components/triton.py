@@ -18,6 +18,7 @@ from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.loads import size_of
 from calib.kernels.attend.packed_pages import SIZE_BITS, SIZE_OF_ONE
 from calib.kernels.components.projection import TOKEN_BITS, Projection
+from calib.kernels.launch import launch
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 
@@ -166,7 +167,8 @@ def projected(
     if rows * tokens:
         constants = constants_of(widths, counts, channels, numbers is not None, coded)
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            project[rows * heads, triton.cdiv(tokens, constants["BN"])](
+            launch(
+                project, (rows * heads, triton.cdiv(tokens, constants["BN"])),
                 x, *projection.tensors(), projection.scale if weights is None else weights, first_words(counts, x.device),
                 found, found, found if numbers is None else numbers, tokens, heads, sum(counts), *x.stride()[:3],
                 **constants, num_warps=WARPS,

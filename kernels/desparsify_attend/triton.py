@@ -14,6 +14,7 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.desparsify_attend.triton_pairs import atom_at, coefficient_of, index_of
+from calib.kernels.launch import launch
 from calib.kernels.pack.reference import bytes_per_token
 
 # Query rows of a KV head that a program holds, rows times channels (as padded: shared memory), pairs, channels.
@@ -204,7 +205,8 @@ def desparsify_attend(
     mixed = empty(rows, heads, splits, asked, values.chunks * values.width, like=query)
     half = 0 if cos_sin is None else cos_sin[0].shape[-1]
     cos, sin = (query, query) if cos_sin is None else (part.contiguous() for part in cos_sin)
-    _attend[(splits, heads, rows)](
+    launch(
+        _attend, (splits, heads, rows),
         query.float().contiguous(), keys.indices, keys.coefficients, *_dictionary(keys),
         values.indices, values.coefficients, *_dictionary(values), table, used, cos, sin,
         used if positions is None else positions, used if back is None else back.contiguous(), top, mass, mixed,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 
 SLOTS, EXACT = 2048, 32  # of a program; compared at once
 LEAST, MOST = 64, 128  # fetched tokens that are read together
@@ -78,7 +79,8 @@ def fetched_masks(
     at_once = min(MOST, max(LEAST, triton.next_power_of_2(n)))
     if rows * heads:
         with torch.cuda.device_of(positions):
-            hide[(rows * heads, triton.cdiv(len(slots), SLOTS) + 1)](
+            launch(
+                hide, (rows * heads, triton.cdiv(len(slots), SLOTS) + 1),
                 positions, exact, mask, None if back is None else back.contiguous(),
                 replaced.view(torch.int8), unseen.view(torch.int8),
                 heads, n, slots.start, len(slots), m, columns,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.heavy_hitters.reference import BudgetSlots, MassRule, NewToken
+from calib.kernels.launch import launch
 
 AT_ONCE = 6  # fields of a launch
 WIDEST = 4096  # numbers of a token and head
@@ -159,7 +160,8 @@ def enter_ring(
     strides = (0,) * 4 if rule is None else (*shown.stride()[:2], *fresh.stride()[:2])
     rule = rule or MassRule()
     with torch.cuda.device_of(mass):
-        choose[(rows * heads,)](
+        launch(
+            choose, (rows * heads,),
             *scored, slots.ring, slots.free, slots.first, slots.last, slots.table, positions, found,
             heads, mass.shape[2], shown.shape[2], slots.table.stride(0), *strides, *positions.stride()[:3],
             ADDS_UP=rule.adds_up, LIMIT=rule.limit, MEAN=rule.mean, PAGE=positions.shape[2], BN=TURN, num_warps=4,
@@ -175,7 +177,8 @@ def _move(tokens: Sequence[NewToken], lost: list[Tensor], found: Tensor) -> None
     pointers = [part for one, gone in zip(tokens, lost, strict=True) for part in (*one, gone)]
     strides = [step for one in tokens for step in (*one.into.stride()[:3], *one.token.stride()[:2])]
     widths = [one.into.shape[3] for one in tokens]
-    move[(rows * heads, len(tokens))](
+    launch(
+        move, (rows * heads, len(tokens)),
         *pointers, *[None] * (3 * absent), found, heads, *strides, *[0] * (5 * absent), *widths, *[0] * absent,
         WIDE=triton.next_power_of_2(max(widths)), num_warps=1,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 
 # Enough for the host's link with what each has under way, 32 KB, and too few to keep a step's own kernels waiting.
 PROGRAMS, WARPS = 8, 8
@@ -100,7 +101,8 @@ def exchange(
     if held.numel():
         block = max(32, triton.next_power_of_2(n))
         with torch.cuda.device_of(held):
-            exchange_entries[(rows * heads,)](
+            launch(
+                exchange_entries, (rows * heads,),
                 held, chosen, table, numbers, slots, new.view(torch.int8), fetched,
                 heads, n, chosen.shape[2], table.stride(0), page_tokens, BLOCK=block, TILE=min(block, PAIRS // block),
             )  # fmt: skip
@@ -129,7 +131,8 @@ def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, i
     tile = _tile(padded, into.element_size())
     marks = wanted.contiguous().view(torch.int8)
     with torch.cuda.device_of(into):
-        gather_rows[(min(PROGRAMS, triton.cdiv(entries, tile)),)](
+        launch(
+            gather_rows, (min(PROGRAMS, triton.cdiv(entries, tile)),),
             pages, numbers.contiguous(), slots.contiguous(), marks, into,
             *pages.stride()[:3], *into.stride()[:3], heads, n, entries,
             W=width, WIDTH=padded, ROWS=tile, num_warps=WARPS,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 from calib.kernels.matching_pursuit.reference import no_pairs
 
 # Halves are split where float16 has most room: a row's largest |R| comes to 2^14 ... 2^15, an atom is taken times 2^12.
@@ -121,8 +122,9 @@ def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
     halves = atoms.new_empty(1 if exact else 2, tiles * tile["BN"], tile["BD"], dtype=torch.float16)
     high, low = halves[0], halves[-1]
     splits = (tiles * tile["BN"] // SPLIT_ROWS,)
-    split_atoms[splits](atoms, high, low, count, D=width, BD=tile["BD"], BN=SPLIT_ROWS, EXACT=exact)
-    pursue[(triton.cdiv(vectors, tile["BV"]),)](
+    launch(split_atoms, splits, atoms, high, low, count, D=width, BD=tile["BD"], BN=SPLIT_ROWS, EXACT=exact)
+    launch(
+        pursue, (triton.cdiv(vectors, tile["BV"]),),
         x, atoms, high, low, index, coefficient, vectors, count, tiles, sparsity, D=width, EXACT=exact, **tile
     )  # fmt: skip
     return index, coefficient

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 
 PAIRS = 16  # read at once
 WIDEST = 256
@@ -47,7 +48,8 @@ def scattered(coefficient: Tensor, index: Tensor, rows: Tensor, count: int) -> T
     found, order = index.flatten().sort(stable=True)
     first = torch.searchsorted(found, torch.arange(count + 1, device=found.device))
     summed = rows.new_empty(count, width)
-    add_rows[(count,)](
+    launch(
+        add_rows, (count,),
         coefficient.contiguous(), order, first, rows.contiguous(), summed,
         S=index.shape[-1], D=width, BD=triton.next_power_of_2(width), BP=PAIRS, num_warps=1,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 from calib.kernels.outliers.mixture_kernel import mixture_terms
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.score_kernel import score_terms
@@ -124,7 +125,8 @@ def scores_of(
     grid = (triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))
     placed = _pieces(grid, terms, channels, strip) if terms.listed else None
     bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)
-    score_terms[grid](
+    launch(
+        score_terms, grid,
         query.contiguous(), map_scale, table, used.contiguous(), terms.records, terms.delta, terms.index,
         terms.coefficients, terms.basis, placed, bias,
         scale, heads, asked, slots, first, table.stride(0), run, wide, wide.bit_length(),
@@ -183,7 +185,8 @@ def add_to_mixtures(
         mixture_constants(terms, ranked, block, channels, page, turn, mixed.shape[-1]),
         _mixture_tile(channels, turn),
     )
-    mixture_terms[grid](
+    launch(
+        mixture_terms, grid,
         scores, map_scale, table, used.contiguous(), terms.delta, terms.index, terms.coefficients, terms.basis, vectors,
         top, _pieces(grid, terms, channels, tokens), mixed,
         heads, asked, table.shape[1] * page, table.stride(0), run * turn,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.dispatch import AMPERE, HOPPER, capability_of
+from calib.kernels.launch import launch
 from calib.kernels.upload import upload
 
 LOG2_E = 1.4426950408889634
@@ -206,14 +207,16 @@ def attention_mass(
     with torch.cuda.device_of(keys):
         if normalisers is None:
             of_rows = torch.empty(whole, dtype=torch.float32, device=keys.device)
-            row_normalisers[(askers * rows * heads,)](
+            launch(
+                row_normalisers, (askers * rows * heads,),
                 query, keys, numbers, of_rows, *strides,
                 probes, tokens, heads, group, sliding or 0, factor, cap, SLIDING=sliding is not None, **known,
             )  # fmt: skip
         else:
             of_rows = torch.full(whole, torch.inf, dtype=torch.float32, device=keys.device)
             torch.mul(normalisers, LOG2_E, out=of_rows[..., :probes])
-        column_sums[(owners * rows * kv_heads,)](
+        launch(
+            column_sums, (owners * rows * kv_heads,),
             query, keys, numbers, numbers[probes:], of_rows, mass, *strides, of_rows.stride(1),
             probes, tokens, kv_heads, group, nearest, farthest, factor, cap, LIMITED=farthest < tokens, **known,
         )  # fmt: skip

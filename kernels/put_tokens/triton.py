@@ -9,6 +9,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.current_device import launching_on
+from calib.kernels.launch import launch
 from calib.kernels.powers import next_power_of_2
 from calib.kernels.put_tokens.reference import Put
 
@@ -137,7 +138,8 @@ def _launch(puts: list[Put]) -> None:
         numbers += count, slot, heads, *into.stride()[:3], *tokens.stride()[:2], int(own), width
         most, most_heads, widest = max(most, count), max(most_heads, heads), max(widest, width)
     with launching_on(puts[0].into):
-        put[(most, most_heads, len(puts))](
+        launch(
+            put, (most, most_heads, len(puts)),
             *pointers, *[None] * (5 * absent), *numbers, *[0] * (10 * absent), **_constants(widest)
         )  # fmt: skip
 

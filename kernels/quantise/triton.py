@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from calib.kernels.launch import launch
 from calib.kernels.pack.reference import words_per_token
 from calib.kernels.powers import cdiv, next_power_of_2
 from calib.kernels.quantise.plane_kernel import by_planes
@@ -165,7 +166,8 @@ def _token_groups(
     (rows, heads, total, runs), width = words.shape, x.shape[-1]
     tokens, constants = _of_groups(width, bits, runs, group)
     ratio = 2 / (2**bits - 1)
-    token_groups[cdiv(total, tokens), heads, rows * (1 if others[0] is None else 2)](
+    launch(
+        token_groups, (cdiv(total, tokens), heads, rows * (1 if others[0] is None else 2)),
         *operands, *others, clips[0] * ratio, clips[1] * ratio, total, rows, *x.stride(), **constants, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -205,7 +207,8 @@ def _by_planes(
         p_row = parameters.shape[1] * p_head
         if parameters.shape[1] == 1:  # across heads
             p_head = 0
-    by_planes[cdiv(total, step), heads, rows](
+    launch(
+        by_planes, (cdiv(total, step), heads, rows),
         *_operands(x, prologue), clips, words, parameters, bound, ratio, p_row, p_head, step, group[0], total, *x.stride(),
         width, bits, runs, group[1], measured, tokens, up, wide,
         num_warps=max(1, min(8, tokens * wide // 4096)) if measured else 4, enable_fp_fusion=False,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 
 # Scores in registers at once, 8 a lane; both counts of a tile fit in the halves of one number.
 TILE, LEAST = 8192, 512
@@ -128,7 +129,8 @@ def _launch(scores: Tensor, ends: Tensor | None, chosen: Tensor, others: Tensor 
     rows, heads, tokens = scores.shape
     tile = min(TILE, max(LEAST, triton.next_power_of_2(tokens)))
     with torch.cuda.device_of(scores):
-        largest[(rows * heads,)](
+        launch(
+            largest, (rows * heads,),
             scores, ends, chosen, others, scores.stride(0), scores.stride(1), heads, tokens, chosen.shape[2],
             TILE=tile, num_warps=_warps(tile),
         )  # fmt: skip

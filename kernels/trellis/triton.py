@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 from calib.kernels.trellis.reference import FAR, OUTSIDE
@@ -130,7 +131,8 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
     ways = torch.empty(components * grid[0] * grid[1] * TOKENS, dtype=torch.uint8, device=y.device)
     if words.numel():
         with torch.cuda.device_of(y):  # Triton launches on the current device
-            search[grid](
+            launch(
+                search, grid,
                 y.contiguous(), weights.contiguous(), first_words(counts, y.device), ways, words, tokens, heads, sum(counts),
                 **constants_of(widths, counts), num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip

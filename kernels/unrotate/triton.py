@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TILE = 2048  # pairs of channels of a program
@@ -51,8 +52,17 @@ def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if found.numel():
         known = _constants(keys.shape[3], cos.shape[1])
         with torch.cuda.device_of(keys):
-            turn_back[(triton.cdiv(total, known["TOKENS"]), heads, rows)](
-                keys, cos, sin, found, total, *keys.stride()[:3], **known, enable_fp_fusion=False
+            launch(
+                turn_back,
+                (triton.cdiv(total, known["TOKENS"]), heads, rows),
+                keys,
+                cos,
+                sin,
+                found,
+                total,
+                *keys.stride()[:3],
+                **known,
+                enable_fp_fusion=False,
             )
     return found
 
