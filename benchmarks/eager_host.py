@@ -1,8 +1,8 @@
 """The host's part of a decode step that no graph replays: what runs between a model's keys and the launches of our kernels.
 
 Every launch of ours is replaced by a count. Torch's operators run on small tensors of the CPU: in the steps that are measured
-these are views and allocations, and where a layer watches its probes the sums of their probabilities. Not in it: what Triton
-and CUDA take for a launch, and the model's own layers.
+these are views and allocations, and masks and positions that the first layer works out. Not in it: what Triton and CUDA take
+for a launch, and the model's own layers.
 """
 
 import statistics
@@ -62,8 +62,8 @@ def drawn(rows: int, heads: int, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Microseconds of a step behind prompts of these `lengths`, its layers' medians added up, and the launches of
-    most steps."""
+    """Microseconds of a step behind prompts of these `lengths`, its layers' medians added up, the launches of most steps, and the
+    share of layers that launched what they had launched before, of all steps."""
     modules, rows = [layer.self_attn for layer in model.model.layers], len(lengths)
     artifact = made_up(model) if method == "klt" else None
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
@@ -82,8 +82,10 @@ def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths:
                 if number > FIRST:
                     taken[layer].append(time.perf_counter() - begun)
             launches.append(tuple(counts.items()))
+        taped = cache.sequences.taped.launched
     microseconds = 1e6 * sum(map(statistics.median, taken))
     return {
         "microseconds": round(microseconds, 1),
         "launches": dict(statistics.mode(launches[FIRST:])),
+        "taped": round(taped / STEPS / len(modules), 2),
     }

@@ -7,6 +7,7 @@ recording is on. If the layer reaches any other attention function, that one fai
 """
 
 import copy
+from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from calib.kernels.dispatch import OneChoice
+from calib.kernels.dispatch import OneChoice, prefers_triton
 from calib.runtime.attend.request import QKV, AttendRequest
 from calib.runtime.files.state import State, StateError, branch, dtype_named, named, wholes
 from calib.runtime.logits import Logits
@@ -92,7 +93,7 @@ class CompressedLayer(CacheLayerMixin):
                 real = given.of_columns(slice(forward.width)) if forward.speculative else given
                 forward.hold(Draft(partial(self._take_in, logits), self._draft(real)))
             else:
-                output = self._encoded(self.store, forward, given, logits)
+                output = self._stored(forward, given, logits)
                 forward.stored()
         self.seen += forward.width
         return without_gradients(output, *given) if refusing else output
@@ -186,6 +187,28 @@ class CompressedLayer(CacheLayerMixin):
             self._store(store, chunk.forward, own)
         return output
 
+    def _stored(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
+        """`_encoded`, by the launches of an earlier step where this one goes on with its block."""
+        store, taped = self.store, self.sequences.taped
+        assert store is not None
+        if forward.pending == self.sequences.layers:  # none before has begun it
+            forward.fixed_shapes = taped.begin(self.sequences.steps, self._block(forward, given))
+        step = partial(self._encoded, store, forward, given, logits)
+        if not forward.fixed_shapes:
+            return step()
+        return taped.run((self.context.layer, store.branch(forward), logits), step, given, forward)
+
+    def _block(self, forward: Forward, given: QKV) -> Hashable | None:
+        """What a step by Triton's kernels, in no graph, shares with those that launch the same; None for any other forward."""
+        assert self.store is not None
+        rows, alone = given.query.shape[0], forward.graph_inputs is None and forward.host_forward is None
+        one_each = forward.width == 1 and forward.columns is None and not forward.speculative and all(forward.before)
+        if not (alone and one_each and rows <= TILE_TOKENS // PAGE_TOKENS and prefers_triton(given.query.device)):
+            return None
+        if wants_gradients(*given) or torch.compiler.is_compiling():
+            return None
+        return self.store.graph_key(forward)
+
     def _rehearsed(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
         """Attention of drafts. More than a chunk of them are taken in by a copy of the store, which is dropped: later chunks attend
         to blocks of earlier ones, and which drafts stay is not known yet."""
@@ -267,6 +290,7 @@ class CompressedLayer(CacheLayerMixin):
     @with_ordinary_tensors
     def to(self, device: torch.device) -> None:
         """Moves what is stored, and the tables of the stages."""
+        self.sequences.taped.forget()
         if self.store is None:
             return
         self.store.to(device)

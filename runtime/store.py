@@ -62,7 +62,8 @@ class Store(Protocol):
         ...
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """Attention of the asked rows, `[rows, heads, n, D]`; changes nothing stored."""
+        """Attention of the asked rows, `[rows, heads, n, D]`; changes nothing of what is stored but what its tokens have
+        been given, where `request.observe` is."""
         ...
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
@@ -72,6 +73,11 @@ class Store(Protocol):
     def graph_key(self, forward: Forward) -> Hashable | None:
         """What a decode step shares with the others of its block, but for numbers in `Forward.tensor`: the shapes of all it
         does and the memory it does it in. None for a step that encodes a block, or moves or shares memory."""
+        ...
+
+    def branch(self, forward: Forward) -> Hashable:
+        """What numbers of the host decide, in steps that share a `graph_key` and are in no graph: launches are the same where it
+        is."""
         ...
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:

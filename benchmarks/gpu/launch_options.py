@@ -119,6 +119,7 @@ def of_steps(bench: Bench) -> Measured:
         others |= {f"{warps} warps join": joining(warps) for warps in WARPS}
         for other, launches in others.items():
             with launches:
+                layers[0].sequences.taped.forget()  # which go on with the options that they were recorded with
                 call()
                 calls[other] = replayed(bench, call, layers)[0]
         found = in_turns(bench, calls, {other: (OWN, other) for other in calls})

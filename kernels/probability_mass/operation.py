@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.probability_mass import reference
 from calib.kernels.probability_mass.reference import ScoredTokens
 
-__all__ = ["ScoredTokens", "mass_by_position", "probability_mass"]
+__all__ = ["ScoredTokens", "add_mass_by_position", "mass_by_position", "probability_mass"]
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
@@ -30,3 +31,15 @@ def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: i
 
         return triton.mass_by_position(spans, normaliser, reach)
     return reference.mass_by_position(spans, normaliser, reach)
+
+
+def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
+    """Adds each token's sum to `mass [rows, kv_heads, reach]` float32, which may be a view, at its position; those that are hidden
+    from all and those whose position is negative or not below `reach` add nothing. Of a position there is one other at most."""
+    fits = mass.dtype == torch.float32 and (mass.stride(2) == 1 or mass.shape[2] <= 1)
+    if prefers_triton(normaliser.device) and fits and all(reference.is_served(span) for span in spans):
+        from calib.kernels.probability_mass import triton
+
+        triton.add_mass_by_position(spans, normaliser, mass)
+    else:
+        reference.add_mass_by_position(spans, normaliser, mass)

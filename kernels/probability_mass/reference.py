@@ -14,8 +14,8 @@ class ScoredTokens:
     Args:
         scores: float32 `[rows, kv_heads, R, n]`, -inf where hidden. Its rows R are group-major, then the columns.
         weights: float32 or uint8 `[rows, columns, n or 1]`, what a column's probabilities count; None: 1.
-        positions: where `mass_by_position` writes: int32 or int64 `[rows, kv_heads or 1, n]`, anything where a token is hidden from
-            every query row; or the position of the first of tokens that lie in order.
+        positions: where `mass_by_position` writes and `add_mass_by_position` adds: int32 or int64 `[rows, kv_heads or 1, n]`,
+            anything where a token is hidden from every query row; or the position of the first of tokens that lie in order.
     """
 
     scores: Tensor
@@ -39,12 +39,26 @@ def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: i
     """See `operation.mass_by_position`; 0 where no token was met."""
     found = normaliser.new_zeros(*normaliser.shape[:2], reach)
     for span, given in zip(spans, probability_mass(spans, normaliser), strict=True):
-        positions = span.positions
-        assert positions is not None
-        if isinstance(positions, int):
-            positions = positions + torch.arange(given.shape[2], device=given.device)
-        found.scatter_add_(-1, positions.long().clamp(0, reach - 1).expand_as(given), given)
+        found.scatter_add_(-1, _positions(span).clamp(0, reach - 1).expand_as(given), given)
     return found
+
+
+def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
+    """See `operation.add_mass_by_position`."""
+    reach = mass.shape[2]
+    for span, given in zip(spans, probability_mass(spans, normaliser), strict=True):
+        positions = _positions(span)
+        outside = (positions < 0) | (positions >= reach) | (span.scores == -torch.inf).all(2)
+        mass.scatter_add_(-1, positions.clamp(0, reach - 1).expand_as(given), given.masked_fill(outside, 0))
+
+
+def _positions(span: ScoredTokens) -> Tensor:
+    """int64 `[rows or 1, kv_heads or 1, n]`."""
+    positions = span.positions
+    assert positions is not None
+    if isinstance(positions, int):
+        return positions + torch.arange(span.scores.shape[3], device=span.scores.device).expand(1, 1, -1)
+    return positions.long()
 
 
 def is_served(span: ScoredTokens) -> bool:

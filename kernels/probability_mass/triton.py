@@ -8,6 +8,7 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.current_device import launching_on
+from calib.kernels.launch import launch
 from calib.kernels.powers import cdiv, next_power_of_2
 from calib.kernels.probability_mass.reference import ScoredTokens
 
@@ -17,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # Numbers that change from step to step or with the batch.
 _OF_SPAN = ("tokens", "row", "head", "query", "position_row", "position_head", "first", "width")
-UNFIXED = ["query_rows", *(f"{name}_{i}" for i in range(AT_ONCE) for name in _OF_SPAN)]
+UNFIXED = ["query_rows", "mass_row", "mass_head", *(f"{name}_{i}" for i in range(AT_ONCE) for name in _OF_SPAN)]
 
 
 @triton.jit(do_not_specialize=UNFIXED)
@@ -33,49 +34,59 @@ def sum_rows(
     position_row_2, position_head_2, first_2, width_2,
     tokens_3, row_3, head_3, query_3, columns_3, weight_row_3, weight_column_3, weight_token_3,
     position_row_3, position_head_3, first_3, width_3,
-    SCATTERED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    mass_row, mass_head,
+    SCATTERED: tl.constexpr, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program for some tokens of a span, row and KV head. A span whose pointers are None is not there. A row and head of MASS has
-    `width` numbers. SCATTERED: a token's lies at its position, from `first` on where POSITIONS is None; hidden tokens have none."""
+    `width` numbers. SCATTERED: a token's lies at its position, from `first` on where POSITIONS is None; hidden tokens have none.
+    ADDED, SCATTERED besides: sums are added to what is there, rows and heads of MASS lie `mass_row` and `mass_head` apart."""
     which, item = tl.program_id(2), tl.program_id(1)
     row, head = (item // heads).to(tl.int64), item % heads
     NORMALISER += row * of_row + head * of_head
     if which == 0:
         sum_span(
-            SCORES_0 + row * row_0 + head * head_0, WEIGHTS_0, POSITIONS_0, MASS_0 + item.to(tl.int64) * width_0, NORMALISER,
-            row, head, query_rows, of_query, tokens_0, query_0, columns_0, weight_row_0, weight_column_0, weight_token_0,
-            position_row_0, position_head_0, first_0, width_0, SCATTERED, M, BN,
+            SCORES_0 + row * row_0 + head * head_0, WEIGHTS_0, POSITIONS_0, MASS_0, NORMALISER,
+            item, row, head, query_rows, of_query, tokens_0, query_0, columns_0, weight_row_0, weight_column_0,
+            weight_token_0, position_row_0, position_head_0, first_0, width_0, mass_row, mass_head,
+            SCATTERED, ADDED, M, BN,
         )  # fmt: skip
     if SCORES_1 is not None:  # noqa: SIM102
         if which == 1:
             sum_span(
-                SCORES_1 + row * row_1 + head * head_1, WEIGHTS_1, POSITIONS_1, MASS_1 + item.to(tl.int64) * width_1, NORMALISER,
-                row, head, query_rows, of_query, tokens_1, query_1, columns_1, weight_row_1, weight_column_1, weight_token_1,
-                position_row_1, position_head_1, first_1, width_1, SCATTERED, M, BN,
+                SCORES_1 + row * row_1 + head * head_1, WEIGHTS_1, POSITIONS_1, MASS_1, NORMALISER,
+                item, row, head, query_rows, of_query, tokens_1, query_1, columns_1, weight_row_1, weight_column_1,
+                weight_token_1, position_row_1, position_head_1, first_1, width_1, mass_row, mass_head,
+                SCATTERED, ADDED, M, BN,
             )  # fmt: skip
     if SCORES_2 is not None:  # noqa: SIM102
         if which == 2:
             sum_span(
-                SCORES_2 + row * row_2 + head * head_2, WEIGHTS_2, POSITIONS_2, MASS_2 + item.to(tl.int64) * width_2, NORMALISER,
-                row, head, query_rows, of_query, tokens_2, query_2, columns_2, weight_row_2, weight_column_2, weight_token_2,
-                position_row_2, position_head_2, first_2, width_2, SCATTERED, M, BN,
+                SCORES_2 + row * row_2 + head * head_2, WEIGHTS_2, POSITIONS_2, MASS_2, NORMALISER,
+                item, row, head, query_rows, of_query, tokens_2, query_2, columns_2, weight_row_2, weight_column_2,
+                weight_token_2, position_row_2, position_head_2, first_2, width_2, mass_row, mass_head,
+                SCATTERED, ADDED, M, BN,
             )  # fmt: skip
     if SCORES_3 is not None:  # noqa: SIM102
         if which == 3:
             sum_span(
-                SCORES_3 + row * row_3 + head * head_3, WEIGHTS_3, POSITIONS_3, MASS_3 + item.to(tl.int64) * width_3, NORMALISER,
-                row, head, query_rows, of_query, tokens_3, query_3, columns_3, weight_row_3, weight_column_3, weight_token_3,
-                position_row_3, position_head_3, first_3, width_3, SCATTERED, M, BN,
+                SCORES_3 + row * row_3 + head * head_3, WEIGHTS_3, POSITIONS_3, MASS_3, NORMALISER,
+                item, row, head, query_rows, of_query, tokens_3, query_3, columns_3, weight_row_3, weight_column_3,
+                weight_token_3, position_row_3, position_head_3, first_3, width_3, mass_row, mass_head,
+                SCATTERED, ADDED, M, BN,
             )  # fmt: skip
 
 
 @triton.jit
 def sum_span(
-    SCORES, WEIGHTS, POSITIONS, MASS, NORMALISER, row, head, query_rows, of_query, tokens, of_scores, columns, weight_row,
-    weight_column, weight_token, position_row, position_head, first_position, width,
-    SCATTERED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    SCORES, WEIGHTS, POSITIONS, MASS, NORMALISER, item, row, head, query_rows, of_query, tokens, of_scores, columns, weight_row,
+    weight_column, weight_token, position_row, position_head, first_position, width, mass_row, mass_head,
+    SCATTERED: tl.constexpr, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Query rows in their order, `M` together: a row's sums are the same in any batch."""
+    if ADDED:
+        MASS += row * mass_row + head * mass_head
+    else:
+        MASS += item.to(tl.int64) * width
     token = tl.program_id(0) * BN + tl.arange(0, BN)
     there = token < tokens
     mass, largest = tl.zeros([BN], tl.float32), tl.full([BN], float("-inf"), tl.float32)
@@ -98,6 +109,8 @@ def sum_span(
         if POSITIONS is not None:
             position = tl.load(POSITIONS + row * position_row + head * position_head + token, mask=there, other=0)
         there = there & (largest != float("-inf")) & (position >= 0) & (position < width)
+        if ADDED:
+            mass += tl.load(MASS + position, mask=there, other=0.0)
         tl.store(MASS + position, mass, mask=there)
     else:
         tl.store(MASS + token, mass, mask=there)
@@ -117,8 +130,16 @@ def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: i
     return found
 
 
-def _launch(spans: list[tuple[ScoredTokens, Tensor]], normaliser: Tensor, scattered: bool = False) -> None:
+def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
+    """See `operation.add_mass_by_position`."""
+    _launch([(span, mass) for span in spans], normaliser, scattered=True, added=mass)
+
+
+def _launch(
+    spans: list[tuple[ScoredTokens, Tensor]], normaliser: Tensor, scattered: bool = False, added: Tensor | None = None
+) -> None:
     some, (rows, heads, asked, _) = [one for one in spans if one[0].scores.numel()], normaliser.shape
+    apart = (0, 0) if added is None else added.stride()[:2]
     for first in range(0, len(some), AT_ONCE):
         own = some[first : first + AT_ONCE]
         absent = AT_ONCE - len(own)
@@ -127,9 +148,10 @@ def _launch(spans: list[tuple[ScoredTokens, Tensor]], normaliser: Tensor, scatte
         most = max(span.scores.shape[3] for span, _ in own)
         block = min(16, next_power_of_2(asked))
         with launching_on(normaliser):
-            sum_rows[(cdiv(most, TOKENS), rows * heads, len(own))](
+            launch(
+                sum_rows, (cdiv(most, TOKENS), rows * heads, len(own)),
                 *pointers, *[None] * (4 * absent), normaliser, heads, asked, *normaliser.stride()[:3], *numbers,
-                *[0] * (12 * absent), SCATTERED=scattered, M=block, BN=TOKENS, num_warps=4,
+                *[0] * (12 * absent), *apart, SCATTERED=scattered, ADDED=added is not None, M=block, BN=TOKENS, num_warps=4,
             )  # fmt: skip
 
 
@@ -150,12 +172,14 @@ def _strides(part: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else step for size, step in zip(part.shape, part.stride(), strict=True))
 
 
-def _specialisation(spans: int, block: int, weights: str | None = None, numbered: bool = False) -> Specialisation:
+def _specialisation(
+    spans: int, block: int, weights: str | None = None, numbered: bool = False, added: bool = False
+) -> Specialisation:
     absent = [name for name in sum_rows.arg_names if name[-1].isdigit() and int(name[-1]) >= spans]
     constants: dict[str, object] = {name: None if name.isupper() else 0 for name in absent}
     constants |= {} if weights else {f"WEIGHTS_{i}": None for i in range(AT_ONCE)}
     constants |= {f"POSITIONS_{i}": None for i in range(AT_ONCE) if not (numbered and 0 < i < spans)}
-    constants |= {"SCATTERED": numbered, "M": block, "BN": TOKENS}
+    constants |= {"SCATTERED": numbered, "ADDED": added, "M": block, "BN": TOKENS}
     types = {name: "*fp32" if name.isupper() else "i32" for name in sum_rows.arg_names if name not in constants}
     types |= {name: "*i64" if name.endswith("_1") else "*i32" for name in types if name.startswith("POSITIONS")}
     types |= {name: weights for name in types if weights and name.startswith("WEIGHTS")}
@@ -167,4 +191,5 @@ SPECIALISATIONS = {
     "weighted, 16 rows": _specialisation(2, 16, "*fp32"),
     "of rows whose query may be a probe": _specialisation(2, 4, "*u8"),
     "pages, window and fetched tokens, by position": _specialisation(3, 4, numbered=True),
+    "window and new token, added": _specialisation(2, 4, "*u8", numbered=True, added=True),
 }

@@ -31,11 +31,9 @@ def attend(held: LayerTokens) -> Tensor:
     return _attend(held, None)[0]
 
 
-def attend_observed(held: LayerTokens, observed: Observed) -> tuple[Tensor, AttentionStats]:
-    """The same, and the attention that what is `observed` got."""
-    output, stats = _attend(held, observed)
-    assert stats is not None
-    return output, stats
+def attend_observed(held: LayerTokens, observed: Observed) -> tuple[Tensor, AttentionStats | None]:
+    """The same, and the attention that what is `observed` got; None where it was added at once."""
+    return _attend(held, observed)
 
 
 def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, AttentionStats | None]:
@@ -73,7 +71,7 @@ def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, Atten
         if observed is not None:
             with torch.no_grad():
                 seen = AttentionStats.of(observed, asked, softmax.normaliser(), plan, queries)
-                stats = seen if stats is None else stats.plus(seen, plan.new)
+                stats = seen if stats is None or seen is None else stats.plus(seen, plan.new)
         mixed = mixed if mixed.dtype == query.dtype else mixed.to(query.dtype)
         outputs.append(mixed.reshape(query.shape[0], heads, len(queries), mixed.shape[3]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), stats

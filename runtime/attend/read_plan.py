@@ -150,7 +150,7 @@ class _Planner:
         self.counts = list(zip(*(held[row] for row in asked.rows), strict=True))  # of each tier, by row
         exact = {state.exact(row, length) for row, length in zip(asked.rows, self.before, strict=True)}
         # Without masks only one query each, and only where shapes are not a whole block's.
-        single = len(asked.queries) == 1 and asked.sliding is None and forward.graph_inputs is None
+        single = len(asked.queries) == 1 and asked.sliding is None and not forward.of_block
         self.trimmed = single and asked.trims and asked.queries.stop == 1 and len(set(self.before)) == 1
         self.window = max(exact) if self.trimmed or exact == {0} else asked.window
         self.hidden: Tensor | None = None
@@ -203,7 +203,7 @@ class _Planner:
         if min(counts) >= slots.stop and not behind:
             return None
         numbers = torch.arange(slots.start, slots.stop, device=device)
-        level = len(set(counts)) == 1 and self.forward.graph_inputs is None
+        level = len(set(counts)) == 1 and not self.forward.of_block
         used = counts[0] if level else self._used(tier, torch.int64)[:, None]
         hidden = (numbers >= used).view(-1, 1, 1, len(slots))
         return hidden if self.back is None or first is None else hidden | (numbers + first <= self.back)

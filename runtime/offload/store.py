@@ -90,6 +90,10 @@ class OffloadStore(ABC):
         self.pool.side.wait()
         return self.host.attend(request._replace(forward=_host_forward(request.forward), observe=False, fetched=None))
 
+    def branch(self, forward: Forward) -> Hashable:
+        """See `Store.branch`."""
+        return None
+
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`: what a step fetches lies in memory of its own each time."""
         return None

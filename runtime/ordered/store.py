@@ -191,6 +191,10 @@ class OrderedStore:
             return None
         return one.plan.codec.encode_pair(other.plan.codec, (keys, values), one.fp32_params)
 
+    def branch(self, forward: Forward) -> Hashable:
+        """See `Store.branch`."""
+        return None
+
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`."""
         if self.pairs is not None or any(forward.copies):

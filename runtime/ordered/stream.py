@@ -213,7 +213,7 @@ class Stream:
         newest = {forward.before[row] % size for row in staying}
         if not staying:
             return _Step(encoding, window, None, None)
-        if len(staying) == len(forward.after) and len(newest) == 1 and forward.graph_inputs is None:
+        if len(staying) == len(forward.after) and len(newest) == 1 and not forward.of_block:
             return _Step(encoding, window, None, newest.pop())
         at = forward.tensor(f"{self.role} staying", lambda _: staying, device)
         slots = forward.tensor(f"{self.role} newest", lambda step: [step.before[row] % size for row in staying], device)

@@ -28,6 +28,7 @@ from calib.runtime.device.graph_inputs import GraphInputs, Numbers
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State
 from calib.runtime.paging.pages import GROWTH, PAGE_TOKENS, PageTable
+from calib.runtime.tape.taped_steps import TapedSteps
 
 INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
 
@@ -47,9 +48,10 @@ class Forward:
     layers have yet to store it. `oldest[r]` is where the pages begin that a later forward can still read. `copies` are
     the shared pages of each table that must be duplicated before anything is written. `drafts` are its tokens while
     unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them. With a `speculative` one more column, the
-    last, is attended and counts nowhere. `host_forward` is the same forward in the host's state. A step that is
-    recorded or replayed is `graph_inputs`: its shapes are those of the whole block, and its numbers lie where they always do.
-    `choices` say of which devices kernels are Triton's: no layer asks again what the first has asked.
+    last, is attended and counts nowhere. `host_forward` is the same forward in the host's state. A step that a graph records or
+    replays has `graph_inputs`, where its numbers always lie. With `fixed_shapes` all shapes are those of the whole block of steps
+    that it belongs to, and only contents of tensors are its own. `choices` say of which devices kernels are Triton's: no layer asks
+    again what the first has asked.
     """
 
     before: list[int]
@@ -68,6 +70,17 @@ class Forward:
     speculative: bool = False
     host_forward: "Forward | None" = None
     graph_inputs: GraphInputs["Forward"] | None = None
+    fixed_shapes: bool = False
+
+    @property
+    def of_block(self) -> bool:
+        """Whether its shapes are those of every step in its block."""
+        return self.fixed_shapes or self.graph_inputs is not None
+
+    @property
+    def worked_out(self) -> dict[Hashable, Any]:
+        """What its layers share so far."""
+        return self.readings | dict(self.tensors)
 
     @cached_property
     def after(self) -> list[int]:
@@ -151,12 +164,14 @@ class SequenceState(ABC):
         """The layers that share these rows, their sliding window, the pages of every table they fill, and how these grow."""
         self.layers, self.sliding, self._page_tokens, self._growth = layers, sliding, tuple(page_tokens), growth
         self.host_state: SequenceState | None = None
+        self.taped = TapedSteps()
         self.clear()
 
     def clear(self) -> None:
         """Forgets every row, and that past recording was asked for."""
         if self.host_state is not None:
             self.host_state.clear()
+        self.taped.forget()
         self.lengths: list[int] = []
         self.tables = [PageTable(tokens, self._growth) for tokens in self._page_tokens]
         # How many pages each row has in every table, at the tables' versions; None where rows share any.
@@ -290,6 +305,7 @@ class SequenceState(ABC):
     def permute(self, sources: list[int]) -> list[list[int] | None]:
         """Row i becomes a copy of row `sources[i]`. Returns for each of `all_tables` what `PageTable.permute` does."""
         self.confirm()
+        self.taped.forget()
         if not self.lengths:
             return [None] * len(self.all_tables)
         self.lengths = [self.lengths[source] for source in sources]

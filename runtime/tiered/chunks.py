@@ -6,6 +6,7 @@ encoded is ever touched again.
 """
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Hashable
 from itertools import accumulate
 from operator import le
@@ -17,7 +18,7 @@ from torch import Tensor
 from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.kernels.top_k.operation import divided
 from calib.kernels.upload import upload
-from calib.runtime.attend.attention_stats import Observed
+from calib.runtime.attend.attention_stats import MassSlots, Observed
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated
@@ -43,6 +44,14 @@ class _Changes(NamedTuple):
     rows: Tensor | None
     slots: Tensor | int
     others: list[list[int]]
+
+    def slots_of(self, rows: range) -> Tensor | int | None:
+        """Of `rows` whose chunks all go on where their tokens belong, int64 `[rows, 1, 1]` or one for all; None of others."""
+        first = bisect_left(self.going_on, rows.start)
+        own = slice(first, first + len(rows))
+        if self.going_on[own] != list(rows):
+            return None
+        return self.slots if isinstance(self.slots, int) else self.slots[own, None, None]
 
 
 class ChunkStore(TieredStore):
@@ -99,16 +108,17 @@ class ChunkStore(TieredStore):
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
         """Probe rows, and of each the tokens of its own chunk."""
-        if forward.graph_inputs is not None:
+        if forward.of_block:  # whoever is a probe: what the first layer works out is there for all
             assert self.windows is not None
-            return self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
+            found = self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
+            return found if forward.graph_inputs is not None or any(self._are_probes(forward, rows)) else None
         if forward.width == 1 and all(forward.before[rows.start : rows.stop]):
-            number = self.sequences.probe_rows.number_of(self.context.layer)
-            one_each = [of_layers[number] for of_layers in self._probes_of_step(forward, rows)]
+            one_each = self._are_probes(forward, rows)
             if not any(one_each):
                 return None
-            width = self.sequences.most_exact(forward, rows)
-            return Observed(tier=False) if all(one_each) else self._watched(forward, rows, width, device)
+            if all(one_each):
+                return Observed(tier=False, into=self._into(forward, rows, device))
+            return self._watched(forward, rows, self.sequences.most_exact(forward, rows), device)
         spans = [(forward.before[row], forward.after[row], self.sequences.prompt(row)) for row in rows]
         probes = [self._probes(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
         if not any(map(any, probes)):
@@ -131,7 +141,25 @@ class ChunkStore(TieredStore):
             )
             of_layers = flags.view(len(rows), len(probe_rows), 1, 1).transpose(0, 1)
             forward.readings[key] = of_layers.expand(-1, -1, -1, slots + 1)
-        return Observed(False, forward.readings[key][probe_rows.number_of(self.context.layer)])
+        weights = forward.readings[key][probe_rows.number_of(self.context.layer)]
+        return Observed(False, weights, self._into(forward, rows, device))
+
+    def _into(self, forward: Forward, rows: range, device: torch.device) -> MassSlots | None:
+        """Where a step's mass is added by the kernel that sums it; None where a chunk of the `rows` is complete with the step, and
+        encoded together with its mass."""
+        key = ("slots of new tokens", rows)
+        if key not in forward.readings:  # the same for every layer
+            forward.readings[key] = self._changes_of(forward, device).slots_of(rows)
+        slots = forward.readings[key]
+        if slots is None:
+            return None
+        mass = self.mass if len(rows) == len(self.mass) else self.mass[rows.start : rows.stop]
+        return MassSlots(mass, self.tiering.sinks, slots)
+
+    def _are_probes(self, step: Forward, rows: range) -> list[int]:
+        """For each of the `rows` 1 where its one new query is a probe of this layer."""
+        number = self.sequences.probe_rows.number_of(self.context.layer)
+        return [of_layers[number] for of_layers in self._probes_of_step(step, rows)]
 
     def _probes_of_step(self, step: Forward, rows: range) -> list[bytes]:
         """For each of the `rows` a byte for every layer: 1 where its one new query is a probe."""
@@ -153,13 +181,15 @@ class ChunkStore(TieredStore):
         shapes = self.shapes(forward)
         return None if shapes is None else (shapes, len(self.mass), slots)
 
+    def branch(self, forward: Forward) -> Hashable:
+        """See `Store.branch`: whether any row's query is a probe."""
+        return self.observes and any(self._are_probes(forward, range(len(forward.before))))
+
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
         if self.extremes:
             self.settle()
-        if "chunks" not in forward.readings:  # the same for every layer
-            forward.readings["chunks"] = self._changes(forward, keys.device)
-        changes: _Changes = forward.readings["chunks"]
+        changes = self._changes_of(forward, keys.device)
         self._resize(changes.most)
         for rows in changes.others:
             self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
@@ -168,8 +198,14 @@ class ChunkStore(TieredStore):
         self._resize(changes.left)
         self.shown.clear()
 
-    def _changes(self, forward: Forward, device: torch.device) -> "_Changes":
+    def _changes_of(self, forward: Forward, device: torch.device) -> _Changes:
         """See `_Changes`."""
+        if "chunks" not in forward.readings:  # the same for every layer
+            forward.readings["chunks"] = self._changes(forward, device)
+        found: _Changes = forward.readings["chunks"]
+        return found
+
+    def _changes(self, forward: Forward, device: torch.device) -> _Changes:
         exact, left = (of_rows.exact for of_rows in self.sequences.slots(forward))
         step = forward.width == 1 and forward.columns is None
         going_on = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if step and other > one]
@@ -178,7 +214,7 @@ class ChunkStore(TieredStore):
         index: Tensor | None = None
         if going_on:
             slots = exact[going_on[0]]
-            level = len(going_on) == len(exact) == exact.count(slots) and forward.graph_inputs is None
+            level = len(going_on) == len(exact) == exact.count(slots) and not forward.of_block
             if not level:
                 index = forward.tensor("rows that go on", lambda _: going_on, device)
                 slots = forward.tensor("their slots", lambda step: self._exact_before(step, going_on), device)
@@ -191,8 +227,8 @@ class ChunkStore(TieredStore):
         exact = self.sequences.slots(step)[0].exact
         return exact if len(rows) == len(exact) else [exact[row] for row in rows]
 
-    def _append(self, changes: "_Changes", keys: Tensor, values: Tensor) -> None:
-        """One token each for the rows whose chunk goes on."""
+    def _append(self, changes: _Changes, keys: Tensor, values: Tensor) -> None:
+        """One token each for the rows whose chunk goes on. Of mass only what was not added at once is there: `_into`."""
         assert self.windows is not None
         put_tokens(
             [

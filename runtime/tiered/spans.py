@@ -49,7 +49,7 @@ class TieredTokens(LayerTokens):
 
     def window_slots(self) -> int:
         """Leading slots of the window that are met: those that any row uses, or all where shapes are a block's."""
-        if self.windows is not None and self.forward.graph_inputs is not None:
+        if self.windows is not None and self.forward.of_block:
             return self.windows[0].tokens.shape[2]
         return self.state.most_exact(self.forward, self.rows)
 

@@ -125,6 +125,10 @@ class TieredStore(ABC):
         """See `Store.graph_key`. None unless the tiering knows better."""
         return None
 
+    def branch(self, forward: Forward) -> Hashable:
+        """See `Store.branch`."""
+        return None
+
     def shapes(self, forward: Forward) -> Hashable | None:
         """What every tiering's steps share in a block. What oracle eviction keeps is another number each time."""
         if self.plan.oracle_share is not None or any(forward.copies):
@@ -151,7 +155,8 @@ class TieredStore(ABC):
                 pool.copy(forward.copies[number])
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`."""
+        """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`, or added at once where
+        `watch` says so."""
         rows, given = request.rows, request.given
         observe = request.observe and self.observes
         self.query_values = given.query.shape[1] * given.query.shape[3]
@@ -170,7 +175,9 @@ class TieredStore(ABC):
         observed = self.watch(request.forward, rows, given.query.device) if observe else None
         if observed is None:
             return attend(held)
-        output, self.shown.seen[rows] = attend_observed(held, observed)
+        output, seen = attend_observed(held, observed)
+        if seen is not None:
+            self.shown.seen[rows] = seen
         return output
 
     @torch.no_grad()

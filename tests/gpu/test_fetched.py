@@ -11,7 +11,7 @@ from calib.kernels.fetched_masks.operation import fetched_masks
 from calib.kernels.host_gather import reference
 from calib.kernels.host_gather.operation import exchange
 from calib.kernels.probability_mass import reference as mass_reference
-from calib.kernels.probability_mass.operation import ScoredTokens, mass_by_position
+from calib.kernels.probability_mass.operation import ScoredTokens, add_mass_by_position, mass_by_position
 from calib.kernels.top_k import reference as top_k_reference
 from calib.kernels.top_k.operation import divided, top_k
 from calib.runtime.paging.pinned_kv import host_zeros
@@ -96,6 +96,35 @@ def test_mass_by_position(device, times):
     there = [ScoredTokens(span.scores.to(device), positions=at) for span, at in zip(spans, numbers, strict=True)]
     found = mass_by_position(there, normaliser.to(device), reach)
     torch.testing.assert_close(found.cpu(), mass_reference.mass_by_position(spans, normaliser, reach))
+
+
+def test_mass_is_added_by_position(device, times):
+    """Of a window whose first slots and those that are not in use gain nothing, and of new tokens that rows put behind it: to the
+    middle rows of a larger tensor, of queries that count by a byte."""
+    draw, slots, first = torch.Generator().manual_seed(1), 70 * times, 4
+    used = torch.tensor([slots - 1, 9, slots // 2])[:, None, None]
+    scores = torch.randn(3, 2, 8, slots + 1, generator=draw)
+    scores[..., :-1].masked_fill_(torch.arange(slots) >= used[..., None], -torch.inf)
+    normaliser, there = scores.logsumexp(-1, keepdim=True), torch.rand(5, 2, slots + 6, generator=draw)
+    probes = torch.tensor([1, 1, 0]).byte()[:, None, None]
+    expected, given = there.clone(), (scores, normaliser, probes, used)
+
+    def add(mass, scores, normaliser, probes, used):
+        window = scores[..., first:-1]
+        spans = [
+            ScoredTokens(window, probes.expand(-1, -1, window.shape[3]), first),
+            ScoredTokens(scores[..., -1:], probes, used),
+        ]
+        return spans, normaliser, mass[1:4]
+
+    mass_reference.add_mass_by_position(*add(expected, *given))
+    masses = [there.to(device, copy=True) for _ in range(2)]
+    for mass in masses:
+        add_mass_by_position(*add(mass, *moved(given, device)))
+    torch.testing.assert_close(masses[0].cpu(), expected)
+    unmet = expected == there
+    assert unmet.any() and torch.equal(masses[0].cpu()[unmet], there[unmet])
+    assert torch.equal(*masses)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

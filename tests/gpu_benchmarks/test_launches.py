@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.launch_counts import METHODS, Launches, launches_of
+from calib.runtime.tiered.chunks import ChunkStore
 
 pytestmark = pytest.mark.arithmetic
 
@@ -26,6 +27,19 @@ def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
     assert (found.ours["attend"] or found.ours["_attend"]) and (found.ours["put"] or found.ours["move"])
     assert found.ours["exact"] == 1 and bool(found.ours["merge"]) == (method == "klt")
     assert found.total <= MOST[method], (found.torch, found.ours)
+
+
+@pytest.mark.full
+def test_a_step_of_zipcache_whose_queries_are_probes(monkeypatch):
+    """Attention, the exact tokens, and one launch that sums their mass and adds it where it is kept: no operator of torch."""
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+
+    def every(store, step, rows):
+        return [bytes([1] * len(store.sequences.probe_rows)) for _ in rows]
+
+    monkeypatch.setattr(ChunkStore, "_probes_of_step", every)
+    found = launches_of("zipcache", METHODS["zipcache"])
+    assert found.ours == {"attend": 2, "exact": 1, "sum_rows": 1, "put": 1} and not found.torch, found
 
 
 @pytest.mark.full

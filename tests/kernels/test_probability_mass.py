@@ -5,7 +5,12 @@ import torch
 from launches import counts, watch
 from tolerances import FLOAT32_ATTENTION
 
-from calib.kernels.probability_mass.operation import ScoredTokens, mass_by_position, probability_mass
+from calib.kernels.probability_mass.operation import (
+    ScoredTokens,
+    add_mass_by_position,
+    mass_by_position,
+    probability_mass,
+)
 
 pytestmark = pytest.mark.arithmetic
 
@@ -139,3 +144,69 @@ def test_positions_that_all_heads_share(monkeypatch):
     assert torch.equal(found.gather(2, positions.expand(-1, 3, -1)), plain)
     alone = mass_by_position([ScoredTokens(scores[1:], positions=positions[1:])], normaliser[1:], 40)
     assert torch.equal(alone, found[1:])
+
+
+@pytest.mark.parametrize("form", ["reference", "triton"])
+@pytest.mark.parametrize("counted", [None, "a byte", "numbers"])
+@pytest.mark.parametrize(
+    ("asked", "kinds"), [(1, (None,)), (4, (None, torch.int64, torch.int32)), (18, (torch.int32,) * 5)]
+)
+def test_mass_is_added_by_position(form, counted, asked, kinds, monkeypatch):
+    """To some rows and slots of a larger tensor, where positions begin below 0; whatever nobody has met keeps its bits."""
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    before, reach = 20, 250
+    spans, _ = numbered(2, 3, asked, kinds)
+    normaliser = torch.cat([span.scores for span in spans], -1).double().logsumexp(-1, keepdim=True)
+    weights = {None: None, "a byte": torch.tensor([1, 0]).byte(), "numbers": torch.tensor([0.25, 3.0])}[counted]
+    spans = [
+        ScoredTokens(
+            span.scores, None if weights is None else weights[:, None, None].expand(-1, 1, 290), span.positions - before
+        )
+        for span in spans
+    ]
+    whole = torch.rand(4, 3, 300, generator=torch.Generator().manual_seed(2))
+    there, mass = whole.clone(), whole[1:3, :, 30 : 30 + reach]
+    launched = watch(monkeypatch, "probability_mass")
+    assert add_mass_by_position(spans, normaliser.float(), mass) is None
+    assert counts(launched) == ({"sum_rows": -(-len(kinds) // 4)} if form == "triton" else {})
+    expected, met = there.double(), torch.zeros(4, 3, 300, dtype=torch.bool)
+    bits, below, beyond = there.clone(), 0, 0
+    sums = probability_mass([ScoredTokens(span.scores, span.weights) for span in spans], normaliser.float())
+    for span, own in zip(spans, sums, strict=True):
+        shares = (span.scores.double() - normaliser).exp().sum(2)
+        for row, head, token in (span.scores > -torch.inf).any(2).nonzero().tolist():
+            at = span.positions + token if isinstance(span.positions, int) else int(span.positions[row, head, token])
+            below, beyond = below + (at < 0), beyond + (at >= reach)
+            if 0 <= at < reach:
+                place = row + 1, head, at + 30
+                expected[place] += shares[row, head, token] * (1 if weights is None else float(weights[row]))
+                bits[place] += own[row, head, token]
+                met[place] = True
+    assert below and beyond and met.any() and not met[1:3, :, 30:280].all()
+    assert torch.equal(whole, bits) and torch.equal(whole[~met], there[~met])
+    assert (whole.double() - expected)[met].abs().max() <= 4 * FLOAT32_ATTENTION * max(1, expected.max())
+    assert (counted == "a byte") == torch.equal(whole[2], there[2])
+
+
+@pytest.mark.parametrize("form", ["reference", "triton"])
+def test_a_window_and_the_token_behind_it(form, monkeypatch):
+    """As a step brings them: slots of a window that are not in use are hidden, a token's own among them; a window without slots."""
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    draw, used = torch.Generator().manual_seed(3), torch.tensor([5, 0, 11])
+    scores = torch.randn(3, 2, 4, 13, generator=draw)
+    scores[..., :12].masked_fill_(torch.arange(12) >= used[:, None, None, None], -torch.inf)
+    normaliser, there = scores.logsumexp(-1, keepdim=True), torch.rand(3, 2, 14, generator=draw)
+    shares = (scores.double() - normaliser.double()).exp().sum(2)
+    expected, mass = there.double(), there.clone()
+    expected[..., :12] += shares[..., :12]
+    expected[torch.arange(3), :, used] += shares[..., 12]
+    new = ScoredTokens(scores[..., 12:], positions=used[:, None, None])
+    add_mass_by_position([ScoredTokens(scores[..., :12], positions=0), new], normaliser, mass)
+    assert (mass.double() - expected).abs().max() <= 4 * FLOAT32_ATTENTION
+    unmet = torch.arange(14) > used[:, None, None]
+    assert torch.equal(mass[unmet.expand_as(mass)], there[unmet.expand_as(mass)])
+    again = mass.clone()
+    add_mass_by_position([ScoredTokens(scores[..., :0], positions=3), new], normaliser, again)
+    (own,) = probability_mass([ScoredTokens(new.scores)], normaliser)
+    mass[torch.arange(3), :, used] += own[..., 0]
+    assert torch.equal(again, mass)

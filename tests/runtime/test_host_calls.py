@@ -19,7 +19,7 @@ FOLDERS = tuple(str((Path(__file__).parents[2] / name).resolve()) for name in ("
 ROWS, PROMPT = 3, 140
 
 # Calls of our functions in a layer behind the first, of a step that encodes no block.
-MOST = {"kivi": 127, "rtn": 131, "klt": 136, "zipcache": 167}
+MOST = {"kivi": 20, "rtn": 20, "klt": 59, "zipcache": 27}
 OPTIONS = {"kivi": {"bits": 2, "residual": 128}, "rtn": {"bits": 4}, "klt": {"bits": 2.0}, "zipcache": {}}
 
 # The same in a whole replayed step, however many layers there are.

@@ -71,10 +71,11 @@ class Launch:
 
 
 class Watched:
-    """A kernel whose launches are listed; without `runs` it only fills what it would have written."""
+    """A kernel whose launches are listed; without `runs` it only fills what it would have written. With `copies` what it would read
+    is listed as it is now, and what it fills is filled with other numbers each time."""
 
-    def __init__(self, kernel: Any, found: list[Launch], runs: bool) -> None:
-        self.kernel, self.found, self.runs = kernel, found, runs
+    def __init__(self, kernel: Any, found: list[Launch], runs: bool, copies: bool = False) -> None:
+        self.kernel, self.found, self.runs, self.copies = kernel, found, runs, copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -84,15 +85,30 @@ class Watched:
 
     def _launch(self, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | options
-        launch = Launch(self.kernel.__name__, grid, named)
+        launch, written = Launch(self.kernel.__name__, grid, named), WRITTEN[self.kernel.__name__]
+        if self.copies:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                read = {name: _copied(part) for name, part in named.items() if name not in written}
+            launch = Launch(launch.kernel, grid, read)
         self.found.append(launch)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             if self.runs:
                 self.kernel[grid](*arguments, **options)
                 return
-            for name in WRITTEN[launch.kernel]:
+            for number, name in enumerate(written):
                 if isinstance(named[name], Tensor):
-                    named[name].fill_(1 if named[name].is_floating_point() else 0)
+                    value = 1 + self.copies * (len(self.found) + number / 16)
+                    named[name].fill_(value if named[name].is_floating_point() else 0)
+
+
+def _copied(part: Any) -> Any:
+    """With all of its memory: a kernel may be told other strides."""
+    if not isinstance(part, Tensor):
+        return part
+    whole = torch.empty(0, dtype=part.dtype).set_(
+        part.untyped_storage().clone(), part.storage_offset(), part.shape, part.stride()
+    )
+    return whole
 
 
 def module_of(operation: str) -> ModuleType:
@@ -100,7 +116,7 @@ def module_of(operation: str) -> ModuleType:
     return importlib.import_module(f"calib.kernels.{operation}.triton")
 
 
-def watch(monkeypatch: Any, *operations: str, runs: bool = True) -> list[Launch]:
+def watch(monkeypatch: Any, *operations: str, runs: bool = True, copies: bool = False) -> list[Launch]:
     """The launches of these operations' kernels, or of all operations', from now on."""
     found: list[Launch] = []
     for operation in operations or OPERATIONS:
@@ -108,7 +124,7 @@ def watch(monkeypatch: Any, *operations: str, runs: bool = True) -> list[Launch]
             module = importlib.import_module(f"calib.kernels.{operation}.{path.stem}")
             for name, kernel in list(vars(module).items()):
                 if name in WRITTEN and hasattr(kernel, "arg_names"):  # others are functions that kernels call
-                    monkeypatch.setattr(module, name, Watched(kernel, found, runs))
+                    monkeypatch.setattr(module, name, Watched(kernel, found, runs, copies))
     return found
 
 

@@ -1,0 +1,245 @@
+"""Decode steps launched from tapes: the same launches and the same bits as steps that work out every launch, of every method."""
+
+import copy
+import re
+from unittest import mock
+
+import pytest
+import torch
+from cases import CASES, Case
+from launches import KERNELS, OPERATIONS, WRITTEN, Launch, module_of, watch
+from toy_models import left_padded, random_model
+
+from calib.kernels.launch import launch
+from calib.runtime import compress
+from calib.runtime.attention import attention
+from calib.runtime.memory import tensors
+from calib.runtime.tape.recording import recorded
+from calib.runtime.tape.taped_steps import TapedSteps
+
+LENGTHS, LAYERS = [9, 20], 3
+STEPS = 26  # through a block of every short case
+
+# Cases whose steps are launches and nothing else.
+TAPED = {"full", "rtn-4", "kivi-2", "klt-short", "zipcache", "gear-60", "h2o", "mikv-16-2", "snapkv", "csr", "kvarn"}
+
+# Memory that kernels fill which do not run here: of pages, and of their own.
+NOT_FILLED = {"PLACED", "WAYS"}
+
+
+@pytest.fixture(autouse=True)
+def by_triton(monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+
+
+def in_full(tapes, name, layer, given, step):
+    """In place of `TapedSteps.run`: nothing is recorded."""
+    return layer()
+
+
+def drawn(config, width: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Query, keys and values of all rows, of `width` tokens."""
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    return [torch.randn(len(LENGTHS), own, width, config.head_dim, generator=generator) for own in heads]
+
+
+def launches_of(case: Case, found: list[Launch]) -> tuple[list[list[Launch]], int]:
+    """The launches of each step, and how many layers' steps tapes have launched. No kernel runs."""
+    model, mask = random_model("llama", num_hidden_layers=LAYERS), left_padded(LENGTHS)["attention_mask"]
+    modules, generator, steps = [layer.self_attn for layer in model.model.layers], torch.Generator().manual_seed(3), []
+    with torch.no_grad(), case.open(model) as cache:
+        for step in range(STEPS):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1) if step else mask
+            found.clear()
+            for number, module in enumerate(modules):
+                query, keys, values = drawn(model.config, 1 if step else max(LENGTHS), generator)
+                held = cache.update(keys, values, number)
+                attention(module, query, *held, mask, scaling=0.1)
+            steps.append(list(found))
+        return steps, cache.sequences.taped.launched
+
+
+def seen_as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What a kernel finds that is told the shape and strides of another tensor."""
+    return part.as_strided(like.shape, like.stride(), part.storage_offset())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_tape_launches_what_the_layer_would(case: Case, monkeypatch):
+    found = watch(monkeypatch, runs=False, copies=True)
+    taped, launched = launches_of(case, found)
+    with mock.patch.object(TapedSteps, "run", in_full):
+        full, none = launches_of(case, found)
+    assert not none
+    assert launched >= STEPS or case.name not in TAPED
+    for own, other in zip(taped, full, strict=True):
+        assert [launch.kernel for launch in own] == [launch.kernel for launch in other]
+        for one, same in zip(own, other, strict=True):
+            assert (one.grid, one.numbers) == (same.grid, same.numbers)
+            for name, part in same.arguments.items():
+                if isinstance(part, torch.Tensor) and name not in NOT_FILLED:
+                    assert part.dtype == one.arguments[name].dtype
+                    assert torch.equal(seen_as(one.arguments[name], part), part), (one.kernel, name)
+
+
+def own_steps(model, cache, count: int, width: int = 1) -> None:
+    """Calls of every layer's attention, of as many tokens each."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for _ in range(count):
+            for number, layer in enumerate(model.model.layers):
+                query, keys, values = drawn(model.config, width, generator)
+                held = cache.update(keys, values, number)
+                attention(layer.self_attn, query, *held, None, scaling=0.1)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """A model, and a cache of `kivi` on it with a prompt of 20 tokens; no kernel runs."""
+    watch(monkeypatch, runs=False)
+    model = random_model("llama", num_hidden_layers=LAYERS)
+    with compress(model, "kivi", bits=2) as cache:
+        own_steps(model, cache, 1, 20)
+        yield model, cache
+
+
+def test_all_layers_but_the_first_are_launched_from_the_third_step_on(opened):
+    model, cache = opened
+    own_steps(model, cache, 2)
+    assert cache.sequences.taped.launched == 0
+    own_steps(model, cache, 3)
+    assert cache.sequences.taped.launched == 3 * (LAYERS - 1)
+    assert {layer.get_seq_length() for layer in cache.compressed} == {25}
+    assert cache.sequences.lengths == [25] * len(LENGTHS)
+
+
+@pytest.mark.parametrize("change", ["reorder", "copy", "several tokens", "device", "interrupted by a prompt's end"])
+def test_tapes_are_forgotten_where_memory_or_rows_change(opened, change):
+    model, cache = opened
+    own_steps(model, cache, 4)
+    before = cache.sequences.taped.launched
+    if change == "reorder":
+        cache.reorder_cache(torch.tensor([1, 0]))
+    if change == "copy":
+        cache, before = copy.deepcopy(cache), 0
+    if change == "several tokens":
+        own_steps(model, cache, 1, 2)
+    if change == "device":
+        for layer in cache.compressed:
+            layer.to(torch.device("cpu"))
+    if change == "interrupted by a prompt's end":
+        for layer in cache.compressed:
+            keys, values = drawn(model.config, 1, torch.Generator().manual_seed(5))[1:]
+            layer.fill(keys, values, None, layer.get_seq_length() + 1)
+    own_steps(model, cache, 2)
+    assert cache.sequences.taped.launched == before
+    own_steps(model, cache, 1)
+    assert cache.sequences.taped.launched == before + LAYERS - 1
+
+
+def test_between_steps_a_tape_holds_nothing_of_them(opened):
+    """Neither what kernels fill on the way nor what a layer was given: what a cache weighs is what it stores."""
+    model, cache = opened
+    own_steps(model, cache, 5)
+    held = [
+        part
+        for _, tape in cache.sequences.taped._tapes.values()
+        if tape is not None
+        for launch, _ in tape.launches
+        for part in launch.arguments
+        if isinstance(part, torch.Tensor)
+    ]
+    own = {part.untyped_storage().data_ptr() for part in tensors([layer.store for layer in cache.compressed])}
+    assert held and {part.untyped_storage().data_ptr() for part in held} <= own
+    assert not cache.sequences.forward.readings
+
+
+class Shown:
+    """A step whose layers share these."""
+
+    def __init__(self, readings: dict[str, object]) -> None:
+        self.readings = readings
+
+    @property
+    def worked_out(self) -> dict[str, object]:
+        return dict(self.readings)
+
+
+class TestWhatIsRecorded:
+    """Of a layer that is written here: kernels by name, in memory that it makes."""
+
+    @pytest.fixture
+    def step(self):
+        return Shown({"mask": (torch.zeros(4), "not one")})
+
+    def test_every_tensor_comes_from_where_it_came_from(self, step):
+        """Given, shared, made, the layer's own; whole or in part."""
+        own, seen = torch.full((2,), 7.0), []
+
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda out, *rest, **options: (
+                    seen.append(([part.clone() for part in rest], grid, options)),
+                    out.fill_(len(seen)),
+                )
+
+        def layer(query, values):
+            middle, out = torch.empty(6), torch.empty(2, 3)
+            mask = step.readings["mask"][0]
+            launch(Kernel(), (1, 2), middle[2:], query, mask[1:3], own, WIDE=4)
+            launch(Kernel(), (3,), out.view(6), middle[2:].view(2, 2), values)
+            return out.view(3, 2)
+
+        query, values = torch.ones(3), torch.ones(2)
+        output, tape = recorded(lambda: layer(query, values), (query, values), step)
+        assert tape is not None and output.tolist() == [[2.0, 2.0]] * 3
+        query, values = torch.full((3,), 2.0), torch.full((2,), 3.0)
+        step = Shown({"mask": (torch.arange(4.0), "not one")})
+        again = tape.run((query, values), step)
+        assert again.tolist() == [[4.0, 4.0]] * 3 and again.data_ptr() != output.data_ptr()
+        (first, grid, options), (second, other, none) = seen[2:]
+        assert [part.tolist() for part in first] == [[2.0] * 3, [1.0, 2.0], [7.0, 7.0]]
+        assert [part.tolist() for part in second] == [[[3.0, 3.0]] * 2, [3.0, 3.0]]
+        assert (grid, other, options, none) == ((1, 2), (3,), {"WIDE": 4}, {})
+        # Where the first layers have not worked out what it takes, nothing is launched.
+        assert tape.run((query, values), Shown({})) is None and len(seen) == 4
+
+    @pytest.mark.parametrize(
+        "what",
+        ["an operator", "a number of the host", "work for all", "a piece of what is given", "no memory of its own"],
+    )
+    def test_what_a_tape_cannot_do_again_is_not_recorded(self, step, what):
+        given = torch.ones(4)
+
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda out, *rest: out.fill_(1)
+
+        def layer():
+            out = torch.empty(4)
+            launch(Kernel(), (1,), out, given[1:] if what == "a piece of what is given" else given)
+            if what == "an operator":
+                out.add_(1)
+            if what == "a number of the host":
+                launch(Kernel(), (1,), out, torch.tensor([3.0]))
+            if what == "work for all":
+                step.readings["more"] = 1
+            return given if what == "no memory of its own" else out
+
+        output, tape = recorded(layer, (given,), step)
+        assert tape is None and output.shape == (4,)
+
+
+def test_every_kernel_is_started_by_launch():
+    """What starts a kernel in another way is missing on a tape."""
+    started = re.compile(r"^\s*(?:\w+ = )?\w+\[[^\]=]*\]\((?!\s*\))", re.MULTILINE)
+    kernels = {name for names in map(module_names, OPERATIONS) for name in names}
+    for path in sorted(KERNELS.glob("*/*.py")):
+        for found in started.findall(path.read_text()):
+            assert found.strip().split("[")[0] not in kernels, (path.name, found)
+
+
+def module_names(operation: str) -> set[str]:
+    """The kernels of an operation that are launched."""
+    return {name for name, part in vars(module_of(operation)).items() if name in WRITTEN and hasattr(part, "arg_names")}
