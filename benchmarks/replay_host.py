@@ -110,7 +110,10 @@ def main() -> None:
             for name, lengths in batches.items()
         }
         print(
-            f"{method:10}", *(f"{name} {own['microseconds'] / 1e3:5.2f} ms" for name, own in eager[method].items()),
+            f"{method:10}", *(
+                f"{name} {own['microseconds'] / 1e3:5.2f}, mean {own['mean_microseconds'] / 1e3:5.2f} ms"
+                for name, own in eager[method].items()
+            ),
             eager[method]["equal"]["launches"], sep="  ",
         )  # fmt: skip
     if asked.write:

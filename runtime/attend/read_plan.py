@@ -4,7 +4,9 @@ layer that asks works it out.
 Rows that hold equally much and read with one query each need no masks: their lengths are numbers of the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -62,14 +64,19 @@ class ReadRequest(NamedTuple):
     fused: bool = False
 
 
-class Tile(NamedTuple):
-    """Pages of a tier, the slots [start, stop) that are read of them, and which of these are hidden: bool `[rows or 1, 1,
-    queries or 1, slots]` or None."""
+@dataclass
+class Tile:
+    """Pages of a tier, and the slots [start, stop) that are read of them."""
 
     pages: Pages
     start: int
     stop: int
-    hidden: Tensor | None
+    mask: Callable[[], Tensor | None]
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """Which slots are: bool `[rows or 1, 1, queries or 1, slots]` or None. A kernel that reads all pages does not ask."""
+        return self.mask()
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class _Planner:
             last = min(at + step, pages.stop)
             slots = range(at * page, min(last * page, counts[0]) if self.trimmed else last * page)
             selected = table.select(asked.rows, at, last, asked.device)
-            tiles.append(Tile(selected, slots.start, slots.stop, self._unused(tier, slots)))
+            tiles.append(Tile(selected, slots.start, slots.stop, partial(self._unused, tier, slots)))
         return tiles
 
     def _unused(self, tier: int, slots: range) -> Tensor | None:

@@ -1,8 +1,9 @@
 """Lists what a layer does in a step, and finds out where the tensors come from that its kernels are given."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import is_dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,13 +18,13 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 def recorded(layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step) -> tuple[Tensor, LaunchTape | None]:
     """What `layer()` returns, and its launches. None where it does more than to launch kernels and allocate memory: torch's own
     operators, or work for all layers, which adds to what is worked out."""
-    before = step.worked_out
-    listed = _Listed()
+    shared, listed = _shared_in(step), _Listed()
+    before = step.worked_out.keys()
     with listed, LaunchedBy(listed.take):
         output = layer()
-    if listed.others or step.worked_out.keys() != before.keys():
+    if listed.others or step.worked_out.keys() != before:
         return output, None
-    return output, _Sources(given, before, listed.made).tape(listed.launches, output)
+    return output, _Sources(given, shared, listed.made).tape(listed.launches, output)
 
 
 class _Listed(TorchDispatchMode):
@@ -56,8 +57,13 @@ class _Listed(TorchDispatchMode):
         return result
 
 
+@lru_cache
 def _is_view(func: Any) -> bool:
     return any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
+
+
+# Where a step has a tensor, and the tensor.
+_Known = tuple[Hashable, tuple[int | str, ...], Tensor]
 
 
 class _UnknownError(Exception):
@@ -67,15 +73,9 @@ class _UnknownError(Exception):
 class _Sources:
     """Where the tensors of a step come from, by the memory that they lie in."""
 
-    def __init__(self, given: Sequence[Tensor], worked_out: dict[Hashable, Any], made: list[Tensor]) -> None:
-        self.given = given
+    def __init__(self, given: Sequence[Tensor], shared: "dict[int, _Known]", made: list[Tensor]) -> None:
+        self.given, self.shared = given, shared
         self.of_given = {_storage(tensor) for tensor in given}
-        self.shared: dict[int, tuple[Hashable, tuple[int | str, ...], Tensor]] = {}
-        for key, value in worked_out.items():
-            if key is StepTensors:  # what other layers' tapes take from the step, under its own name besides
-                continue
-            for path, tensor in _tensors(value):
-                self.shared.setdefault(_storage(tensor), (key, path, tensor))
         self.made = {_storage(tensor): tensor for tensor in made if tensor.numel()}
 
     def tape(self, launches: list[Launch], output: Tensor) -> LaunchTape | None:
@@ -83,47 +83,52 @@ class _Sources:
         out = self.made.pop(_storage(output), None)
         if out is None:
             return None
-        view = _view(output, out)
-        if view is None and output.shape != out.shape:
-            view = View(output.dtype, 0, output.shape, output.stride())
-        # Registers by number, as they are met: for each what is shared, or memory.
-        taken: list[Shared | Tensor] = []
+        self.out, self.of_out = out, _storage(out)
+        self.taken: dict[tuple[int, View | None], Shared | Memory] = {}
         try:
-            found = [(launch, self._holes(launch, out, taken)) for launch in launches]
+            view, holes = _view(output, out), [self._holes(launch) for launch in launches]
         except _UnknownError:
             return None
-        first = len(self.given) + 1
-        order = sorted(range(len(taken)), key=lambda number: isinstance(taken[number], Tensor))
-        new = {first + old: first + number for number, old in enumerate(order)}
-        shared = tuple(part for part in taken if isinstance(part, Shared))
-        memory = tuple(_memory(part) for part in taken if isinstance(part, Tensor))
+        if view is None and output.shape != out.shape:
+            view = View(output.dtype, 0, output.shape, output.stride())
+        shared = {name: part for name, part in self.taken.items() if isinstance(part, Shared)}
+        memory = {name: part for name, part in self.taken.items() if isinstance(part, Memory)}
+        numbers = {name: number for number, name in enumerate([*shared, *memory], len(self.given) + 1)}
         return LaunchTape(
             [
-                _emptied(launch, [hole._replace(register=new.get(hole.register, hole.register)) for hole in holes])
-                for launch, holes in found
+                _emptied(launch, [hole if isinstance(hole, Hole) else hole.numbered(numbers) for hole in own])
+                for launch, own in zip(launches, holes, strict=True)
             ],
             (_memory(out), view),
-            StepTensors(shared, memory),
+            StepTensors(tuple(shared.values()), tuple(memory.values())),
         )
 
-    def _holes(self, launch: Launch, out: Tensor, taken: list[Shared | Tensor]) -> list[Hole]:
-        """Of a launch, adding to the registers."""
-        holes = []
-        for position, part in enumerate(launch.arguments):
-            if not isinstance(part, Tensor):
-                continue
-            storage, count = _storage(part), len(self.given)
-            if storage in self.of_given:
-                holes.append(Hole(position, self._number_of_given(part)))
-            elif storage == _storage(out):
-                holes.append(Hole(position, count, _view(part, out)))
-            elif storage in self.made:
-                whole = self.made[storage]
-                holes.append(Hole(position, count + 1 + _number(whole, taken), _view(part, whole)))
-            elif storage in self.shared:
-                key, path, whole = self.shared[storage]
-                holes.append(Hole(position, count + 1 + _number(Shared(key, path, _view(part, whole)), taken)))
-        return holes
+    def _holes(self, launch: Launch) -> list["Hole | _Taken"]:
+        """Arguments that differ by step."""
+        found = [
+            self._hole(position, part) for position, part in enumerate(launch.arguments) if isinstance(part, Tensor)
+        ]
+        return [hole for hole in found if hole is not None]
+
+    def _hole(self, position: int, part: Tensor) -> "Hole | _Taken | None":
+        """None for a tensor that stays: the layer's own."""
+        storage = _storage(part)
+        if storage in self.of_given:
+            return Hole(position, self._number_of_given(part))
+        if storage == self.of_out:
+            return Hole(position, len(self.given), _view(part, self.out))
+        if storage in self.made:
+            whole = self.made[storage]
+            if (storage, None) not in self.taken:
+                self.taken[storage, None] = _memory(whole)
+            return _Taken(position, (storage, None), _view(part, whole))
+        if storage in self.shared:
+            key, path, whole = self.shared[storage]
+            view = _view(part, whole)
+            if (storage, view) not in self.taken:
+                self.taken[storage, view] = Shared(key, path, view)
+            return _Taken(position, (storage, view))
+        return None
 
     def _number_of_given(self, part: Tensor) -> int:
         for number, tensor in enumerate(self.given):
@@ -132,21 +137,24 @@ class _Sources:
         raise _UnknownError  # a piece, perhaps of several that lie in the same memory
 
 
+class _Taken(NamedTuple):
+    """A hole for what is taken from the step, whose registers are numbered once all are known."""
+
+    position: int
+    name: tuple[int, View | None]
+    view: View | None = None
+
+    def numbered(self, numbers: dict[tuple[int, View | None], int]) -> Hole:
+        """The hole."""
+        return Hole(self.position, numbers[self.name], self.view)
+
+
 def _emptied(launch: Launch, holes: list[Hole]) -> tuple[Launch, list[Hole]]:
     """The launch without what differs by step: nothing keeps these tensors until the next."""
     arguments = list(launch.arguments)
     for hole in holes:
         arguments[hole.position] = None
     return launch._replace(arguments=tuple(arguments)), holes
-
-
-def _number(wanted: Shared | Tensor, taken: list[Shared | Tensor]) -> int:
-    """Of a register, which is new where it is not there."""
-    for number, one in enumerate(taken):
-        if one is wanted or (isinstance(one, Shared) and one == wanted):
-            return number
-    taken.append(wanted)
-    return len(taken) - 1
 
 
 def _view(part: Tensor, whole: Tensor) -> View | None:
@@ -167,6 +175,18 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _shared_in(step: Step) -> dict[int, _Known]:
+    """By their memory the tensors that a step has worked out; found once for all layers, until it has more."""
+    worked_out, (count, found) = step.worked_out, step.readings.get(_Known, (0, {}))
+    if count != len(worked_out):
+        found = {}
+        for key, value in worked_out.items():
+            for path, tensor in () if key in (_Known, StepTensors) else _tensors(value):
+                found.setdefault(_storage(tensor), (key, path, tensor))
+        step.readings[_Known] = len(worked_out) + (_Known not in worked_out), found
+    return found
+
+
 def _tensors(value: Any) -> Iterator[tuple[tuple[int | str, ...], Tensor]]:
     """The tensors in what a step has worked out, and how they are reached."""
     if isinstance(value, Tensor):
@@ -175,5 +195,5 @@ def _tensors(value: Any) -> Iterator[tuple[tuple[int | str, ...], Tensor]]:
         for number, part in enumerate(value):
             yield from (((number, *path), tensor) for path, tensor in _tensors(part))
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from (((field.name, *path), tensor) for path, tensor in _tensors(getattr(value, field.name)))
+        for name, part in vars(value).items():
+            yield from (((name, *path), tensor) for path, tensor in _tensors(part))

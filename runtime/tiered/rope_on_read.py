@@ -35,7 +35,7 @@ class RopeOnRead:
 
     def rotated(self, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
         """`[rows, kv_heads, tokens, D]`."""
-        positions = tier.positions(*tile[:3])
+        positions = tier.positions(tile.pages, tile.start, tile.stop)
         if isinstance(positions, slice):
             return Rotation.rotated(
                 keys, *cos_sin_between(self.forward, self.rotation, positions.start, positions.stop, keys)
@@ -45,7 +45,7 @@ class RopeOnRead:
     def across(self, tier: Tier, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of a tile's tokens, tokens last: float32 `[r/2, tokens]`, or where rows or heads differ
         `[rows, kv_heads or 1, r/2, tokens]`."""
-        positions = tier.positions(*tile[:3])
+        positions = tier.positions(tile.pages, tile.start, tile.stop)
         if isinstance(positions, slice):
             return _between(self.forward, self.rotation.across, positions.start, positions.stop, like)
         cos, sin = self.rotation.at(positions)

@@ -130,7 +130,7 @@ class TieredTokens(LayerTokens):
             for tile in tiles:
                 hidden, positions = tile.hidden, None
                 if plan.back is not None or self.fetched is not None:
-                    positions = tier.positions(*tile[:3])
+                    positions = tier.positions(tile.pages, tile.start, tile.stop)
                     replaced = None if self.fetched is None else self.fetched.hides(positions)
                     hidden = either(hidden, _behind(positions, plan.back), replaced)
                 yield ScoredSpan(
