@@ -49,23 +49,27 @@ def test_generate(device, prompts, dtype, method, options, monkeypatch):
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched again"])
 @pytest.mark.parametrize(("method", "options"), [*METHODS[:5], ("rtn", {"bits": 4}), ("csr", {"online": 256})], ids=str)
-def test_replayed_steps(device, prompts, method, options, monkeypatch):
-    """Steps from CUDA graphs, over several blocks, each against the same step of a copy of the cache, which no graph runs. Two
-    caches side by side would go apart: with `gear` a last bit may choose other outliers."""
+def test_steps_that_are_done_again(device, prompts, method, options, graphs, monkeypatch):
+    """Steps from CUDA graphs or tapes, over several blocks, each against the same step of a copy of the cache, which has neither.
+    Two caches side by side would go apart: with `gear` a last bit may choose other outliers."""
     if device.type != "cuda":
-        pytest.skip("needs a CUDA device: CUDA graphs")
+        pytest.skip("needs a CUDA device: CUDA graphs, and 160 steps")
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
     given = {name: part.to(device) for name, part in prompts.items()}
-    with compress(model, method, graphs=True, **options) as cache, torch.no_grad():
+    with compress(model, method, graphs=graphs, **options) as cache, torch.no_grad():
         model(**given, past_key_values=cache)
         for step in range(160):
             token = torch.full((2, 1), 7 + step % 50, device=device)
             positions = torch.tensor(cache.sequences.lengths, device=device)[:, None]
             with copy.deepcopy(cache) as alone:
                 expected = model(input_ids=token, position_ids=positions, past_key_values=alone).logits
-                assert not alone.graphs.replays
+                assert not (alone.graphs and alone.graphs.replays) and not alone.sequences.taped.launched
             logits = model(input_ids=token, position_ids=positions, past_key_values=cache).logits
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-    assert cache.graphs.replays > 80
+        # A layer of a tape's steps is counted by itself, all layers but the first.
+        layers = model.config.num_hidden_layers - 1
+        again = cache.graphs.replays if graphs else cache.sequences.taped.launched / layers
+    assert again > 80 or (method == "csr" and not graphs)  # whose steps are operators of torch besides
