@@ -14,7 +14,7 @@ from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.stages.saliency import FastGen
 from calib.runtime.stages.tiering import HeavyHitterBudget
 from calib.runtime.store import LayerContext
-from calib.runtime.tiered.chunks import probes_of_prompt
+from calib.runtime.tiered.probe_rows import LayerProbes
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
 
@@ -64,7 +64,7 @@ class BudgetScores(TieredStore):
         if self.saliency is None:
             return torch.arange(0)
         if self.plan.probes is not None:
-            return probes_of_prompt(self.plan.probes, length, self.rng, ids)
+            return LayerProbes(self.plan.probes, self.rng).of_prompt(length, ids)
         return torch.arange(length)[-(self.saliency.newest or length) :]
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:

@@ -8,7 +8,6 @@ encoded is ever touched again.
 import warnings
 from bisect import bisect_left
 from collections.abc import Hashable
-from itertools import accumulate
 from operator import le
 from typing import Any, NamedTuple
 
@@ -22,11 +21,10 @@ from calib.runtime.attend.attention_stats import MassSlots, Observed
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window, allocated
-from calib.runtime.stages.saliency import Probes
-from calib.runtime.stages.seeded_rng import SeededRng
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.store import Footprint, LayerContext
-from calib.runtime.tiered.probe_rows import MOST_BLOCKS, LayerProbes
+from calib.runtime.tiered.chunk_probes import ChunkProbes
+from calib.runtime.tiered.probe_rows import LayerProbes
 from calib.runtime.tiered.rope_on_read import unrotated
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
@@ -64,9 +62,10 @@ class ChunkStore(TieredStore):
     ) -> None:
         super().__init__(plan, keys, values, sequences, context)
         self.tiering: RatioTiers = plan.tiering
-        self._blocks: dict[range, tuple[bool, ...]] = {}
+        own = LayerProbes(plan.probes, self.rng)
+        self.probes = ChunkProbes(own, self.tiering)
         if self.observes:
-            sequences.probe_rows.add(context.layer, LayerProbes(plan.probes, self.rng))
+            sequences.probe_rows.add(context.layer, own)
         self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
@@ -99,12 +98,8 @@ class ChunkStore(TieredStore):
         return held, fresh
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """As the strategy says for a prompt; one shorter than a first chunk must be is the beginning of one."""
-        if length >= self.tiering.first(0):
-            return probes_of_prompt(self.plan.probes, length, self.rng, ids)
-        return torch.tensor(
-            [position for position in range(length) if self._block(range(self.tiering.first(0)))[position]]
-        ).long()
+        """See `ChunkProbes.of_prompt`."""
+        return self.probes.of_prompt(length, ids)
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
         """Probe rows, and of each the tokens of its own chunk."""
@@ -120,7 +115,7 @@ class ChunkStore(TieredStore):
                 return Observed(tier=False, into=self._into(forward, rows, device))
             return self._watched(forward, rows, self.sequences.most_exact(forward, rows), device)
         spans = [(forward.before[row], forward.after[row], self.sequences.prompt(row)) for row in rows]
-        probes = [self._probes(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
+        probes = [self.probes.among(*span, self._ids(forward, row)) for row, span in zip(rows, spans, strict=True)]
         if not any(map(any, probes)):
             return None
         width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
@@ -300,7 +295,10 @@ class ChunkStore(TieredStore):
                 mass = mass.sum(1, keepdim=True).expand_as(mass)
             # Rows of equal length have probes in the same positions, unless they go by what each row says.
             asked = rows if forward.ids is not None else rows[:1]
-            seen = torch.stack([self._seen_rows(forward, row, chunk) for row in asked])
+            prompt, observed = self.sequences.prompt(rows[0]), self.shown.probes
+            seen = torch.stack(
+                [self.probes.seeing(chunk, prompt, self._ids(forward, row), observed.get(row)) for row in asked]
+            )
             seen = upload(seen, torch.int64, keys.device)[:, None]
             scores = self.saliency.scores(mass, seen)
         first = chunk.start == self.tiering.sinks
@@ -323,38 +321,6 @@ class ChunkStore(TieredStore):
                 self.tiers[number].write(
                     rows, table, slots[number], keys, values, chunk.start, row_params, order=chosen
                 )
-
-    def _seen_rows(self, forward: Forward, row: int, chunk: range) -> Tensor:
-        """How many probe rows see each token of a chunk, those at its position and behind: int64 `[len(chunk)]` on the host."""
-        prompt = self.sequences.prompt(row)
-        if self.tiering.chunk_of(chunk.start, prompt) == range(prompt):
-            probes = self.shown.probes.get(row)  # those that were observed, where this forward is the prompt
-            if probes is None:
-                probes = probes_of_prompt(self.plan.probes, prompt, self.rng, self._ids(forward, row))
-            return len(probes) - torch.searchsorted(probes, torch.arange(chunk.start, chunk.stop))
-        chosen = self._probes(chunk.start, chunk.stop, prompt, self._ids(forward, row))
-        return torch.tensor(list(accumulate(map(int, reversed(chosen))))[::-1])
-
-    def _probes(self, start: int, stop: int, prompt: int, ids: Tensor | None) -> list[bool]:
-        """Which of the rows at positions [start, stop) are probes."""
-        chosen: list[bool] = []
-        while start < stop:
-            chunk = self.tiering.chunk_of(start, prompt)
-            if chunk == range(prompt):
-                positions = set(probes_of_prompt(self.plan.probes, prompt, self.rng, ids).tolist())
-                chosen += [position in positions for position in range(start, min(stop, prompt))]
-            else:
-                chosen += self._block(chunk)[start - chunk.start : stop - chunk.start]
-            start = chunk.stop
-        return chosen
-
-    def _block(self, chunk: range) -> tuple[bool, ...]:
-        """`Probes.of_block`, remembered."""
-        if chunk not in self._blocks:
-            if len(self._blocks) > MOST_BLOCKS:
-                self._blocks.clear()
-            self._blocks[chunk] = self.plan.probes.of_block(chunk.start, len(chunk), self.rng)
-        return self._blocks[chunk]
 
     def _resize(self, slots: int) -> None:
         for window in self.windows or ():
@@ -379,10 +345,3 @@ class ChunkStore(TieredStore):
         return [0.0] * self.tiering.separate_prompt_tiers + [
             n / self.tiering.block for n in self.tiering.counts(self.tiering.block)
         ]
-
-
-def probes_of_prompt(probes: Probes, length: int, rng: SeededRng, ids: Tensor | None) -> Tensor:
-    """`Probes.of_prompt`; refuses special tokens where nobody gave their ids."""
-    if probes.strategy == "special" and ids is None:
-        raise ValueError("probes='special' needs token ids: call the model with input_ids, not with inputs_embeds")
-    return probes.of_prompt(length, rng, ids)

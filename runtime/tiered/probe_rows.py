@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.seeded_rng import SeededRng
 
@@ -19,6 +21,12 @@ class LayerProbes(NamedTuple):
     def of_block(self, block: range) -> tuple[bool, ...]:
         """See `Probes.of_block`."""
         return self.probes.of_block(block.start, len(block), self.rng)
+
+    def of_prompt(self, length: int, ids: Tensor | None) -> Tensor:
+        """See `Probes.of_prompt`; refuses special tokens where nobody gave their ids."""
+        if self.probes.strategy == "special" and ids is None:
+            raise ValueError("probes='special' needs token ids: call the model with input_ids, not with inputs_embeds")
+        return self.probes.of_prompt(length, self.rng, ids)
 
 
 class ProbeRows:
