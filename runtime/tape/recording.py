@@ -182,7 +182,8 @@ def _shared_in(step: Step) -> dict[int, _Known]:
         found = {}
         for key, value in worked_out.items():
             for path, tensor in () if key in (_Known, StepTensors) else _tensors(value):
-                found.setdefault(_storage(tensor), (key, path, tensor))
+                if tensor.numel():
+                    found.setdefault(_storage(tensor), (key, path, tensor))
         step.readings[_Known] = len(worked_out) + (_Known not in worked_out), found
     return found
 
