@@ -5,6 +5,7 @@ these are views and allocations, and masks and positions that the first layer wo
 for a launch, and the model's own layers.
 """
 
+import gc
 import statistics
 import time
 from collections import Counter
@@ -70,6 +71,8 @@ def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths:
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
     taken: list[list[float]] = [[] for _ in modules]
     launches = []
+    gc.collect()
+    gc.freeze()  # what imports have made is not walked again and again
     with counted_launches() as counts, compress(model, method, artifact, **options) as cache:
         for number in range(STEPS + 1):
             width = 1 if number else max(lengths)
@@ -84,6 +87,7 @@ def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths:
                     taken[layer].append(time.perf_counter() - begun)
             launches.append(tuple(counts.items()))
         taped = cache.sequences.taped.launched
+    gc.unfreeze()
     usual = {"sum_rows", *dict(statistics.mode(launches[FIRST:]))}
     of_steps = [
         sum(own)

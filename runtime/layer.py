@@ -160,10 +160,10 @@ class CompressedLayer(CacheLayerMixin):
     def _take_in(self, logits: Logits, forward: Forward, *draft: Tensor) -> None:
         assert self.store is not None
         given = QKV(*draft)
+        self.store.prepare(forward)
         if self.store.observes and forward.width:  # attended again, now that it is known which drafts were kept
             self._encoded(self.store, forward, given, logits)
         else:
-            self.store.prepare(forward)
             self._store(self.store, forward, given)
         forward.stored()
 
@@ -173,8 +173,10 @@ class CompressedLayer(CacheLayerMixin):
         return size is not None and max(forward.counts) > size
 
     def _encoded(self, store: Store, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """Attention of what the rows are given, which then is stored: all of it, or chunk by chunk where the plan asks for that."""
-        store.prepare(forward)  # before attention: the table already names the pages this forward will fill
+        """Attention of what the rows are given, which then is stored: all of it, or chunk by chunk where the plan asks for that.
+
+        The store is prepared: the table already names the pages that the forward will fill.
+        """
         size = self.plan.encoding_chunk
         if size is None or not self._in_chunks(forward):
             output = self._attended(store, forward, given, logits, observe=True)
@@ -191,12 +193,15 @@ class CompressedLayer(CacheLayerMixin):
         """`_encoded`, by the launches of an earlier step where this one goes on with its block."""
         store, taped = self.store, self.sequences.taped
         assert store is not None
-        if forward.pending == self.sequences.layers:  # none before has begun it
+        step, first = partial(self._encoded, store, forward, given, logits), forward.pending == self.sequences.layers
+        if first or not taped.goes_on:
+            store.prepare(forward)
+        if first:
             forward.fixed_shapes = taped.begin(self.sequences.steps, self._block(forward, given))
-        step = partial(self._encoded, store, forward, given, logits)
-        if not forward.fixed_shapes:
+        if first or not forward.fixed_shapes:  # the first works out what all of them share
             return step()
-        return taped.run((self.context.layer, store.branch(forward), logits), step, given, forward)
+        way = store.branch(forward), logits
+        return taped.run(self.context.layer, self.plan, way, step, given, forward)
 
     def _block(self, forward: Forward, given: QKV) -> Hashable | None:
         """What a step by Triton's kernels, in no graph, shares with those that launch the same; None for any other forward."""
@@ -217,7 +222,9 @@ class CompressedLayer(CacheLayerMixin):
             return self._attended(self.store, forward, given, logits, observe=False)
         # Without the drafts of the layers before, which the forward holds.
         store, sequences = copy.deepcopy((self.store, self.sequences), {id(forward): forward.without(0)})
-        output = self._encoded(store, sequences.accept(forward), given, logits)
+        accepted = sequences.accept(forward)
+        store.prepare(accepted)
+        output = self._encoded(store, accepted, given, logits)
         store.state()  # waits for copies that run beside the main stream: their memory goes now
         return output
 

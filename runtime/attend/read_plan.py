@@ -36,8 +36,8 @@ class ReadableRows(Protocol):
         """Slots in use of each tier, for every row, before a forward."""
         ...
 
-    def exact(self, row: int, length: int) -> int:
-        """Slots in use of the exact window when `row` holds `length` tokens."""
+    def exact_before(self, forward: Forward) -> list[int]:
+        """Slots in use of the exact window, for every row, before a forward."""
         ...
 
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
@@ -155,7 +155,7 @@ class _Planner:
         self.before = [forward.before[row] for row in asked.rows]
         held = state.held_before(forward)
         self.counts = list(zip(*(held[row] for row in asked.rows), strict=True))  # of each tier, by row
-        exact = {state.exact(row, length) for row, length in zip(asked.rows, self.before, strict=True)}
+        exact = set(state.exact_before(forward)[asked.rows.start : asked.rows.stop])
         # Without masks only one query each, and only where shapes are not a whole block's.
         single = len(asked.queries) == 1 and asked.sliding is None and not forward.of_block
         self.trimmed = single and asked.trims and asked.queries.stop == 1 and len(set(self.before)) == 1

@@ -97,6 +97,10 @@ class OrderedSequenceState(SequenceState):
         """The same for every row, as slots of the only tier."""
         return [[row.packed] for row in self._rows(forward)[0]]
 
+    def exact_before(self, forward: Forward) -> list[int]:
+        """Of each row's tokens those in the window of values."""
+        return [length - row.packed for length, row in zip(forward.before, self._rows(forward)[0], strict=True)]
+
     def pages_behind(self, forward: Forward) -> tuple[tuple[int, ...], ...]:
         """Of every row once the forward is stored."""
         return tuple([row.pages for row in self._rows(forward)[1]])

@@ -151,6 +151,10 @@ class Stream:
         self.pool.grow(table.capacity, table.page_tokens)
         if forward.copies[0]:
             self.pool.copy(forward.copies[0])
+        if forward.width == 1 and forward.columns is None:
+            steps = [self._step_at(length) for length in forward.before]
+            if not any(encodes for _, _, encodes in steps):
+                self.window.resize(max(used for used, _, _ in steps))
 
     def to(self, device: torch.device) -> None:
         """Moves everything to `device`."""

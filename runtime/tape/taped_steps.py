@@ -1,7 +1,8 @@
 """Which decode steps are alike, and the tapes of their layers.
 
 The first step of a block runs as always. From the second on shapes are those of the whole block, and every layer behind the first
-is recorded the first time and launched from its tape in all further steps.
+is recorded the first time and launched from its tape in all further steps. Behind a block in which that has paid, the next one is
+recorded from its first step on.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -9,8 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.runtime.tape.launch_tape import LaunchTape, Step, StepTensors
+from calib.runtime.tape.launch_tape import LaunchTape
+from calib.runtime.tape.outline import Outline
 from calib.runtime.tape.recording import recorded
+from calib.runtime.tape.step_tensors import Step, StepTensors
+from calib.runtime.tape.structure import structure
 
 # What tensors have to share to be given to the same launches: shape, strides, type and device of each.
 _Form = tuple[tuple[Any, ...], ...]
@@ -22,42 +26,82 @@ class TapedSteps:
     def __init__(self) -> None:
         self.step = 0
         self.key: Hashable | None = None
+        self.goes_on = False  # with the block of the step before
         self.launched = 0  # layers' steps so far that a tape has launched
+        self._before = 0  # how many of them before this block
+        self._pays = False  # whether tapes have launched layers in the block before
         self._tapes: dict[Hashable, tuple[_Form, LaunchTape | None]] = {}
+        self._outlines: dict[Hashable, Outline] = {}
         self._alike: dict[StepTensors, StepTensors] = {}  # the first of those that are equal
+        self._kinds: dict[int, tuple[Any, int]] = {}
+        self._structures: dict[Hashable, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TapedSteps":
         """Tapes name the memory of one cache; a copy has none yet."""
         return TapedSteps()
 
     def forget(self) -> None:
-        """What was recorded no longer holds: memory has moved, or rows have changed."""
+        """What was recorded no longer holds: memory has moved, or rows have changed, or the block is over."""
+        if self.key is not None:
+            self._pays, self._before = self.launched > self._before, self.launched
         self.key = None
         self._tapes.clear()
         self._alike.clear()
 
     def begin(self, step: int, key: Hashable | None) -> bool:
-        """Whether the forward number `step`, which shares `key` with all steps of its block, goes on with the block of the step
-        before. A `key` of None is that of a forward that is no such step."""
-        goes_on = key is not None and key == self.key and step == self.step + 1
-        if not goes_on:
+        """Whether layers of the forward number `step` run by tapes, or are recorded. It shares `key` with all steps of its block;
+        None is that of a forward that is no such step."""
+        self.goes_on = key is not None and key == self.key and step == self.step + 1
+        if not self.goes_on:
             self.forget()
         self.step, self.key = step, key
-        return goes_on
+        return self.goes_on or (key is not None and self._pays)
 
-    def run(self, name: Hashable, layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step) -> Tensor:
-        """What `layer()` returns in a `step`, by its tape where there is one of this `name`; else by a call, recorded if it is the
-        first. `given` are the tensors that are the layer's own and differ by step."""
-        form = tuple([(part.shape, part.stride(), part.dtype, part.device) for part in given])
+    def run(
+        self, number: int, plan: Any, way: Hashable, layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step
+    ) -> Tensor:
+        """What `layer()` returns in a `step`, by its tape where there is one; else by a call, recorded if it is the first.
+
+        It is the layer of this `number` and `plan`, which takes this `way` through its code. `given` are the tensors that are the
+        layer's own and differ by step.
+        """
+        name, form = (number, way), tuple([(part.shape, part.stride(), part.dtype, part.device) for part in given])
         if name not in self._tapes:
-            output, tape = recorded(layer, given, step)
-            if tape is not None:
-                tape.tensors = self._alike.setdefault(tape.tensors, tape.tensors)
-            self._tapes[name] = form, tape
-            return output
+            return self._record(name, form, (self._kind(number, plan), way), layer, given, step)
         recorded_form, tape = self._tapes[name]
         launched = tape.run(given, step) if tape is not None and form == recorded_form else None
         if launched is None:
             return layer()
         self.launched += 1
         return launched
+
+    def _record(
+        self,
+        name: Hashable,
+        form: _Form,
+        kind: Hashable,
+        layer: Callable[[], Tensor],
+        given: Sequence[Tensor],
+        step: Step,
+    ) -> Tensor:
+        """By the outline of such layers where there is one; a layer that differs from it is recorded in full in its next step."""
+        outline = self._outlines.pop(kind, None)
+        if outline is None:
+            output, tape, outline = recorded(layer, given, step)
+        else:
+            output, tape = outline.recorded(layer, given, step)
+            if tape is None:
+                return output
+        if tape is not None and outline is not None:
+            tape.tensors = self._alike.setdefault(tape.tensors, tape.tensors)
+            self._outlines[kind] = outline
+        self._tapes[name] = form, tape
+        return output
+
+    def _kind(self, number: int, plan: Any) -> int:
+        """A number for each structure of plans."""
+        known = self._kinds.get(number)
+        if known is None or known[0] is not plan:
+            of_structure = self._structures.setdefault(structure(plan), len(self._structures))
+            known = self._kinds[number] = plan, of_structure
+        return known[1]

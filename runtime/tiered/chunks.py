@@ -70,7 +70,7 @@ class ChunkStore(TieredStore):
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
     def prepare(self, forward: Forward) -> None:
-        """Also room in the rows' parameters for the longest first chunk."""
+        """Also room in the rows' parameters for the longest first chunk, and in the window where every row's chunk goes on."""
         if self.sequences.row_params is not None:
             firsts = [
                 self.tiering.first(self.sequences.prompt(row))
@@ -80,6 +80,9 @@ class ChunkStore(TieredStore):
             for tier, tokens in zip(self.tiers, self.tiering.counts(max(firsts, default=0)), strict=False):
                 tier.fit(tokens)
         super().prepare(forward)
+        before, after = (of_rows.exact for of_rows in self.sequences.slots(forward))
+        if forward.width == 1 and not any(map(le, after, before)):
+            self._resize(max(after))
 
     @property
     def _mass_slots(self) -> int:

@@ -128,6 +128,10 @@ class TieredSequenceState(SequenceState):
         """See `ReadableRows`."""
         return self.slots(forward)[0].held
 
+    def exact_before(self, forward: Forward) -> list[int]:
+        """See `ReadableRows`."""
+        return self.slots(forward)[0].exact
+
     def _at(self, row: int, length: int) -> RowSlots:
         """See `RowSlots`."""
         key = (length, self.prompts[row] if self.prompts else 0)

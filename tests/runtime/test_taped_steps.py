@@ -14,7 +14,10 @@ from calib.kernels.launch import launch
 from calib.runtime import compress
 from calib.runtime.attention import attention
 from calib.runtime.memory import tensors
+from calib.runtime.stages.transform.orthogonal import Orthogonal
+from calib.runtime.tape import taped_steps
 from calib.runtime.tape.recording import recorded
+from calib.runtime.tape.structure import structure
 from calib.runtime.tape.taped_steps import TapedSteps
 
 LENGTHS, LAYERS = [9, 20], 3
@@ -32,7 +35,7 @@ def by_triton(monkeypatch):
     monkeypatch.setenv("CALIB_KERNELS", "triton")
 
 
-def in_full(tapes, name, layer, given, step):
+def in_full(tapes, number, plan, way, layer, given, step):
     """In place of `TapedSteps.run`: nothing is recorded."""
     return layer()
 
@@ -41,6 +44,16 @@ def drawn(config, width: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Query, keys and values of all rows, of `width` tokens."""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     return [torch.randn(len(LENGTHS), own, width, config.head_dim, generator=generator) for own in heads]
+
+
+def noted(begin, answers: list[bool]):
+    """In place of `TapedSteps.begin`: its answers are listed."""
+
+    def and_noted(tapes, step, key):
+        answers.append(begin(tapes, step, key))
+        return answers[-1]
+
+    return and_noted
 
 
 def launches_of(case: Case, found: list[Launch]) -> tuple[list[list[Launch]], int]:
@@ -67,9 +80,13 @@ def seen_as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_tape_launches_what_the_layer_would(case: Case, monkeypatch):
-    found = watch(monkeypatch, runs=False, copies=True)
-    taped, launched = launches_of(case, found)
-    with mock.patch.object(TapedSteps, "run", in_full):
+    found, of_block = watch(monkeypatch, runs=False, copies=True), []
+    with mock.patch.object(TapedSteps, "begin", noted(TapedSteps.begin, of_block)):
+        taped, launched = launches_of(case, found)
+    with (
+        mock.patch.object(TapedSteps, "run", in_full),
+        mock.patch.object(TapedSteps, "begin", side_effect=of_block),
+    ):
         full, none = launches_of(case, found)
     assert not none
     assert launched >= STEPS or case.name not in TAPED
@@ -134,7 +151,8 @@ def test_tapes_are_forgotten_where_memory_or_rows_change(opened, change):
             layer.fill(keys, values, None, layer.get_seq_length() + 1)
     if change in ("reorder", "copy", "device"):  # at once: tapes keep memory that has been replaced
         assert not cache.sequences.taped._tapes
-    own_steps(model, cache, 2)
+    # A block behind one that tapes have launched is recorded at once; a copy has had none.
+    own_steps(model, cache, 2 if change == "copy" else 1)
     assert cache.sequences.taped.launched == before
     own_steps(model, cache, 1)
     assert cache.sequences.taped.launched == before + LAYERS - 1
@@ -194,7 +212,7 @@ class TestWhatIsRecorded:
             return out.view(3, 2)
 
         query, values = torch.ones(3), torch.ones(2)
-        output, tape = recorded(lambda: layer(query, values), (query, values), step)
+        output, tape, _ = recorded(lambda: layer(query, values), (query, values), step)
         assert tape is not None and output.tolist() == [[2.0, 2.0]] * 3
         query, values = torch.full((3,), 2.0), torch.full((2,), 3.0)
         step = Shown({"mask": (torch.arange(4.0), "not one")})
@@ -229,8 +247,131 @@ class TestWhatIsRecorded:
                 step.readings["more"] = 1
             return given if what == "no memory of its own" else out
 
-        output, tape = recorded(layer, (given,), step)
-        assert tape is None and output.shape == (4,)
+        output, tape, outline = recorded(layer, (given,), step)
+        assert tape is None and outline is None and output.shape == (4,)
+
+
+class Named:
+    """A kernel that fills what it is given first with 1, and lists its launches."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def __getitem__(self, grid):
+        def start(out, *rest, **options):
+            self.seen.append(
+                (grid, [part.clone() if isinstance(part, torch.Tensor) else part for part in rest], options)
+            )
+            out.fill_(1)
+
+        return start
+
+
+class TestOfAnOutline:
+    """A layer that is listed by what is known of another."""
+
+    @pytest.fixture
+    def kernels(self):
+        return Named(), Named()
+
+    @staticmethod
+    def layer(kernels, given, step, own, size, change=None):
+        """Two launches, in memory of any size."""
+        first, second = kernels[::-1] if change == "other kernels" else kernels
+        query, values = given[::-1] if change == "what is given, swapped" else given
+        mask = step.readings["mask"][0]
+
+        def run():
+            middle, out = torch.empty(2 * size), torch.empty(size)
+            if change == "work for all":
+                step.readings["more"] = 1
+            if change == "one launch less":
+                launch(second, (size,), out)
+                return out
+            part = mask if change == "the step's instead of its own" else own
+            fresh = torch.empty(size)
+            launch(
+                first,
+                (size, 2),
+                fresh if change == "other memory" else middle[size:],
+                query,
+                mask[1:3],
+                part,
+                None,
+                size,
+            )
+            last = part if change == "its own instead of the step's" else mask
+            last = None if change == "nothing instead of a tensor" else last
+            launch(second, (size,), out, middle[size:], values, last)
+            return out
+
+        return run
+
+    def outlined(self, kernels):
+        """The outline of a layer of 3 numbers."""
+        given, step = (torch.ones(3), torch.ones(2)), Shown({"mask": (torch.zeros(4), "not one")})
+        _, tape, outline = recorded(self.layer(kernels, given, step, torch.full((2,), 7.0), 3), given, step)
+        assert tape is not None
+        return outline
+
+    def test_sizes_grids_and_memory_are_its_own(self, kernels):
+        outline = self.outlined(kernels)
+        given, step = (
+            (torch.ones(3), torch.ones(2)),
+            Shown({"more": torch.ones(1), "mask": (torch.zeros(9), "not one")}),
+        )
+        output, tape = outline.recorded(self.layer(kernels, given, step, torch.full((2,), 8.0), 5), given, step)
+        assert tape is not None and output.tolist() == [1.0] * 5
+        given, step = (torch.full((3,), 2.0), torch.full((2,), 3.0)), Shown({"mask": (torch.arange(9.0), "not one")})
+        again = tape.run(given, step)
+        assert again.tolist() == [1.0] * 5 and again.data_ptr() != output.data_ptr()
+        (grid, (query, mask, own, none, size), _), (other, (middle, values, whole), _) = (
+            one.seen[-1] for one in kernels
+        )
+        assert (grid, other, none, size) == ((5, 2), (5,), None, 5)
+        assert (query.tolist(), mask.tolist(), own.tolist()) == ([2.0] * 3, [1.0, 2.0], [8.0, 8.0])
+        assert (middle.tolist(), values.tolist(), whole.tolist()) == ([1.0] * 5, [3.0, 3.0], list(range(9)))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "other kernels",
+            "what is given, swapped",
+            "work for all",
+            "one launch less",
+            "the step's instead of its own",
+            "its own instead of the step's",
+            "other memory",
+            "nothing instead of a tensor",
+        ],
+    )
+    def test_a_layer_that_does_something_else_has_no_tape(self, kernels, change):
+        outline = self.outlined(kernels)
+        given, step = (torch.ones(3), torch.ones(2)), Shown({"mask": (torch.zeros(4), "not one")})
+        run = self.layer(kernels, given, step, torch.full((2,), 8.0), 5, change)
+        output, tape = outline.recorded(run, given, step)
+        assert tape is None and output.tolist() == [1.0] * 5
+
+
+def test_where_tensors_come_from_is_found_out_once(opened, monkeypatch):
+    """Of layers whose plans are equal: the second one, and all in later blocks, are listed by the outline of the first."""
+    model, cache = opened
+    found = []
+    monkeypatch.setattr(taped_steps, "recorded", lambda *given: found.append(given) or recorded(*given))
+    own_steps(model, cache, 45)  # the window gets more memory at 32 tokens, and at 64
+    assert len(found) == 1
+    assert cache.sequences.taped.launched == (LAYERS - 1) * (45 - 2 - 2)
+
+
+def test_plans_are_alike_whatever_their_tensors_say():
+    model = random_model("llama", num_hidden_layers=LAYERS)
+    with compress(model, "kivi", bits=2) as cache, compress(model, "kivi", bits=4) as other:
+        kinds = {structure(layer.plan) for layer in cache.compressed}
+        assert len(kinds) == 1 and not kinds & {structure(layer.plan) for layer in other.compressed}
+    one, same = (Orthogonal(torch.full((2, 3, 3), float(number))) for number in range(2))
+    assert structure(one) == structure(same) != structure(Orthogonal(torch.zeros(2, 4, 4)))
+    thing = object()
+    assert structure([thing]) == structure([thing]) != structure([object()])
 
 
 def test_every_kernel_is_started_by_launch():

@@ -1,0 +1,153 @@
+"""Where the tensors come from that a layer's kernels are given, and the tape that follows from it.
+
+Sizes, grids and memory differ from block to block and from layer to layer; what comes from where does not. It is found out once
+(`recording.py`). From then on to list a layer's launches costs little more than the layer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from calib.kernels.launch import Launch, LaunchedBy
+from calib.runtime.tape.launch_tape import Hole, LaunchTape
+from calib.runtime.tape.step_tensors import Memory, Shared, Step, StepTensors, TapedStep, View, storage_of
+
+
+class KnownLaunch(NamedTuple):
+    """What is known of a launch: the types of its arguments, and of tensors among them which are the layer's own and where the
+    others come from."""
+
+    kernel: Any
+    types: tuple[type, ...]
+    own: tuple[int, ...]
+    holes: tuple[Hole, ...]
+
+
+class UnlikeError(Exception):
+    """A layer does not do what is known of it."""
+
+
+class Outline(NamedTuple):
+    """What tapes have in common of layers whose plans are equal, in steps that take the same way through them. It holds no tensor.
+
+    Registers are numbered as a tape's: what the layer is given, its output, then so many that are `shared`, and `memory` of these
+    types.
+    """
+
+    launches: list[KnownLaunch]
+    shared: int
+    memory: tuple[torch.dtype, ...]
+
+    def recorded(
+        self, layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step
+    ) -> tuple[Tensor, LaunchTape | None]:
+        """What `layer()` returns, and its launches; None where it does something else."""
+        shared, before, listed = TapedStep.of(step).shared(), step.worked_out.keys(), list[Launch]()
+
+        def take(launch: Launch) -> None:
+            listed.append(launch)
+            launch.start()
+
+        with LaunchedBy(take):
+            output = layer()
+        return output, self.tape(listed, output, given, shared) if step.worked_out.keys() == before else None
+
+    def tape(
+        self, launches: list[Launch], output: Tensor, given: Sequence[Tensor], shared: dict[int, tuple[Shared, Tensor]]
+    ) -> LaunchTape | None:
+        """The tape of these launches; None where they are others, or tensors come from elsewhere than `TapedStep.shared` and what
+        the layer is given."""
+        if len(launches) != len(self.launches):
+            return None
+        found = _Registers(self, output, given, shared)
+        try:
+            pairs = zip(launches, self.launches, strict=True)
+            return found.tape([found.emptied(launch, known) for launch, known in pairs])
+        except UnlikeError:
+            return None
+
+
+class _Registers:
+    """What the registers stand for in one layer of one step."""
+
+    def __init__(
+        self, outline: Outline, output: Tensor, given: Sequence[Tensor], shared: dict[int, tuple[Shared, Tensor]]
+    ) -> None:
+        self.outline, self.output, self.given, self.shared = outline, output, given, shared
+        self.out, self.memory = len(given), len(given) + 1 + outline.shared
+        self.of_output, self.of_given = storage_of(output), {storage_of(part) for part in given}
+        # Found when a launch names them: what is shared, and where memory lies.
+        self.parts: dict[int, Shared] = {}
+        self.rooms: dict[int, torch.UntypedStorage] = {}
+
+    def emptied(self, launch: Launch, known: KnownLaunch) -> tuple[Launch, list[Hole]]:
+        """The launch without what differs by step: nothing keeps these tensors until the next."""
+        arguments = list(launch.arguments)
+        if launch.kernel is not known.kernel or tuple(map(type, arguments)) != known.types:
+            raise UnlikeError
+        for position in known.own:
+            storage = storage_of(arguments[position])
+            if storage in self.shared or storage in self.of_given or storage == self.of_output:
+                raise UnlikeError
+        holes = [self._hole(arguments[hole.position], hole) for hole in known.holes]
+        for hole in holes:
+            arguments[hole.position] = None
+        return Launch(launch.kernel, launch.grid, tuple(arguments), launch.options), holes
+
+    def _hole(self, part: Tensor, hole: Hole) -> Hole:
+        """The hole that a tensor leaves."""
+        register = hole.register
+        if register < self.out:  # all of it: a piece may be of several that lie in the same memory
+            given = self.given[register]
+            if (part.data_ptr(), part.dtype) != (given.data_ptr(), given.dtype):
+                raise UnlikeError
+            return hole
+        if self.out < register < self.memory:
+            self._read(register, part)
+            return hole
+        storage = part.untyped_storage()
+        if register == self.out:
+            if storage.data_ptr() != self.of_output:
+                raise UnlikeError
+            view = _view(part, self.of_output, self.output.dtype)
+        else:
+            held = self.rooms.setdefault(register, storage)
+            if held.data_ptr() != storage.data_ptr():
+                raise UnlikeError
+            view = _view(part, held.data_ptr(), self.outline.memory[register - self.memory])
+        return hole if view is None else Hole(hole.position, register, view)
+
+    def _read(self, register: int, part: Tensor) -> None:
+        """Notes where a tensor is in the step."""
+        if (found := self.shared.get(storage_of(part))) is None:
+            raise UnlikeError
+        one, whole = found
+        one = one._replace(view=_view(part, whole.data_ptr(), whole.dtype))
+        if self.parts.setdefault(register, one) != one:
+            raise UnlikeError
+
+    def tape(self, launches: list[tuple[Launch, list[Hole]]]) -> LaunchTape:
+        """All that the registers are made of."""
+        output, device, dtype = self.output, self.output.device, self.output.dtype
+        count, view = output.untyped_storage().nbytes() // dtype.itemsize, _view(output, self.of_output, dtype)
+        shape = output.shape
+        if view is not None or count != output.numel() or not output.is_contiguous():
+            view, shape = view or View(dtype, 0, shape, output.stride()), torch.Size((count,))
+        parts = tuple(self.parts[number] for number in range(self.out + 1, self.memory))
+        memory = []
+        for number, of_room in enumerate(self.outline.memory, self.memory):
+            shape_of_room = torch.Size((self.rooms[number].nbytes() // of_room.itemsize,))
+            memory.append(Memory(shape_of_room, of_room, device))
+        return LaunchTape(launches, (Memory(shape, dtype, device), view), StepTensors(parts, tuple(memory)))
+
+
+def _view(part: Tensor, begin: int, dtype: torch.dtype) -> View | None:
+    """How a part lies in what begins at this address. None where it begins with it: a kernel is told shapes and strides besides."""
+    offset = part.data_ptr() - begin
+    if offset == 0 and part.dtype == dtype:
+        return None
+    if part.element_size() != dtype.itemsize:
+        raise UnlikeError
+    return View(part.dtype, offset // dtype.itemsize, part.shape, part.stride())

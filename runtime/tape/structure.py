@@ -1,0 +1,26 @@
+"""Which plans are equal but for the contents of their tensors: layers that have them do the same."""
+
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What is equal wherever it says the same.
+_PLAIN = (str, int, float, bool, type(None), range, Enum, torch.dtype, torch.device, type)
+
+
+def structure(part: Any) -> Hashable:
+    """All that a stage or a plan is, with shape, type and device in place of a tensor. An object that is none of these, nor plain,
+    is like no other."""
+    if isinstance(part, Tensor):
+        return part.shape, part.stride(), part.dtype, part.device
+    if isinstance(part, tuple | list):
+        return type(part), tuple(map(structure, part))
+    if isinstance(part, dict):
+        return dict, tuple((name, structure(value)) for name, value in part.items())
+    if is_dataclass(part):
+        return type(part), tuple((field.name, structure(getattr(part, field.name))) for field in fields(part))
+    return part if isinstance(part, _PLAIN) else id(part)
