@@ -14,8 +14,8 @@ class Put(NamedTuple):
     Args:
         into: `[pages, heads, slots, W]`, changed; no slot twice.
         tokens: `[rows, heads, t, W]`, of the same dtype.
-        slots: of the first token: one for all rows, or where t is 1 with `rows` or `pages` int64 `[n]`; with pages `[n, heads]` the
-            same shape.
+        slots: of the first token: one for all rows, or with `rows` or `pages` int64 `[n]`; with pages `[n, heads]` the same shape,
+            where t is 1.
         rows: int64 `[n]`; None: all of `tokens` in their order.
         pages: int64 `[n]`, or `[n, heads]` where heads differ: numbers on the first axis, of pages; None: of the rows themselves.
     """
@@ -35,7 +35,11 @@ def put_tokens(puts: Sequence[Put]) -> None:
         heads: Any = slice(None)
         if put.pages is not None and put.pages.ndim == 2:
             heads = torch.arange(put.into.shape[1], device=put.into.device)
-        if isinstance(put.slots, int) and put.tokens.shape[2] > 1:
-            put.into[:, :, put.slots : put.slots + put.tokens.shape[2]][pages] = put.tokens[rows]
+        together = put.tokens.shape[2]
+        if together > 1 and isinstance(put.slots, int):
+            put.into[:, :, put.slots : put.slots + together][pages] = put.tokens[rows]
+        elif together > 1 and isinstance(put.slots, Tensor):
+            slots = put.slots[:, None] + torch.arange(together, device=put.into.device)
+            put.into[pages[:, None], :, slots] = put.tokens[rows].transpose(1, 2)
         else:
             put.into[pages, heads, put.slots] = put.tokens[rows, :, 0]

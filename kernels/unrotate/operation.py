@@ -11,7 +11,7 @@ def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         keys: `[rows, heads, n, D]`, float32, float16 or bfloat16.
-        cos, sin: float32 `[n, r/2]` of the tokens' angles, r at most D.
+        cos, sin: float32 `[n, r/2]` of the tokens' angles, r at most D, or `[rows, n, r/2]` where rows differ.
 
     Returns:
         float32 `[rows, heads, n, D]`, the same bits on every device.

@@ -13,4 +13,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As `operation.unrotated`."""
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
     return rotated(keys.float(), cos, -sin)

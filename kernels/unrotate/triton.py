@@ -17,14 +17,16 @@ TILE = 2048  # pairs of channels of a program
 
 @triton.jit(do_not_specialize=["total"])
 def turn_back(
-    x, COS, SIN, UNROTATED, total, s_row, s_head, s_token,
+    x, COS, SIN, UNROTATED, total, s_row, s_head, s_token, s_turn,
     D: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr, REST_UP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A program for some tokens of a row and head; channels behind the first 2 HALF stay."""
+    """A program for some tokens of a row and head; channels behind the first 2 HALF stay. Rows have angles of their own `s_turn`
+    apart, or at 0 all the same."""
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     x += row * s_row + head * s_head + token * s_token
     UNROTATED += ((row * tl.num_programs(1) + head) * total + token) * D
+    COS, SIN = COS + row * s_turn, SIN + row * s_turn
     pair = tl.arange(0, HALF_UP)[None, :]
     there = (token < total) & (pair < HALF)
     first = tl.load(x + pair, mask=there, other=0.0).to(tl.float32)
@@ -42,7 +44,7 @@ def turn_back(
 def supports(keys: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernel takes these: a token's channels and angles lie together, and some turn."""
     together = keys.stride(3) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    return keys.dtype in DTYPES and cos.dim() == 2 and together and cos.shape[1] > 0
+    return keys.dtype in DTYPES and cos.dim() in (2, 3) and together and cos.shape[-1] > 0
 
 
 def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -50,7 +52,7 @@ def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows, heads, total, _ = keys.shape
     found = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
     if found.numel():
-        known = _constants(keys.shape[3], cos.shape[1])
+        known = _constants(keys.shape[3], cos.shape[-1])
         with torch.cuda.device_of(keys):
             launch(
                 turn_back,
@@ -61,6 +63,7 @@ def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 found,
                 total,
                 *keys.stride()[:3],
+                cos.stride(0) if cos.dim() == 3 else 0,
                 **known,
                 enable_fp_fusion=False,
             )
@@ -75,7 +78,7 @@ def _constants(width: int, half: int) -> dict[str, int]:
 
 def _specialisation(dtype: torch.dtype, width: int, half: int) -> Specialisation:
     types = {"x": f"*{DTYPES[dtype]}", "COS": "*fp32", "SIN": "*fp32", "UNROTATED": "*fp32", "total": "i32"}
-    types |= dict.fromkeys(("s_row", "s_head", "s_token"), "i32:16")
+    types |= dict.fromkeys(("s_row", "s_head", "s_token", "s_turn"), "i32:16")
     return Specialisation(turn_back, types, _constants(width, half), fusion=False)
 
 

@@ -72,7 +72,7 @@ class TopBlocksStore(OffloadStore):
             own = forward.real(keys, rows)
             span = range(forward.before[rows[0]], forward.before[rows[0]] + own.shape[2])
             assert self.context.rotation is not None
-            back = unrotated(forward, self.context.rotation, own, span).to(keys.dtype)
+            back = unrotated(forward, self.context.rotation, own, [span]).to(keys.dtype)
             if forward.columns is None:
                 rotated[row_index(rows, keys.device)] = back
             else:

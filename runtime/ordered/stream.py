@@ -20,6 +20,7 @@ from calib.runtime.paging.field import Block
 from calib.runtime.paging.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.paging.pool import Memory, PagePool, device_memory
 from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.paging.window import Window, allocated
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counted, counter
@@ -278,8 +279,16 @@ class Stream:
             last = min(first + piece, stop)
             taken = tokens[:, :, first - start : last - start]
             block = self._encode(taken if self.bias is None else self.bias.off(forward, taken, first))
-            for i, row in enumerate(rows):
-                self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
+            self.pool.write_runs(self._runs(forward, table, rows, first), block)
+
+    @staticmethod
+    def _runs(forward: Forward, table: PageTable, rows: list[int], first: int) -> TokenRuns:
+        """Where tokens from `first` on go; the same for every layer."""
+        key = (TokenRuns, table, *rows, first)
+        if key not in forward.readings:
+            forward.readings[key] = table.runs(rows, first)
+        found: TokenRuns = forward.readings[key]
+        return found
 
     def _encode(self, tokens: Tensor) -> Block:
         return counted(

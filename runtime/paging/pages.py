@@ -10,7 +10,7 @@ A table may be `fitted`: while no row needs more than one page, pages have no mo
 short prompt is not stored in room for 128 tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from calib.kernels.upload import upload
 from calib.runtime.files.state import State, StateError, part_of, whole, wholes
 from calib.runtime.messages.printable import printable
+from calib.runtime.paging.token_runs import TokenRuns
 
 PAGE_TOKENS = 128
 
@@ -128,6 +129,10 @@ class PageTable:
     def location(self, row: int, token: int) -> tuple[int, int]:
         """(page number, slot) of a token of a row."""
         return self.rows[row][token // self.page_tokens], token % self.page_tokens
+
+    def runs(self, rows: list[int], first: int | Sequence[int]) -> TokenRuns:
+        """Tokens of `rows` from their slot `first` on: one for all, or for each its own."""
+        return TokenRuns([self.rows[row] for row in rows], [first] * len(rows) if isinstance(first, int) else first)
 
     def pages(self, row: int, start: int, count: int) -> list[int]:
         """`count` page numbers of `row` from position `start` on, 0 where it holds none: what is there is masked."""

@@ -11,12 +11,12 @@ from torch import Tensor
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.kernels.upload import upload
-from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.derived import Derived
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.pages import PAGE_TOKENS, Pages
+from calib.runtime.paging.token_runs import TokenRuns
 
 # Zeros of a shape and dtype for a device: where a pool's pages live.
 Memory: TypeAlias = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
@@ -212,38 +212,17 @@ class PagePool:
             {name.removeprefix(part): held for name, held in self.tensors.items() if name.startswith(part)}, pages
         )
 
-    def write_run(self, pages: list[int], start: int, block: Block) -> None:
-        """Writes a row's consecutive tokens, the first at token `start` of the row whose page numbers are `pages`.
-
-        `block` fields are `[kv_heads, tokens / tokens_per_row, width or less]`; others than the pool's are left alone.
-        """
-        puts, runs = list[Put](), dict[int, slice | Tensor]()  # whole pages by the first: the same for every field
+    def write_runs(self, runs: TokenRuns, block: Block) -> None:
+        """Writes consecutive tokens of several rows; `block` fields are `[rows, kv_heads, tokens / tokens_per_row, width or less]`,
+        others than the pool's are left alone."""
+        puts: list[Put] = []
         for name, field in self.fields.items():
             target = self.tensors[name]
-            source = _there(block[name], target).to(target.dtype)  # exact tokens come in float32, indices in int32
-            if (
-                source.shape[-1] < target.shape[-1]
-            ):  # a segment that is not the longest; padding by nothing would copy it
-                source = F.pad(source, (0, target.shape[-1] - source.shape[-1]))
-            row_tokens = self.rows_of(field)
-            page_rows = self.page_tokens // row_tokens
-            at, done, total = start // row_tokens, 0, source.shape[-2]
-            while done < total:
-                page, slot = divmod(at + done, page_rows)
-                count = min(page_rows - slot, total - done)
-                whole = (total - done) // page_rows if slot == 0 else 0
-                if whole > 1:
-                    count = whole * page_rows
-                    if page not in runs:
-                        runs[page] = row_index(pages[page : page + whole], target.device)
-                index = runs[page] if whole > 1 else slice(pages[page], pages[page] + 1)
-                parts = source[:, done : done + count].unflatten(1, (max(1, whole), -1)).transpose(0, 1)
-                puts.append(
-                    Put(target[index], parts, slot)
-                    if isinstance(index, slice)
-                    else Put(target, parts, slot, pages=index)
-                )
-                done += count
+            # Exact tokens come in float32, indices in int32.
+            source, missing = _there(block[name], target).to(target.dtype), target.shape[-1] - block[name].shape[-1]
+            if missing > 0:  # a segment that is not the longest
+                source = F.pad(source, (0, missing))
+            puts += runs.puts(target, source, self.rows_of(field))
         put_tokens(puts)
 
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:

@@ -150,7 +150,7 @@ class BudgetStore(BudgetScores):
         index = row_index(rows, keys.device)
         mass = self.mass[index].clone()
         if chosen.shape[-1]:
-            self.tiers[0].write_block(rows, self.sequences.tables[0], recent, self._kept(arrival, chosen))
+            self.tiers[0].pool.write_runs(self.sequences.tables[0].runs(rows, recent), self._kept(arrival, chosen))
             mass[:, :, recent : recent + chosen.shape[-1]] = arrival.mass.gather(2, self.of_numbers(chosen))
         if recent:
             self._fill_ring(arrival, range(max(0, after - recent), after), recent, mass)
@@ -197,7 +197,8 @@ class BudgetStore(BudgetScores):
             keys = torch.where(is_new, arrival.new(lost, keys).float(), old_keys)
             values = torch.where(is_new, arrival.new(lost, values).float(), old_values)
         positions = arrival.positions.gather(2, lost)
-        self.tiers[1].write(arrival.rows, self.sequences.tables[1], first, keys, values, positions, order=order)
+        runs = self.sequences.tables[1].runs(arrival.rows, first)
+        self.tiers[1].write(arrival.rows, runs, keys, values, positions, order=order)
 
     def _kept(self, arrival: Candidates, chosen: Tensor) -> Block:
         """Candidates `chosen [rows, kv_heads, m]` as the important tier holds them: old ones bit for bit."""
@@ -221,7 +222,8 @@ class BudgetStore(BudgetScores):
             stop = min(recent.stop, position + size - position % size)
             part = slice(position - arrival.before, stop - arrival.before)
             keys, values = arrival.keys[:, :, part], arrival.values[:, :, part]
-            self.tiers[0].write(arrival.rows, self.sequences.tables[0], position % size, keys, values, position)
+            runs = self.sequences.tables[0].runs(arrival.rows, position % size)
+            self.tiers[0].write(arrival.rows, runs, keys, values, position)
             position = stop
 
     def _held(self, rows: list[int], slots: int) -> Block:

@@ -6,10 +6,9 @@ encoded is ever touched again.
 """
 
 import warnings
-from bisect import bisect_left
 from collections.abc import Hashable
 from operator import le
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,36 +19,16 @@ from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import MassSlots, Observed
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.paging.window import Window, allocated
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.store import Footprint, LayerContext
+from calib.runtime.tiered.chunk_changes import ChunkChanges
 from calib.runtime.tiered.chunk_probes import ChunkProbes
 from calib.runtime.tiered.probe_rows import LayerProbes
 from calib.runtime.tiered.rope_on_read import unrotated
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
-
-
-class _Changes(NamedTuple):
-    """What a forward does to windows: the `most` slots in use before or behind it and those `left` behind it, of all rows of the
-    `batch`; rows of which a chunk is `going_on` by one token, as a tensor of `rows` where they differ or are not all, and the
-    `slots` of these tokens; and the `others` in groups of equal length."""
-
-    most: int
-    left: int
-    batch: int
-    going_on: list[int]
-    rows: Tensor | None
-    slots: Tensor | int
-    others: list[list[int]]
-
-    def slots_of(self, rows: range) -> Tensor | int | None:
-        """Of `rows` whose chunks all go on where their tokens belong, int64 `[rows, 1, 1]` or one for all; None of others."""
-        first = bisect_left(self.going_on, rows.start)
-        own = slice(first, first + len(rows))
-        if self.going_on[own] != list(rows):
-            return None
-        return self.slots if isinstance(self.slots, int) else self.slots[own, None, None]
 
 
 class ChunkStore(TieredStore):
@@ -147,7 +126,7 @@ class ChunkStore(TieredStore):
         encoded together with its mass."""
         key = ("slots of new tokens", rows)
         if key not in forward.readings:  # the same for every layer
-            forward.readings[key] = self._changes_of(forward, device).slots_of(rows)
+            forward.readings[key] = ChunkChanges.of(forward, self.sequences, self.tiering, device).slots_of(rows)
         slots = forward.readings[key]
         if slots is None:
             return None
@@ -187,7 +166,7 @@ class ChunkStore(TieredStore):
         """Complete chunks into tiers, the rest into the window."""
         if self.extremes:
             self.settle()
-        changes = self._changes_of(forward, keys.device)
+        changes = ChunkChanges.of(forward, self.sequences, self.tiering, keys.device)
         self._resize(changes.most)
         for rows in changes.others:
             self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
@@ -196,36 +175,7 @@ class ChunkStore(TieredStore):
         self._resize(changes.left)
         self.shown.clear()
 
-    def _changes_of(self, forward: Forward, device: torch.device) -> _Changes:
-        """See `_Changes`."""
-        if "chunks" not in forward.readings:  # the same for every layer
-            forward.readings["chunks"] = self._changes(forward, device)
-        found: _Changes = forward.readings["chunks"]
-        return found
-
-    def _changes(self, forward: Forward, device: torch.device) -> _Changes:
-        exact, left = (of_rows.exact for of_rows in self.sequences.slots(forward))
-        step = forward.width == 1 and forward.columns is None
-        going_on = [row for row, (one, other) in enumerate(zip(exact, left, strict=True)) if step and other > one]
-        others = [[row for row in rows if row not in going_on] for rows in self.sequences.equal_length_groups(forward)]
-        slots: Tensor | int = 0
-        index: Tensor | None = None
-        if going_on:
-            slots = exact[going_on[0]]
-            level = len(going_on) == len(exact) == exact.count(slots) and not forward.of_block
-            if not level:
-                index = forward.tensor("rows that go on", lambda _: going_on, device)
-                slots = forward.tensor("their slots", lambda step: self._exact_before(step, going_on), device)
-        return _Changes(
-            max(exact + left), max(left), len(exact), going_on, index, slots, [rows for rows in others if rows]
-        )
-
-    def _exact_before(self, step: Forward, rows: list[int]) -> list[int]:
-        """Slots of the window that each of the `rows` uses before a step."""
-        exact = self.sequences.slots(step)[0].exact
-        return exact if len(rows) == len(exact) else [exact[row] for row in rows]
-
-    def _append(self, changes: _Changes, keys: Tensor, values: Tensor) -> None:
+    def _append(self, changes: ChunkChanges, keys: Tensor, values: Tensor) -> None:
         """One token each for the rows whose chunk goes on. Of mass only what was not added at once is there: `_into`."""
         assert self.windows is not None
         put_tokens(
@@ -243,7 +193,7 @@ class ChunkStore(TieredStore):
         self.mass[index, :, position] += fresh[index, :, 0]
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Tokens of rows of equal length, `[len(rows), kv_heads, n, D]`."""
+        """Tokens of a group of rows, `[len(rows), kv_heads, n, D]`."""
         assert self.windows is not None
         before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.sequences.prompt(rows[0])
         start, stop = self.tiering.complete(before, prompt), self.tiering.complete(after, prompt)
@@ -261,8 +211,10 @@ class ChunkStore(TieredStore):
             chunk = self.tiering.chunk_of(start, prompt)
             coded = range(max(chunk.start, sinks), chunk.stop)
             part = slice(at, at + len(coded))
+            further = [forward.before[row] - before for row in rows]
+            chunks = [range(coded.start + more, coded.stop + more) for more in further]
             self._encode(
-                rows, forward, coded, keys[:, :, part], values[:, :, part], None if mass is None else mass[:, :, part]
+                rows, forward, chunks, keys[:, :, part], values[:, :, part], None if mass is None else mass[:, :, part]
             )
             at, start = part.stop, chunk.stop
         if at > sinks:
@@ -281,9 +233,16 @@ class ChunkStore(TieredStore):
         return torch.cat([tokens[:, :, : self.tiering.sinks], tokens[:, :, stop:]], 2)
 
     def _encode(
-        self, rows: list[int], forward: Forward, chunk: range, keys: Tensor, values: Tensor, mass: Tensor | None
+        self,
+        rows: list[int],
+        forward: Forward,
+        chunks: list[range],
+        keys: Tensor,
+        values: Tensor,
+        mass: Tensor | None,
     ) -> None:
-        if self.plan.measured is not None and chunk.stop > self.plan.measured:
+        """A chunk of each row, all equally long; `[len(rows), kv_heads, n, D]`."""
+        if self.plan.measured is not None and max(chunk.stop for chunk in chunks) > self.plan.measured:
             warnings.warn(
                 f"keys are coded beyond position {self.plan.measured}, where nothing was measured of them, and will be far off; "
                 "fit with --data.positions, or use rope='before'",
@@ -291,28 +250,20 @@ class ChunkStore(TieredStore):
             )
         if self.plan.before_rope:
             assert self.context.rotation is not None
-            keys = unrotated(forward, self.context.rotation, keys, chunk)
+            keys = unrotated(forward, self.context.rotation, keys, chunks)
         scores = None
         if mass is not None and self.saliency is not None:
             if self.plan.shared_across_heads:
                 mass = mass.sum(1, keepdim=True).expand_as(mass)
-            # Rows of equal length have probes in the same positions, unless they go by what each row says.
-            asked = rows if forward.ids is not None else rows[:1]
-            prompt, observed = self.sequences.prompt(rows[0]), self.shown.probes
-            seen = torch.stack(
-                [self.probes.seeing(chunk, prompt, self._ids(forward, row), observed.get(row)) for row in asked]
-            )
-            seen = upload(seen, torch.int64, keys.device)[:, None]
-            scores = self.saliency.scores(mass, seen)
-        first = chunk.start == self.tiering.sinks
+            scores = self.saliency.scores(mass, self._seeing(rows, forward, chunks, keys.device))
+        first = chunks[0].start == self.tiering.sinks
         if first:
             for role, tokens in (("keys", keys), ("values", values)):
                 self.measure(rows, role, tokens, None)
                 if role in self.dictionaries:
                     self.dictionaries[role].sample(rows, tokens)
-        slots = self.sequences.held(rows[0], chunk.start + self.tiering.window)
         offset = 0 if first else self.tiering.separate_prompt_tiers
-        counts = self.tiering.counts(len(chunk))[: self.plan.kinds]
+        counts = self.tiering.counts(len(chunks[0]))[: self.plan.kinds]
         # Without scores there is one tier, for all.
         of_tiers = [None] * len(counts) if scores is None else divided(scores, counts)
         for number, (count, chosen) in enumerate(zip(counts, of_tiers, strict=True), offset):
@@ -320,10 +271,36 @@ class ChunkStore(TieredStore):
                 for role, tokens in (("keys", keys), ("values", values)):
                     self.measure(rows, role, tokens, number, chosen if count else None)
             if count:
-                table, row_params = self.sequences.tables[number], self.sequences.row_params
-                self.tiers[number].write(
-                    rows, table, slots[number], keys, values, chunk.start, row_params, order=chosen
-                )
+                tier, runs = self.tiers[number], self._runs(rows, forward, number, chunks)
+                positions: int | Tensor = chunks[0].start
+                if tier.stores_positions and len(set(chunks)) > 1:
+                    starts = upload([chunk.start for chunk in chunks], torch.int64, keys.device)[:, None, None]
+                    among = torch.arange(keys.shape[2], device=keys.device) if chosen is None else chosen
+                    positions = (among + starts).expand(-1, self.heads, -1)
+                tier.write(rows, runs, keys, values, positions, self.sequences.row_params, order=chosen)
+
+    def _seeing(self, rows: list[int], forward: Forward, chunks: list[range], device: torch.device) -> Tensor:
+        """How many probes see each token: int64 `[len(rows) or 1, 1, n]`."""
+        # Rows of equal length have probes in the same positions, unless they go by what each row says.
+        asked = rows if forward.ids is not None or len(set(chunks)) > 1 else rows[:1]
+        observed = self.shown.probes
+        seen = [
+            self.probes.seeing(chunk, self.sequences.prompt(row), self._ids(forward, row), observed.get(row))
+            for row, chunk in zip(asked, chunks, strict=False)
+        ]
+        return upload(torch.stack(seen), torch.int64, device)[:, None]
+
+    def _runs(self, rows: list[int], forward: Forward, number: int, chunks: list[range]) -> TokenRuns:
+        """Where a tier's tokens of these chunks go; the same for every layer."""
+        key = (TokenRuns, number, *rows, chunks[0])
+        if key not in forward.readings:
+            held = [
+                self.sequences.held(row, chunk.start + self.tiering.window)[number]
+                for row, chunk in zip(rows, chunks, strict=True)
+            ]
+            forward.readings[key] = self.sequences.tables[number].runs(rows, held)
+        found: TokenRuns = forward.readings[key]
+        return found
 
     def _resize(self, slots: int) -> None:
         for window in self.windows or ():

@@ -139,7 +139,7 @@ class LocalStore(TieredStore):
         initial = max(0, min(after, self.tiering.initial) - position)
         if initial:
             first = (keys[:, :, :initial], values[:, :, :initial])
-            self.tiers[0].write(rows, self.sequences.tables[0], position, *first, position)
+            self.tiers[0].write(rows, self.sequences.tables[0].runs(rows, position), *first, position)
         leaving = (self.tiering.blocks(after) - self.tiering.blocks(before)) * self.tiering.block
         if leaving:
             start = position + initial
@@ -158,7 +158,7 @@ class LocalStore(TieredStore):
         size = self.tiering.block
         if self.relocates:
             assert self.context.rotation is not None
-            keys = unrotated(forward, self.context.rotation, keys, span)
+            keys = unrotated(forward, self.context.rotation, keys, [span])
         chosen = mass.unflatten(2, (-1, size)).sort(dim=-1, descending=True, stable=True).indices
         chosen = chosen[..., : self.representatives.shape[3]]
         blocks = keys.unflatten(2, (-1, size))

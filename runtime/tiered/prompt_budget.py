@@ -86,7 +86,7 @@ class PromptBudgetStore(TieredStore):
             if self.tiering.kept(after) < after:
                 order = self._chosen(rows, after)
         first = self.sequences.held(rows[0], before)[0]
-        self.tiers[0].write(rows, self.sequences.tables[0], first, keys, values, before, order=order)
+        self.tiers[0].write(rows, self.sequences.tables[0].runs(rows, first), keys, values, before, order=order)
 
     def _chosen(self, rows: list[int], prompt: int) -> Tensor:
         """The positions that stay of prompts of so many tokens, rising: int64 `[len(rows), kv_heads, kept]`."""

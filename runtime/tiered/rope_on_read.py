@@ -16,13 +16,18 @@ from calib.runtime.tiered.tier import Tier
 Span: TypeAlias = Callable[[int, int, torch.device], tuple[Tensor, Tensor]]
 
 
-def unrotated(forward: Forward, rotation: Rotation, keys: Tensor, chunk: range) -> Tensor:
-    """Keys of the tokens of a `chunk`, `[rows, kv_heads, n, D]`, as they were before RoPE, float32.
+def unrotated(forward: Forward, rotation: Rotation, keys: Tensor, chunks: list[range]) -> Tensor:
+    """Keys of the tokens of a chunk of each row, `[rows, kv_heads, n, D]`, as they were before RoPE, float32.
 
     A token's position is its number in its row. A caller whose positions differ from that (position_ids of his own) has keys
     unrotated less or more than RoPE turned them; the way forth is the same, so attention stays right.
     """
-    cos, sin = cos_sin_between(forward, rotation, chunk.start, chunk.stop, keys)
+    key = ("chunks", *((chunk.start, chunk.stop) for chunk in chunks), keys.device)
+    if key not in forward.readings:
+        each = {chunk: cos_sin_between(forward, rotation, chunk.start, chunk.stop, keys) for chunk in chunks}
+        pairs = [each[chunk] for chunk in chunks]
+        forward.readings[key] = pairs[0] if len(each) == 1 else tuple(map(torch.stack, zip(*pairs, strict=True)))
+    cos, sin = forward.readings[key]
     return before_rope(keys, cos, sin)
 
 

@@ -77,7 +77,7 @@ class SinkStore(TieredStore):
             return
         part = slice(start - before, stop - before)
         keys, values = (tokens[:, :, part] for tokens in own)
-        self.tiers[tier].write(rows, self.sequences.tables[tier], slot, keys, values, start)
+        self.tiers[tier].write(rows, self.sequences.tables[tier].runs(rows, slot), keys, values, start)
 
     def fit_rows(self) -> None:
         """Nothing: both tiers are pages."""

@@ -10,6 +10,7 @@ from calib.runtime.files.state import State, branch, part_of, tensor_like, whole
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
 from calib.runtime.paging.pool import PagePool
+from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.stages.codec.corrected import OUTLIERS, counted, counter
 from calib.runtime.stages.codec.encoded import encoded, encodes_as_they_lie
 from calib.runtime.stages.codec.exact import Exact
@@ -127,15 +128,14 @@ class Tier:
     def write(
         self,
         rows: list[int],
-        table: PageTable,
-        first: int,
+        runs: TokenRuns,
         keys: Tensor,
         values: Tensor,
         positions: int | Tensor,
         row_params: PageTable | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Encodes tokens `[len(rows), kv_heads, any, head_dim]` into slots `first` ... of `rows`.
+        """Encodes tokens `[len(rows), kv_heads, any, head_dim]` into the slots `runs` of `rows`.
 
         `order` int64 `[len(rows), kv_heads, n]` says which of the tokens; without it, all. `positions`: that of the first token,
         which the others follow, or one for each that is encoded, as `order`. Where a segment is a row's or a page's tokens, they
@@ -146,12 +146,12 @@ class Tier:
                 own = slice(i, i + 1)
                 chosen = None if order is None else order[own]
                 at = positions if isinstance(positions, int) else positions[own]
-                self.write([row], table, first, keys[own], values[own], at, row_params, chosen)
+                self.write([row], runs.of_row(i), keys[own], values[own], at, row_params, chosen)
             return
         if self.row_params is not None and row_params is not None:
             block = self.encode(rows, keys, values, positions, order)
-            self.write_block(rows, table, first, block)
-            self.row_params.write_run(row_params.rows[rows[0]], 0, {name: part[0] for name, part in block.items()})
+            self.pool.write_runs(runs, block)
+            self.row_params.write_runs(row_params.runs(rows, 0), block)
             return
         count = keys.shape[2] if order is None else order.shape[2]
         group = math.lcm(*(stages.codec.token_group() for _, stages in self.plan.streams()))
@@ -166,7 +166,7 @@ class Tier:
             else:
                 there = there + at if isinstance(there, int) else there
                 block = self.encode(rows, keys[:, :, part], values[:, :, part], there)
-            self.write_block(rows, table, first + at, block)
+            self.pool.write_runs(runs.behind(at), block)
 
     def _encodes_as_they_lie(self, rows: list[int], keys: Tensor, values: Tensor) -> bool:
         """Whether any number of tokens takes no more memory than what is made of them."""
@@ -184,11 +184,6 @@ class Tier:
         """The codec of a stream for some rows."""
         codec = dict(self.plan.streams())[role].codec
         return codec.bound(self.dictionaries[role].of(rows)) if role in self.dictionaries else codec
-
-    def write_block(self, rows: list[int], table: PageTable, first: int, block: Block) -> None:
-        """Puts an encoded block `[len(rows), kv_heads, n, width]` into slots `first` ... of `rows`."""
-        for i, row in enumerate(rows):
-            self.pool.write_run(table.rows[row], first, {name: part[i] for name, part in block.items()})
 
     def encode(
         self,

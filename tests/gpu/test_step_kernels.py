@@ -14,6 +14,7 @@ from calib.kernels.outliers.reference import in_order
 from calib.kernels.probability_mass.operation import ScoredTokens, probability_mass
 from calib.runtime.paging.field import Field
 from calib.runtime.paging.pool import PagePool
+from calib.runtime.paging.token_runs import TokenRuns
 
 ROWS, HEADS, CHANNELS, PAGE = 3, 4, 64, 64
 
@@ -72,7 +73,7 @@ def test_a_prompt_in_pages(device, times, start, count, monkeypatch):
     for where in (device, torch.device("cpu")):
         pool = PagePool(fields, HEADS, where, PAGE)
         pool.grow(12 * times)
-        pool.write_run(pages, start, {name: part.to(where) for name, part in block.items()})
+        pool.write_runs(TokenRuns([pages], [start]), {name: part[None].to(where) for name, part in block.items()})
         found.append({name: tensor.cpu() for name, tensor in pool.tensors.items()})
         monkeypatch.setenv("CALIB_KERNELS", "reference")
     for name, tensor in found[1].items():

@@ -27,6 +27,7 @@ def puts(by, seed=0):
         "heads": ((ROWS, 3), {"pages": torch.arange(ROWS * 3).view(ROWS, 3) % PAGES}),
         "several": ((), {"rows": torch.tensor([2, 0])}),
         "several in pages": ((), {"pages": torch.tensor([4, 0, 1, 2])}),
+        "several at slots": ((), {"pages": torch.tensor([4, 0, 1]), "rows": torch.tensor([2, 0, 3])}),
     }
     found = []
     for i, name in enumerate(by):
@@ -36,7 +37,7 @@ def puts(by, seed=0):
         if name.startswith("several"):  # behind each other, and others around them
             into = drawn((pages, heads, 2 * SLOTS, width), dtype, 10 * seed + i)[:, :, 3 : 3 + SLOTS]
             tokens = drawn((ROWS, heads, SLOTS, width), dtype, 20 * seed + i)[:, :, 2:5]
-            found.append(Put(into, tokens, 4, **own))
+            found.append(Put(into, tokens, torch.tensor([4, 0, 3]) if name == "several at slots" else 4, **own))
             continue
         slots = 5 if name == "one for all" else drawn(shape, torch.int64, seed + i) % SLOTS
         into = drawn((pages, SLOTS, heads, width + 2), dtype, 10 * seed + i).transpose(1, 2)[..., 1 : 1 + width]
@@ -69,6 +70,7 @@ def by_loops(one):
         ["heads", "rows", "pages", "rows and pages", "one for all"],
         ["heads", "rows", "pages", "rows and pages", "one for all", "rows", "pages"],
         ["several", "several in pages", "rows", "several in pages", "several", "one for all"],
+        ["several at slots", "several at slots", "rows"],
     ],
     ids=str,
 )

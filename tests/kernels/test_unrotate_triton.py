@@ -37,6 +37,18 @@ def test_the_same_bits(shape, share, dtype):
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 70, 128), (3, 1, 5, 6)], ids=str)
+def test_rows_at_positions_of_their_own(shape):
+    """Each as if it were alone."""
+    keys, *_ = drawn(shape, 2, torch.bfloat16)
+    angles = torch.rand(shape[0], shape[2], shape[3] // 4, generator=torch.Generator().manual_seed(3)) * 6.3
+    for form in (triton, reference):
+        found = form.unrotated(keys, angles.cos(), angles.sin())
+        for row in range(shape[0]):
+            alone = reference.unrotated(keys[row : row + 1], angles[row].cos(), angles[row].sin())
+            assert torch.equal(found[row : row + 1].view(torch.int32), alone.view(torch.int32))
+
+
 @pytest.mark.parametrize("half", [1, 12, 32])
 def test_rotation_is_undone(half):
     """By complex numbers, in float64; what does not turn keeps its bits."""

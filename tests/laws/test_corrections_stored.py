@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tolerances import FLOAT32_ATTENTION
 
 from calib.runtime.paging.pool import PagePool
+from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.stages.codec import Corrected, UniformQuant
 from calib.runtime.stages.codec.corrected import OUTLIERS, OVERFLOWED
 from calib.runtime.stages.contract import Segment
@@ -138,10 +139,9 @@ def test_a_rows_segment_comes_back_from_pages_and_its_record_bit_for_bit(problem
     pages.grow(needed * len(x))
     records.grow(len(x))
     block = encoded(codec, x)
-    for row in range(len(x)):
-        own = {name: part[row] for name, part in block.items()}
-        pages.write_run(list(range(row * needed, (row + 1) * needed)), 0, own)
-        records.write_run([row], 0, own)
+    rows = range(len(x))
+    pages.write_runs(TokenRuns([list(range(row * needed, (row + 1) * needed)) for row in rows], [0] * len(x)), block)
+    records.write_runs(TokenRuns([[row] for row in rows], [0] * len(x)), block)
     if longer >= 2:
         fit(codec, pages, records, x, longest, fp32_params)
     table = torch.arange(needed * len(x), dtype=torch.int32).view(len(x), needed)
@@ -164,8 +164,7 @@ def test_segments_of_a_page_each_are_met_together(problem):
     pages.grow(2 * len(x))
     blocks = [encoded(codec, part, fp32_params) for part in (x, x.flip(3) * 0.5)]
     for number, block in enumerate(blocks):
-        for row in range(len(x)):
-            pages.write_run([2 * row, 2 * row + 1], number * count, {name: part[row] for name, part in block.items()})
+        pages.write_runs(TokenRuns([[2 * row, 2 * row + 1] for row in range(len(x))], [number * count] * len(x)), block)
     tile = pages.read(torch.arange(2 * len(x), dtype=torch.int32).view(len(x), 2))
     block = {name: part.mT for name, part in tile.items()}
     for name, part in block.items():
@@ -190,12 +189,12 @@ def test_indices_are_as_wide_as_a_segment_is_long(count, dtype, form):
     pages.grow(needed)
     records.grow(1)
     assert records.fields["outliers.tokens"].dtype == dtype
-    block = {name: part[0] for name, part in codec.encode(x).items()}
-    pages.write_run(list(range(needed)), 0, block)
-    records.write_run([0], 0, block)
+    block = codec.encode(x)
+    pages.write_runs(TokenRuns([list(range(needed))], [0]), block)
+    records.write_runs(TokenRuns([[0]], [0]), block)
     for number in range(2):
         tile = {**pages.read(slice(0, needed)), **records.read(slice(0, 1))}
-        stored = {name: part.mT[:, :, : block[name].shape[1]] for name, part in tile.items()}
+        stored = {name: part.mT[:, :, : block[name].shape[2]] for name, part in tile.items()}
         found = codec.decode(stored, 2)
         assert (found[:, :, -2:] - x[:, :, -2:]).abs().max() < 0.05
         assert (found - by_entry(codec, stored, 2)).abs().max() < FLOAT32_ATTENTION * 50

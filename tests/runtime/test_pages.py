@@ -16,6 +16,7 @@ from calib.runtime.paging.field import Field
 from calib.runtime.paging.pages import EMPTY, PAGE_TOKENS, PageTable
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.paging.window import Window
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.store import TieredStore
@@ -109,11 +110,49 @@ def test_runs_land_where_the_table_says(group, start, count):
     pool.grow(9)
     pages = [4, 2, 7, 0, 8, 1]
     rows = torch.arange(3 * (count // group) * 2, dtype=torch.int16).view(3, count // group, 2) + 1
-    pool.write_run(pages, start, {"field": rows})
+    pool.write_runs(TokenRuns([pages], [start]), {"field": rows[None]})
     for i in range(count // group):
         page, slot = divmod(start + i * group, PAGE_TOKENS)
         assert torch.equal(pool.tensors["field"][pages[page], :, slot // group], rows[:, i])
     assert int((pool.tensors["field"] != 0).sum()) == rows.numel()
+
+
+@pytest.mark.parametrize("form", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        ([0, 64, 96], 32),  # each in one page
+        ([0, 96, 128], 64),  # one goes on in the next
+        ([96, 224, 64], 160),
+        ([0, 128, 32], 384),  # whole pages
+        ([112, 16, 0], 16),
+    ],
+    ids=str,
+)
+def test_runs_of_several_rows_begin_anywhere(first, count, form, monkeypatch):
+    """As if each were alone; fields of one token and of several, and some that heads share."""
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    fields = {
+        "tokens": Field(1, 5, torch.int16, "codes"),
+        "groups": Field(16, 2, torch.float16, "parameters"),
+        "shared": Field(1, 3, torch.int16, "codes", shared=True),
+    }
+    pages = [[4, 2, 7, 0, 8], [1, 3, 5, 6, 9], [14, 13, 12, 11, 10]]
+    block = {
+        name: torch.randn(3, 1 if field.shared else 2, count // field.tokens_per_row, field.width)
+        .mul(99)
+        .to(field.dtype)
+        for name, field in fields.items()
+    }
+    together, alone = (PagePool(fields, 2, CPU) for _ in range(2))
+    for pool in (together, alone):
+        pool.grow(15)
+    runs = TokenRuns(pages, first)
+    together.write_runs(runs, block)
+    for row in range(3):
+        alone.write_runs(runs.of_row(row), {name: part[row : row + 1] for name, part in block.items()})
+    for name, tensor in alone.tensors.items():
+        assert int((tensor != 0).sum()) > block[name].numel() * 0.9 and torch.equal(together.tensors[name], tensor)
 
 
 @pytest.mark.parametrize("pages", [slice(2, 4), torch.tensor([[2, 3]], dtype=torch.int32)], ids=["slice", "numbers"])
