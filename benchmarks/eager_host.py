@@ -65,7 +65,7 @@ def drawn(rows: int, heads: int, tokens: int) -> Tensor:
 def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
     """Of a step behind prompts of these `lengths`: microseconds, its layers' medians added up; their mean over all steps but those
     that encode, so with those in which launches are recorded; launches of most steps; the share of layers that launched what
-    they had launched before, of all steps."""
+    they had launched before, of all steps; and where any steps encode, their mean and how often they launch."""
     modules, rows = [layer.self_attn for layer in model.model.layers], len(lengths)
     artifact = made_up(model) if method == "klt" else None
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
@@ -89,12 +89,15 @@ def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths:
         taped = cache.sequences.taped.launched
     gc.unfreeze()
     usual = {"sum_rows", *dict(statistics.mode(launches[FIRST:]))}
-    of_steps = [
-        sum(own)
-        for own, found in zip(zip(*taken, strict=True), launches[FIRST + 1 :], strict=True)
-        if usual >= {*dict(found)}
-    ]
-    return {
+    of_steps, encoding = list[float](), list[float]()
+    for own, found in zip(zip(*taken, strict=True), launches[FIRST + 1 :], strict=True):
+        (of_steps if usual >= {*dict(found)} else encoding).append(sum(own))
+    most = max(launches[FIRST + 1 :], key=lambda found: sum(dict(found).values()))
+    encodes = {} if not encoding else {
+        "encoding_microseconds": round(1e6 * statistics.mean(encoding), 1),
+        "encoding_launches": sum(dict(most).values()),
+    }  # fmt: skip
+    return encodes | {
         "microseconds": round(1e6 * sum(map(statistics.median, taken)), 1),
         "mean_microseconds": round(1e6 * statistics.mean(of_steps), 1),
         "launches": dict(statistics.mode(launches[FIRST:])),

@@ -197,7 +197,8 @@ class CompressedLayer(CacheLayerMixin):
         if first or not taped.goes_on:
             store.prepare(forward)
         if first:
-            forward.fixed_shapes = taped.begin(self.sequences.steps, self._block(forward, given))
+            key = self._block(forward, given)
+            forward.fixed_shapes = taped.begin(self.sequences.steps, key, key is not None and store.encodes(forward))
         if first or not forward.fixed_shapes:  # the first works out what all of them share
             return step()
         way = store.branch(forward), logits

@@ -72,7 +72,12 @@ class Store(Protocol):
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """What a decode step shares with the others of its block, but for numbers in `Forward.tensor`: the shapes of all it
-        does and the memory it does it in. None for a step that encodes a block, or moves or shares memory."""
+        does and the memory it does it in. None for a step that moves or shares memory."""
+        ...
+
+    def encodes(self, forward: Forward) -> bool:
+        """Whether a step that has a `graph_key` does more than the others of its block, which goes on behind it: it encodes tokens,
+        in memory that stays."""
         ...
 
     def branch(self, forward: Forward) -> Hashable:

@@ -1,4 +1,4 @@
-"""A quick run looks at every test function and every kind of store; the parameters it leaves out are others of the same kind."""
+"""A quick run has every test function, and every kind of store in every second one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import CASES
 from contract.cell import Cell
-from selection import FEW, SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
+from selection import FEW, INTERPRETED, QUICK_TURNS, SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
 from store_kinds import kinds
 
 from calib.runtime.offload.plan import STORES as OFFLOAD_STORES
@@ -45,10 +45,15 @@ def test_every_store_and_codec_is_of_a_kind_that_some_case_has():
 
 
 @pytest.mark.parametrize("of", [lambda case: case, lambda case: case.name, lambda case: Cell(case.name, "m", "a")])
-def test_of_cases_one_of_each_kind_is_taken(of):
-    taken = few(product(case=[of(case) for case in CASES], length=[1, 20, 300]))
-    assert sorted(map(kind, taken)) == sorted(set(kinds().values()))
-    assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
+def test_of_cases_one_of_every_second_kind_is_taken_and_the_others_for_another_function(of):
+    cases, found = [of(case) for case in CASES], []
+    for number in range(8):
+        taken = few(product(f"test_{number}", case=cases, length=[1, 20, 300]))
+        assert abs(len(taken) - len(set(kinds().values())) / QUICK_TURNS) < 1
+        assert len(set(map(kind, taken))) == len(taken)
+        assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
+        found += map(kind, taken)
+    assert {*found} == {*kinds().values()}
 
 
 def test_of_other_parameters_a_few_are_taken_and_every_value_before_one_a_second_time():
@@ -57,6 +62,7 @@ def test_of_other_parameters_a_few_are_taken_and_every_value_before_one_a_second
     assert len({item.callspec.params["bits"] for item in taken}) == FEW
     assert {item.callspec.params["group"] for item in taken} == {"a", "b"}
     assert len(few(product(bits=[1]))) == 1
+    assert len(few(product(f"{INTERPRETED[0]}test_words.py::test", bits=[1, 2, 4, 8]))) == 1
 
 
 def test_a_sample_has_every_fifth_kind_in_turn_and_every_value_and_another_case_for_another_function():
@@ -99,13 +105,12 @@ def test_of_a_dataclass_every_field_and_every_option_is_in_a_sample():
     assert len(taken) == 5
 
 
-@pytest.mark.parametrize(("take", "left_out", "of"), [(quick, ("slow", "full"), kind), (sample, ("slow",), None)])
-def test_no_function_is_lost_and_of_a_quick_run_no_kind(request, take, left_out, of):
+@pytest.mark.parametrize(("take", "left_out"), [(quick, ("slow", "full")), (sample, ("slow",))])
+def test_no_function_is_lost(request, take, left_out):
     """Of all that this run has collected; what is marked by hand is not asked for."""
 
     def offered(items):
-        marked = (item for item in items if not any(map(item.get_closest_marker, left_out)))
-        return {(function(item), of and of(item)) for item in marked}
+        return {function(item) for item in items if not any(map(item.get_closest_marker, left_out))}
 
     items = request.session.items
     assert offered(take(items)) == offered(items)

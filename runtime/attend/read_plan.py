@@ -159,7 +159,8 @@ class _Planner:
         # Without masks only one query each, and only where shapes are not a whole block's.
         single = len(asked.queries) == 1 and asked.sliding is None and not forward.of_block
         self.trimmed = single and asked.trims and asked.queries.stop == 1 and len(set(self.before)) == 1
-        self.window = max(exact) if self.trimmed or exact == {0} else asked.window
+        none = exact == {0} and not forward.of_block
+        self.window = max(exact) if self.trimmed or none else asked.window
         self.hidden: Tensor | None = None
         self.back: Tensor | None = None
         if not (single and exact == {self.window}):

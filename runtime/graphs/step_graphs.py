@@ -3,7 +3,8 @@
 A step of one token a row takes hundreds of small kernels, and a host needs longer to start them than a GPU to run them.
 So the first step of a block runs as always, but with the shapes of the whole block and with its numbers (lengths, slots) in
 tensors that stay where they are (`GraphInputs`); the second is recorded; all others feed these tensors and replay it.
-What is no such step (a prompt, drafts, a step that encodes a block) runs as always, and ends what was recorded.
+What is no such step (a prompt, drafts, a step that encodes) runs as always, and ends what was recorded; but a step that encodes
+into memory that is there already does not.
 """
 
 import inspect
@@ -63,9 +64,11 @@ class StepGraphs:
             self.forget()
             return forward(**named)
         step = self.sequences.begin(self.sequences.steps + 1, len(self.sequences.lengths), 1, None)
-        key = self._key(step, named, given)
-        if key is None:
-            self.forget()
+        key, first = self._key(step, named, given), self.layers[0].store
+        encodes = key is not None and first is not None and first.encodes(step)
+        if key is None or encodes:
+            if self.block is not None and self.block.key != key:
+                self.forget()
             self._tell(step, named)
             return forward(**named)
         if self.block is None or self.block.key != key:

@@ -90,6 +90,10 @@ class OffloadStore(ABC):
         self.pool.side.wait()
         return self.host.attend(request._replace(forward=_host_forward(request.forward), observe=False, fetched=None))
 
+    def encodes(self, forward: Forward) -> bool:
+        """See `Store.encodes`."""
+        return False
+
     def branch(self, forward: Forward) -> Hashable:
         """See `Store.branch`."""
         return None

@@ -191,6 +191,10 @@ class OrderedStore:
             return None
         return one.plan.codec.encode_pair(other.plan.codec, (keys, values), one.fp32_params)
 
+    def encodes(self, forward: Forward) -> bool:
+        """See `Store.encodes`."""
+        return False
+
     def branch(self, forward: Forward) -> Hashable:
         """See `Store.branch`."""
         return None

@@ -48,13 +48,17 @@ class TapedSteps:
         self._tapes.clear()
         self._alike.clear()
 
-    def begin(self, step: int, key: Hashable | None) -> bool:
+    def begin(self, step: int, key: Hashable | None, encodes: bool = False) -> bool:
         """Whether layers of the forward number `step` run by tapes, or are recorded. It shares `key` with all steps of its block;
-        None is that of a forward that is no such step."""
+        None is that of a forward that is no such step. One that `encodes` runs as always, and its block goes on behind it."""
         self.goes_on = key is not None and key == self.key and step == self.step + 1
         if not self.goes_on:
             self.forget()
-        self.step, self.key = step, key
+        self.step = step
+        if encodes:
+            self.key, self.goes_on = key if self.goes_on else None, False
+            return False
+        self.key = key
         return self.goes_on or (key is not None and self._pays)
 
     def run(

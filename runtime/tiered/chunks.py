@@ -59,9 +59,8 @@ class ChunkStore(TieredStore):
             for tier, tokens in zip(self.tiers, self.tiering.counts(max(firsts, default=0)), strict=False):
                 tier.fit(tokens)
         super().prepare(forward)
-        before, after = (of_rows.exact for of_rows in self.sequences.slots(forward))
-        if forward.width == 1 and not any(map(le, after, before)):
-            self._resize(max(after))
+        if forward.width == 1 and not self.encodes(forward):
+            self._resize(max(self.sequences.slots(forward)[1].exact))
 
     @property
     def _mass_slots(self) -> int:
@@ -149,14 +148,20 @@ class ChunkStore(TieredStore):
         return found
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`: steps whose chunk goes on in every row."""
+        """See `Store.graph_key`: of steps for which the window has as much memory as it needs before, within and behind them."""
         assert self.windows is not None
-        before, after = (of_rows.exact for of_rows in self.sequences.slots(forward))
-        slots = self.windows[0].tokens.shape[2]
-        if any(map(le, after, before)) or allocated(max(after), self.tiering.longest()) != slots:
+        before, after = self.sequences.slots(forward)
+        slots, longest, left = self.windows[0].tokens.shape[2], self.tiering.longest(), max(after.exact)
+        most = max(left, max(before.exact))
+        if allocated(left, longest) != slots or (most > left and allocated(most, longest) != slots):
             return None
         shapes = self.shapes(forward)
         return None if shapes is None else (shapes, len(self.mass), slots)
+
+    def encodes(self, forward: Forward) -> bool:
+        """Whether a row's chunk is complete with the step."""
+        before, after = self.sequences.slots(forward)
+        return any(map(le, after.exact, before.exact))
 
     def branch(self, forward: Forward) -> Hashable:
         """See `Store.branch`: whether any row's query is a probe."""

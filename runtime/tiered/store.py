@@ -125,6 +125,10 @@ class TieredStore(ABC):
         """See `Store.graph_key`. None unless the tiering knows better."""
         return None
 
+    def encodes(self, forward: Forward) -> bool:
+        """See `Store.encodes`."""
+        return False
+
     def branch(self, forward: Forward) -> Hashable:
         """See `Store.branch`."""
         return None

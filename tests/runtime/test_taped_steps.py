@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import CASES, Case
+from cases import BY_NAME, CASES, Case
 from launches import KERNELS, OPERATIONS, WRITTEN, Launch, module_of, watch
 from toy_models import left_padded, random_model
 
@@ -21,6 +21,7 @@ from calib.runtime.tape.structure import structure
 from calib.runtime.tape.taped_steps import TapedSteps
 
 LENGTHS, LAYERS = [9, 20], 3
+LEVEL = [20, 20]  # windows of both rows are empty at once
 STEPS = 26  # through a block of every short case
 
 # Cases whose steps are launches and nothing else.
@@ -41,31 +42,31 @@ def in_full(tapes, number, plan, way, layer, given, step):
 
 
 def drawn(config, width: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Query, keys and values of all rows, of `width` tokens."""
+    """Query, keys and values of both rows, of `width` tokens."""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    return [torch.randn(len(LENGTHS), own, width, config.head_dim, generator=generator) for own in heads]
+    return [torch.randn(2, own, width, config.head_dim, generator=generator) for own in heads]
 
 
 def noted(begin, answers: list[bool]):
     """In place of `TapedSteps.begin`: its answers are listed."""
 
-    def and_noted(tapes, step, key):
-        answers.append(begin(tapes, step, key))
+    def and_noted(tapes, *given):
+        answers.append(begin(tapes, *given))
         return answers[-1]
 
     return and_noted
 
 
-def launches_of(case: Case, found: list[Launch]) -> tuple[list[list[Launch]], int]:
+def launches_of(case: Case, lengths: list[int], found: list[Launch]) -> tuple[list[list[Launch]], int]:
     """The launches of each step, and how many layers' steps tapes have launched. No kernel runs."""
-    model, mask = random_model("llama", num_hidden_layers=LAYERS), left_padded(LENGTHS)["attention_mask"]
+    model, mask = random_model("llama", num_hidden_layers=LAYERS), left_padded(lengths)["attention_mask"]
     modules, generator, steps = [layer.self_attn for layer in model.model.layers], torch.Generator().manual_seed(3), []
     with torch.no_grad(), case.open(model) as cache:
         for step in range(STEPS):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1) if step else mask
             found.clear()
             for number, module in enumerate(modules):
-                query, keys, values = drawn(model.config, 1 if step else max(LENGTHS), generator)
+                query, keys, values = drawn(model.config, 1 if step else max(lengths), generator)
                 held = cache.update(keys, values, number)
                 attention(module, query, *held, mask, scaling=0.1)
             steps.append(list(found))
@@ -78,16 +79,17 @@ def seen_as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("lengths", [LENGTHS, LEVEL], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_tape_launches_what_the_layer_would(case: Case, monkeypatch):
+def test_a_tape_launches_what_the_layer_would(case: Case, lengths, monkeypatch):
     found, of_block = watch(monkeypatch, runs=False, copies=True), []
     with mock.patch.object(TapedSteps, "begin", noted(TapedSteps.begin, of_block)):
-        taped, launched = launches_of(case, found)
+        taped, launched = launches_of(case, lengths, found)
     with (
         mock.patch.object(TapedSteps, "run", in_full),
         mock.patch.object(TapedSteps, "begin", side_effect=of_block),
     ):
-        full, none = launches_of(case, found)
+        full, none = launches_of(case, lengths, found)
     assert not none
     assert launched >= STEPS or case.name not in TAPED
     for own, other in zip(taped, full, strict=True):
@@ -129,6 +131,19 @@ def test_all_layers_but_the_first_are_launched_from_the_third_step_on(opened):
     assert cache.sequences.taped.launched == 3 * (LAYERS - 1)
     assert {layer.get_seq_length() for layer in cache.compressed} == {25}
     assert cache.sequences.lengths == [25] * len(LENGTHS)
+
+
+def test_a_block_goes_on_behind_a_step_that_encodes_into_memory_that_is_there(monkeypatch):
+    """Which is every one in `klt`, until a row needs another page: 60 tokens behind a window of 20 fill one of 64."""
+    watch(monkeypatch, runs=False)
+    model, launched = random_model("llama", num_hidden_layers=LAYERS), [0]
+    with BY_NAME["klt-short"].open(model) as cache:  # blocks of 8
+        own_steps(model, cache, 1, 40)
+        for _ in range(60):
+            own_steps(model, cache, 1)
+            launched.append(cache.sequences.taped.launched)
+    none = [step for step in range(1, 61) if launched[step] == launched[step - 1]]
+    assert none == [1, 2, *range(8, 60, 8), 57]  # 57 records the next block
 
 
 @pytest.mark.parametrize("change", ["reorder", "copy", "several tokens", "device", "interrupted by a prompt's end"])

@@ -1,10 +1,10 @@
 """What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
 
-Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for each kind of
-store (`store_kinds.py`), `sample` one for every fifth kind, others for another function, so that every case is met somewhere. Of
-any other function `quick` takes FEW sets of parameters, and nothing that is marked `full`; `sample` takes SOME, and more until
-every value that several sets have is met, and all in WHOLE. Which ones follows from the tables, so a new test and a new method
-need no entry here.
+Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for every second kind
+of store (`store_kinds.py`), `sample` one for every fifth, others for another function, so that every kind and every case is met
+somewhere. Of any other function `quick` takes FEW sets of parameters, of those in INTERPRETED one, and nothing that is marked
+`full`; `sample` takes SOME, and more until every value that several sets have is met, and all in WHOLE. Which ones follows from the
+tables, so a new test and a new method need no entry here.
 """
 
 from collections import Counter
@@ -18,7 +18,9 @@ from cases import BY_NAME, Case
 from store_kinds import kinds
 
 FEW, SOME = 2, 4
-TURNS = 5  # kinds of stores in a sample: every fifth
+QUICK_TURNS, TURNS = 2, 5  # kinds of stores: every second in a quick run, every fifth in a sample
+# Kernels, most of them run by Triton's interpreter.
+INTERPRETED = ("tests/kernels/",)
 # Each set of parameters is another document, kernel or damage.
 WHOLE = ("tests/docs/", "tests/hostile/", "tests/kernels/test_ahead_of_time.py")
 
@@ -50,10 +52,14 @@ def function(item: Any) -> str:
 
 
 def few(items: list[Any]) -> list[Any]:
-    """Of one function's items one for each kind of store, or FEW; where several would do, the one whose values were taken least."""
-    counts, found = Counter[str](), []
-    for name, group in _by_kind(items).items():
-        found += _various(group, FEW if name is None else 1, counts)
+    """Of one function's items one for every second kind of store, in turn from function to function, or FEW; where several would
+    do, the one whose values were taken least."""
+    counts, found, number_of = Counter[str](), [], 1 if items[0].nodeid.startswith(INTERPRETED) else FEW
+    for number, (name, group) in enumerate(groups := _by_kind(items).items()):
+        if name is None:
+            found += _various(group, number_of, counts)
+        elif _is_its_turn(items, number, len(groups), QUICK_TURNS):
+            found += _various(group, 1, counts)
     return found
 
 
@@ -66,7 +72,7 @@ def in_turn(items: list[Any]) -> list[Any]:
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
         if name is None:
             found += group if whole else _various(group, SOME, Counter[str]())
-        elif (number - crc32(function(items[0]).encode())) % min(TURNS, len(groups)) == 0:
+        elif _is_its_turn(items, number, len(groups), TURNS):
             found.append(group[crc32(f"{function(items[0])} {name}".encode()) % len(group)])
     missing = _shared(items) - _met(found)
     while missing:
@@ -74,6 +80,11 @@ def in_turn(items: list[Any]) -> list[Any]:
         found.append(best)
         missing -= _met([best])
     return found
+
+
+def _is_its_turn(items: list[Any], number: int, groups: int, turns: int) -> bool:
+    """Whether a function takes the kind of this `number`."""
+    return (number - crc32(function(items[0]).encode())) % min(turns, groups) == 0
 
 
 def _various(items: list[Any], number: int, counts: Counter[str]) -> list[Any]:
