@@ -77,7 +77,8 @@ class _Registers:
     ) -> None:
         self.outline, self.output, self.given, self.shared = outline, output, given, shared
         self.out, self.memory = len(given), len(given) + 1 + outline.shared
-        self.of_output, self.of_given = storage_of(output), {storage_of(part) for part in given}
+        self.of_output = storage_of(output)
+        self.of_step = {self.of_output, *map(storage_of, given), *shared}
         # Found when a launch names them: what is shared, and where memory lies.
         self.parts: dict[int, Shared] = {}
         self.rooms: dict[int, torch.UntypedStorage] = {}
@@ -88,8 +89,7 @@ class _Registers:
         if launch.kernel is not known.kernel or tuple(map(type, arguments)) != known.types:
             raise UnlikeError
         for position in known.own:
-            storage = storage_of(arguments[position])
-            if storage in self.shared or storage in self.of_given or storage == self.of_output:
+            if arguments[position].untyped_storage().data_ptr() in self.of_step:
                 raise UnlikeError
         holes = [self._hole(arguments[hole.position], hole) for hole in known.holes]
         for hole in holes:
@@ -124,8 +124,10 @@ class _Registers:
         if (found := self.shared.get(storage_of(part))) is None:
             raise UnlikeError
         one, whole = found
-        one = one._replace(view=_view(part, whole.data_ptr(), whole.dtype))
-        if self.parts.setdefault(register, one) != one:
+        if (view := _view(part, whole.data_ptr(), whole.dtype)) is not None:
+            one = Shared(one.key, one.path, view)
+        held = self.parts.setdefault(register, one)
+        if held is not one and held != one:
             raise UnlikeError
 
     def tape(self, launches: list[tuple[Launch, list[Hole]]]) -> LaunchTape:

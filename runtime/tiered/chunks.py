@@ -165,7 +165,13 @@ class ChunkStore(TieredStore):
 
     def branch(self, forward: Forward) -> Hashable:
         """See `Store.branch`: whether any row's query is a probe."""
-        return self.observes and any(self._are_probes(forward, range(len(forward.before))))
+        if not self.observes:
+            return False
+        if "watching layers" not in forward.readings:  # worked out by the first that asks
+            of_rows = self._probes_of_step(forward, range(len(forward.before)))
+            forward.readings["watching layers"] = [any(own) for own in zip(*of_rows, strict=True)]
+        found: bool = forward.readings["watching layers"][self.sequences.probe_rows.number_of(self.context.layer)]
+        return found
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Complete chunks into tiers, the rest into the window."""
