@@ -2,19 +2,13 @@
 
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
-
-# What is equal wherever it says the same.
-_PLAIN = (str, int, float, bool, type(None), range, Enum, torch.dtype, torch.device, type)
 
 
 def structure(part: Any) -> Hashable:
-    """All that a stage or a plan is, with shape, type and device in place of a tensor. An object that is none of these, nor plain,
-    is like no other."""
+    """All that a stage or a plan is, with shape, type and device in place of a tensor. What cannot be compared is like no other."""
     if isinstance(part, Tensor):
         return part.shape, part.stride(), part.dtype, part.device
     if isinstance(part, tuple | list):
@@ -23,4 +17,4 @@ def structure(part: Any) -> Hashable:
         return dict, tuple((name, structure(value)) for name, value in part.items())
     if is_dataclass(part):
         return type(part), tuple((field.name, structure(getattr(part, field.name))) for field in fields(part))
-    return part if isinstance(part, _PLAIN) else id(part)
+    return part if isinstance(part, Hashable) else object()

@@ -385,8 +385,9 @@ def test_plans_are_alike_whatever_their_tensors_say():
         assert len(kinds) == 1 and not kinds & {structure(layer.plan) for layer in other.compressed}
     one, same = (Orthogonal(torch.full((2, 3, 3), float(number))) for number in range(2))
     assert structure(one) == structure(same) != structure(Orthogonal(torch.zeros(2, 4, 4)))
-    thing = object()
-    assert structure([thing]) == structure([thing]) != structure([object()])
+    thing, unhashable = object(), bytearray()
+    assert structure([thing, 1.0]) == structure([thing, 1.0]) != structure([object(), 1.0])
+    assert structure(unhashable) != structure(unhashable)
 
 
 def test_every_kernel_is_started_by_launch():
