@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def structure(part: Any) -> Hashable:
-    """All that a stage or a plan is, but of a tensor only shape, strides, type and device. What cannot be compared is like no other."""
+    """All that a stage or a plan is, but of a tensor only shape, strides, type and device. What cannot be compared is like no
+    other."""
     if isinstance(part, Tensor):
         return part.shape, part.stride(), part.dtype, part.device
     if isinstance(part, tuple | list):
