@@ -67,7 +67,7 @@ def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths:
     that encode, so with those in which launches are recorded; launches of most steps; the share of layers that launched what
     they had launched before, of all steps; and where any steps encode, their mean and how often they launch."""
     modules, rows = [layer.self_attn for layer in model.model.layers], len(lengths)
-    artifact = made_up(model) if method == "klt" else None
+    artifact = made_up(model, sized=bool(options.get("predict"))) if method == "klt" else None
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
     taken: list[list[float]] = [[] for _ in modules]
     launches = []

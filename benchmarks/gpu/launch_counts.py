@@ -27,8 +27,8 @@ PROMPT, STEPS, LAYERS = 200, 4, 2
 
 # Options under which a step in a few hundred tokens reads what it reads in a long cache.
 METHODS: dict[str, dict[str, Any]] = {
-    "full": {}, "rtn": {"bits": 4}, "kivi": {"bits": 2}, "klt": {"bits": 2.0}, "zipcache": {}, "gear": {}, "mikv": {}, "h2o": {},
-    "snapkv": {}, "tova": {}, "streaming_llm": {}, "csr": {"online": 64}, "specache": {},
+    "full": {}, "rtn": {"bits": 4}, "kivi": {"bits": 2}, "klt": {"bits": 2.0, "predict": True}, "zipcache": {}, "gear": {},
+    "mikv": {}, "h2o": {}, "snapkv": {}, "tova": {}, "streaming_llm": {}, "csr": {"online": 64}, "specache": {},
 }  # fmt: skip
 
 

@@ -34,12 +34,13 @@ def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
 
 
 def bare_layers(method: str, heads: Heads, count: int, **options: Any) -> list[CompressedLayer]:
-    """So many of a cache."""
+    """So many of a cache; of `klt` with a made-up artifact, which has sizes and predictions if these are asked for."""
     # A hidden size that heads divide: a configuration is refused without.
     sizes = {"num_hidden_layers": count, "hidden_size": heads.heads, "intermediate_size": 8, "vocab_size": 8}
     shape = {"num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **shape))
-    geometry, artifact = Geometry(count, heads.kv_heads, heads.head_dim), made_up(model) if method == "klt" else None
+    geometry = Geometry(count, heads.kv_heads, heads.head_dim)
+    artifact = made_up(model, sized=bool(options.get("predict"))) if method == "klt" else None
     context = LayerContext(rotation=Rotation.of(model, ""))
     plans = [build(method, options).plan(number, geometry, artifact) for number in range(count)]
     sequences = plans[0].sequences(count, None)

@@ -8,15 +8,16 @@ from calib.kernels.attend.decode_scores import LOG2E, NOTHING
 
 @triton.jit(do_not_specialize=["splits", "query_rows", "heads"])
 def merge(
-    TOP, MASS, MIXED, TOP_ALL, MASS_ALL, MIXED_ALL, AXES, SIZE, ORIGIN, MEAN, splits, query_rows, heads,
+    TOP, MASS, MIXED, TOP_ALL, MASS_ALL, MIXED_ALL, AXES, SIZE, ORIGIN, MEAN, TABLE, UNIT, LARGEST,
+    splits, query_rows, heads,
     D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
-    COMPONENTS: tl.constexpr, BEHIND: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_AT_ONCE: tl.constexpr,
+    COMPONENTS: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The parts of all splits `[rows of all heads, splits, R(, D)]` as one, for one query row a program.
 
     `AT_ONCE` parts are read together: a long row has a hundred, and one after the other each would wait for memory. With AXES
-    (`CodeFold`) the first columns, COMPONENTS and where MEAN is the sum of weights times sizes, become CHANNELS; columns from
-    BEHIND on stay behind them.
+    (`CodeFold`) all columns become CHANNELS: COMPONENTS, where MEAN is the sum of weights times sizes, and with TABLE from KEYS on
+    the mixture of keys' codes and the sum of weights times their sizes.
     """
     of_row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, DP)
@@ -41,9 +42,13 @@ def merge(
     if AXES is None:
         tl.store(MIXED_ALL + out * D + columns, mixed, mask=columns < D)
     else:
-        MIXED_ALL += out * (CHANNELS + D - BEHIND)
+        MIXED_ALL += out * CHANNELS
         head = of_row % heads
         size = tl.load(SIZE + head)
+        told, is_key = mixed, (columns >= KEYS) & (columns < D - 1)
+        if TABLE is not None:
+            largest = tl.load(LARGEST + columns - KEYS, mask=is_key, other=0.0)
+            told = 2 * mixed - largest * tl.sum(tl.where(columns == D - 1, mixed, 0.0), 0)
         for start in range(0, CHANNELS, CHANNELS_AT_ONCE):
             channels = start + tl.arange(0, CHANNELS_AT_ONCE)
             inside = channels < CHANNELS
@@ -59,5 +64,11 @@ def merge(
                 mean = tl.load(MEAN + head * CHANNELS + channels, mask=inside, other=0.0)
                 sized_mass = tl.sum(tl.where(columns == COMPONENTS, mixed, 0.0), 0)
                 found += mean * mass + (origin - mean) * sized_mass
+            if TABLE is not None:
+                table = tl.load(
+                    TABLE + (head * (D - 1 - KEYS) + columns[:, None] - KEYS) * CHANNELS + channels[None, :],
+                    mask=is_key[:, None] & inside[None, :], other=0,
+                )  # fmt: skip
+                unit = tl.load(UNIT + head * CHANNELS + channels, mask=inside, other=0.0)
+                found += tl.sum(told[:, None] * table.to(tl.float32), 0) * unit
             tl.store(MIXED_ALL + channels, found, mask=inside)
-        tl.store(MIXED_ALL + (CHANNELS - BEHIND) + columns, mixed, mask=(columns >= BEHIND) & (columns < D))

@@ -28,6 +28,7 @@ from calib.kernels.attend.packed_pages import (
     LowRankTerm,
     PackedStream,
     PageSpan,
+    PredictedValues,
     RopeTables,
 )
 from calib.kernels.attend.reference import folded, scaled
@@ -50,6 +51,7 @@ __all__ = [
     "LowRankTerm",
     "PackedStream",
     "PageSpan",
+    "PredictedValues",
     "RopeTables",
     "attend_exact",
     "attend_pages",
@@ -85,7 +87,6 @@ def attend_pages(
     scored: bool = False,
     precise: bool = False,
     rope_tables: RopeTables | None = None,
-    mixes_keys: bool = False,
     fold: CodeFold | None = None,
     ahead: int = 0,
     scale: float = 1.0,
@@ -95,40 +96,36 @@ def attend_pages(
     """`query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores against a tier that is
     `supported`.
 
-    The rows R of a KV head are group-major, then the columns of `span.back`. `constant [rows, kv_heads, R, 1]` is added to
-    every score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
-    rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits. With
-    `rope_tables` the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `mixes_keys`
-    the codes of keys that have sizes are mixed as well. With `fold` codes of values, whatever is `fixed`, are brought to channels
-    by it. Scores of the `ahead` next keys are told besides, of those that are in the table: of keys that are not turned and have
-    no coefficients. With `runs` the parts of several runs may wait for `attend_exact`.
-    With `terms`, which `kernels/outliers` supports and no C knows, what values are beside their codes is mixed with them.
+    The rows R of a KV head are group-major, then the columns of `span.back`. `constant [rows, kv_heads, R, 1]` is added to every
+    score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
+    rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits. With `rope_tables`
+    the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `fold` codes of values,
+    whatever is `fixed`, are brought to channels by it, and codes of keys where it says what these predict. Scores of the `ahead`
+    next keys are told besides, of those that are in the table: of keys that are not turned and have no coefficients. With `runs`
+    the parts of several runs may wait for `attend_exact`. With `terms`, which `kernels/outliers` supports and no C knows, what
+    values are beside their codes is mixed with them.
     """
     if fold is not None:
         values = values.without_fixed
     # Whose mixtures are not of channels yet are joined first.
     whole = values.ranked is None or terms is not None
-    runs = runs and fold is None and whole and values.sizes is None and not mixes_keys
+    runs = runs and fold is None and whole and values.sizes is None
     if not prefers_triton(query.device):
         return pages_cpu.attend_pages(
-            scaled(query, scale), keys, values, span, constant, softcap, rope_tables, mixes_keys, fold, ahead
+            scaled(query, scale), keys, values, span, constant, softcap, rope_tables, fold, ahead
         )
-    triton = _triton()
+    triton, mixes_keys = _triton(), fold is not None and fold.predicted is not None
+    folds = fold is not None and values.ranked is None
     with launching_on(query):
         found = triton.attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, mixes_keys, ahead, scale,
-            None if values.ranked is not None else fold, runs, terms,
+            fold if folds else None, runs, terms,
         )  # fmt: skip
-    if fold is None and found.mixed.shape[-1] == values.channels:  # nothing is mixed besides
+    if folds or (fold is None and found.mixed.shape[-1] == values.channels):  # nothing is mixed besides
         return found
     columns = triton.columns_of(keys, values, mixes_keys)
     if found.runs > 1:
         return replace(found, mixed=found.mixed[..., : columns[0]])
-    if fold is not None and values.ranked is None:
-        if not mixes_keys:
-            return found
-        mixed, mixed_keys = found.mixed.split([fold.axes.shape[2], columns[3]], -1)
-        return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)
     mixed, sized_mass, coefficients, mixed_keys = found.mixed.split(columns, -1)
     if values.fixed is not None and values.sizes is not None:
         step, zero = values.fixed
@@ -136,8 +133,8 @@ def attend_pages(
     if values.ranked is not None and terms is None:
         mixed = mixed + coefficients @ values.ranked.basis.float()
     if fold is not None:
-        mixed = folded(fold, mixed, found.mass, sized_mass)
-    return replace(found, mixed=mixed, mixed_keys=mixed_keys if mixes_keys else None)
+        mixed = folded(fold, mixed, found.mass, sized_mass, mixed_keys)
+    return replace(found, mixed=mixed)
 
 
 def exact_supported(query: Tensor, tokens: ExactTokens) -> bool:

@@ -240,7 +240,7 @@ def merge_constants(columns: tuple[int, ...], channels: int = 0) -> dict[str, in
     padded = next_power_of_2(wide)
     found = {"D": wide, "DP": padded, "AT_ONCE": max(1, MERGED // padded), "COMPONENTS": columns[0]}
     return found | {
-        "BEHIND": sum(columns[:2]), "CHANNELS": channels, "CHANNELS_AT_ONCE": max(16, MERGED // 2 // padded),
+        "KEYS": wide - columns[3], "CHANNELS": channels, "CHANNELS_AT_ONCE": max(16, MERGED // 2 // padded),
     }  # fmt: skip
 
 

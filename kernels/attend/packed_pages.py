@@ -112,21 +112,39 @@ class RopeTables:
 
 
 @dataclass(frozen=True)
+class PredictedValues:
+    """What the codes c of a token's key say of its value: unit T^T s_t (2 c_t - L), s_t the key's size, L the last code of each
+    component.
+
+    Args:
+        table: T, int16 `[kv_heads, N, D]`; 0 for a component that its head has no word for.
+        unit: float32 `[kv_heads, 1, D]`.
+        largest: L, float32 `[N]`.
+    """
+
+    table: Tensor
+    unit: Tensor
+    largest: Tensor
+
+
+@dataclass(frozen=True)
 class CodeFold:
     """Values whose codes c are of components: v_t = size B^T c_t + origin, of tokens that have sizes size B^T s_t c_t + s_t (origin
-    - mean) + mean.
+    - mean) + mean; and what is `predicted` of them is added.
 
     Args:
         axes: B, float16 `[kv_heads, N, D]`.
         size: float32 `[kv_heads, 1, 1]`.
         origin: float32 `[kv_heads, 1, D]`.
         mean: float32 `[kv_heads, 1, D]`, of tokens that have sizes; or None.
+        predicted: of keys that have sizes; or None.
     """
 
     axes: Tensor
     size: Tensor
     origin: Tensor
     mean: Tensor | None = None
+    predicted: PredictedValues | None = None
 
 
 @dataclass(slots=True)
@@ -197,8 +215,7 @@ class PageSpan:
 @dataclass(slots=True)
 class Attended:
     """A part of a softmax, float32: the largest score `top`, `mass` = sum exp(score - top) `[rows, kv_heads, R, 1]`, `mixed` =
-    sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. Where keys'
-    codes c are mixed by the same weights, `mixed_keys [rows, kv_heads, R, N + 1]`: those of s c, and behind them of s. `ahead
+    sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. `ahead
     [rows, kv_heads, R, n]`: scores, without a soft cap, of packed keys behind the slots that are attended, where these were asked
     for. Parts of several runs may wait to be joined: `top`, `mass` and `mixed` have an axis of runs before R then."""
 
@@ -206,7 +223,6 @@ class Attended:
     mass: Tensor
     mixed: Tensor
     scores: Tensor | None = None
-    mixed_keys: Tensor | None = None
     ahead: Tensor | None = None
 
     @property

@@ -11,12 +11,19 @@
 #include "scores.h"
 #include "turned.h"
 
-/* What makes a value of a mixture of codes: size back^T c + origin, of sized tokens size back^T c + origin s + mean. */
+/* What makes a value of a mixture of codes: size back^T c + origin, of sized tokens size back^T s c + s (origin - mean) + mean; and
+   what the codes of sized keys predict, unit table^T s (2 c - largest). */
 typedef struct {
     const uint16_t *back; /* float16 [heads][components][head_dim] */
     const float *size, *origin, *mean;
+    const int16_t *table; /* [heads][components of keys][head_dim], or NULL */
+    const float *unit, *largest;
     int32_t head_dim;
 } Fold;
+
+/* Columns of a run's mixture: those of values, then of keys. */
+static int value_columns(const Stream *values) { return values->channels + (values->sizes ? 1 : 0); }
+static int key_columns(const Stream *keys, const Fold *fold) { return fold && fold->table ? keys->channels + 1 : 0; }
 
 /* `scores [R]` of a run, `stride` apart, become weights: e^(score - the largest), 0 behind the last token. */
 INLINE void weigh(const int R, float *scores, int stride, int tokens, const float *constant, float softcap, float *top, float *mass) {
@@ -73,7 +80,8 @@ INLINE void run_part(const int R, const Stream *keys, const Stream *values, int1
     weigh(R, scores, ROOM, run.tokens, turn ? 0 : added, asked->softcap, part, part + R);
     float *mixed = part + 2 * R;
     run_mix(R, values, &run, head, scores, ROOM, room, mixed, wide);
-    if (asked->mixes_keys) sized_mix(R, keys, &run, head, scores, ROOM, room, mixed + wide - keys->channels - 1, wide);
+    int first_of_keys = value_columns(values);
+    if (wide > first_of_keys) sized_mix(R, keys, &run, head, scores, ROOM, room, mixed + first_of_keys, wide);
 }
 
 /* Scores of the keys ahead: those of every page or block that one of them lies in, of which they are kept. */
@@ -98,7 +106,6 @@ INLINE void scores_ahead(const int R, const Stream *keys, const Asked *asked, in
 static void join(const Stream *keys, const Stream *values, const Fold *fold, const Asked *asked, int R, int64_t item,
                  const float *parts, int runs, int64_t size, int wide) {
     int row = item / asked->heads, head = item % asked->heads;
-    int mixing = values->channels + (values->sizes ? 1 : 0), of_keys = asked->mixes_keys ? keys->channels + 1 : 0;
     int dim = fold ? fold->head_dim : values->channels;
     for (int r = 0; r < R; r++) {
         float top = -1e38f, mass = 0, mixed[2 * MOST_CHANNELS + 2] = {0};
@@ -111,7 +118,6 @@ static void join(const Stream *keys, const Stream *values, const Fold *fold, con
         }
         int64_t out = item * R + r;
         asked->top[out] = top, asked->mass[out] = mass;
-        for (int c = 0; c < of_keys; c++) asked->mixed_keys[out * of_keys + c] = mixed[mixing + c];
         float *to = asked->mixed + out * dim;
         if (!fold) {
             float whole = values->sizes ? mixed[values->channels] : mass;
@@ -130,6 +136,16 @@ static void join(const Stream *keys, const Stream *values, const Fold *fold, con
         for (int d = 0; d < dim; d++)
             to[d] = moved[d] * fold->size[head] +
                     (mean ? (origin[d] - mean[d]) * mixed[values->channels] + mean[d] * mass : origin[d] * mass);
+        if (fold->table) {
+            const float *codes = mixed + value_columns(values), *unit = fold->unit + (int64_t)head * dim;
+            memset(moved, 0, sizeof(float) * dim);
+            for (int k = 0; k < keys->channels; k++) {
+                const int16_t *row_of = fold->table + ((int64_t)head * keys->channels + k) * dim;
+                float number = 2 * codes[k] - fold->largest[k] * codes[keys->channels];
+                for (int d = 0; d < dim; d++) moved[d] += number * row_of[d];
+            }
+            for (int d = 0; d < dim; d++) to[d] += moved[d] * unit[d];
+        }
     }
 }
 
@@ -143,7 +159,7 @@ static int pages_of(const Asked *asked, int used) {
 int attend_pages(const Stream *keys, const Stream *values, const Turn *turn, const Fold *fold, const Asked *asked, int R,
                  int threads) {
     int least = pages_of(asked, 0), runs = (asked->width + least - 1) / least, items = asked->rows * asked->heads;
-    int wide = values->channels + (values->sizes ? 1 : 0) + (asked->mixes_keys ? keys->channels + 1 : 0);
+    int wide = value_columns(values) + key_columns(keys, fold);
     int64_t size = (int64_t)R * (2 + wide);
     int dim = turn ? turn->head_dim : 0, columns = keys->channels + (keys->sizes ? 2 : 1);
     int64_t turning = (int64_t)asked->heads * columns * dim + (turn ? 2 * turn->pairs * STRIDE : 0);

@@ -58,7 +58,7 @@ class _Turn(ctypes.Structure):
 
 class _Fold(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("back", "size", "origin", "mean")),
+        *((name, ctypes.c_void_p) for name in ("back", "size", "origin", "mean", "table", "unit", "largest")),
         ("head_dim", ctypes.c_int32),
     )
 
@@ -67,9 +67,9 @@ class _Asked(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("table", "used", "query", "constant")),
         ("table_row", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rows", "heads", "page", "width", "mixes_keys", "ahead")),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "page", "width", "ahead")),
         ("softcap", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("top", "mass", "mixed", "mixed_keys", "ahead_scores")),
+        *((name, ctypes.c_void_p) for name in ("top", "mass", "mixed", "ahead_scores")),
     )
 
 
@@ -128,7 +128,6 @@ def attend_pages(
     constant: Tensor | None,
     softcap: float | None,
     rope_tables: RopeTables | None = None,
-    mixes_keys: bool = False,
     fold: CodeFold | None = None,
     ahead: int = 0,
 ) -> Attended:
@@ -137,12 +136,11 @@ def attend_pages(
     top, mass = (query.new_empty(rows, heads, asked, 1) for _ in range(2))
     wide = values.channels if fold is None else fold.axes.shape[2]
     mixed = query.new_empty(rows, heads, asked, wide)
-    mixed_keys = query.new_empty(rows, heads, asked, keys.channels + 1) if mixes_keys else None
     scores = query.new_empty(rows, heads, asked, ahead) if ahead else None
     kept = [None if part is None else part.contiguous() for part in (query, constant, span.used)]
     request = _Asked(
         span.table.data_ptr(), _at(kept[2]), _at(kept[0]), _at(kept[1]), span.table.stride(0), rows, heads, keys.pages.shape[2],
-        span.table.shape[1], mixes_keys, ahead, softcap or 0.0, _at(top), _at(mass), _at(mixed), _at(mixed_keys), _at(scores),
+        span.table.shape[1], ahead, softcap or 0.0, _at(top), _at(mass), _at(mixed), _at(scores),
     )  # fmt: skip
     turn = None if rope_tables is None else _turn(keys, rope_tables)
     function = _function()
@@ -157,7 +155,7 @@ def attend_pages(
     )
     if found:
         raise MemoryError("no memory for the parts of a softmax")
-    return Attended(top, mass, mixed, None, mixed_keys, scores)
+    return Attended(top, mass, mixed, None, scores)
 
 
 def _at(part: Tensor | None) -> int | None:
@@ -224,7 +222,9 @@ def _middles(bits: int | Widths, channels: int, trellis: bool) -> "ctypes.Array[
 
 
 def _fold(fold: CodeFold) -> _Fold:
-    parts = fold.axes, fold.size, fold.origin, fold.mean
+    told = fold.predicted
+    predicted = (None,) * 3 if told is None else (told.table, told.unit, told.largest)
+    parts = fold.axes, fold.size, fold.origin, fold.mean, *predicted
     assert all(part is None or part.is_contiguous() for part in parts)
     return _Fold(*map(_at, parts), fold.axes.shape[2])
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.kernels.attend.packed_pages import Attended, CodeFold
+from calib.kernels.attend.packed_pages import Attended, CodeFold, PredictedValues
 from calib.kernels.pack.heads import spread_heads
 from calib.kernels.pack.reference import Widths, planes, unpack_columns
 
@@ -70,13 +70,22 @@ def rotated_scores(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Ten
     return found + query[..., 2 * half :] @ rest if rest.shape[-2] else found
 
 
-def folded(fold: CodeFold, mixed: Tensor, mass: Tensor, sized_mass: Tensor) -> Tensor:
+def folded(fold: CodeFold, mixed: Tensor, mass: Tensor, sized_mass: Tensor, mixed_keys: Tensor | None = None) -> Tensor:
     """sum p v of values whose codes are `mixed [..., rows, N]`, `mass` sum p; of tokens with sizes s sum p s c, and `sized_mass`
-    sum p s `[..., rows, 1]`."""
+    sum p s `[..., rows, 1]`. With `mixed_keys` as `predicted_mixture` has them, what is predicted is added."""
     offset = fold.origin * mass
     if fold.mean is not None:
         offset = torch.addcmul(fold.mean * mass, fold.origin - fold.mean, sized_mass)
-    return offset.addcmul_(mixed @ fold.axes.float(), fold.size)
+    offset.addcmul_(mixed @ fold.axes.float(), fold.size)
+    if fold.predicted is None or mixed_keys is None:
+        return offset
+    return offset.add_(predicted_mixture(fold.predicted, mixed_keys))
+
+
+def predicted_mixture(predicted: PredictedValues, mixed_keys: Tensor) -> Tensor:
+    """What is predicted of sum p v, from sum p s c of the keys' codes and behind them sum p s, `[..., rows, N + 1]`."""
+    numbers = 2 * mixed_keys[..., :-1] - predicted.largest * mixed_keys[..., -1:]
+    return (numbers @ predicted.table.float()).mul_(predicted.unit)
 
 
 def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:

@@ -194,11 +194,14 @@ def _full(bits: int, block: int, channels: int, most: float, matrix: float, spil
 
 
 def _merge(columns: list[int], channels: int = 0) -> Specialisation:
-    """The kernel that joins the parts of all runs; components, of tokens that have sizes, become so many channels."""
+    """The kernel that joins the parts of all runs; components, of tokens that have sizes, become so many channels, and what keys'
+    codes predict is added."""
     constants: dict[str, object] = dict(merge_constants(tuple(columns), channels))
     constants |= {} if channels else dict.fromkeys(("AXES", "SIZE", "ORIGIN", "MEAN"))
+    constants |= {} if columns[3] else dict.fromkeys(("TABLE", "UNIT", "LARGEST"))
     types = {name: "i32" if name.islower() else "*fp32" for name in merge.arg_names if name not in constants}
-    return Specialisation(merge, types | ({"AXES": "*fp16"} if channels else {}), constants, merge_warps(channels > 0))
+    types |= {name: kind for name, kind in (("AXES", "*fp16"), ("TABLE", "*i16")) if name in types}
+    return Specialisation(merge, types, constants, merge_warps(channels > 0))
 
 
 def _exact(
@@ -336,6 +339,8 @@ SPECIALISATIONS = {
     "exact tokens told, 16 rows": _exact(128, 10, 3, 16, told=True),
     "merge": _merge([128, 0, 0, 0]),
     "merge, 256 channels and rank 4": _merge([256, 0, 4, 0]),
-    "merge, components to channels": _merge([80, 1, 0, 81], 128),
-    "merge, components to 256 channels": _merge([160, 1, 0, 161], 256),
+    "merge, components to channels": _merge([80, 1, 0, 0], 128),
+    "merge, components to 256 channels": _merge([160, 1, 0, 0], 256),
+    "merge, and what keys predict": _merge([80, 1, 0, 81], 128),
+    "merge, and what keys predict, 256": _merge([160, 1, 0, 161], 256),
 }

@@ -45,9 +45,9 @@ typedef struct {
     const int32_t *table, *used;
     const float *query, *constant;
     int64_t table_row;
-    int32_t rows, heads, page, width, mixes_keys, ahead;
+    int32_t rows, heads, page, width, ahead;
     float softcap;
-    float *top, *mass, *mixed, *mixed_keys, *ahead_scores; /* of so many keys `ahead`, behind the slots that are attended */
+    float *top, *mass, *mixed, *ahead_scores; /* of so many keys `ahead`, behind the slots that are attended */
 } Asked;
 
 /* The pages of a run: their numbers, slots of each, and tokens of them all. */

@@ -82,8 +82,8 @@ def attend_pages(
     runs: bool = False,
     terms: PageTerms | None = None,
 ) -> Attended:
-    """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` channels in place of the
-    first two; what is `fixed` of values that have sizes is the caller's."""
+    """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` channels in their
+    place; what is `fixed` of values that have sizes is the caller's."""
     rows, heads, asked, _ = query.shape
     same = PageLaunch.over(keys, values, asked, softcap, rope_tables, mixes_keys)
     pages, wide = span.table.shape[1], sum(same.columns)
@@ -122,9 +122,8 @@ def attend_pages(
     if splits > 1 or fold is not None:
         parts, each = (top, mass, mixed), (rows, heads, asked)
         channels = 0 if fold is None else fold.axes.shape[2]
-        wide = wide if fold is None else channels + sum(same.columns[2:])
+        wide = wide if fold is None else channels
         top, mass, mixed = room((*each, 1), device), room((*each, 1), device), room((*each, wide), device)
-        folding = (None,) * 4 if fold is None else (fold.axes, fold.size, fold.origin, fold.mean)
         launch(
             merge,
             (rows * heads, asked),
@@ -132,7 +131,7 @@ def attend_pages(
             top,
             mass,
             mixed,
-            *folding,
+            *_folding(fold),
             splits,
             asked,
             heads,
@@ -191,6 +190,15 @@ def _by_token(pages: Tensor | None) -> bool:
 def _in_pairs(parameters: Tensor) -> bool:
     """Whether every token's float16 numbers begin where a word of 4 bytes does."""
     return parameters.data_ptr() % 4 == 0 and all(step % 2 == 0 for step in parameters.stride()[:2])
+
+
+def _folding(fold: CodeFold | None) -> tuple[Tensor | None, ...]:
+    """What `merge_kernel.py` calls AXES, SIZE, ORIGIN, MEAN, TABLE, UNIT, LARGEST."""
+    if fold is None:
+        return (None,) * 7
+    told = fold.predicted
+    predicted = (None,) * 3 if told is None else (told.table, told.unit, told.largest)
+    return fold.axes, fold.size, fold.origin, fold.mean, *predicted
 
 
 def _tables(rope_tables: RopeTables | None) -> tuple[Tensor | None, ...]:

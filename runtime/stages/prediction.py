@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calib.kernels.attend.operation import PredictedValues
+from calib.kernels.attend.reference import predicted_mixture
 from calib.runtime.paging.field import Block
 from calib.runtime.stages.codec.sized import Sized
 
@@ -46,13 +48,11 @@ class Prediction:
 
     def mix(self, codec: Sized, weights: Tensor, keys: Block) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 times the predictions of a tile: `[..., kv_heads, rows, D]`."""
-        return self.of_mixed(codec, codec.mixed_codes(weights, keys))
+        return predicted_mixture(self.of_codes(codec), codec.mixed_codes(weights, keys))
 
-    def of_mixed(self, codec: Sized, mixed: Tensor) -> Tensor:
-        """The same from sum p s c and sum p s of the keys' codes and sizes, `mixed [..., kv_heads, rows, N + 1]` float32."""
-        last = codec.codec.levels(mixed.device)
-        numbers = 2 * mixed[..., :-1] - last * mixed[..., -1:]
-        return (numbers @ self.table.float()).mul_(self.unit)
+    def of_codes(self, codec: Sized) -> PredictedValues:
+        """As attention's kernels take it, which mix the keys' codes themselves."""
+        return PredictedValues(self.table, self.unit, codec.codec.levels(self.table.device))
 
     @staticmethod
     def _numbers(codec: Sized, codes: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import (
     Attended,
     ChannelMap,
+    CodeFold,
     PackedStream,
     PageSpan,
     attend_pages,
@@ -140,8 +141,7 @@ class TierView:
             span = span if positions is None else replace(span, positions=positions)
         rope_tables = None if cos_sin is None else self.transforms["keys"].rope_tables(*cos_sin)
         precise = self.tier.dtype == torch.float32
-        predicted, transform = self.tier.plan.prediction, self.transforms["values"]
-        fold = transform.code_fold() if self.codecs["values"].component_codes is not None else None
+        fold = self._value_fold()
         (query, scale), constant = self.asked.for_kernels, None
         if keys.map is None and self.rotated is None:
             (query, constant), scale = self._folded, 1.0
@@ -149,15 +149,21 @@ class TierView:
             span = replace(span, bias=self._added_to_all(tiles, span, query, scale, keys.map))
         folds = fold is None and values.map is None
         found = attend_pages(
-            query, keys, values, span, constant, softcap, scored, precise, rope_tables, predicted is not None, fold,
-            scale=scale, runs=runs and not folds, terms=self.value_terms,
+            query, keys, values, span, constant, softcap, scored, precise, rope_tables, fold, scale=scale,
+            runs=runs and not folds, terms=self.value_terms,
         )  # fmt: skip
-        if not folds and predicted is None:
+        if not folds:
             return found
-        mixed = transform.fold_output(found.mixed, found.mass) if folds else found.mixed
-        if predicted is not None and found.mixed_keys is not None:
-            mixed = mixed + predicted.of_mixed(self._key_codes, found.mixed_keys)
-        return replace(found, mixed=mixed, mixed_keys=None)
+        return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
+
+    def _value_fold(self) -> CodeFold | None:
+        """What makes values of a mixture of codes; None where these are of no components."""
+        if self.codecs["values"].component_codes is None:
+            return None
+        fold, predicted = self.transforms["values"].code_fold(), self.tier.plan.prediction
+        if fold is None or predicted is None:
+            return fold
+        return replace(fold, predicted=predicted.of_codes(self._key_codes))
 
     def pairs(self) -> list[SparsePages | None]:
         """Keys and values as sparse pairs, where that is what they are; their transform is then none."""

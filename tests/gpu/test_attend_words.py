@@ -7,8 +7,9 @@ import torch
 from gpu.moved import moved, near
 from mixed_words import NARROW, PAGE, WIDE, Words, stored
 from paged_attention import Kind, Pages, attention, pages_of
+from predicted_values import predicted_values
 from rotated_keys import HEADS, keys_of, make_rope_tables, tables
-from sized_tokens import numbers_of, sized, sized_keys, sizes_of
+from sized_tokens import sized_keys, sizes_of
 
 from calib.kernels.attend.operation import LowRankTerm, PageSpan, attend_pages, supported
 from calib.runtime.rotation import Rotation
@@ -59,25 +60,21 @@ def test_keys_before_rope(device, own, channels, pairs, query_rows):
 
 @pytest.mark.parametrize(("own", "channels", "pairs"), [(EVEN, 128, 64), (NARROW, 64, 16)], ids=str)
 @pytest.mark.parametrize("query_rows", [1, 4, 16, 65])
-def test_tokens_with_sizes_and_mixed_keys(device, own, channels, pairs, query_rows):
+def test_values_that_keys_predict(device, own, channels, pairs, query_rows):
     rotation = Rotation(10000.0 ** -torch.linspace(0, 1, pairs, dtype=torch.float64))
     (plain, rope_tables), sizes = keys_of(own, channels, 1), sizes_of(HEADS, PAGE, 7, 9)
     rope_tables = replace(rope_tables, **tables(rotation, 1004, 2 * PAGE))
-    keys, values = sized_keys(plain, rope_tables, sizes), sized(stored(EVEN, 2), sizes_of(HEADS, PAGE, 8, 9))
+    keys, of_values = sized_keys(plain, rope_tables, sizes), sizes_of(HEADS, PAGE, 8, 9)
+    values, fold = predicted_values(stored(EVEN, 2), EVEN, of_values, keys, own, sizes)
     rotated = make_rope_tables(rotation, 1004 + torch.arange(2 * PAGE))
     query, span = asked(channels, query_rows) / 4, PageSpan(TABLE, USED)
     expected = attention(query, keys, values, span, rotated=rotated)
-    numbers = numbers_of(keys, own, sizes)
-    expected_keys = attention(query, keys, Pages(keys.stream, numbers), span, rotated=rotated)
     given = moved((query, keys.stream, values.stream, span), device)
     assert supported(query_rows, *given[1:3], rope_tables=True)
-    theirs = torch.cat([own.own(), torch.ones(HEADS, 1, 1, dtype=torch.bool)], -1)
     for precise, limit in ((False, OUTPUT), (True, PRECISE)):
-        found = attend_pages(*given, precise=precise, rope_tables=moved(rope_tables, device), mixes_keys=True)
+        found = attend_pages(*given, precise=precise, rope_tables=moved(rope_tables, device), fold=moved(fold, device))
         near(found.mixed / found.mass, expected.output, limit)
         near(found.top + found.mass.log(), expected.normaliser, limit)
-        mixed = (found.mixed_keys / found.mass).cpu() * theirs
-        near(mixed, expected_keys.output * theirs, limit)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])

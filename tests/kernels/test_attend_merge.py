@@ -25,7 +25,7 @@ def test_parts_become_one(splits, rows, channels):
     if splits > 2:
         top[:, 1::3], mass[:, 1::3], mixed[:, 1::3] = float(NOTHING.value), 0.0, 0.0  # runs that the rows do not reach
     found = [torch.full(shape, torch.nan) for shape in ((2, rows), (2, rows), (2, rows, channels))]
-    merge[(2, rows)](top, mass, mixed, *found, *[None] * 4, splits, rows, 1, **merge_constants((channels, 0, 0, 0)))
+    merge[(2, rows)](top, mass, mixed, *found, *[None] * 7, splits, rows, 1, **merge_constants((channels, 0, 0, 0)))
     shares = (top.double() - top.double().amax(1, keepdim=True)).exp()
     assert torch.equal(found[0], top.amax(1))
     torch.testing.assert_close(found[1].double(), (mass * shares).sum(1), rtol=1e-5, atol=0)
@@ -35,14 +35,14 @@ def test_parts_become_one(splits, rows, channels):
 def test_parts_of_nothing_stay_finite():
     top, mass, mixed = torch.full((1, 70, 1), float(NOTHING.value)), torch.zeros(1, 70, 1), torch.zeros(1, 70, 1, 32)
     found = [torch.full(shape, torch.nan) for shape in ((1, 1), (1, 1), (1, 1, 32))]
-    merge[(1, 1)](top, mass, mixed, *found, *[None] * 4, 70, 1, 1, **merge_constants((32, 0, 0, 0)))
+    merge[(1, 1)](top, mass, mixed, *found, *[None] * 7, 70, 1, 1, **merge_constants((32, 0, 0, 0)))
     assert found[0] == top[0, 0] and not found[1].any() and not found[2].any()
 
 
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize(("components", "channels", "behind"), [(48, 64, 0), (80, 128, 81), (33, 20, 5)])
 def test_components_become_channels(sized, components, channels, behind):
-    """Of two heads with axes of their own; what lies behind stays as it is."""
+    """Of two heads with axes of their own; of keys' codes and their sizes, which lie behind, what they predict is added."""
     draw, rows, splits = torch.Generator().manual_seed(components), 3, 5
     wide = components + sized + behind
     top, mass = (torch.rand(4, splits, rows, generator=draw) for _ in range(2))
@@ -50,9 +50,10 @@ def test_components_become_channels(sized, components, channels, behind):
     axes = torch.randn(2, components, channels, generator=draw).half()
     size = torch.rand(2, 1, 1, generator=draw)
     origin, mean = (torch.randn(2, 1, channels, generator=draw) for _ in range(2))
+    table = torch.randint(-(2**15), 2**15, (2, max(0, behind - 1), channels), generator=draw).to(torch.int16)
+    unit, largest = torch.rand(2, 1, channels, generator=draw) / 2**15, torch.rand(table.shape[1], generator=draw) * 9
     found, expected = (
-        [torch.full(shape, torch.nan) for shape in ((4, rows), (4, rows), (4, rows, last))]
-        for last in (channels + behind, wide)
+        [torch.full(shape, torch.nan) for shape in ((4, rows), (4, rows), (4, rows, last))] for last in (channels, wide)
     )
     columns = [components, int(sized), 0, behind]
     merge[(4, rows)](
@@ -64,19 +65,21 @@ def test_components_become_channels(sized, components, channels, behind):
         size,
         origin,
         mean if sized else None,
+        *((table, unit, largest) if behind else [None] * 3),
         splits,
         rows,
         2,
         **merge_constants(tuple(columns), channels),
     )
-    merge[(4, rows)](top, mass, mixed, *expected, *[None] * 4, splits, rows, 2, **merge_constants(tuple(columns)))
+    merge[(4, rows)](top, mass, mixed, *expected, *[None] * 7, splits, rows, 2, **merge_constants(tuple(columns)))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     own, sums, kept = expected[2].double().unflatten(0, (2, 2)).split([components, int(sized), behind], -1)
     masses = expected[1].double().view(2, 2, rows, 1)
     offset = mean * masses + (origin - mean) * sums if sized else origin * masses
     wanted = (own @ axes.double()) * size + offset
-    torch.testing.assert_close(found[2][..., :channels].double(), wanted.flatten(0, 1), rtol=1e-5, atol=1e-5)
-    assert torch.equal(found[2][..., channels:].double(), kept.flatten(0, 1))
+    if behind:
+        wanted = wanted + (2 * kept[..., :-1] - largest * kept[..., -1:]) @ table.double() * unit
+    torch.testing.assert_close(found[2].double(), wanted.flatten(0, 1), rtol=1e-5, atol=3e-5)
 
 
 def test_runs_wait_to_be_joined(monkeypatch):

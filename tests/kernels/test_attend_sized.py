@@ -1,4 +1,4 @@
-"""Tokens that have sizes, and keys whose codes are mixed as values' are: attended in one pass, against float64."""
+"""Tokens that have sizes, and values that the codes of their keys predict: attended in one pass, against float64."""
 
 from dataclasses import replace
 
@@ -8,13 +8,14 @@ import triton as compiler
 import triton.language as tl
 from mixed_words import NARROW, PAGE, WIDE, Words, stored
 from paged_attention import Kind, Pages, assert_attended, attention, of_rows, pages_of
+from predicted_values import predicted_values
 from rotated_keys import HEADS, keys_of, make_rope_tables, tables
-from sized_tokens import numbers_of, sized, sized_keys, sizes_of
+from sized_tokens import sized, sized_keys, sizes_of
 from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORES
 
 from calib.kernels.attend import operation, triton
 from calib.kernels.attend.loads import token_sizes
-from calib.kernels.attend.operation import SIZE_BITS, Attended, LowRankTerm, PageSpan
+from calib.kernels.attend.operation import SIZE_BITS, Attended, CodeFold, LowRankTerm, PageSpan
 from calib.kernels.pack.reference import unpack
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import MixedQuant, Sized
@@ -49,49 +50,42 @@ class Turned:
     """Keys before RoPE with sizes and values with sizes, attended by the kernel and in float64."""
 
     def __init__(
-        self, own: Words, values: Words | Kind, channels: int, rotated: int, largest: int = 9, in_bytes: bool = False
+        self, own: Words, values: Words, channels: int, rotated: int, largest: int = 9, in_bytes: bool = False
     ) -> None:
         self.own, self.sizes = own, sizes_of(HEADS, PAGE, 7, largest, in_bytes)
         self.rotation = Rotation(10000.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64))
         plain, self.tables = keys_of(own, channels, 1)
         self.keys = sized_keys(plain, self.tables, self.sizes)
-        self.values = sized(stored(values, 2), sizes_of(HEADS, PAGE, 8, largest, in_bytes))
+        self.of_values, own_sizes = values, sizes_of(HEADS, PAGE, 8, largest, in_bytes)
+        self.values, self.value_sizes = sized(stored(values, 2), own_sizes), own_sizes
         self.channels = channels
+
+    def predicted(self, beside: torch.Tensor | float = 0) -> tuple[Pages, CodeFold]:
+        """The values in channels, with what keys predict of them."""
+        return predicted_values(self.values, self.of_values, self.value_sizes, self.keys, self.own, self.sizes, beside)
 
     def query(self, rows: int, query_rows: int) -> torch.Tensor:
         draw = torch.Generator().manual_seed(3)
         return torch.randn(rows, HEADS, query_rows, self.channels, generator=draw) / (2 * self.channels**0.5)
 
-    def check(self, query, span: PageSpan, first: int, last: int, *, precise=True, mixes=True, **options) -> Attended:
-        """Positions are those of the span, or the slots' from `first` on; `last` is behind all."""
+    def check(
+        self, query, span: PageSpan, first: int, last: int, *, precise=True, mixes=True, beside=0.0, **options
+    ) -> Attended:
+        """Positions are those of the span, or the slots' from `first` on; `last` is behind all. `mixes`: values are predicted."""
         rope_tables = replace(self.tables, **tables(self.rotation, first, last - first))
         positions = first + torch.arange(span.table.shape[1] * PAGE)
         if span.positions is not None:
             positions = of_rows(span.positions, span.table)[..., 0]
         streams = self.keys.stream, self.values.stream
+        values, fold = self.predicted(beside) if mixes else (self.values, None)
         assert triton.supports(query.shape[2], *streams, rope_tables=True)
         softcap = options.get("softcap")
         found = operation.attend_pages(
-            query, *streams, span, None, softcap, options.get("scored", False), precise, rope_tables, mixes
+            query, *streams, span, None, softcap, options.get("scored", False), precise, rope_tables, fold
         )
-        asked = query, self.keys, self.values, span, None, softcap, make_rope_tables(self.rotation, positions)
-        of_scores, of_output = tolerances(precise, True)
-        assert_attended(found, attention(*asked), self.values.tokens, of_scores, of_output)
-        assert (found.mixed_keys is not None) == mixes
-        if mixes:
-            self._check_keys(found, asked, of_scores, of_output)
+        asked = query, self.keys, values, span, None, softcap, make_rope_tables(self.rotation, positions)
+        assert_attended(found, attention(*asked), values.tokens, *tolerances(precise, True))
         return found
-
-    def _check_keys(self, found: Attended, asked, of_scores: float, of_output: float) -> None:
-        """Each component's mixture, beside the largest number that any of its codes says."""
-        numbers = numbers_of(self.keys, self.own, self.sizes)
-        expected = attention(asked[0], asked[1], Pages(asked[2].stream, numbers), *asked[3:])
-        own = torch.cat([self.own.own(), torch.ones(HEADS, 1, 1, dtype=torch.bool)], -1)
-        mixed = found.mixed_keys.double() / found.mass.double().clamp_min(torch.finfo(torch.float32).tiny)
-        assert mixed.isfinite().all() and mixed.shape == expected.output.shape
-        largest = numbers.amax((0, 1, 2)).clamp(min=1)
-        wrong = ((mixed - expected.output).abs() * own / largest).amax(-1, keepdim=True) - of_scores * expected.terms
-        assert (wrong <= of_output).all(), wrong.amax()
 
 
 @compiler.jit
@@ -140,10 +134,9 @@ def test_values(keys, values, query_rows, precise, monkeypatch):
     found = operation.attend_pages(query, keys.stream, values.stream, span, constant, precise=precise)
     of_scores, of_output = tolerances(precise, False)
     assert_attended(found, attention(query, keys, values, span, constant), values.tokens, of_scores, of_output)
-    assert found.mixed_keys is None
 
 
-def test_keys_and_values_with_coefficients_besides(monkeypatch):
+def test_values_with_coefficients_and_predictions_besides(monkeypatch):
     """All columns that a mixture can have, of several parts: channels, sizes, coefficients, keys' codes."""
     monkeypatch.setattr(triton, "_programs", lambda device: 64)
     turned, draw = Turned(NARROW, WIDE, 32, 32), torch.Generator().manual_seed(9)
@@ -151,13 +144,14 @@ def test_keys_and_values_with_coefficients_besides(monkeypatch):
     coefficients = torch.randn(3, HEADS, PAGE, 3, generator=draw).half()
     basis = torch.randn(1, HEADS, 3, values.tokens.shape[-1], generator=draw)
     ranked = replace(values.stream, ranked=LowRankTerm(coefficients, basis))
-    turned.values = Pages(ranked, values.tokens + coefficients.double() @ basis[0].double())
+    beside = coefficients.double() @ basis[0].double()
+    turned.values = Pages(ranked, values.tokens + beside)
     span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([117], dtype=torch.int32))
-    turned.check(turned.query(1, 3), span, 0, 2 * PAGE)
+    turned.check(turned.query(1, 3), span, 0, 2 * PAGE, beside=beside)
 
 
 @pytest.mark.parametrize("precise", [True, False])
-@pytest.mark.parametrize("mixes", [True, False], ids=["mixed", "alone"])
+@pytest.mark.parametrize("mixes", [True, False], ids=["predicted", "alone"])
 @pytest.mark.parametrize(
     ("own", "values", "channels", "rotated", "query_rows"),
     [
@@ -203,6 +197,7 @@ def test_keys_with_all_that_a_span_says(programs, monkeypatch):
 
 def test_what_lies_in_unused_slots_has_no_part():
     turned, found = Turned(NARROW, MIXED, 32, 32), []
+    fold = turned.predicted()[1]
     span = PageSpan(torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([70], dtype=torch.int32))
     for garbage in (0, -1, 0x5A5A):
         for pages in (turned.keys, turned.values):
@@ -210,9 +205,9 @@ def test_what_lies_in_unused_slots_has_no_part():
             pages.stream.sizes[1, :, 6:] = garbage
         rope_tables = replace(turned.tables, **tables(turned.rotation, 0, 128))
         asked = turned.query(1, 3), turned.keys.stream, turned.values.stream, span
-        found.append(operation.attend_pages(*asked, precise=True, rope_tables=rope_tables, mixes_keys=True))
+        found.append(operation.attend_pages(*asked, precise=True, rope_tables=rope_tables, fold=fold))
     for other in found[1:]:
-        for name in ("top", "mass", "mixed", "mixed_keys"):
+        for name in ("top", "mass", "mixed"):
             assert torch.equal(getattr(found[0], name), getattr(other, name)), name
 
 
@@ -224,11 +219,11 @@ def test_a_row_is_attended_alike_alone_and_beside_others():
     both, *each = (
         operation.attend_pages(
             query[rows], turned.keys.stream, turned.values.stream, PageSpan(table[rows], used[rows]),
-            rope_tables=rope_tables, mixes_keys=True,
+            rope_tables=rope_tables, fold=turned.predicted()[1],
         )
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
     )  # fmt: skip
-    for name in ("top", "mass", "mixed", "mixed_keys"):
+    for name in ("top", "mass", "mixed"):
         assert torch.equal(getattr(both, name), torch.cat([getattr(one, name) for one in each])), name
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import torch
-from mixed_words import Words
 from paged_attention import Pages
 from torch import Tensor
 
@@ -40,10 +39,3 @@ def sized_keys(pages: Pages, rope_tables: RopeTables, own: Sizes) -> Pages:
     """Keys whose distance from their mean is times their sizes."""
     mean = rope_tables.mean.double()
     return Pages(replace(pages.stream, sizes=own.words), mean + (pages.tokens - mean) * own.sizes)
-
-
-def numbers_of(keys: Pages, own: Words, sizes: Sizes) -> Tensor:
-    """s c of each component, and s: float64 `[pages, kv_heads, page_tokens, N + 1]`; of a component that a head has no word for
-    whatever lies there."""
-    codes = own.numbers(keys.stream.pages).double()
-    return torch.cat([codes, torch.ones_like(codes[..., :1])], -1) * sizes.sizes
