@@ -1,5 +1,5 @@
-"""What is left for the host in a decode step of 32 layers that is replayed from a graph, and in one that is not: microseconds.
-Writes benchmarks/results/replay_host.json.
+"""What is left for the host in a decode step of 32 layers that is replayed from a graph, and in one that is not: microseconds; and
+how many steps are replayed. Writes benchmarks/results/replay_host.json.
 
     PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write]
 
@@ -20,10 +20,13 @@ import torch
 from protocol import keep, quartiles
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.bases import made_up
 from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
 
 LAYERS, ROWS, PROMPT, STEPS = 32, 8, 262, 60
+COUNTED = 600  # steps of which the replayed ones are counted
+HELD = 4_100  # tokens of a cache whose memory is compared
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 4}, "kivi": {"bits": 2, "residual": 128}, "zipcache": {}, "gear": {}, "mikv": {}, "h2o": {},
 }  # fmt: skip
@@ -32,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 EAGER: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 4},
     "kivi": {"bits": 2, "residual": 128},
-    "klt": {"bits": 2.0},
+    "klt": {"bits": 2.0, "predict": True},
     "zipcache": {},
 }
 RUNS = 5
@@ -48,13 +51,13 @@ class Nothing:
         """No launch."""
 
 
-def model_of() -> LlamaForCausalLM:
-    """32 layers of next to nothing."""
+def model_of(layers: int = LAYERS, head_dim: int = 32) -> LlamaForCausalLM:
+    """So many layers of next to nothing."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64,
+        hidden_size=2 * head_dim,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         vocab_size=100,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -63,22 +66,49 @@ def model_of() -> LlamaForCausalLM:
 
 
 @torch.inference_mode()
-def microseconds(model: LlamaForCausalLM, method: str, lengths: list[int]) -> list[float]:
-    """Quartiles of the replayed steps behind prompts of these `lengths`."""
+def steps(
+    model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int], count: int
+) -> list[float | None]:
+    """Microseconds of so many steps behind prompts of these `lengths`; None for one that is not replayed."""
     ids = torch.randint(3, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
-    token, found = torch.full((len(lengths), 1), 5), []
-    with compress(model, method, graphs=True, **METHODS[method]) as cache:
+    token, found = torch.full((len(lengths), 1), 5), list[float | None]()
+    artifact = made_up(model, sized=True) if method == "klt" else None
+    with compress(model, method, artifact, graphs=True, **options) as cache:
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-        for step in range(STEPS):
+        for _ in range(count):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             positions, replays = mask.sum(-1, keepdim=True) - 1, cache.graphs.replays
             begun = time.perf_counter()
             model(input_ids=token, attention_mask=mask, position_ids=positions, past_key_values=cache)
             taken = time.perf_counter() - begun
-            if cache.graphs.replays > replays and step > 10:
-                found.append(taken * 1e6)
-    return quartiles(found)
+            found.append(taken * 1e6 if cache.graphs.replays > replays else None)
+    return found
+
+
+def microseconds(model: LlamaForCausalLM, method: str, lengths: list[int]) -> list[float]:
+    """Quartiles of the replayed steps."""
+    taken = steps(model, method, METHODS[method], lengths, STEPS)
+    return quartiles([own for number, own in enumerate(taken) if own is not None and number > 10])
+
+
+def replayed(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> float:
+    """The share of steps that are, in a long generation."""
+    taken = steps(model, method, options, lengths, COUNTED)
+    return round(1 - taken.count(None) / COUNTED, 3)
+
+
+@torch.inference_mode()
+def room(model: LlamaForCausalLM, method: str, options: dict[str, Any]) -> float:
+    """Bytes that a cache of `HELD` tokens takes with graphs, over those that it takes without."""
+    ids = torch.randint(3, 100, (1, HELD), generator=torch.Generator().manual_seed(1))
+    artifact, found = made_up(model, sized=True) if method == "klt" else None, []
+    for graphs in (True, False):
+        with compress(model, method, artifact, graphs=graphs, **options) as cache:
+            model(input_ids=ids, past_key_values=cache)
+            model(input_ids=ids[:, :1], past_key_values=cache)
+            found.append(cache.memory().measured_bytes)
+    return round(found[0] / found[1], 3)
 
 
 def main() -> None:
@@ -99,6 +129,12 @@ def main() -> None:
             for name, lengths in batches.items()
         }
         print(f"{method:10}", *(f"{name} {own[1]:4.0f} us" for name, own in found[method].items()), sep="  ")
+    small, wide, shares, bytes_of = model_of(2), model_of(2, 128).bfloat16(), dict[str, dict[str, float]](), {}
+    for method, options in {**METHODS, "klt": EAGER["klt"]}.items():
+        shares[method] = {name: replayed(small, method, options, lengths) for name, lengths in batches.items()}
+        bytes_of[method] = room(wide, method, options)
+        told = (f"{name} {100 * own:.1f} % replayed" for name, own in shares[method].items())
+        print(f"{method:10}", *told, f"{bytes_of[method]:.3f} of the bytes", sep="  ")
     os.environ["CALIB_KERNELS"] = "triton"
     model, eager = eager_host.model_of(LAYERS), dict[str, dict[str, dict[str, Any]]]()
     for method, options in EAGER.items():
@@ -117,7 +153,8 @@ def main() -> None:
             eager[method]["equal"]["launches"], sep="  ",
         )  # fmt: skip
     if asked.write:
-        content = {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found, "eager": eager}
+        content = {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found}
+        content |= {"replayed": shares, "bytes_with_graphs": bytes_of, "eager": eager}
         keep("replay_host.json", content)
 
 

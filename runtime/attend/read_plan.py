@@ -40,6 +40,10 @@ class ReadableRows(Protocol):
         """Slots in use of the exact window, for every row, before a forward."""
         ...
 
+    def room(self, tier: int, pages: int) -> int:
+        """How many pages of a tier the steps of a block read, where a row has so many."""
+        ...
+
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
         """int64 `[len(rows), slots]`: the token in each of the window's first slots; in one that is not in use anything beyond the
         row's tokens."""
@@ -123,6 +127,8 @@ def starts(forward: Forward, rows: range, device: torch.device) -> Tensor:
 
 def page_numbers(table: PageTable, forward: Forward, rows: range, pages: range, device: torch.device) -> Tensor:
     """int32 `[rows, pages]`, as a kernel reads them. On a CPU they are of this forward alone: what a table keeps is weighed."""
+    if forward.of_block:
+        return table.numbers_with_room(device)[rows.start : rows.stop, pages.start : pages.stop]
     if prefers_triton(device):
         return table.numbers(device)[rows.start : rows.stop, pages.start : pages.stop]
     key = ("page numbers", table, rows, pages)
@@ -153,8 +159,8 @@ class _Planner:
     def __init__(self, state: ReadableRows, forward: Forward, asked: ReadRequest) -> None:
         self.state, self.forward, self.asked = state, forward, asked
         self.before = [forward.before[row] for row in asked.rows]
-        held = state.held_before(forward)
-        self.counts = list(zip(*(held[row] for row in asked.rows), strict=True))  # of each tier, by row
+        self.held = state.held_before(forward)
+        self.counts = list(zip(*(self.held[row] for row in asked.rows), strict=True))  # of each tier, by row
         exact = set(state.exact_before(forward)[asked.rows.start : asked.rows.stop])
         # Without masks only one query each, and only where shapes are not a whole block's.
         single = len(asked.queries) == 1 and asked.sliding is None and not forward.of_block
@@ -186,11 +192,16 @@ class _Planner:
             self.hidden |= positions <= self.back
 
     def _pages(self, tier: int) -> range:
-        """The pages of a tier that any row reads: from the one on that has the oldest token that the first query sees."""
-        page, counts, start = self.state.tables[tier].page_tokens, self.counts[tier], self.asked.queries.start
-        first = [self.state.first_page(length + start) for length in self.before]
+        """The pages of a tier that any row reads: from the one on that has the oldest token that the first query sees. In the
+        steps of a block they are the same for all rows of the batch, with room for more."""
+        page, start, of_block = self.state.tables[tier].page_tokens, self.asked.queries.start, self.forward.of_block
+        counts, before = self.counts[tier], self.before
+        if of_block:
+            counts, before = tuple(held[tier] for held in self.held), self.forward.before
+        first = [self.state.first_page(length + start) for length in before]
         read = [(own, count) for own, count in zip(first, counts, strict=True) if own * page < count] or [(0, 0)]
-        return range(min(own for own, _ in read), -(-max(count for _, count in read) // page))
+        stop = -(-max(count for _, count in read) // page)
+        return range(min(own for own, _ in read), self.state.room(tier, stop) if of_block else stop)
 
     def _tiles(self, tier: int, pages: range) -> list[Tile]:
         """At most `asked.tile` tokens of all rows together each."""
@@ -200,7 +211,7 @@ class _Planner:
         for at in range(pages.start, pages.stop, step):
             last = min(at + step, pages.stop)
             slots = range(at * page, min(last * page, counts[0]) if self.trimmed else last * page)
-            selected = table.select(asked.rows, at, last, asked.device)
+            selected = table.select(asked.rows, at, last, asked.device, room=self.forward.of_block)
             tiles.append(Tile(selected, slots.start, slots.stop, partial(self._unused, tier, slots)))
         return tiles
 

@@ -4,7 +4,8 @@ A step of one token a row takes hundreds of small kernels, and a host needs long
 So the first step of a block runs as always, but with the shapes of the whole block and with its numbers (lengths, slots) in
 tensors that stay where they are (`GraphInputs`); the second is recorded; all others feed these tensors and replay it.
 What is no such step (a prompt, drafts, a step that encodes) runs as always, and ends what was recorded; but a step that encodes
-into memory that is there already does not.
+into memory that is there already does not. So that it is, windows are allocated whole, and rows have a few pages more than they
+need (`SequenceState.keeps_room`).
 """
 
 import inspect
@@ -187,6 +188,7 @@ def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[An
         raise ValueError(
             f"graphs=True needs to tell positions, and {type(model).__name__} takes no position_ids; leave it out"
         )
+    sequences.keeps_room = True
     return StepGraphs(sequences, layers, record)
 
 

@@ -17,6 +17,17 @@ from calib.runtime.stages.selection import Schedule
 MOST_KNOWN = 4096  # lengths that are remembered
 
 
+class RowShape(NamedTuple):
+    """Of a row: where the pages begin that it reads, how many have tokens that are read from pages alone, and packed keys; whether
+    keys are packed ahead of their values, and whether nothing is exact."""
+
+    first: int
+    packed: int
+    packed_keys: int
+    is_ahead: bool
+    has_no_exact: bool
+
+
 class OrderedRow(NamedTuple):
     """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, where the page begins that
     the next one is for, tokens whose keys are packed, pages of the only table, and what a `ReadPlan`'s shapes follow from."""
@@ -26,7 +37,7 @@ class OrderedRow(NamedTuple):
     page_start: int
     packed_keys: int
     pages: tuple[int, ...]
-    shape: Hashable
+    shape: RowShape
 
 
 class OrderedSequenceState(SequenceState):
@@ -90,7 +101,7 @@ class OrderedSequenceState(SequenceState):
     def _row_of(self, length: int, page: int) -> OrderedRow:
         keys, encoded = self.keys.packed(length), max(self.keys.encoded(length), self.values.encoded(length))
         packed = min(keys, self.values.packed(length))
-        shape = self.first_page(length), -(-packed // page), -(-keys // page), keys > packed, length == packed
+        shape = RowShape(self.first_page(length), -(-packed // page), -(-keys // page), keys > packed, length == packed)
         return OrderedRow(page, packed, packed // page * page, keys, (-(-encoded // page),), shape)
 
     def held_before(self, forward: Forward) -> list[list[int]]:
@@ -130,7 +141,20 @@ class OrderedSequenceState(SequenceState):
 
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
-        return self.table.version, tuple([row.shape for row in self._rows(forward)[0]])
+        asked = self.table.version, tuple([row.shape for row in self._rows(forward)[0]])
+        if asked != self._alike[0]:
+            self._alike = asked, asked if self.sliding is not None else self._with_room(asked[1])
+        return self._alike[1]
+
+    def _with_room(self, rows: tuple[RowShape, ...]) -> Hashable:
+        """What rows of these shapes share with those that have a few pages more."""
+        _, packed, packed_keys, ahead, _ = zip(*rows, strict=True)
+        pages = max(packed), max(packed_keys), max(map(len, self.table.rows))
+        return self.table.moves, any(ahead), *(self.room(0, count) for count in pages)
+
+    def packs_ahead(self, forward: Forward) -> bool:
+        """Whether any row has keys in pages while their values are exact, before the forward."""
+        return any(row.shape.is_ahead for row in self._rows(forward)[0])
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what both schedules encode; those that a sliding window has left behind are given back."""
@@ -150,8 +174,8 @@ class OrderedSequenceState(SequenceState):
                 if stop > start
             }
             writes.append(sorted(touched))
-        held = map(len, table.rows)
-        table.prepare(sum(max(0, n - max(h, f)) for n, h, f in zip(pages, held, first, strict=True)))
+        held = [max(len(own), start) for own, start in zip(table.rows, first, strict=True)]
+        self.free_pages(0, pages, held)
         copies = []
         for row, (count, positions) in enumerate(zip(pages, writes, strict=True)):
             copies += table.reserve(row, count, positions, first[row])

@@ -20,7 +20,6 @@ from calib.runtime.paging.pages import EMPTY, GROWTH, HOST_GROWTH, PAGE_TOKENS
 from calib.runtime.paging.pinned_kv import PinnedKV
 from calib.runtime.paging.pool import device_memory
 from calib.runtime.paging.sequence_state import Forward
-from calib.runtime.paging.window import allocated
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.contract import Codec
@@ -107,9 +106,10 @@ class LayerPlan(Plan):
         """Both streams, empty."""
         pairs = PinnedKV(keys.shape[3], values.shape[3]) if self.on_host else None
         memory = {role: device_memory if pairs is None else pairs.of(role) for role in ("keys", "values")}
+        room = sequences.keeps_room
         streams = (
-            Stream("keys", self.keys, keys, memory["keys"], context.rotation),
-            Stream("values", self.values, values, memory["values"]),
+            Stream("keys", self.keys, keys, memory["keys"], context.rotation, room),
+            Stream("values", self.values, values, memory["values"], keeps_room=room),
         )
         return OrderedStore(streams, sequences, pairs)
 
@@ -193,7 +193,7 @@ class OrderedStore:
 
     def encodes(self, forward: Forward) -> bool:
         """See `Store.encodes`."""
-        return False
+        return any(stream.encodes(forward) for stream in self.streams)
 
     def branch(self, forward: Forward) -> Hashable:
         """See `Store.branch`."""
@@ -221,7 +221,7 @@ class OrderedStore:
 
     def state(self) -> State:
         """Both streams."""
-        return {stream.role: stream.state() for stream in self.streams}
+        return {stream.role: stream.state(self.sequences.lengths) for stream in self.streams}
 
     def restore(self, state: State) -> None:
         """See `state`."""
@@ -247,7 +247,7 @@ class OrderedStore:
             weight.kinds["outliers"] += 0 if stream.overflowed_outliers is None else 8
             slots = max(map(stream.plan.schedule.slots, self.sequences.lengths), default=0)
             size = len(self.sequences.lengths) * pool.kv_heads * stream.head_dim * itemsize
-            held = allocated(slots, stream.plan.schedule.window()) + self.sequences.unconfirmed
+            held = stream.window.allocated(slots) + self.sequences.unconfirmed
             weight.kinds["window"] += held * size
             weight.values += pool.kv_heads * stream.head_dim
         return weight

@@ -21,7 +21,7 @@ from calib.runtime.paging.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.paging.pool import Memory, PagePool, device_memory
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.token_runs import TokenRuns
-from calib.runtime.paging.window import Window, allocated
+from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counted, counter
 from calib.runtime.stages.codec.encoded import encoded, encodes_as_they_lie
@@ -72,9 +72,10 @@ class Stream:
         like: Tensor,
         memory: Memory = device_memory,
         rotation: Rotation | None = None,
+        keeps_room: bool = False,
     ) -> None:
         """`like [rows, kv_heads, tokens, head_dim]`: the first tokens, which fix shapes, dtype and parameter width; `memory`
-        is where pages lie; `rotation` is the model's RoPE, where a bias of keys is folded."""
+        is where pages lie; `rotation` is the model's RoPE, where a bias of keys is folded; `keeps_room`: of the window."""
         self.role, self.plan, self.rotation = role, plan.to(like.device), rotation
         self.head_dim = like.shape[3]
         self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
@@ -82,11 +83,11 @@ class Stream:
         self.extremes: Extremes | None = None  # until parameters are as wide as the first tokens ask for
         if like.shape[2]:
             self._ask(self._coded(like))
-        self.window = Window(plan.schedule.window(), like)
+        self.window = Window(plan.schedule.window(), like, keeps_room)
         fields = plan.codec.fields(self.head_dim, like.dtype, self.fp32_params)
         self.pool = PagePool(fields, like.shape[1], like.device, memory=memory)
         self.overflowed_outliers = counter(plan.codec, like.device)
-        self._steps: dict[int, tuple[int, bool, bool]] = {}
+        self._steps: dict[int, tuple[int, bool]] = {}
         self.encodes_plainly = self._encodes_plainly()
 
     def _ask(self, coded: Tensor) -> None:
@@ -152,10 +153,8 @@ class Stream:
         self.pool.grow(table.capacity, table.page_tokens)
         if forward.copies[0]:
             self.pool.copy(forward.copies[0])
-        if forward.width == 1 and forward.columns is None:
-            steps = [self._step_at(length) for length in forward.before]
-            if not any(encodes for _, _, encodes in steps):
-                self.window.resize(max(used for used, _, _ in steps))
+        if forward.width == 1 and forward.columns is None and not self.encodes(forward):
+            self.window.resize(self._step_of(forward)[0])
 
     def to(self, device: torch.device) -> None:
         """Moves everything to `device`."""
@@ -164,19 +163,19 @@ class Stream:
         self.pool.to(device)
         self.overflowed_outliers = None if self.overflowed_outliers is None else self.overflowed_outliers.to(device)
 
-    def state(self) -> State:
-        """Pages and window."""
+    def state(self, lengths: list[int]) -> State:
+        """Pages and window, of rows of these lengths."""
         self.settle()
         counted: State = {} if self.overflowed_outliers is None else {"further": self.overflowed_outliers}
-        return {"wide": self.fp32_params, "pages": self.pool.state(), "window": self.window.state()} | counted
+        window = self.window.state(max(map(self.plan.schedule.slots, lengths), default=0))
+        return {"wide": self.fp32_params, "pages": self.pool.state(), "window": window} | counted
 
     def restore(self, state: State, table: PageTable, lengths: list[int]) -> None:
         """See `state`; the pages of `table`, and tokens of each row."""
         self.fp32_params = part_of(state, "wide", bool)
         self.pool.fit(self.plan.codec.fields(self.head_dim, self.window.tokens.dtype, self.fp32_params))
         self.pool.restore(branch(state, "pages"), table.capacity, table.page_tokens)
-        self.window.resize(max(map(self.plan.schedule.slots, lengths), default=0))
-        self.window.restore(branch(state, "window"))
+        self.window.restore(branch(state, "window"), max(map(self.plan.schedule.slots, lengths), default=0))
         self.overflowed_outliers = (
             None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
         )
@@ -231,24 +230,33 @@ class Stream:
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """See `Store.graph_key`."""
-        window, steps = self.window, [self._step_at(length) for length in forward.before]
-        rows, _, slots, _ = window.tokens.shape
-        if window.size and any(encodes for _, _, encodes in steps):
+        rows, _, slots, _ = self.window.tokens.shape
+        if self.window.allocated(self._step_of(forward)[0]) != slots:
             return None
-        if allocated(max(used for used, _, _ in steps), window.size) != slots:
-            return None
-        staying = tuple([stays for _, stays, _ in steps])
-        return staying, rows, slots, self.pool.capacity, self.pool.page_tokens
+        return rows, slots, self.pool.capacity, self.pool.page_tokens
 
-    def _step_at(self, length: int) -> tuple[int, bool, bool]:
-        """Of one more token behind so many: slots of the window then in use, whether the token stays in it, and whether any is
-        encoded. Remembered, because rows of one length and consecutive steps ask again."""
+    def encodes(self, forward: Forward) -> bool:
+        """See `Store.encodes`: whether any row's tokens go from its window into pages."""
+        return self.window.size > 0 and self._step_of(forward)[1]
+
+    def _step_of(self, forward: Forward) -> tuple[int, bool]:
+        """`_step_at` of all rows together; the same for every layer."""
+        key = ("slots and whether it encodes", self.role)
+        if key not in forward.readings:
+            slots, encodes = zip(*map(self._step_at, forward.before), strict=True)
+            forward.readings[key] = max(slots), any(encodes)
+        found: tuple[int, bool] = forward.readings[key]
+        return found
+
+    def _step_at(self, length: int) -> tuple[int, bool]:
+        """Of one more token behind so many: slots of the window then in use, and whether any token is encoded. Remembered, because
+        rows of one length and consecutive steps ask again."""
         if length not in self._steps:
             if len(self._steps) > MOST_KNOWN:
                 self._steps.clear()
             schedule, after = self.plan.schedule, length + 1
             encodes = schedule.encoded(length) < schedule.encoded(after)
-            self._steps[length] = schedule.slots(after), schedule.packed(after) < after, encodes
+            self._steps[length] = schedule.slots(after), encodes
         return self._steps[length]
 
     def store_run(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor) -> None:

@@ -88,11 +88,17 @@ def _indexed(
     index = positions % max(1, state.keys.window())
     recent: Pages | None = None
     of_recent, ahead = None, None
-    if any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True)):
-        first = [count // page for count in attended]
-        reach = max(-(-stop // page) - at for stop, at in zip(packed, first, strict=True))
-        flat = [number for row, at in zip(rows, first, strict=True) for number in table.pages(row, at, reach)]
-        recent = forward.tensor(f"recent {rows} {asked.queries}", lambda _: flat, device).view(len(rows), reach)
+    some = any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True))
+    reach = max(-(-stop // page) - count // page for stop, count in zip(packed, attended, strict=True))
+    if forward.of_block and asked.sliding is None:  # whatever its steps find
+        some, reach = state.packs_ahead(forward), -(-state.values.window() // page) + 1
+    if some:
+
+        def of_rows(step: Forward) -> list[int]:
+            first = [state.packed(step.before[row]) // page for row in rows]
+            return [number for row, at in zip(rows, first, strict=True) for number in table.pages(row, at, reach)]
+
+        recent = forward.tensor(f"recent {rows} {asked.queries}", of_rows, device).view(len(rows), reach)
         ends, firsts = (state.numbers(forward, rows, field, device) for field in ("packed_keys", "page_start"))
         index = torch.where(positions < ends, key_slots + positions - firsts, index)
         read = state.numbers(forward, rows, "packed", device)

@@ -31,6 +31,9 @@ TIER_PAGE_TOKENS = 64
 TILE_TOKENS = 4096
 TILE_ELEMENTS = 2**20
 
+# Steps that are alike read pages that rows do not have yet: of so many more tokens at most, or a share of the pages that they have.
+ROOM_TOKENS, ROOM_SHARE = 2 * PAGE_TOKENS, 32
+
 # The slots of a fitted page are a multiple of this: what a kernel reads in one turn.
 SLOT_STEP = 16
 
@@ -64,13 +67,22 @@ class PageTable:
         self.rows: list[list[int]] = []
         self.capacity = 0
         self.version = 0  # of what the rows hold
+        self.moves = 0  # how often that was more than another page behind those that a row had
         self._holders: list[int] = []
         self._free: list[int] = []
         self._tensors: dict[torch.device, Tensor] = {}
+        self._with_room: dict[torch.device, Tensor] = {}
+        self._renewed: set[torch.device] = set()  # which of these say what the rows hold now
         self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
         self._shares: bool | None = None  # once somebody has asked
         self._first: dict[tuple[range, torch.device], Pages] = {}
         self._released: dict[int, int] = {}  # positions of a row that `release` is done with
+
+    def with_room(self, pages: int) -> int:
+        """The pages that decode steps read of a row that has so many, until it needs more: up to the next multiple of a power of 2,
+        `ROOM_TOKENS` or a `ROOM_SHARE`-th of the pages. Steps are alike as long as these suffice."""
+        step = 1 << max(1, ROOM_TOKENS // self.page_tokens, pages // ROOM_SHARE).bit_length() >> 1
+        return -(-pages // step) * step
 
     def fit(self, tokens: int) -> None:
         """Makes pages long enough for a row of `tokens`, before the row has them; they are doubled as rows grow step by step."""
@@ -94,6 +106,7 @@ class PageTable:
                 self._holders[held[position]] -= 1
                 copies.append((held[position], own))
                 held[position] = own
+                self._changed()
         while len(held) < pages:
             held.append(self._take() if len(held) >= first else EMPTY)
         return copies
@@ -117,11 +130,11 @@ class PageTable:
             self._shares = max(self._holders, default=0) > 1
         return self._shares
 
-    def prepare(self, needed: int) -> None:
-        """Grows the capacity so that `needed` pages can be taken."""
+    def prepare(self, needed: int, wanted: int = 0) -> None:
+        """Grows the capacity so that `needed` pages can be taken, and if it grows also `wanted` ones."""
         missing = needed - len(self._free)
         if missing > 0:
-            grown = self.capacity + max(missing, self.capacity // self.growth)
+            grown = self.capacity + max(missing, wanted - len(self._free), self.capacity // self.growth)
             self._free.extend(range(grown - 1, self.capacity - 1, -1))
             self._holders.extend([0] * (grown - self.capacity))
             self.capacity = grown
@@ -139,8 +152,10 @@ class PageTable:
         held = [max(page, 0) for page in self.rows[row][start : start + count]]
         return held + [0] * (count - len(held))
 
-    def select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
-        """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them."""
+    def select(self, rows: range, start: int, stop: int, device: torch.device, room: bool = False) -> Pages:
+        """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them; with `room` of `numbers_with_room`."""
+        if room:
+            return self.numbers_with_room(device)[rows.start : rows.stop, start:stop]
         key = (rows, start, stop, device)
         if key not in self._selected:
             self._selected[key] = self._select(*key)
@@ -221,12 +236,39 @@ class PageTable:
             self._tensors[device] = upload(padded, torch.int32, device).view(len(self.rows), longest)
         return self._tensors[device]
 
+    def numbers_with_room(self, device: torch.device) -> Tensor:
+        """The same for as many pages as `with_room` says. It stays where it is while rows need no more: `renew` fills it."""
+        if device not in self._renewed:
+            self._renew(device)
+        return self._with_room[device]
+
+    def renew(self) -> None:
+        """Brings what `numbers_with_room` has given up to date, for who reads it without asking again: a graph that is replayed."""
+        for device, held in self._with_room.items():
+            if device not in self._renewed and held.shape == self._shape_with_room():
+                self._renew(device)
+
+    def _renew(self, device: torch.device) -> None:
+        rows, longest = self._shape_with_room()
+        found = upload([self.pages(row, 0, longest) for row in range(rows)], torch.int32, device).view(rows, longest)
+        held = self._with_room.get(device)
+        if held is not None and held.shape == found.shape:
+            held.copy_(found)
+        else:
+            self._with_room[device] = found
+        self._renewed.add(device)
+
+    def _shape_with_room(self) -> tuple[int, int]:
+        return len(self.rows), self.with_room(max(map(len, self.rows), default=0))
+
     def predicted_bytes(self) -> int:
         """Bytes of the table's copies on devices: 4 a page number."""
-        return 4 * len(self._tensors) * len(self.rows) * max(map(len, self.rows), default=0)
+        copies = len(self._tensors) * len(self.rows) * max(map(len, self.rows), default=0)
+        return 4 * (copies + sum(numbers.numel() for numbers in self._with_room.values()))
 
     def leave_devices(self) -> None:
         """Drops the copies on devices; the next forward makes them where it runs."""
+        self._with_room.clear()
         self._changed()
 
     def _select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
@@ -248,7 +290,7 @@ class PageTable:
         self.prepare(1)
         page = self._free.pop()
         self._holders[page] = 1
-        self._changed()
+        self._changed(gained=True)
         return page
 
     def _let_go(self, page: int) -> None:
@@ -256,8 +298,11 @@ class PageTable:
         if not self._holders[page]:
             self._free.append(page)
 
-    def _changed(self) -> None:
+    def _changed(self, gained: bool = False) -> None:
+        """What rows hold; `gained`: by a page behind those that a row had."""
         self.version += 1
+        self.moves += not gained
+        self._renewed.clear()
         self._shares = None
         self._tensors.clear()
         self._selected.clear()

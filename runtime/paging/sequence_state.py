@@ -15,7 +15,7 @@ An offloaded cache has a second state, of the pages on the host that hold the sa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -157,6 +157,8 @@ class SequenceState(ABC):
     """Lengths and pages of all rows, advanced once a forward. A row's first `sinks` tokens stay exact for ever."""
 
     sinks = 0
+    # Whether memory for more tokens than rows hold is taken at once: what a graph replays needs it where it is.
+    keeps_room = False
 
     def __init__(
         self, layers: int, sliding: int | None = None, page_tokens: Sequence[int] = (PAGE_TOKENS,), growth: int = GROWTH
@@ -176,6 +178,8 @@ class SequenceState(ABC):
         self.tables = [PageTable(tokens, self._growth) for tokens in self._page_tokens]
         # How many pages each row has in every table, at the tables' versions; None where rows share any.
         self._held: tuple[list[int], tuple[tuple[int, ...], ...] | None] = ([], None)
+        # What the steps of a block share, and what it was worked out from.
+        self._alike: tuple[Hashable, Hashable] = None, None
         self.steps = 0
         self.forward: Forward | None = None
         self.recording = self.speculating = False
@@ -212,6 +216,14 @@ class SequenceState(ABC):
         """Pages before this one may be gone then."""
         return 0
 
+    def gains(self, table: int) -> bool:
+        """Whether a table's pages only become more: tokens come behind those that a row has, and none leave."""
+        return self.sliding is None
+
+    def room(self, table: int, pages: int) -> int:
+        """How many pages of a table decode steps read of a row that has so many, until it needs more."""
+        return self.tables[table].with_room(pages) if self.gains(table) else pages
+
     @abstractmethod
     def encoded(self, row: int, length: int) -> int:
         """How many tokens of `row`, always its first but for sinks, have a key that is not exact any more once it holds
@@ -225,6 +237,19 @@ class SequenceState(ABC):
             held = tuple(zip(*(map(len, table.rows) for table in self.tables), strict=True))
             self._held = versions, None if any(table.shares for table in self.tables) else held
         return self._held[1] != self.pages_behind(forward)
+
+    def free_pages(self, number: int, pages: list[int], held: list[int]) -> None:
+        """Pages that rows which have `held` ones of a table can take, so that they have `pages`, and room if this is kept."""
+
+        def missing(wanted: Iterable[int]) -> int:
+            return sum(max(0, count - own) for count, own in zip(wanted, held, strict=True))
+
+        if not (self.keeps_room and self.gains(number)):
+            self.tables[number].prepare(missing(pages))
+            return
+        # Where memory grows, rows that soon need more get it as well: it moves once for all of them.
+        soon = missing(self.room(number, count + 1) for count in pages)
+        self.tables[number].prepare(missing(self.room(number, count) for count in pages), soon)
 
     @abstractmethod
     def reserve(self, forward: Forward) -> None:
@@ -337,6 +362,8 @@ class SequenceState(ABC):
             forward.oldest, forward.copies = [0] * len(self.lengths), [[] for _ in self.tables]
         else:
             self.reserve(forward)
+            for table in self.tables:
+                table.renew()
         self.lengths = forward.after
         if self.host_state is not None and forward.host_forward is not None:
             self.host_state._take_in(forward.host_forward)

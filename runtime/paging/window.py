@@ -1,7 +1,7 @@
 """The exact window of one stream: a ring of the newest tokens of every row, in the model's dtype.
 
 Token t of a row lies in slot t % size. Only the slots in use are allocated (in steps of `STEP`), because a window of
-128 exact tokens weighs as much as 700 tokens at 3 bits.
+128 exact tokens weighs as much as 700 tokens at 3 bits. But where a graph replays steps all are: it needs them where they are.
 """
 
 from collections.abc import Iterator
@@ -15,22 +15,25 @@ from calib.runtime.files.state import State, tensor_like
 STEP = 32
 
 
-def allocated(slots: int, size: int) -> int:
-    """Slots that are allocated where `slots` of a ring of `size` are in use."""
-    return min(size, -(-slots // STEP) * STEP)
-
-
 class Window:
     """`tokens` is `[rows, kv_heads, slots, head_dim]`."""
 
-    def __init__(self, size: int, like: Tensor) -> None:
-        """An empty ring of `size` slots for rows and heads of `like [rows, kv_heads, any, head_dim]`."""
-        self.size = size
+    def __init__(self, size: int, like: Tensor, keeps_room: bool = False) -> None:
+        """An empty ring of `size` slots for rows and heads of `like [rows, kv_heads, any, head_dim]`; `keeps_room`: whole,
+        whatever is in use."""
+        self.size, self.keeps_room = size, keeps_room
         self.tokens = like.new_zeros(like.shape[0], like.shape[1], 0, like.shape[3])
+
+    def allocated(self, slots: int) -> int:
+        """Slots that are allocated where `slots` are in use."""
+        return self.size if self.keeps_room else self._in_steps(slots)
+
+    def _in_steps(self, slots: int) -> int:
+        return min(self.size, -(-slots // STEP) * STEP)
 
     def resize(self, slots: int) -> None:
         """Allocates what `slots` slots in use need; keeps those that stay."""
-        count, held = allocated(slots, self.size), self.tokens.shape[2]
+        count, held = self.allocated(slots), self.tokens.shape[2]
         if count != held:
             kept = min(count, held)
             # Zeros: an empty slot is masked, and a masked NaN would still poison the sum.
@@ -48,13 +51,15 @@ class Window:
         """Row i becomes a copy of row `sources[i]`."""
         self.tokens = self.tokens.index_select(0, sources)
 
-    def state(self) -> State:
-        """Its tokens."""
-        return {"tokens": self.tokens}
+    def state(self, slots: int) -> State:
+        """Its tokens, of which so many slots are in use; the same whether it keeps room or not."""
+        return {"tokens": self.tokens[:, :, : self._in_steps(slots)].contiguous()}
 
-    def restore(self, state: State) -> None:
-        """See `state`; as many slots as are allocated."""
-        self.tokens = tensor_like(state, "tokens", self.tokens)
+    def restore(self, state: State, slots: int) -> None:
+        """See `state`."""
+        rows, heads, _, dim = self.tokens.shape
+        self.tokens = tensor_like(state, "tokens", self.tokens.new_empty(rows, heads, self._in_steps(slots), dim))
+        self.resize(slots)
 
     def in_order(self, rows: list[int], start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of `rows` in order: `[len(rows), kv_heads, stop - start, head_dim]`."""

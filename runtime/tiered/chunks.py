@@ -20,7 +20,7 @@ from calib.runtime.attend.attention_stats import MassSlots, Observed
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.token_runs import TokenRuns
-from calib.runtime.paging.window import Window, allocated
+from calib.runtime.paging.window import Window
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.store import Footprint, LayerContext
 from calib.runtime.tiered.chunk_changes import ChunkChanges
@@ -45,7 +45,8 @@ class ChunkStore(TieredStore):
         self.probes = ChunkProbes(own, self.tiering)
         if self.observes:
             sequences.probe_rows.add(context.layer, own)
-        self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
+        longest, room = self.tiering.longest(), sequences.keeps_room
+        self.windows = (Window(longest, keys, room), Window(longest, values, room))
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
     def prepare(self, forward: Forward) -> None:
@@ -151,9 +152,9 @@ class ChunkStore(TieredStore):
         """See `Store.graph_key`: of steps for which the window has as much memory as it needs before, within and behind them."""
         assert self.windows is not None
         before, after = self.sequences.slots(forward)
-        slots, longest, left = self.windows[0].tokens.shape[2], self.tiering.longest(), max(after.exact)
+        slots, allocated, left = self.windows[0].tokens.shape[2], self.windows[0].allocated, max(after.exact)
         most = max(left, max(before.exact))
-        if allocated(left, longest) != slots or (most > left and allocated(most, longest) != slots):
+        if allocated(left) != slots or (most > left and allocated(most) != slots):
             return None
         shapes = self.shapes(forward)
         return None if shapes is None else (shapes, len(self.mass), slots)
@@ -319,15 +320,15 @@ class ChunkStore(TieredStore):
 
     def fit_rows(self) -> None:
         """The window."""
-        self._resize(max((self.sequences.exact(row, n) for row, n in enumerate(self.sequences.lengths)), default=0))
+        self._resize(self.window_slots())
 
     def footprint(self) -> Footprint:
         """Also the window and the mass."""
+        assert self.windows is not None
         weight = super().footprint()
         rows = len(self.sequences.lengths)
-        slots = max((self.sequences.exact(row, n) for row, n in enumerate(self.sequences.lengths)), default=0)
         size = rows * self.heads * sum(self.widths) * self.itemsize
-        weight.kinds["window"] += allocated(slots, self.tiering.longest()) * size
+        weight.kinds["window"] += self.windows[0].allocated(self.window_slots()) * size
         weight.kinds["saliency"] += rows * self.heads * self._mass_slots * 4
         return weight
 

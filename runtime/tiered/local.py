@@ -12,7 +12,7 @@ from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, branch, fitting
 from calib.runtime.paging.sequence_state import Forward
-from calib.runtime.paging.window import Window, allocated
+from calib.runtime.paging.window import Window
 from calib.runtime.stages.tiering import InitialAndWindow
 from calib.runtime.store import Footprint, LayerContext
 from calib.runtime.tiered.rope_on_read import unrotated
@@ -177,9 +177,10 @@ class LocalStore(TieredStore):
             )
 
     def _resize(self, slots: int) -> None:
-        for window in self.windows or ():
+        assert self.windows is not None
+        for window in self.windows:
             window.resize(slots)
-        size = allocated(slots, self.tiering.longest())
+        size = self.windows[0].allocated(slots)
         kept = self.mass[:, :, :size]
         self.mass = (
             torch.nn.functional.pad(kept, (0, size - kept.shape[2])) if size != self.mass.shape[2] else self.mass
@@ -187,7 +188,7 @@ class LocalStore(TieredStore):
 
     def fit_rows(self) -> None:
         """The window and the mass."""
-        self._resize(max((self.tiering.exact(n, 0) for n in self.sequences.lengths), default=0))
+        self._resize(self.window_slots())
 
     def restore(self, state: State) -> None:
         """Also as many representatives as there are, one of every block that has left at least."""
@@ -199,8 +200,8 @@ class LocalStore(TieredStore):
     def footprint(self) -> Footprint:
         """Also the window, the mass and the representatives."""
         weight = super().footprint()
-        rows, lengths = len(self.sequences.lengths), self.sequences.lengths
-        slots = allocated(max((self.tiering.exact(n, 0) for n in lengths), default=0), self.tiering.longest())
+        assert self.windows is not None
+        rows, slots = len(self.sequences.lengths), self.windows[0].allocated(self.window_slots())
         weight.kinds["window"] += slots * rows * self.heads * sum(self.widths) * self.itemsize
         weight.kinds["saliency"] += slots * rows * self.heads * 4
         # As many blocks as any row ever had that is still there, or was when they were counted.

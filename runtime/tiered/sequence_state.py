@@ -96,8 +96,8 @@ class TieredSequenceState(SequenceState):
         found: tuple[BatchSlots, BatchSlots] | None = forward.readings.get(BatchSlots)
         if found is None:
             before = self._of_lengths(forward.before)
-            # A step of one token in every row follows from the one before, until a row's tokens go elsewhere.
-            steps = before.steps > 0 and forward.width == 1 and forward.columns is None
+            # A step of one token in every row follows from the one before, until behind it a row's tokens go elsewhere.
+            steps = before.steps > 1 and forward.width == 1 and forward.columns is None
             after = before.next() if steps else self._of_lengths(forward.after)
             self._latest = (forward.after, list(self.prompts)), after
             found = forward.readings[BatchSlots] = before, after
@@ -191,8 +191,32 @@ class TieredSequenceState(SequenceState):
 
     def graph_key(self, forward: Forward) -> Hashable:
         """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
-        versions = tuple([table.version for table in self.tables])
-        return versions, self.slots(forward)[0].pages
+        pages = self.slots(forward)[0].pages
+        asked = tuple([table.version for table in self.tables]), pages
+        if asked != self._alike[0]:
+            self._alike = asked, asked if self.sliding is not None else self._with_room(pages)
+        return self._alike[1]
+
+    def _with_room(self, pages: tuple[tuple[int, ...], ...]) -> Hashable:
+        """What rows that have so many `pages` of each table share with those that have a few more."""
+        of_tables = enumerate(zip(self.tables, map(max, zip(*pages, strict=True)), strict=True))
+        return tuple(
+            (table.moves if self.gains(number) else table.version, self.room(number, most))
+            for number, (table, most) in of_tables
+        )
+
+    def slots_with_room(self, forward: Forward) -> int:
+        """Slots of all tiers that the steps of a block read of a row, from before the forward on."""
+        of_tiers = zip(self.tables, zip(*self.slots(forward)[0].pages, strict=True), strict=True)
+        return sum(
+            self.room(number, max(pages)) * table.page_tokens
+            for number, (table, pages) in enumerate(of_tiers)
+            if number < self.stored
+        )
+
+    def gains(self, table: int) -> bool:
+        """Not those of tiers whose tokens are exchanged."""
+        return super().gains(table) and table < self.stored and not self.tiering.rewritten(table)
 
     def reserve(self, forward: Forward) -> None:
         """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""
@@ -210,7 +234,7 @@ class TieredSequenceState(SequenceState):
             spans, page = [of_row[tier] for of_row in held], table.page_tokens
             rewritten = tier < self.stored and self.tiering.rewritten(tier)
             pages = [-(-after // page) for _, after in spans]
-            table.prepare(sum(max(0, n - len(own)) for n, own in zip(pages, table.rows, strict=True)))
+            self.free_pages(tier, pages, [len(own) for own in table.rows])
             copies = []
             for row, ((before, after), count) in enumerate(zip(spans, pages, strict=True)):
                 first = 0 if rewritten else before // page

@@ -201,6 +201,8 @@ class TieredTokens(LayerTokens):
         """The positions of a tier's slots, where they lie in order; else of all tokens in tiers."""
         if tier.first is not None:
             return tier.first, tier.first + span.table.shape[1] * tier.pool.page_tokens
+        if self.forward.of_block:  # as many as there may be in all of its steps
+            return 0, self.state.sinks + self.state.slots_with_room(self.forward)
         longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
         return 0, self.state.sinks + longest
 

@@ -270,6 +270,10 @@ class TieredStore(ABC):
         """See `stored`."""
         stored.restore(self, state)
 
+    def window_slots(self) -> int:
+        """Slots of the window that any row uses."""
+        return max((self.sequences.exact(row, length) for row, length in enumerate(self.sequences.lengths)), default=0)
+
     @abstractmethod
     def fit_rows(self) -> None:
         """Allocates what the rows that there are now need besides pages."""

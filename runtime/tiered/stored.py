@@ -20,7 +20,9 @@ def state_of(store: "TieredStore") -> State:
         "tiers": {str(number): tier.state() for number, tier in enumerate(store.tiers)},
         "transforms": {str(number): part.state() for number, part in enumerate(store.transforms.values())},
         "dictionaries": {role: dictionary.state() for role, dictionary in store.dictionaries.items()},
-        "windows": {str(number): window.state() for number, window in enumerate(store.windows or ())},
+        "windows": {
+            str(number): window.state(store.window_slots()) for number, window in enumerate(store.windows or ())
+        },
         "query_values": store.query_values,
         "of_rows": {name: getattr(store, name) for name in store.of_rows},
     }
@@ -40,7 +42,7 @@ def restore(store: "TieredStore", state: State) -> None:
     for number, transform in enumerate(store.transforms.values()):
         transform.restore(branch(branch(state, "transforms"), str(number)))
     for number, window in enumerate(store.windows or ()):
-        window.restore(branch(branch(state, "windows"), str(number)))
+        window.restore(branch(branch(state, "windows"), str(number)), store.window_slots())
     for role, dictionary in store.dictionaries.items():
         dictionary.restore(branch(branch(state, "dictionaries"), role))
     for name in store.of_rows:

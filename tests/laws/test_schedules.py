@@ -61,6 +61,19 @@ def test_small_examples(schedule, expected):
     assert [schedule.packed(length) for length in range(9)] == expected
 
 
+@pytest.mark.parametrize(
+    ("residual", "expected"),
+    [
+        (128, [0, 0, 128, 128, 256]),
+        (100, [0, 64, 128, 192, 256]),
+        (40, [32, 96, 128, 192, 288]),
+        (31, [1, 69, 97, 169, 269]),
+    ],
+)
+def test_the_tokens_of_a_residual_are_encoded_in_whole_blocks(residual, expected):
+    assert [SlidingResidual(residual).encoded(length) for length in (32, 100, 128, 200, 300)] == expected
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, "32", True, None])
 def test_blocks_refuse_what_is_no_positive_number_of_tokens(size):
     with pytest.raises(ValueError, match=r"at least 1.*got"):

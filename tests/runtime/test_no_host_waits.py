@@ -42,9 +42,9 @@ class Steps:
         mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
         self.launches: list[list[Launch]] = []
         self.waits: list[set[str]] = []
-        self.pages: list[
-            object
-        ] = []  # of every table, how many there are, of how many slots, and how many each row has
+        # Of every table how many there are, of how many slots, and how many each row has; and whether shapes are those of a block
+        # of steps, which have room for a few pages more.
+        self.shapes: list[object] = []
         with case.open(model) as cache, torch.no_grad():
             model(**inputs, past_key_values=cache)
             calls = watched_layers(monkeypatch)
@@ -54,9 +54,8 @@ class Steps:
                 model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache)
                 self.launches.append(list(found))
                 self.waits.append(set().union(*(call.names for call in calls)))
-                self.pages.append(
-                    [(t.capacity, t.page_tokens, list(map(len, t.rows))) for t in cache.sequences.all_tables]
-                )
+                tables = [(t.capacity, t.page_tokens, list(map(len, t.rows))) for t in cache.sequences.all_tables]
+                self.shapes.append((tables, cache.sequences.forward.of_block))
             assert cache.sequences.lengths == [length + count for length in lengths]
 
 
@@ -104,9 +103,8 @@ def test_also_under_a_sliding_window(name, monkeypatch):
 def check_alike(steps: Steps) -> None:
     """Each step like the one before where no pages came: a step shows what came with the one before it."""
     launches = [of_attention(step) for step in steps.launches]
-    same = [
-        step for step in range(2, len(launches)) if steps.pages[step - 2] == steps.pages[step - 1] == steps.pages[step]
-    ]
+    shapes = steps.shapes
+    same = [step for step in range(2, len(launches)) if shapes[step - 2] == shapes[step - 1] == shapes[step]]
     assert len(same) >= len(launches) // 2
     for step in same:
         assert launches[step] == launches[step - 1], step

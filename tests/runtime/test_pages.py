@@ -92,6 +92,39 @@ def test_the_table_on_a_device_follows_the_rows():
     assert table.numbers(CPU).tolist() == [table.rows[0], table.rows[1], [*table.rows[2], 0]]
 
 
+def test_numbers_with_room_stay_where_they_are_while_rows_need_no_more():
+    table = table_of(2, 1)
+    room = table.numbers_with_room(CPU)
+    assert room.tolist() == [table.rows[0], [*table.rows[1], 0]]
+    table.reserve(1, 2, [1])
+    table.renew()
+    assert room.tolist() == table.rows
+    table.reserve(0, 3, [2])
+    table.renew()  # not what is too short
+    assert room.shape == (2, 2)
+    longer = table.numbers_with_room(CPU)
+    assert longer.tolist() == [[*table.rows[0], 0], [*table.rows[1], 0, 0]]
+    assert table.predicted_bytes() == longer.numel() * 4
+    moves = table.moves
+    table.permute([1, 0])
+    assert table.moves > moves
+    assert table.numbers_with_room(CPU) is longer
+    assert longer.tolist() == [[*table.rows[0], 0, 0], [*table.rows[1], 0]]
+    table.leave_devices()
+    assert table.numbers_with_room(CPU) is not longer
+
+
+@pytest.mark.parametrize("page_tokens", [16, 20, 64, 128])
+def test_room_is_a_few_pages_more(page_tokens):
+    table = PageTable(page_tokens)
+    assert table.with_room(0) == 0
+    for pages in range(1, 2000):
+        room = table.with_room(pages)
+        assert pages <= room == table.with_room(room)  # the same for all up to it
+        assert (room - pages) * page_tokens < max(256, pages / 32 * page_tokens + 1)
+        assert room <= table.with_room(pages + 1)
+
+
 def test_growth_adds_at_most_a_sixteenth_and_keeps_the_content():
     table = table_of(0)
     pool = PagePool({"words": Field(1, 3, torch.int16, "codes")}, 2, CPU)
@@ -169,6 +202,22 @@ def test_a_tile_is_the_pages_tokens_last(pages):
             for i in range(2 * PAGE_TOKENS // tokens):
                 page, slot = divmod(i, PAGE_TOKENS // tokens)
                 assert torch.equal(tile[name][0, head, :, i], pool.tensors[name][2 + page, head, slot])
+
+
+def test_a_window_with_room_is_saved_as_one_without():
+    like, tokens = torch.zeros(2, 1, 0, 3), torch.randn(2, 1, 40, 3)
+    plain, roomy = Window(100, like), Window(100, like, keeps_room=True)
+    for window in (plain, roomy):
+        window.resize(40)
+        window.write([0, 1], 0, tokens)
+    assert (plain.tokens.shape[2], roomy.tokens.shape[2]) == (64, 100)
+    assert torch.equal(plain.state(40)["tokens"], roomy.state(40)["tokens"])
+    for window in (plain, roomy):
+        again = Window(100, like, window.keeps_room)
+        again.restore(plain.state(40), 40)
+        assert torch.equal(again.tokens, window.tokens)
+    roomy.resize(0)
+    assert roomy.tokens.shape[2] == 100
 
 
 def test_a_window_is_a_ring():

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
+from cases import BY_NAME, CASES, Case, calibrated_artifact
 from step_tape import Tape
 from toy_models import left_padded, random_model
 
 from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
+from calib.runtime.paging.pages import EMPTY
 
 LENGTHS = [9, 70]
 STEPS = 150  # beyond every block and window of the cases
@@ -41,14 +42,22 @@ def decoded(model, cache, inputs, steps: int):
 
 
 def contents(cache) -> list[dict[str, torch.Tensor]]:
-    """Tensors of everything in pages, by layer."""
-    found = []
+    """Tensors of everything in pages that rows hold, in their order, by layer."""
+    found, tables = [], cache.sequences.tables
     for layer in cache.compressed:
         store = layer.store
         pools = (
-            [stream.pool for stream in store.streams] if hasattr(store, "streams") else [t.pool for t in store.tiers]
+            [(stream.pool, tables[0]) for stream in store.streams]
+            if hasattr(store, "streams")
+            else [(tier.pool, table) for tier, table in zip(store.tiers, tables, strict=False)]
         )
-        found.append({f"{i} {name}": tensor for i, pool in enumerate(pools) for name, tensor in pool.tensors.items()})
+        found.append(
+            {
+                f"{i} {name}": tensor[[page for row in table.rows for page in row if page != EMPTY]]
+                for i, (pool, table) in enumerate(pools)
+                for name, tensor in pool.tensors.items()
+            }
+        )
     return found
 
 
@@ -239,6 +248,52 @@ def test_a_recorded_step_serves_behind_one_that_encodes_into_memory_that_is_ther
             logits.append(torch.cat(steps(model, cache, 55), 1))
     assert cache.graphs.replays == 55 - 2 - 55 // 8
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
+
+
+class Nothing:
+    """Stands for a graph whose replays do nothing."""
+
+    def __init__(self, step):
+        self.result = step()
+
+    def replay(self):
+        """No launch."""
+
+
+@pytest.mark.parametrize(
+    ("method", "others"), [("rtn", 5), ("kivi", 11), ("gear", 19), ("zipcache", 6), ("mikv", 5), ("h2o", 2)]
+)
+def test_most_steps_are_replayed(model, method, others, monkeypatch):
+    """Of 260 behind ragged prompts all but so many: two of each block, and those that encode tokens of a row. Neither another
+    page nor a longer window ends a block."""
+    monkeypatch.setattr(step_graphs, "recorder", lambda device: Nothing)
+    with compress(model, method, graphs=True) as cache, torch.no_grad():
+        model(**left_padded([140, 137, 132]), past_key_values=cache)
+        for _ in range(260):
+            token, positions = torch.ones(3, 1, dtype=torch.int64), torch.tensor(cache.sequences.lengths)[:, None]
+            model(input_ids=token, position_ids=positions, past_key_values=cache)
+        assert cache.graphs.replays >= 260 - others
+
+
+@pytest.mark.parametrize("method", ["kivi", "zipcache", "klt-short"])
+def test_a_prefix_is_the_same_with_graphs_and_without(model, method, tmp_path):
+    """Though memory for a whole window and some pages more is there; and that is foretold."""
+    case, path, found = BY_NAME.get(method), tmp_path / "prefix.safetensors", []
+    artifact = calibrated_artifact(model) if case is not None else None
+    named = {"artifact": artifact, **(case.options if case else {})}
+    for graphs in (True, False):
+        with compress(model, method.split("-")[0], graphs=graphs, **named) as cache, torch.no_grad():
+            model(**left_padded([40, 33]), past_key_values=cache)
+            steps(model, cache, 30, position_ids=torch.tensor([[50], [43]]))
+            cache.save(path)
+            memory = cache.memory()
+            assert memory.measured_bytes == pytest.approx(memory.predicted_bytes, rel=0.01)
+        for again in (True, False):
+            with compress(model, method.split("-")[0], graphs=again, prefix=path, **named) as cache:
+                found.append(torch.cat(steps(model, cache, 40, position_ids=torch.tensor([[90], [83]])), 1))
+                assert not again or cache.graphs.replays > 20
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-3)
 
 
 def test_gradients_are_not_replayed(model):

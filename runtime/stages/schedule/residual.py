@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from calib.runtime.messages.whole_numbers import check_whole
 
-AHEAD = 32  # tokens encoded at once
+LEAST, MOST = 32, 128  # tokens encoded at once
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,13 @@ class SlidingResidual:
         return max(0, length - self.tokens)
 
     def encoded(self, length: int) -> int:
-        """`packed`, up to the next multiple of AHEAD: a token's codes are written while it is still read exactly.
+        """Whole blocks, of as many tokens as the residual has room for: a token's codes are written while it is still read exactly.
 
-        They take no room of their own (pages hold many more tokens), and a decode step rarely has to encode at all.
+        They take no room of their own (pages hold as many tokens), and a decode step rarely has to encode at all: with blocks of as
+        many keys both are encoded in one step.
         """
-        packed = self.packed(length)
-        return packed if self.tokens < AHEAD else min(length, -(-packed // AHEAD) * AHEAD)
+        block = min(MOST, 1 << self.tokens.bit_length() >> 1)
+        return self.packed(length) if block < LEAST else length - length % block
 
     def window(self) -> int:
         """`tokens`."""
