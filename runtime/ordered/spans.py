@@ -156,7 +156,7 @@ class OrderedTokens(LayerTokens):
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         keys, _ = self._streams
         served = keys is not None and keys.ranked is None and self._same_rings()
-        return plan.window if found.pages is not None and served else 0
+        return plan.window if found.recent_pages is not None and served else 0
 
     def _same_rings(self) -> bool:
         """Whether the exact key of a window's value lies in the same slot: rings are as long."""
@@ -168,7 +168,7 @@ class OrderedTokens(LayerTokens):
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         if ahead is not None:
             return ExactGroup(values, held, ahead, found.ahead_index)
-        if found.pages is None and self._same_rings() and held.shape[2] == plan.window:
+        if found.recent_pages is None and self._same_rings() and held.shape[2] == plan.window:
             return ExactGroup(values, held)
         return ExactGroup(values, scores=self._window_scores(scorer, found))
 

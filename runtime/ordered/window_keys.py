@@ -8,7 +8,9 @@ A row reads keys and values from pages up to `attended`. Beyond it the values ar
 the `recent` ones, are met in their pages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ class WindowKeys:
     """For each slot of the value window its key.
 
     Attributes:
-        pages: of the recent keys, for a trimmed plan together with the last tile's; None where there are none.
+        recent_pages: gives those of the recent keys, for a trimmed plan together with the last tile's; None where there are none.
         index: int64 `[rows, 1, 1, slots]`, among the key window's slots followed by the tokens of `pages`; None where a plan is
             trimmed.
         exact: leading slots of the key window in use: they are the value window's first ones, because both rings have the
@@ -34,12 +36,17 @@ class WindowKeys:
             there are none.
     """
 
-    pages: Pages | None
+    recent_pages: Callable[[], Pages] | None
     index: Tensor | None = None
     exact: int = 0
     recent: slice | None = None
     positions: slice | Tensor | None = None
     ahead_index: Tensor | None = None
+
+    @cached_property
+    def pages(self) -> Pages | None:
+        """`recent_pages`; a kernel that reads all pages does not ask."""
+        return None if self.recent_pages is None else self.recent_pages()
 
     @property
     def ahead(self) -> int:
@@ -71,34 +78,29 @@ def _trimmed(state: OrderedSequenceState, forward: Forward, plan: ReadPlan) -> W
     start, last = tiles[-1].start if tiles else 0, -(-packed // page)
     pages = state.table.select(rows, start // page, last, plan.asked.device)
     recent = slice(attended - start, packed - start)
-    return WindowKeys(pages, exact=exact, recent=recent, positions=slice(start // page * page, last * page))
+    return WindowKeys(lambda: pages, exact=exact, recent=recent, positions=slice(start // page * page, last * page))
 
 
 def _indexed(
     state: OrderedSequenceState, forward: Forward, asked: ReadRequest, slots: int, key_slots: int
 ) -> WindowKeys:
     """Of any rows."""
-    rows, device, table = asked.rows, asked.device, state.table
-    before, page = [forward.before[row] for row in rows], table.page_tokens
+    rows, device = asked.rows, asked.device
+    before, page = [forward.before[row] for row in rows], state.table.page_tokens
     attended, packed = ([of(length) for length in before] for of in (state.packed, state.keys.packed))
     back = None if asked.sliding is None else asked.queries.start - asked.sliding + 1
     seen = [0 if back is None else length + back for length in before]
     start, positions = starts(forward, rows, device), state.positions(forward, rows, slots, device)
     absent = positions >= start if back is None else (positions >= start) | (positions < start + back)
     index = positions % max(1, state.keys.window())
-    recent: Pages | None = None
+    recent: Callable[[], Pages] | None = None
     of_recent, ahead = None, None
     some = any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True))
     reach = max(-(-stop // page) - count // page for stop, count in zip(packed, attended, strict=True))
-    if forward.of_block and asked.sliding is None:  # whatever its steps find
+    if forward.of_block:  # whatever its steps find
         some, reach = state.packs_ahead(forward), -(-state.values.window() // page) + 1
     if some:
-
-        def of_rows(step: Forward) -> list[int]:
-            first = [state.packed(step.before[row]) // page for row in rows]
-            return [number for row, at in zip(rows, first, strict=True) for number in table.pages(row, at, reach)]
-
-        recent = forward.tensor(f"recent {rows} {asked.queries}", of_rows, device).view(len(rows), reach)
+        recent = partial(_recent, state, forward, asked, reach)
         ends, firsts = (state.numbers(forward, rows, field, device) for field in ("packed_keys", "page_start"))
         index = torch.where(positions < ends, key_slots + positions - firsts, index)
         read = state.numbers(forward, rows, "packed", device)
@@ -111,3 +113,15 @@ def _indexed(
         positions=of_recent,
         ahead_index=ahead,
     )
+
+
+def _recent(state: OrderedSequenceState, forward: Forward, asked: ReadRequest, reach: int) -> Tensor:
+    """So many pages of each row, from the one on that has the next token that is attended: int64 `[rows, reach]`."""
+    rows, device, table = asked.rows, asked.device, state.table
+    if forward.of_block:  # in which they change
+        held = table.numbers_with_room(device)[rows.start : rows.stop].long()
+        first = state.numbers(forward, rows, "page_start", device) // table.page_tokens
+        return held.gather(1, (first + torch.arange(reach, device=device)).clamp_(max=held.shape[1] - 1))
+    first_pages = [state.packed(forward.before[row]) // table.page_tokens for row in rows]
+    flat = [number for row, at in zip(rows, first_pages, strict=True) for number in table.pages(row, at, reach)]
+    return forward.tensor(f"recent {rows} {asked.queries}", lambda _: flat, device).view(len(rows), reach)
