@@ -83,9 +83,10 @@ def _reading(tier: Tier, rows: range) -> TierReading:
 
 
 def _without_ranked(tier: Tier, codec: Codec, role: str) -> Codec:
-    """The codec without its low rank, where a kernel takes that: few vectors, and for all of a row's tokens the same."""
+    """The codec without its low rank, where a kernel takes that: few vectors, and for all of a row's tokens the same; not of values
+    that are predicted, whose mixture is of channels."""
     corrected = codec.corrections
-    if corrected is None or corrected.low_rank is None:
+    if corrected is None or corrected.low_rank is None or (role == "values" and tier.plan.prediction is not None):
         return codec
     few = tier.pool.fields[f"{role}.{COEFFICIENTS}"].width <= MOST_RANK
     return corrected.without_low_rank if few and (corrected.low_rank.basis is not None or tier.row_params) else codec

@@ -157,12 +157,14 @@ class TierView:
         return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
 
     def _value_fold(self) -> CodeFold | None:
-        """What makes values of a mixture of codes; None where these are of no components."""
-        if self.codecs["values"].component_codes is None:
+        """What makes values of a mixture of codes; None where these are of no components, or corrected and not predicted."""
+        codec, predicted = self.codecs["values"], self.tier.plan.prediction
+        if (codec if predicted is None else codec.uncorrected).component_codes is None:
             return None
-        fold, predicted = self.transforms["values"].code_fold(), self.tier.plan.prediction
-        if fold is None or predicted is None:
+        fold = self.transforms["values"].code_fold()
+        if predicted is None:
             return fold
+        assert fold is not None, "values are predicted beside codes of components"
         return replace(fold, predicted=predicted.of_codes(self._key_codes))
 
     def pairs(self) -> list[SparsePages | None]:

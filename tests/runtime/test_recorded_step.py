@@ -59,7 +59,7 @@ def test_steps_are_recorded_block_after_block(method, live, monkeypatch):
             ids = torch.randint(1, 100, (2, 40), generator=torch.Generator().manual_seed(6))
             logits = [model(input_ids=ids, past_key_values=cache).logits[:, -1]]
             other = copy.deepcopy(cache) if graphs else None  # its graphs come from the same recorder
-            for step in range(260):
+            for step in range(400):  # until rows need more pages than there is room for
                 token = torch.full((2, 1), 1 + step % 90)
                 logits.append(model(input_ids=token, past_key_values=cache).logits[:, -1])
                 if graphs and step < 130:
