@@ -119,7 +119,7 @@ class PredictedValues:
     Args:
         table: T, int16 `[kv_heads, N, D]`; 0 for a component that its head has no word for.
         unit: float32 `[kv_heads, 1, D]`.
-        largest: L, float32 `[N]`.
+        largest: L, float32 `[N]`: twice the middle of each component's codes.
     """
 
     table: Tensor

@@ -82,8 +82,8 @@ def attend_pages(
     runs: bool = False,
     terms: PageTerms | None = None,
 ) -> Attended:
-    """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` channels in their
-    place; what is `fixed` of values that have sizes is the caller's."""
+    """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` those of channels;
+    what is `fixed` of values that have sizes is the caller's."""
     rows, heads, asked, _ = query.shape
     same = PageLaunch.over(keys, values, asked, softcap, rope_tables, mixes_keys)
     pages, wide = span.table.shape[1], sum(same.columns)
