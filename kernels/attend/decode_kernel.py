@@ -39,8 +39,16 @@ from calib.kernels.attend.loads import (
 )
 from calib.kernels.attend.rotate import halves_of, offsets, query_halves
 from calib.kernels.attend.stacked_mixture import mixed_rows, no_rows, store_rows
-from calib.kernels.attend.tile_products import biases_of, exact_product, factors_of
-from calib.kernels.attend.unpack import are_codes, is_trellis, plane_count, unpacked
+from calib.kernels.attend.tile_products import (
+    ROWS,
+    exact_product,
+    factors_of,
+    product_unit,
+    raised,
+    rows_joined,
+    sums_of,
+)
+from calib.kernels.attend.unpack import are_codes, codes_of, is_trellis, plane_count, unpacked
 
 # Beyond every slot.
 NOWHERE = tl.constexpr(2**31 - 1)
@@ -82,6 +90,9 @@ def attend(
     FK: tl.constexpr = plane_count(KEY_WIDTHS)
     FV: tl.constexpr = plane_count(VALUE_WIDTHS)
     TURNED: tl.constexpr = HALF > 0
+    # With all bits of float32, scales go into codes, however many tokens share them.
+    FOLDED: tl.constexpr = KEY_FOLDED and not PRECISE
+    KEYS_WHOLE: tl.constexpr = PRECISE or (KEY_MODE == 2 and not FOLDED)
     KEY_SIZED: tl.constexpr = KEY_SIZES is not None
     VALUE_SIZED: tl.constexpr = VALUE_SIZES is not None
     rows = block * M + tl.arange(0, M)
@@ -122,13 +133,12 @@ def attend(
         )
         exact_query, constant = folded_query(exact_query, constant, steps, zero_points, False)
         size = largest_of(exact_query)
-        # As products take it, and what the codes' bias and zero points make of it for each group of channels.
+        # As products take it, and what zero points make of it for each group of channels.
         KIND: tl.constexpr = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
-        query, rest = factors_of(exact_query, size, KIND)
-        biased, summed = biases_of(exact_query, query, rest, size, KEY_WIDTHS, KEY_GROUPS, PRECISE)
-        scale, shift = size, constant
-        if KEY_MODE == 0:
-            shift = constant - biased[0] * size
+        UNIT: tl.constexpr = product_unit(KEY_WIDTHS, KEYS_WHOLE, FOLDED)
+        query, rest = factors_of(raised(exact_query, KEY_WIDTHS, KEYS_WHOLE, FOLDED), size, KIND)
+        summed = sums_of(exact_query, size / UNIT, KEY_GROUPS)
+        scale, shift = size / UNIT, constant
     shared = ()  # its products with vectors, in the units of `product`
     for j in tl.static_range(KEY_RANK):
         shared += (products[j] / scale,)
@@ -151,14 +161,21 @@ def attend(
         stop = stop // PAGE * PADDED + stop % PAGE
     stop = tl.minimum(first + run * BN, stop)
 
-    top, mass, largest = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32), tl.full([], 0.0, tl.float32)
-    mixed, zeros, below = no_mixture(VALUE_WIDTHS, VALUE_GROUPS, VALUE_SIZED, WVP, M)
+    top, mass, largest = (
+        tl.full([M], NOTHING, tl.float32),
+        tl.zeros([ROWS, M], tl.float32),
+        tl.full([], 0.0, tl.float32),
+    )
+    mixed, zeros, total = no_mixture(VALUE_WIDTHS, VALUE_GROUPS, VALUE_SIZED, WVP, M)
     ranked = ()
     for _ in tl.static_range(VALUE_RANK):
         ranked += (tl.zeros([M], tl.float32),)
     if KEYS_MIXED:
-        keys_mixed, keys_below = no_rows(KEY_WIDTHS, WKP, M)
+        keys_mixed, keys_total = no_rows(KEY_WIDTHS, WKP, M)
 
+    # Where a turn's words lie, from its first token on: the loop adds but one number to each of these.
+    key_tile = tokens[:, None] * KEY_ROW + key_words[None, :]
+    value_tile = tokens[None, :] * VALUE_ROW + value_words[:, None]
     for start in range(first, stop, BN):
         position = start // PADDED
         inside_page = start - position * PADDED
@@ -166,8 +183,10 @@ def attend(
         slot = inside_page + tokens
         in_page = slot < PAGE
         at = start + tokens
+        in_use = tokens < used - start
         if RAGGED:
             at = tl.where(in_page, position * PAGE + slot, NOWHERE)
+            in_use = at < used
         positions = None
         if HAS_POSITIONS:
             positions = POSITIONS + page * positions_page + head * positions_head + slot
@@ -176,40 +195,40 @@ def attend(
 
         # Products [BN, M] of keys and queries.
         words, odd = code_words(
-            KEYS + page * key_page + key_first + slot[:, None] * KEY_ROW + key_words[None, :], key_words[None, :],
-            own_keys[None, :], in_page[:, None], KEY_WIDTHS, KEY_FULL, RAGGED, INTERPRET,
+            KEYS + (page * key_page + key_first + inside_page * KEY_ROW) + key_tile, key_words[None, :], own_keys[None, :],
+            in_page[:, None], KEY_WIDTHS, KEY_FULL, RAGGED, INTERPRET,
         )  # fmt: skip
         if not are_codes(KEY_WIDTHS):
             product = exact_scores(words, query, rest, INTERPRET)
         elif TURNED:
-            codes = unpacked(words, odd, KEY_WIDTHS, INTERPRET)
+            codes = unpacked(words, odd, KEY_WIDTHS, True, INTERPRET)
             sizes = None
             if KEY_SIZED:
                 sizes = token_sizes(KEY_SIZES, sizes_at, head, in_page, SIZE_WORDS, RAGGED)
             product = rotated_scores(
                 codes, sizes, offset, exact_query, AXES, COARSE, FINE, positions, key_words, near, far, paired, start, tokens,
-                at < used, KEY_WIDTHS, WK, HALF, PAIRS, STRIDE, PRECISE,
+                in_use, KEY_WIDTHS, WK, HALF, PAIRS, STRIDE, PRECISE,
             )  # fmt: skip
         else:
-            codes = unpacked(words, odd, KEY_WIDTHS, INTERPRET)
+            codes = codes_of(words, odd, KEY_WIDTHS, KEYS_WHOLE, INTERPRET)
             product = code_scores(
-                codes, KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head, query, rest, biased, summed, exact_query,
-                size, key_words, inside_page, slot, in_page, KEY_WIDTHS, KEY_MODE, KEY_GROUPS, KEY_TOKENS, KEY_FOLDED, DK, WK, WKP,
-                RAGGED, PRECISE,
+                codes, KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head, query, rest, summed, exact_query, size,
+                key_words, inside_page, slot, in_page, KEY_WIDTHS, KEY_MODE, KEY_GROUPS, KEY_TOKENS, FOLDED, DK, WK, WKP, RAGGED,
+                PRECISE,
             )  # fmt: skip
         if KEY_RANK > 0:
             own = KEY_COEFFICIENTS + page * key_coefficients_page + head * key_coefficients_head + slot * KEY_RANK
-            product = with_coefficients(product, own, shared, at < used, KEY_RANK)
+            product = with_coefficients(product, own, shared, in_use, KEY_RANK)
 
         # Weights, and how much of what is there stays.
         product, steepness, lift = masked_scores(
-            product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, start + BN - 1, used, ahead, slots, base,
-            query_rows, valid, HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP,
+            product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, in_use, start + BN - 1, used, ahead, slots,
+            base, query_rows, valid, HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(product, 0) * steepness + lift)
         stays = tl.exp2(top - higher)
         weights = tl.exp2(product * steepness[None, :] + (lift - higher)[None, :])
-        mass = mass * stays + tl.sum(weights, 0)
+        mass = mass * stays[None, :] + rows_joined(weights)
         top = higher
 
         # Mixtures: of values' coefficients, of keys' codes, of values.
@@ -217,40 +236,40 @@ def attend(
             own = (
                 VALUE_COEFFICIENTS + page * value_coefficients_page + head * value_coefficients_head + slot * VALUE_RANK
             )
-            ranked = mixed_coefficients(own, weights, ranked, stays, at < used, VALUE_RANK)
+            ranked = mixed_coefficients(own, weights, ranked, stays, in_use, VALUE_RANK)
         if KEYS_MIXED:
             if is_trellis(KEY_WIDTHS):
                 odd = tl.trans(odd)
-            keys_mixed, keys_below = mixed_rows(
-                tl.trans(words), odd, weights * sizes[:, None], keys_mixed, keys_below, stays, KEY_WIDTHS,
+            keys_mixed, keys_total = mixed_rows(
+                tl.trans(words), odd, weights * sizes[:, None], keys_mixed, keys_total, stays, KEY_WIDTHS,
                 PRECISE, INTERPRET,
             )  # fmt: skip
         value_numbers = VALUE_NUMBERS + page * value_numbers_page + head * value_numbers_head
         words, odd = code_words(
-            VALUES + page * value_page + value_first + slot[None, :] * VALUE_ROW + value_words[:, None],
-            value_words[:, None], own_values[:, None], in_page[None, :], VALUE_WIDTHS, VALUE_FULL, RAGGED, INTERPRET,
+            VALUES + (page * value_page + value_first + inside_page * VALUE_ROW) + value_tile, value_words[:, None],
+            own_values[:, None], in_page[None, :], VALUE_WIDTHS, VALUE_FULL, RAGGED, INTERPRET,
         )  # fmt: skip
         if VALUE_SIZED:
             folded = weights * token_sizes(VALUE_SIZES, sizes_at, head, in_page, SIZE_WORDS, RAGGED)[:, None]
-            mixed, below = mixed_rows(words, odd, folded, mixed, below, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
+            mixed, total = mixed_rows(words, odd, folded, mixed, total, stays, VALUE_WIDTHS, PRECISE, INTERPRET)
         elif not are_codes(VALUE_WIDTHS):
             mixed = (exact_product(words, weights.to(words.dtype), mixed[0] * stays[None, :], INTERPRET),)
         elif VALUE_MODE == 2:
-            codes = unpacked(words, odd, VALUE_WIDTHS, INTERPRET)
+            codes = codes_of(words, odd, VALUE_WIDTHS, True, INTERPRET)
             value_numbers += inside_page // VALUE_TOKENS * (2 * DV)
             mixed = mixed_by_channel(
                 codes, value_numbers, weights, mixed, stays, value_words, VALUE_WIDTHS, DV, WV, WVP, PRECISE
             )
         else:
-            codes = unpacked(words, odd, VALUE_WIDTHS, INTERPRET)
+            codes = codes_of(words, odd, VALUE_WIDTHS, PRECISE, INTERPRET)
             value_steps, value_zeros, value_scales = (), (), None
             if VALUE_MODE == 1:
                 value_steps, value_zeros = token_parameters(value_numbers, slot, in_page, VALUE_GROUPS, RAGGED)
             if VALUE_SCALED:
                 value_scales = VALUE_SCALES + page * value_scales_page + head * value_scales_head
-            mixed, zeros, below, largest = mixed_by_token(
-                codes, value_steps, value_zeros, value_scales, weights, mixed, zeros, below, largest, stays,
-                value_words, at < used, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS, DV, WV, WVP, PRECISE,
+            mixed, zeros, largest = mixed_by_token(
+                codes, value_steps, value_zeros, value_scales, weights, mixed, zeros, largest, stays,
+                value_words, in_use, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS, DV, WV, WVP, PRECISE,
             )  # fmt: skip
 
     # What is written. Behind a mixture's channels: the sum of weights times sizes, the coefficients' mixture, that of keys' codes
@@ -263,17 +282,19 @@ def attend(
             VALUE_STEP, VALUE_ZERO, VALUE_SCALE, VALUE_SHIFT, step_at, value_step_channel, map_at, value_map_channel, value_words,
             FV, DV, WV,
         )  # fmt: skip
+    mass = tl.sum(mass, 0)
     tl.store(TOP + part + rows, top / LOG2E, mask=valid)
     tl.store(MASS + part + rows, mass, mask=valid)
     out = MIXED + (part + rows) * WIDE
     if VALUE_SIZED:
-        store_rows(out, mixed, below, valid, VALUE_WIDTHS, DV, WV, WVP)
+        store_rows(out, mixed, total, valid, VALUE_WIDTHS, DV, WV, WVP, PRECISE)
     else:
         store_mixture(
-            out, mixed, zeros, below, largest, mass, maps, value_words, valid, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS,
-            VALUE_SCALED, VALUE_DIVIDES, DV, WV,
+            out, mixed, zeros, largest, mass, maps, value_words, valid, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS, VALUE_SCALED,
+            VALUE_DIVIDES, DV, WV, PRECISE,
         )  # fmt: skip
     for j in tl.static_range(VALUE_RANK):
         tl.store(out + (DV + VALUE_SIZED + j), ranked[j], mask=valid)
     if KEYS_MIXED:
-        store_rows(out + (DV + VALUE_SIZED + VALUE_RANK), keys_mixed, keys_below, valid, KEY_WIDTHS, DK, WK, WKP)
+        out += DV + VALUE_SIZED + VALUE_RANK
+        store_rows(out, keys_mixed, keys_total, valid, KEY_WIDTHS, DK, WK, WKP, PRECISE)

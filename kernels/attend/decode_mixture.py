@@ -1,9 +1,9 @@
 """Mixtures of values inside `decode_kernel.py`: weights times values, tile by tile, and what is written of their sums. README.md
 derives what is folded where.
 
-A mixture is planes [WP, M] of channels. Beside them lie, for each group of channels that share a token's parameters, `zeros` [M],
-the mixture of zero points, and `below` [16, M], the sum of the weights that met the codes' bias. Of values that have sizes all
-planes are one matrix (`stacked_mixture.py`).
+A mixture is planes [WP, M] of channels. Beside them lie, for each group of channels that share a token's parameters, `zeros`
+[8, M], the mixture of zero points in the parts of lanes. Of values that have sizes all planes are one matrix
+(`stacked_mixture.py`).
 """
 
 import triton
@@ -11,23 +11,22 @@ import triton.language as tl
 
 from calib.kernels.attend.loads import channel_numbers, folded_mixture, plane_numbers
 from calib.kernels.attend.stacked_mixture import no_rows
-from calib.kernels.attend.tile_products import code_product, tokens_of
-from calib.kernels.attend.unpack import are_codes, bias_of, plane_count
+from calib.kernels.attend.tile_products import ROWS, code_product, rows_joined, tokens_of
+from calib.kernels.attend.unpack import plane_count, unit_of
 
 
 @triton.jit
 def no_mixture(WIDTHS: tl.constexpr, GROUPS: tl.constexpr, SIZED: tl.constexpr, WP: tl.constexpr, M: tl.constexpr):
-    """Of nothing: `mixed`, `zeros` and `below`."""
-    mixed, zeros, below = (), (), ()
+    """Of nothing: `mixed`, `zeros`, and of values that have sizes their `total`."""
+    mixed, zeros, total = (), (), ()
     if SIZED:
-        mixed, below = no_rows(WIDTHS, WP, M)
+        mixed, total = no_rows(WIDTHS, WP, M)
     else:
         for _ in tl.static_range(plane_count(WIDTHS)):
             mixed += (tl.zeros([WP, M], tl.float32),)
         for _ in tl.static_range(GROUPS):
-            zeros += (tl.zeros([M], tl.float32),)
-            below += (tl.zeros([16, M], tl.float32),)
-    return mixed, zeros, below
+            zeros += (tl.zeros([ROWS, M], tl.float32),)
+    return mixed, zeros, total
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def mixed_by_channel(
     found = ()
     for f in tl.static_range(plane_count(WIDTHS)):
         steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, weights.shape[1] == 8, False)
-        values = tokens_of(codes[f], bias_of(WIDTHS, f), steps[:, None], zero_points[:, None], PRECISE)
+        values = tokens_of(codes[f], steps[:, None], zero_points[:, None], PRECISE)
         factors = weights if PRECISE else weights.to(tl.float16)
         found += (tl.dot(values, factors, mixed[f] * stays[None, :], input_precision="ieee"),)
     return found
@@ -47,16 +46,14 @@ def mixed_by_channel(
 
 @triton.jit
 def mixed_by_token(
-    codes, steps, zero_points, scales, weights, mixed, zeros, below, largest, stays, words, inside,
+    codes, steps, zero_points, scales, weights, mixed, zeros, largest, stays, words, inside,
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """`mixed`, `zeros`, `below` and the `largest` step so far, with a tile of codes added that have no parameters, or tokens' own
+    """`mixed`, `zeros` and the `largest` step so far, with a tile of codes added that have no parameters, or tokens' own
     `steps` and `zero_points`. Their page's channels may have `scales` besides."""
-    BN: tl.constexpr = weights.shape[0]
     M: tl.constexpr = weights.shape[1]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
-    ones = tl.full([16, BN], 1.0, tl.float16)
     share, kept = 1.0, stays
     if MODE == 1:
         # Steps go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
@@ -66,33 +63,28 @@ def mixed_by_token(
         share = 1 / tl.maximum(most, 1.0e-30)
         kept = stays * (largest * share)
         largest = most
-    new, new_zeros, new_below = (), (), ()
+    new, new_zeros = (), ()
     for j in tl.static_range(GROUPS):
         folded = weights
         if MODE == 1:
             folded = weights * (steps[j] * share)[:, None]
-            zeroed = tl.sum(weights * zero_points[j][:, None], 0)
-            new_zeros += (zeros[j] if scales is not None else zeros[j] * stays + zeroed,)
+            zeroed = weights * zero_points[j][:, None]
+        if MODE == 1 and scales is None:
+            new_zeros += (zeros[j] * stays[None, :] + rows_joined(zeroed),)
         else:
             new_zeros += (zeros[j],)
         rounded = folded.to(tl.float16)
         left = (folded - rounded.to(tl.float32)).to(tl.float16)
-        # The bias comes back with the weights as the products took them: a product with ones sums just those.
-        if scales is not None:
-            # A page's channels have scales, so its mixture is made whole before it is added.
-            summed_up = code_product(ones, rounded, left, tl.zeros([16, M], tl.float32), PRECISE)
-            lifted = tl.sum(summed_up, 0) / 16
-            new_below += (below[j],)
-            for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
+        for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
+            if scales is not None:
+                # A page's channels have scales, so its mixture is made whole before it is added.
                 part = code_product(codes[f], rounded, left, tl.zeros([WP, M], tl.float32), PRECISE)
-                part += (zeroed * share - bias_of(WIDTHS, f) * lifted)[None, :]
+                part += (tl.sum(zeroed, 0) * (share * unit_of(WIDTHS, f, PRECISE)))[None, :]
                 channel_scales = plane_numbers(scales, words, f, D, W)
                 new += (mixed[f] * kept[None, :] + part * channel_scales[:, None],)
-        else:
-            new_below += (code_product(ones, rounded, left, below[j] * kept[None, :], PRECISE),)
-            for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
+            else:
                 new += (code_product(codes[f], rounded, left, mixed[f] * kept[None, :], PRECISE),)
-    return new, new_zeros, new_below, largest
+    return new, new_zeros, largest
 
 
 @triton.jit
@@ -107,23 +99,19 @@ def mixed_coefficients(coefficients, weights, ranked, stays, inside, RANK: tl.co
 
 @triton.jit
 def store_mixture(
-    OUT, mixed, zeros, below, largest, mass, channel_maps, words, valid, WIDTHS: tl.constexpr, MODE: tl.constexpr,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr, DIVIDES: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    OUT, mixed, zeros, largest, mass, channel_maps, words, valid, WIDTHS: tl.constexpr, MODE: tl.constexpr,
+    GROUPS: tl.constexpr, SCALED: tl.constexpr, DIVIDES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the planes to the channels behind OUT [M], as the values themselves are: without the codes' bias, with zero points,
-    and mapped by the `channel_maps` that all tokens share."""
+    """Writes the planes to the channels behind OUT [M], as the values themselves are: with zero points, and mapped by the
+    `channel_maps` that all tokens share."""
     steps, zero_points, scales, shifts = channel_maps
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
     for f in tl.static_range(plane_count(WIDTHS)):
         out = mixed[f]
-        if are_codes(WIDTHS) and MODE != 2:
-            if SCALED:
-                out = out * largest
-            else:
-                # All sixteen rows of the product with ones are the same.
-                out -= (bias_of(WIDTHS, f) / 16) * tl.sum(below[f // PLANES], 0)[None, :]
-                if MODE == 1:
-                    out = out * largest + zeros[f // PLANES][None, :]
+        if MODE != 2:
+            out *= 1 / unit_of(WIDTHS, f, PRECISE)
+        if MODE == 1:
+            out = out * largest + (0.0 if SCALED else tl.sum(zeros[f // PLANES], 0)[None, :])
         channels = f * W + words
         inside = (words < W) & (channels < D)
         out = folded_mixture(out, mass, steps, zero_points, f, False)

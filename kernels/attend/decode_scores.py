@@ -54,11 +54,11 @@ def rotated_scores(
 
 @triton.jit
 def code_scores(
-    codes, numbers, query, rest, biased, summed, exact_query, size, words, inside_page, slot, in_page,
+    codes, numbers, query, rest, summed, exact_query, size, words, inside_page, slot, in_page,
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, FOLDED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, RAGGED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The product [BN, M] of codes, in units of `size` [M]. Parameters of the page begin at `numbers`."""
+    """The product [BN, M] of codes, in units of `size` [M] and of `product_unit`. Parameters of the page begin at `numbers`."""
     BN: tl.constexpr = slot.shape[0]
     M: tl.constexpr = size.shape[0]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
@@ -74,7 +74,7 @@ def code_scores(
             part = tl.zeros([BN, M], tl.float32)
             for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
                 part = code_product(codes[f], query[f], rest[f], part, PRECISE)
-            product += (part - biased[j][None, :]) * steps[j][:, None]
+            product += part * steps[j][:, None]
             product += summed[j][None, :] * zero_points[j][:, None]
     else:
         for f in tl.static_range(plane_count(WIDTHS)):
@@ -93,8 +93,8 @@ def with_coefficients(product, coefficients, shared, inside, RANK: tl.constexpr)
 
 @triton.jit
 def masked_scores(
-    product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, last, used, ahead, slots, base, query_rows, valid,
-    HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
+    product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, in_use, last, used, ahead, slots, base, query_rows,
+    valid, HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Scores [BN, M], -inf of what is not seen, and the `steepness` and `lift` [M] that make exponents of 2 of them.
 
@@ -116,13 +116,13 @@ def masked_scores(
             tl.store(SCORES + scores_of, product, mask=valid[None, :] & behind_used[:, None])
         if SOFTCAP is not None:
             product = SOFTCAP * (1 - 2 / (1 + tl.exp2(product * (2 * LOG2E / SOFTCAP))))
-    seen = (at < used)[:, None]
+    seen = in_use[:, None]
     if hidden is not None:
         seen &= (tl.load(hidden + at, mask=at < slots, other=1) == 0)[:, None]
     if back is not None:
         position = at
         if positions is not None:
-            position = tl.load(positions, mask=at < used, other=0)
+            position = tl.load(positions, mask=in_use, other=0)
         seen &= position[:, None] > tl.load(back, mask=valid, other=-1)[None, :]
     product = tl.where(seen, product, float("-inf"))
     if WHOLE:

@@ -198,11 +198,10 @@ def stages_of(
 
 def has_two_buffers(keys: PackedStream, values: PackedStream, block: int) -> bool:
     """Whether registers are left to ask for codes a whole turn ahead: one warp's, of keys without parameters, or with scales that
-    go into the query where a turn is a short one. With one buffer loads are asked for when a turn's last codes are in registers,
-    and needed at once."""
+    go into the query. With one buffer loads are asked for when a turn's last codes are in registers, and needed at once."""
     if block != BLOCK_ROWS[0] or values.scales is not None or rank_of(keys) or rank_of(values):
         return False
-    return mode_of(keys) == NONE or (is_folded(keys, block) and wide_of(keys) > LEAN)
+    return mode_of(keys) == NONE or is_folded(keys, block)
 
 
 def rank_of(stream: PackedStream) -> int:

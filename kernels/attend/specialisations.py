@@ -256,25 +256,25 @@ _TRELLIS = replace(_PATTERNED, trellis=True)
 _SIZED = replace(_PATTERNED, sizes=torch.empty(1, 1, 64, 1, dtype=torch.int16, device="meta"))
 
 SPECIALISATIONS = {
-    "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 2.6, barriers=3, waits=4),
-    "2 bits, calibrated keys": specialisation(stream_of(2), stream_of(2, TOKEN), 1.8, barriers=3, waits=4),
-    "4 bits, keys per channel of 128": _kivi(4, 128, 2.4, barriers=10, waits=2, spilled=8),
-    "2 bits, keys per channel of 128": _kivi(2, 128, 1.8, barriers=3, waits=2),
-    "4 bits, keys per channel of 32": _kivi(4, 32, 4, barriers=8, waits=8),
-    "2 bits, keys per channel of 32": _kivi(2, 32, 3.9, barriers=8, waits=8),
+    "4 bits, calibrated keys": specialisation(stream_of(4), stream_of(4, TOKEN), 1.65, barriers=3, waits=4),
+    "2 bits, calibrated keys": specialisation(stream_of(2), stream_of(2, TOKEN), 1.55, barriers=3, waits=4),
+    "4 bits, keys per channel of 128": _kivi(4, 128, 1.95, barriers=10, waits=2),
+    "2 bits, keys per channel of 128": _kivi(2, 128, 1.6, barriers=3, waits=2),
+    "4 bits, keys per channel of 32": _kivi(4, 32, 3.5, barriers=8, waits=8),
+    "2 bits, keys per channel of 32": _kivi(2, 32, 3.5, barriers=8, waits=8),
     # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
-    "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.6, barriers=11, waits=2, ahead=True),
-    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.9, barriers=3, waits=2, spilled=16, ahead=True),
-    "2 bits, per channel, keys ahead": _kivi(2, 32, 4.2, barriers=9, waits=8, ahead=True),
+    "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.15, barriers=11, waits=2, ahead=True),
+    "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.8, barriers=3, waits=2, ahead=True),
+    "2 bits, per channel, keys ahead": _kivi(2, 32, 3.8, barriers=9, waits=8, ahead=True),
     # And `specache`: some tokens are hidden, and the scores of all are told.
-    "2 bits, per channel, scored, ahead": _kivi(2, 32, 4.4, ahead=True, scored=True),
+    "2 bits, per channel, scored, ahead": _kivi(2, 32, 4, ahead=True, scored=True),
     "4 bits, keys per token": specialisation(
-        stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 2, barriers=5, waits=9
+        stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 1.6, barriers=5, waits=9
     ),
-    "4 bits, blocks of 60": _block(4, 60, 2.6, spilled=8),
-    "2 bits, blocks of 40": _block(2, 40, 2.3, spilled=8),
-    "4 bits, ranges of channels": _ranged(4, 2.6),
-    "2 bits, ranges of channels": _ranged(2, 1.8),
+    "4 bits, blocks of 60": _block(4, 60, 2.15, spilled=8),
+    "2 bits, blocks of 40": _block(2, 40, 2.2),
+    "4 bits, ranges of channels": _ranged(4, 1.65),
+    "2 bits, ranges of channels": _ranged(2, 1.55),
     "2 bits, both calibrated": _calibrated(2, 128),
     "3 bits, both calibrated": _calibrated(3, 80),
     "4 bits, both calibrated": _calibrated(4, 128),
@@ -282,42 +282,42 @@ SPECIALISATIONS = {
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
     # These two fill the registers: what the compiler of one release keeps in them, that of another spills.
-    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 4, spilled=24),
+    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 3.6, spilled=24),
     # Keys are put together and rotated: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
     "6 4 3 2 1 bits, 16 words, turned": specialisation(
-        _PATTERNED, _PATTERNED, 10.5, 6, 8, rope_tables=rope_tables_of(80, 128)
+        _PATTERNED, _PATTERNED, 10.1, 6, 8, rope_tables=rope_tables_of(80, 128)
     ),
     # With sizes, and with the keys' codes mixed besides, for values that are predicted from them. Registers are full, as above.
-    "6 4 3 2 1 bits, turned, sized": specialisation(_SIZED, _SIZED, 10.8, 6, 40, rope_tables=rope_tables_of(80, 128)),
-    "6 4 3 2 1 bits, turned, mixed": _predicted(12.4, 6, 32),
-    "6 4 3 2 1 bits, turned, mixed, 16": _predicted(15.7, 8, 144, block=16),
-    # Trellis-coded levels beside these: 1.28 to 1.34 times as many instructions where codes of keys are mixed, else 1.37 to 1.40.
-    "6 4 3 2 1 bits, trellis": specialisation(_TRELLIS, _TRELLIS, 5.95),
+    "6 4 3 2 1 bits, turned, sized": specialisation(_SIZED, _SIZED, 10.5, 6, 48, rope_tables=rope_tables_of(80, 128)),
+    "6 4 3 2 1 bits, turned, mixed": _predicted(11.6, 6, 32),
+    "6 4 3 2 1 bits, turned, mixed, 16": _predicted(13.5, 8, 144, block=16),
+    # Trellis-coded levels beside these: 1.35 to 1.41 times as many instructions.
+    "6 4 3 2 1 bits, trellis": specialisation(_TRELLIS, _TRELLIS, 5.6),
     "6 4 3 2 1 bits, turned, trellis": specialisation(
-        _TRELLIS, _TRELLIS, 14.2, 6, 16, rope_tables=rope_tables_of(80, 128)
+        _TRELLIS, _TRELLIS, 13.7, 6, 16, rope_tables=rope_tables_of(80, 128)
     ),
-    "6 4 3 2 1 bits, mixed, trellis": _predicted(15.7, 6, 56, trellis=True),
-    "6 4 3 2 1 bits, mixed, trellis, 16": _predicted(17.8, 8, 176, block=16, trellis=True),
+    "6 4 3 2 1 bits, mixed, trellis": _predicted(16.2, 6, 56, trellis=True),
+    "6 4 3 2 1 bits, mixed, trellis, 16": _predicted(18, 8, 176, block=16, trellis=True),
     # Sizes of one or two heads, in bytes. For capability 8.0 nothing copies these ahead, and they are shuffled to the lanes that
-    # multiply: 13.3 and 17.2 instructions, where words of 16 bits take 10.8 and 14.4. For 9.0 they take as many as words.
-    "6 4 3 2 1 bits, mixed, bytes": _predicted(13.4, 6, 32, sizes=torch.uint8),
-    "6 4 3 2 1 bits, trellis, bytes": _predicted(17.3, 6, 56, trellis=True, sizes=torch.uint8),
+    # multiply: 13.5 and 17.7 instructions, where words of 16 bits take 10.8 and 15.0. For 9.0 they take as many as words.
+    "6 4 3 2 1 bits, mixed, bytes": _predicted(13.9, 6, 32, sizes=torch.uint8),
+    "6 4 3 2 1 bits, trellis, bytes": _predicted(18.1, 6, 56, trellis=True, sizes=torch.uint8),
     # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
-    "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.7, 1.1, block=16),
-    "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 12.5, 4.3, block=64),
-    "2 bits, groups of 32, 16 rows": _full(2, 16, 128, 5.6, 1.3, spilled=8),
-    "2 bits, groups of 32, 64 rows": _full(2, 64, 128, 23, 5.1),
-    "2 bits, groups of 32, 256 channels": _full(2, 8, 256, 3.5, 0.7, spilled=48),
+    "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.2, 1.1, block=16),
+    "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 10.1, 4.3, block=64),
+    "2 bits, groups of 32, 16 rows": _full(2, 16, 128, 4.6, 1.3),
+    "2 bits, groups of 32, 64 rows": _full(2, 64, 128, 18.8, 5.1),
+    "2 bits, groups of 32, 256 channels": _full(2, 8, 256, 3, 0.7, spilled=48),
     # All eight planes of values have zero points of their own here, for 16 rows each; fewer tokens or more warps spill as much.
-    "2 bits, groups of 32, 256, 16 rows": _full(2, 16, 256, 7, 1.6, spilled=176),
-    "2 bits, groups of 32, 256, 64 rows": _full(2, 64, 256, 28, 5.1),
+    "2 bits, groups of 32, 256, 16 rows": _full(2, 16, 256, 5.2, 1.6, spilled=176),
+    "2 bits, groups of 32, 256, 64 rows": _full(2, 64, 256, 24.5, 5.1),
     "4 bits, calibrated, 256 channels": specialisation(
-        stream_of(4, channels=256, page=128), stream_of(4, TOKEN, channels=256, page=128), 1.7, 0.6
+        stream_of(4, channels=256, page=128), stream_of(4, TOKEN, channels=256, page=128), 1.3, 0.6
     ),
-    "exact": specialisation(exact_stream(128), exact_stream(128), 1.5, 2.1),
-    "exact, 256 channels": specialisation(exact_stream(256), exact_stream(256), 1.5, 2.1),
+    "exact": specialisation(exact_stream(128), exact_stream(128), 1, 2.1),
+    "exact, 256 channels": specialisation(exact_stream(256), exact_stream(256), 1.1, 2.1),
     # For capability 8.0; for 9.0 nothing is spilled, and 4 matrix instructions are enough.
-    "exact, 256 channels, 64 rows": specialisation(exact_stream(256), exact_stream(256), 19.5, 18.5, 104, block=64),
+    "exact, 256 channels, 64 rows": specialisation(exact_stream(256), exact_stream(256), 18, 18.5, 152, block=64),
     # A window is some hundred tokens: not its instructions are dear but launches, and what lies in memory for want of registers.
     "exact tokens joined": _exact(128, 5.7, 1.5),
     "exact tokens joined, some scored": _exact(128, 7.0, 1.5, scored=True),

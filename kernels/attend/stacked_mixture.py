@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.tile_products import code_product
-from calib.kernels.attend.unpack import bias_of, plane_count, unpacked
+from calib.kernels.attend.unpack import codes_of, plane_count, unit_of
 
 
 @triton.constexpr_function
@@ -26,7 +26,7 @@ def row_count(widths, words):
 
 @triton.jit
 def no_rows(WIDTHS: tl.constexpr, WP: tl.constexpr, M: tl.constexpr):
-    """A mixture of nothing, and its `below`."""
+    """A mixture of nothing, and its `total`."""
     return tl.zeros([row_count(WIDTHS, WP), M], tl.float32), tl.zeros([16, M], tl.float32)
 
 
@@ -49,30 +49,30 @@ def _stacked(planes):
 
 @triton.jit
 def mixed_rows(
-    words, odd, weights, mixed, below, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
+    words, odd, weights, mixed, total, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
 ):  # fmt: skip
-    """`mixed` [rows, M], codes with their bias, and `below` [16, M], the weights that these met: `kept` times what there is, and
+    """`mixed` [rows, M], the codes' numbers, and `total` [16, M], the weights that these met: `kept` times what there is, and
     what the `words` [WP, BN], levels' with those of their `odd` planes, by their `weights` [BN, M] add."""
     rounded = weights.to(tl.float16)
     rest = (weights - rounded.to(tl.float32)).to(tl.float16)
     ones = tl.full([16, weights.shape[0]], 1.0, tl.float16)
-    codes = _stacked(unpacked(words, odd, WIDTHS, PLAIN))
-    below = code_product(ones, rounded, rest, below * kept[None, :], PRECISE)
-    return code_product(codes, rounded, rest, mixed * kept[None, :], PRECISE), below
+    codes = _stacked(codes_of(words, odd, WIDTHS, PRECISE, PLAIN))
+    total = code_product(ones, rounded, rest, total * kept[None, :], PRECISE)
+    return code_product(codes, rounded, rest, mixed * kept[None, :], PRECISE), total
 
 
 @triton.jit
 def store_rows(
-    OUT, mixed, below, valid, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr
+    OUT, mixed, total, valid, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
     """The mixture of codes themselves to the D channels behind OUT [M], and the sum of weights behind these."""
     row = tl.arange(0, mixed.shape[0])
     plane, word = row // WP, row % WP
-    bias = tl.zeros([mixed.shape[0]], tl.float32)
+    per_code = tl.zeros([mixed.shape[0]], tl.float32)
     for f in tl.static_range(plane_count(WIDTHS)):
-        bias = tl.where(plane == f, bias_of(WIDTHS, f), bias)
-    total = tl.sum(below, 0) / 16  # all sixteen rows of a product with ones are the same
+        per_code = tl.where(plane == f, 1 / unit_of(WIDTHS, f, PRECISE), per_code)
     channel = plane * W + word
     inside = ((word < W) & (plane < plane_count(WIDTHS)) & (channel < D))[:, None] & valid[None, :]
-    tl.store(OUT[None, :] + channel[:, None], mixed - bias[:, None] * total[None, :], mask=inside)
-    tl.store(OUT + D, total, mask=valid)
+    tl.store(OUT[None, :] + channel[:, None], mixed * per_code[:, None], mask=inside)
+    tl.store(OUT + D, tl.sum(total, 0) / 16, mask=valid)  # all sixteen rows of a product with ones are the same

@@ -4,7 +4,41 @@ parameters of their channels; and their results in the model's type."""
 import triton
 import triton.language as tl
 
-from calib.kernels.attend.unpack import bias_of
+from calib.kernels.attend.unpack import LEAST_EXPONENT, are_codes, unit_of
+
+# The highest power of two of float16: what is below 2 may be multiplied by it.
+HALF_EXPONENT = 15
+
+# Rows of a product that lie in different lanes.
+ROWS = tl.constexpr(8)
+
+
+@triton.constexpr_function
+def raised_by(folded):
+    """The power of two of queries of size 1 where they meet codes: as high as float16 goes, so that small ones are rounded
+    like large ones; none where scales are FOLDED into them, which may be as large."""
+    return 0 if folded else HALF_EXPONENT
+
+
+@triton.constexpr_function
+def product_unit(widths, whole, folded):
+    """What products of these are to those of the query itself with codes."""
+    return 1.0 if whole or not are_codes(widths) else 2.0 ** (raised_by(folded) - LEAST_EXPONENT)
+
+
+@triton.constexpr_function
+def factor_of(widths, plane, whole, folded):
+    """What a plane of the query is multiplied by before it meets the numbers of a plane of codes."""
+    return product_unit(widths, whole, folded) / unit_of(widths, plane, whole)
+
+
+@triton.jit
+def raised(query, WIDTHS: tl.constexpr, WHOLE: tl.constexpr, FOLDED: tl.constexpr):
+    """The query's planes, each times its `factor_of`."""
+    found = ()
+    for f in tl.static_range(len(query)):
+        found += (query[f] * factor_of(WIDTHS, f, WHOLE, FOLDED),)
+    return found
 
 
 @triton.jit
@@ -20,22 +54,16 @@ def factors_of(query, size, KIND: tl.constexpr):
 
 
 @triton.jit
-def biases_of(
-    query, rounded, rest, size, WIDTHS: tl.constexpr, GROUPS: tl.constexpr, PRECISE: tl.constexpr
-):  # fmt: skip
-    """For each group of channels what the codes' bias adds to its product, and the sum of the query's own, [M] each."""
+def sums_of(query, size, GROUPS: tl.constexpr):
+    """The sum of each group of channels of the query, in units of `size` [M]: what zero points meet."""
     PLANES: tl.constexpr = len(query) // GROUPS
-    biased, summed = (), ()
+    found = ()
     for j in tl.static_range(GROUPS):
-        lift, whole = tl.zeros([size.shape[0]], tl.float32), tl.zeros([size.shape[0]], tl.float32)
+        whole = tl.zeros([size.shape[0]], tl.float32)
         for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
-            lift += bias_of(WIDTHS, f) * tl.sum(rounded[f].to(tl.float32), 0)
-            if PRECISE:
-                lift += bias_of(WIDTHS, f) * tl.sum(rest[f].to(tl.float32), 0)
             whole += tl.sum(query[f], 0)
-        biased += (lift,)
-        summed += (whole / size,)
-    return biased, summed
+        found += (whole / size,)
+    return found
 
 
 @triton.jit
@@ -65,10 +93,16 @@ def code_product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(codes, bias, steps, zero_points, PRECISE: tl.constexpr):
+def rows_joined(x):
+    """[n, M], a number of a token in each row -> [8, M], the sums of every eighth: those that a lane holds. A loop that needs no
+    sum over all tokens adds up these, and lanes exchange nothing before its end."""
+    return tl.sum(x.reshape(x.shape[0] // ROWS, ROWS, x.shape[1]), 0)
+
+
+@triton.jit
+def tokens_of(codes, steps, zero_points, PRECISE: tl.constexpr):
     """x^ = c s + z of a plane: float16, or float32."""
-    exact = codes - bias
     if PRECISE:
-        return exact.to(tl.float32) * steps + zero_points
+        return codes.to(tl.float32) * steps + zero_points
     else:
-        return exact * steps + zero_points
+        return codes * steps + zero_points

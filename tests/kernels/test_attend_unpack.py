@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.trellis_levels import level_assembly, level_constraints, level_words, words_before
-from calib.kernels.attend.unpack import assembly, bias_of, constraints, unpacked
+from calib.kernels.attend.unpack import assembly, bias_of, constraints, unit_of, unpacked
 from calib.kernels.pack.reference import Widths, pattern, unpack
 from calib.kernels.trellis.reference import trellis_levels
 
@@ -17,25 +17,26 @@ pytestmark = pytest.mark.arithmetic
 
 MOST = 2**32 - 1
 
-# Instructions for two words: one for two codes, and a shift for several fields.
+# Instructions for two words: one for two codes, and a shift for several fields. As multiples of a power of two, and with a bias.
 INSTRUCTIONS = {
-    **dict(zip(map(pattern, range(1, 9)), (18, 10, 7, 7, 5, 3, 3, 3), strict=True)),
-    (6, 4, 3, 2, 1): 6,
-    (7, 5, 4): 4,
-    (4, 3, 3, 2, 2, 1, 1): 9,
-    (1, 2, 3, 4, 6): 7,
-    (8, 7, 1): 4,
-    (5, 1): 3,
-    (3,): 2,
+    **dict(zip(map(pattern, range(1, 9)), ((17, 18), (9, 10), (6, 7), (5, 7), (4, 5), *[(3, 3)] * 3), strict=True)),
+    (6, 4, 3, 2, 1): (6, 6),
+    (7, 5, 4): (4, 4),
+    (4, 3, 3, 2, 2, 1, 1): (8, 9),
+    (1, 2, 3, 4, 6): (6, 7),
+    (8, 7, 1): (4, 4),
+    (5, 1): (2, 3),
+    (3,): (1, 2),
 }
 PATTERNS = list(INSTRUCTIONS)
+BIASED = pytest.mark.parametrize("biased", [False, True], ids=["multiples", "biased"])
 
 
 @triton.jit
-def unpack_words(WORDS, ODD, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, PLANES: tl.constexpr):
+def unpack_words(WORDS, ODD, OUT, size: tl.constexpr, WIDTHS: tl.constexpr, PLANES: tl.constexpr, BIASED: tl.constexpr):
     at = tl.program_id(0) * size + tl.arange(0, size)
     odd = None if ODD is None else tl.load(ODD + at)
-    found = unpacked(tl.load(WORDS + at), odd, WIDTHS, True)
+    found = unpacked(tl.load(WORDS + at), odd, WIDTHS, BIASED, True)
     for plane in tl.static_range(PLANES):
         tl.store(OUT + plane * 65536 + at, found[plane])
 
@@ -56,11 +57,13 @@ def every_word() -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16)
 
 
-def by_plain_operations(widths: Widths, words: torch.Tensor, odd: torch.Tensor | None = None) -> torch.Tensor:
+def by_plain_operations(
+    widths: Widths, words: torch.Tensor, odd: torch.Tensor | None = None, *, biased: bool
+) -> torch.Tensor:
     """float16 `[planes, 65536]`."""
     planes = len(widths) - (odd is not None)
     out = torch.full((planes, 65536), torch.nan, dtype=torch.float16)
-    unpack_words[(4,)](words, odd, out, 16384, widths, planes)
+    unpack_words[(4,)](words, odd, out, 16384, widths, planes, biased)
     return out
 
 
@@ -110,9 +113,23 @@ def three_inputs(a: int, b: int, c: int, table: int) -> int:
     return result & MOST
 
 
+def assert_multiples(numbers: torch.Tensor, codes: torch.Tensor, unit: float) -> None:
+    """Float16 numbers are so many times a power of two."""
+    assert 2**-24 <= unit <= 2**-14
+    assert torch.equal(numbers.double() / unit, codes.double())
+
+
+@pytest.mark.parametrize("widths", PATTERNS, ids=str)
+def test_numbers_are_multiples_of_a_power_of_two(widths):
+    found = by_plain_operations(widths, every_word(), biased=False)
+    codes = unpack(every_word()[:, None], widths, len(widths)).T
+    for plane, (numbers, own) in enumerate(zip(found, codes, strict=True)):
+        assert_multiples(numbers, own, unit_of(widths, plane, False))
+
+
 @pytest.mark.parametrize("widths", PATTERNS, ids=str)
 def test_numbers_are_codes_plus_a_bias(widths):
-    found = by_plain_operations(widths, every_word())
+    found = by_plain_operations(widths, every_word(), biased=True)
     codes = unpack(every_word()[:, None], widths, len(widths)).T
     for plane, (numbers, own, width) in enumerate(zip(found, codes, widths, strict=True)):
         bias = bias_of(widths, plane)
@@ -122,13 +139,14 @@ def test_numbers_are_codes_plus_a_bias(widths):
         assert torch.equal(numbers - bias, own.half())  # in float16 as well
 
 
+@BIASED
 @pytest.mark.parametrize("widths", PATTERNS, ids=str)
-def test_instructions_give_the_same_bits(widths):
+def test_instructions_give_the_same_bits(widths, biased):
     """Two words in one register: neither takes a bit of the other's into its numbers."""
     words = every_word()[torch.randint(0, 65536, (2000,), generator=torch.Generator().manual_seed(len(widths)))]
     words[:4] = torch.tensor([0, -1, 0, -1])
-    found = by_instructions(assembly(widths), len(widths), in_pairs(words))
-    plain = by_plain_operations(widths, every_word()).view(torch.int16)
+    found = by_instructions(assembly(widths, biased), len(widths), in_pairs(words))
+    plain = by_plain_operations(widths, every_word(), biased=biased).view(torch.int16)
     for column, numbers in zip(found, plain, strict=True):
         assert torch.equal(halves(column), numbers[words.long() + 2**15].expand(2, -1))
     assert constraints(widths).split(",") == ["=&r"] * len(widths) + ["r"]
@@ -136,7 +154,8 @@ def test_instructions_give_the_same_bits(widths):
 
 @pytest.mark.parametrize(("widths", "most"), INSTRUCTIONS.items(), ids=str)
 def test_instructions_are_few(widths, most):
-    assert operations(assembly(widths)) <= most
+    for biased in (False, True):
+        assert operations(assembly(widths, biased)) <= most[biased]
 
 
 def operations(text: str) -> int:
@@ -146,17 +165,21 @@ def operations(text: str) -> int:
 
 # ---- trellis-coded levels
 
-# Instructions for two words: to make them ready, and to unpack them.
+# Instructions for two words: to make them ready, and to unpack them, as above.
 OF_LEVELS = {
     **dict(
-        zip(map(pattern, range(1, 9)), ((13, 23), (15, 16), (15, 11), (15, 9), (11, 7), *[(12, 6)] * 3), strict=True)
+        zip(
+            map(pattern, range(1, 9)),
+            ((13, 21, 23), (15, 13, 16), (15, 10, 11), (15, 9, 9), (11, 7, 7), *[(12, 6, 6)] * 3),
+            strict=True,
+        )
     ),
-    (6, 4, 3, 2, 1): (26, 11),
-    (7, 5, 4): (13, 8),
-    (4, 3, 3, 2, 2, 1, 1): (33, 14),
-    (8, 7, 1): (13, 8),
-    (5, 1): (12, 5),
-    (3,): (4, 4),
+    (6, 4, 3, 2, 1): (26, 10, 11),
+    (7, 5, 4): (13, 8, 8),
+    (4, 3, 3, 2, 2, 1, 1): (33, 12, 14),
+    (8, 7, 1): (13, 8, 8),
+    (5, 1): (12, 5, 5),
+    (3,): (4, 4, 4),
 }
 
 
@@ -170,21 +193,23 @@ def ready(words: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("widths", OF_LEVELS, ids=str)
 def test_levels_are_those_of_the_path(widths):
-    """65,536 words, sixteen to a token: their numbers less the bias are the levels, in float16 as well."""
+    """65,536 words, sixteen to a token: numbers are multiples of the levels, and less the bias the levels, in float16 as well."""
     draw = torch.Generator().manual_seed(len(widths))
     words = torch.randint(-(2**15), 2**15, (4096, 16), generator=draw).to(torch.int16)
     even, odd = ready(words, widths)
-    found = by_plain_operations((*widths, 0), even, odd)
+    plain, found = (by_plain_operations((*widths, 0), even, odd, biased=biased) for biased in (False, True))
     wanted = trellis_levels(words.mT[None], widths, (16,))[0].unflatten(0, (len(widths), 16)).mT.flatten(1)
     for plane, (numbers, own, width) in enumerate(zip(found, wanted, widths, strict=True)):
+        assert_multiples(plain[plane], own, unit_of((*widths, 0), plane, False))
         bias = bias_of((*widths, 0), plane)
         assert 1 <= bias <= (64 if width < 4 else 2 ** (5 + width)) and 2 ** (width + 1) - 1 + bias <= 2048
         assert torch.equal(numbers.double() - bias, own.double())
         assert torch.equal(numbers - bias, own.half())
 
 
+@BIASED
 @pytest.mark.parametrize("widths", OF_LEVELS, ids=str)
-def test_instructions_for_levels_give_the_same_bits(widths):
+def test_instructions_for_levels_give_the_same_bits(widths, biased):
     draw, fields = torch.Generator().manual_seed(9), (*widths, 0)
     words = torch.randint(-(2**15), 2**15, (128, 16), generator=draw).to(torch.int16)
     wanted = ready(words, widths)
@@ -195,9 +220,9 @@ def test_instructions_for_levels_give_the_same_bits(widths):
         assert torch.equal(halves(column), own.flatten().expand(2, -1))
     assert level_constraints(fields).split(",") == ["=&r"] * 2 + ["r"] * len(before)
     both = in_pairs(*(own.flatten() for own in wanted))
-    planes = by_instructions(assembly(fields), len(widths), both)
+    planes = by_instructions(assembly(fields, biased), len(widths), both)
     whole = [own.flatten().repeat(32) for own in wanted]
-    plain = by_plain_operations(fields, *whole).view(torch.int16)[:, : words.numel()]
+    plain = by_plain_operations(fields, *whole, biased=biased).view(torch.int16)[:, : words.numel()]
     for column, numbers in zip(planes, plain, strict=True):
         assert torch.equal(halves(column), numbers.expand(2, -1))
     assert constraints(fields).split(",") == ["=&r"] * len(widths) + ["r", "r"]
@@ -205,5 +230,8 @@ def test_instructions_for_levels_give_the_same_bits(widths):
 
 @pytest.mark.parametrize(("widths", "most"), OF_LEVELS.items(), ids=str)
 def test_instructions_for_levels_are_few(widths, most):
-    for text, own in zip((level_assembly((*widths, 0)), assembly((*widths, 0))), most, strict=True):
+    fields = (*widths, 0)
+    for text, own in zip(
+        (level_assembly(fields), *(assembly(fields, biased) for biased in (False, True))), most, strict=True
+    ):
         assert operations(text) <= own

@@ -48,13 +48,13 @@ MEMORY = 0.01
 # difference s (q.codes) - (-z) sum(q) of two products a few times its size.
 FORWARD = {torch.float32: 2**-14, torch.bfloat16: 2**-4, torch.float16: 2**-6}
 
-# Attention over codes by a kernel, whose products are of code + bias with what was rounded to float16: scores relative to the
-# sum of the sizes of their terms. Half a unit of 11 bits, 2^-12, for each factor; keys with parameters per channel become
+# Attention over codes by a kernel, whose products are of codes with what was rounded to float16: scores relative to the sum
+# of the sizes of their terms. Half a unit of 11 bits, 2^-12, for each factor; keys with parameters per channel become
 # float16 as well, which is two roundings more. In all less than four of them.
 ROUNDED_SCORES = 2**-10
 
-# The same where a factor is two float16 numbers, 22 bits: what is left are float32 sums. Codes of one bit with the largest
-# bias, 64, are 128 times as large as the values they stand for, so half a unit in the last place is 2^-24 * 128 = 2^-17 of a
+# The same where a factor is two float16 numbers, 22 bits: what is left are float32 sums. Keys that are turned take their
+# codes with a bias, the largest of which, 64 beside one bit, makes half a unit in the last place 2^-24 * 128 = 2^-17 of a
 # score; times four for the sums over 16 planes. A factor of two bfloat16 numbers has 16 bits, which the interpreter cuts
 # instead of rounds: 2^-16.
 SPLIT_SCORES = 2**-15
