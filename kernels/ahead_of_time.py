@@ -61,7 +61,7 @@ class Specialisation:
         kernel: the function under `triton.jit`.
         types: of each argument that is no constant: "*fp16" is a pointer, aligned to 16 bytes, "i32" a number, "i32:16" one that
             16 divides. A launch finds out both by itself.
-        constants: the values of the others.
+        constants: the values of the others; EARLY, where it is one, is what the capability says (`early_launch.py`).
         warps, stages: what the launch asks for.
         codes: codes that an iteration of the longest loop reads, all lanes together; 0: the loop is held to nothing.
         most: instructions that one code may cost; without it they are only counted.
@@ -106,6 +106,8 @@ def compiled(one: Specialisation, capability: int) -> Any:
     aligned = [i for i, name in enumerate(names) if types[name].startswith("*") or types[name].endswith(":16")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     constants = {(names.index(name),): value for name, value in one.constants.items()}
+    if "EARLY" in one.constants:
+        constants[(names.index("EARLY"),)] = capability >= HOPPER
     source = ASTSource(one.kernel, signature, constexprs=constants, attrs=attributes)
     before = one.stages_before_hopper if capability < HOPPER else None
     options = {"num_warps": one.warps, "num_stages": before or one.stages, "enable_fp_fusion": one.fusion}

@@ -80,11 +80,13 @@ def attend(
     M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_CONSTANT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, PRECISE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tokens are the rows of every product and query rows its columns, because a step has few of the latter. QUERY is of the
     model's type. SCORES are those of all `slots`, and with HAS_AHEAD, behind those of all rows, of the `ahead` keys behind the used
-    ones, without a mask or a soft cap."""
+    ones, without a mask or a soft cap. EARLY: the launch behind it may begin while it runs (`kernels/early_launch.py`)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     FK: tl.constexpr = plane_count(KEY_WIDTHS)

@@ -38,12 +38,17 @@ def exact(
     key_row_2, key_head_2, key_token_2, value_row_2, value_head_2, value_token_2,
     mixed_row_0, mixed_row_1, mixed_row_2, mixed_row_3, runs_0, runs_1, runs_2, runs_3,
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-    RUNS: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
+    RUNS: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Three groups of tokens at most, and four parts of some runs each; what is None is not there. QUERY and OUT are of the model's
     type. The mask, HIDDEN, has a byte for a token of all groups, by row, head and column of the query, of which query rows are
     group-major. INDEX says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key. TOLD, where
-    it is there, takes the scores of all groups' tokens, `told` a query row, and NORMALISER the log-sum-exp of the query rows."""
+    it is there, takes the scores of all groups' tokens, `told` a query row, and NORMALISER the log-sum-exp of the query rows.
+    EARLY: it begins while attention over pages still runs (`kernels/early_launch.py`)."""
+    # That launch has the parts, and may have scores. What is told is written on the way.
+    AT_ONCE: tl.constexpr = SCORES_0 is not None or SCORES_1 is not None or SCORES_2 is not None or TOLD is not None
+    if EARLY and AT_ONCE:
+        tl.extra.cuda.gdc_wait()
     of_row, block = tl.program_id(0), tl.program_id(1)
     channels = tl.arange(0, DVP)
     first, inside = 0, channels < DV  # often all: a mask that is known to hide nothing
@@ -72,27 +77,6 @@ def exact(
 
     top, mass = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32)
     mixed = tl.zeros([DVP, M], tl.float32)
-    if MASS_0 is not None:
-        top, mass, mixed = joined(
-            top, mass, mixed, TOP_0, MASS_0, MIXED_0 + first, base, runs_0, query_rows, rows, valid, mixed_row_0,
-            channels, inside, RUNS,
-        )  # fmt: skip
-    if MASS_1 is not None:
-        top, mass, mixed = joined(
-            top, mass, mixed, TOP_1, MASS_1, MIXED_1 + first, base, runs_1, query_rows, rows, valid, mixed_row_1,
-            channels, inside, RUNS,
-        )  # fmt: skip
-    if MASS_2 is not None:
-        top, mass, mixed = joined(
-            top, mass, mixed, TOP_2, MASS_2, MIXED_2 + first, base, runs_2, query_rows, rows, valid, mixed_row_2,
-            channels, inside, RUNS,
-        )  # fmt: skip
-    if MASS_3 is not None:
-        top, mass, mixed = joined(
-            top, mass, mixed, TOP_3, MASS_3, MIXED_3 + first, base, runs_3, query_rows, rows, valid, mixed_row_3,
-            channels, inside, RUNS,
-        )  # fmt: skip
-
     top, mass, mixed = met(
         top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_0, VALUES_0, SCORES_0, index, scored_0,
         tokens_0, row * key_row_0 + head * key_head_0, key_token_0, row * value_row_0 + head * value_head_0 + first, value_token_0,
@@ -117,6 +101,29 @@ def exact(
             top, mass, mixed, rounded, rest, size, at, valid, hidden, told_scores, tell, KEYS_2, VALUES_2, SCORES_2, None, tokens_2,
             tokens_2, row * key_row_2 + head * key_head_2, key_token_2, row * value_row_2 + head * value_head_2 + first,
             value_token_2, channels, inside, DK, DKP, M, BN, SOFTCAP, INTERPRET,
+        )  # fmt: skip
+
+    if EARLY and not AT_ONCE:
+        tl.extra.cuda.gdc_wait()
+    if MASS_0 is not None:
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_0, MASS_0, MIXED_0 + first, base, runs_0, query_rows, rows, valid, mixed_row_0,
+            channels, inside, RUNS,
+        )  # fmt: skip
+    if MASS_1 is not None:
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_1, MASS_1, MIXED_1 + first, base, runs_1, query_rows, rows, valid, mixed_row_1,
+            channels, inside, RUNS,
+        )  # fmt: skip
+    if MASS_2 is not None:
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_2, MASS_2, MIXED_2 + first, base, runs_2, query_rows, rows, valid, mixed_row_2,
+            channels, inside, RUNS,
+        )  # fmt: skip
+    if MASS_3 is not None:
+        top, mass, mixed = joined(
+            top, mass, mixed, TOP_3, MASS_3, MIXED_3 + first, base, runs_3, query_rows, rows, valid, mixed_row_3,
+            channels, inside, RUNS,
         )  # fmt: skip
 
     # A row that has met no token at all has a mixture of 0.

@@ -11,6 +11,7 @@ from calib.kernels.attend.packed_pages import Attended, ExactAttention, ExactTok
 from calib.kernels.attend.page_launch import strides_of
 from calib.kernels.attend.reference import RunningSoftmax
 from calib.kernels.attend.triton import MOST_ROWS, fills, room
+from calib.kernels.early_launch import begins_early, early_launch
 from calib.kernels.launch import launch
 from calib.kernels.powers import cdiv
 
@@ -74,7 +75,7 @@ def attend_exact(
     block = block_of(asked, sized=True)  # a window is short: more programs read it again
     blocks = cdiv(asked, block)
     pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
-    constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)
+    constants, early = exact_constants(block, query.shape[3], wide, kind, softcap, pieces), begins_early(device)
     launch(
         exact, (rows * heads, blocks, max(1, pieces)),
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,
@@ -82,7 +83,7 @@ def attend_exact(
         scale, heads, asked, columns, of_row, of_head, 0 if hidden is None else hidden.shape[3],
         *counts, *(0,) * no_groups, 0 if groups[0].scores is None else groups[0].scores.shape[3], count,
         *strides, *(0,) * (6 * no_groups), *mixed_rows, *(0,) * no_parts, *runs, *(0,) * no_parts,
-        **constants, **exact_launch(block, wide, kind, pieces),
+        **constants, **exact_launch(block, wide, kind, pieces), EARLY=early, **early_launch(early),
     )  # fmt: skip
     return ExactAttention(out, normaliser, scores)
 

@@ -17,6 +17,7 @@ from calib.kernels.attend.options import (
 )
 from calib.kernels.attend.packed_pages import PackedStream, RopeTables
 from calib.kernels.dispatch import capability_of
+from calib.kernels.early_launch import begins_early
 from calib.kernels.pack.heads import first_words
 from calib.kernels.powers import cdiv
 
@@ -107,6 +108,7 @@ def made(
         | {
             "num_warps": warps_of(block, keys, values, rope_tables),
             "num_stages": stages_of(keys, values, rope_tables, block, capability_of(keys.pages.device)),
+            "EARLY": begins_early(keys.pages.device),
         },
     )
 

@@ -91,7 +91,7 @@ def specialisation(
     absent = ("BIAS", "POSITIONS", "BACK", *(() if scored else ("HIDDEN",)), *(() if ahead or scored else ("SCORES",)))
     constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
-    constants |= {"HAS_SCORES": scored, "HAS_AHEAD": ahead} | ({"HAS_HIDDEN": True} if scored else {})
+    constants |= {"HAS_SCORES": scored, "HAS_AHEAD": ahead, "EARLY": True} | ({"HAS_HIDDEN": True} if scored else {})
     has_constant = keys.parameters is None and rope_tables is None and keys.map is None
     constants |= {"HAS_CONSTANT": has_constant, "PRECISE": False} | ({} if has_constant else {"CONSTANT": None})
     constants |= {} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
@@ -217,7 +217,7 @@ def _exact(
 ) -> Specialisation:
     """The kernel of a window's slots and new tokens under a mask, joined with two parts of the softmax. `scored`: some slots have
     scores in place of keys. `pieces`: of values' channels, where the parts have runs. `told`: scores and normaliser are given."""
-    constants = exact_constants(block, channels, channels, kind, None, pieces, interpreted=False)
+    constants = exact_constants(block, channels, channels, kind, None, pieces, interpreted=False) | {"EARLY": True}
     given = r"[A-Z]+_[23]|SCORES_1" if scored else r"[A-Z]+_[23]|SCORES_\d|INDEX"
     given += "" if told else "|TOLD|NORMALISER"
     constants |= dict.fromkeys(name for name in exact.arg_names if re.fullmatch(given, name))
@@ -323,7 +323,7 @@ SPECIALISATIONS = {
     "exact tokens joined, some scored": _exact(128, 7.0, 1.5, scored=True),
     "exact tokens joined, 16 rows": _exact(128, 9.3, 3, 16),
     "exact tokens joined, 256 channels": _exact(256, 4.1, 1.5),
-    "exact tokens joined, 256, 16 rows": _exact(256, 8.4, 5, 16),
+    "exact tokens joined, 256, 16 rows": _exact(256, 8.5, 5, 16),
     "exact tokens joined, float32": _exact(128, 15, 0, kind=torch.float32),
     "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
     "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),

@@ -107,6 +107,37 @@ for capability in CAPABILITIES:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.full
+def test_parts_are_read_behind_the_wait():
+    """On Hopper and later: exact tokens are met before it, unless they are scores or are told; attention says at its start that the
+    next launch may begin. Before Hopper nothing is said."""
+    script = """
+from calib.kernels.ahead_of_time import CAPABILITIES, HOPPER, compiled, declared
+from calib.kernels.compiled_loop import code_and_loops, disassembled, name_of
+
+found = declared("attend")
+for capability in CAPABILITIES:
+    for name in ("exact tokens and runs joined", "exact tokens and runs, told", "4 bits, ranges of channels"):
+        code, _ = code_and_loops(disassembled(compiled(found[name], capability))[0])
+        waits = [at for at, line in enumerate(code) if name_of(line) == "ACQBULK"]
+        says = [at for at, line in enumerate(code) if name_of(line) == "PREEXIT"]
+        loads = [at for at, line in enumerate(code) if name_of(line) == "LDG"]
+        if capability < HOPPER:
+            assert not waits and not says, (name, capability)
+        elif name.startswith("4 bits"):
+            assert not waits and len(says) == 1 and says[0] < loads[0], (name, capability)
+        elif name.endswith("told"):
+            assert len(waits) == 1 and waits[0] < loads[0] and not says, (name, capability)
+        else:
+            (wait,) = waits
+            products = [at for at, line in enumerate(code) if name_of(line) == "HMMA"]
+            assert products[0] < wait < loads[-1] and not says, (name, capability)
+            assert capability > HOPPER or products[-1] < wait, (name, capability)
+"""
+    done = compiling("-c", script)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_fields_of_different_widths_are_held_to_those_of_one():
     """A word to one of a token with as many bits, a code to one of a word with as many codes."""
     found = declared("attend")
