@@ -1,7 +1,7 @@
 """What is left for the host in a decode step of 32 layers that is replayed from a graph, and in one that is not: microseconds; and
 how many steps are replayed. Writes benchmarks/results/replay_host.json.
 
-    PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write]
+    PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write] [--eager klt]
 
 A graph's launch is replaced by nothing, so that no device and no model's products are in it; a step is lengths, slots and page
 numbers worked out, copied to where the graph reads them, and the answer's copy. Of a step without a graph launches are counted
@@ -10,6 +10,7 @@ of several runs.
 """
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import eager_host
 import torch
-from protocol import keep, quartiles
+from protocol import RESULTS, keep, quartiles
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bases import made_up
@@ -115,6 +116,9 @@ def main() -> None:
     """Measures, prints, and writes where it is asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--eager", nargs="+", choices=EAGER, help="only these methods' steps without graphs; others are kept"
+    )
     asked = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
         parser.error("Triton must interpret its kernels here; set TRITON_INTERPRET=1")
@@ -123,21 +127,22 @@ def main() -> None:
     batches = {"equal": [PROMPT] * ROWS, "ragged": [PROMPT - row for row in range(ROWS)]}
     model, found = model_of(), dict[str, dict[str, list[float]]]()
     os.environ["CALIB_KERNELS"] = "reference"
-    for method in METHODS:
+    for method in METHODS if asked.eager is None else ():
         found[method] = {
             name: min((microseconds(model, method, lengths) for _ in range(RUNS)), key=lambda run: run[1])
             for name, lengths in batches.items()
         }
         print(f"{method:10}", *(f"{name} {own[1]:4.0f} us" for name, own in found[method].items()), sep="  ")
     small, wide, shares, bytes_of = model_of(2), model_of(2, 128).bfloat16(), dict[str, dict[str, float]](), {}
-    for method, options in {**METHODS, "klt": EAGER["klt"]}.items():
+    for method, options in {**METHODS, "klt": EAGER["klt"]}.items() if asked.eager is None else ():
         shares[method] = {name: replayed(small, method, options, lengths) for name, lengths in batches.items()}
         bytes_of[method] = room(wide, method, options)
         told = (f"{name} {100 * own:.1f} % replayed" for name, own in shares[method].items())
         print(f"{method:10}", *told, f"{bytes_of[method]:.3f} of the bytes", sep="  ")
     os.environ["CALIB_KERNELS"] = "triton"
     model, eager = eager_host.model_of(LAYERS), dict[str, dict[str, dict[str, Any]]]()
-    for method, options in EAGER.items():
+    for method in asked.eager or EAGER:
+        options = EAGER[method]
         eager[method] = {
             name: min(
                 (eager_host.step(model, method, options, lengths) for _ in range(RUNS)),
@@ -155,6 +160,9 @@ def main() -> None:
     if asked.write:
         content = {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found}
         content |= {"replayed": shares, "bytes_with_graphs": bytes_of, "eager": eager}
+        if asked.eager:
+            content = json.loads((RESULTS / "replay_host.json").read_text())
+            content["eager"] |= eager
         keep("replay_host.json", content)
 
 

@@ -45,6 +45,7 @@ OPERATIONS = (
     "fetched_masks",
     "host_gather",
     "outliers",
+    "predictions",
     "probability_mass",
     "put_tokens",
     "top_k",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from calib.kernels.attend.operation import PredictedValues
 from calib.kernels.attend.reference import predicted_mixture
+from calib.kernels.predictions.operation import supported, unpredicted
 from calib.runtime.paging.field import Block
 from calib.runtime.stages.codec.sized import Sized
 
@@ -39,6 +40,13 @@ class Prediction:
     def of(cls, half_steps: Tensor) -> "Prediction":
         """From float64 `[kv_heads, N, D]`."""
         return cls(*whole_table(half_steps))
+
+    def taken_off(self, values: Tensor, codec: Sized, keys: Block) -> Tensor:
+        """`values [rows, kv_heads, tokens, D]` less what their keys, fields `[rows, 1, tokens, W]`, predict: float32."""
+        stream = codec.packed(keys, self.table.shape[-2], {})
+        if stream is not None and supported(values, stream):
+            return unpredicted(values, stream, self.of_codes(codec))
+        return values.float() - self.values(codec, keys)
 
     def values(self, codec: Sized, keys: Block) -> Tensor:
         """Of tokens whose keys are encoded, fields `[..., kv_heads or 1, tokens, W]`: float32 `[..., kv_heads, tokens, D]`."""

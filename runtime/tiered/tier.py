@@ -198,8 +198,9 @@ class Tier:
         for role, tokens in (("keys", keys), ("values", values)):
             transform, codec, chosen = self.transforms[role].of(rows), self.codec(role, rows), order
             if role == "values" and self.plan.prediction is not None:
-                predicted = self.plan.prediction.values(self.key_codes(rows), part_named(block, "keys"))
-                tokens, chosen = Prologue(order=order).gathered(tokens).float() - predicted, None
+                own_keys = part_named(block, "keys")
+                tokens = Prologue(order=order).gathered(tokens)
+                tokens, chosen = self.plan.prediction.taken_off(tokens, self.key_codes(rows), own_keys), None
             own = counted(encoded(transform, codec, tokens, self.fp32_params[role], chosen), self.overflowed_outliers)
             block |= {f"{role}.{name}": part for name, part in own.items()}
         if self.stores_positions:

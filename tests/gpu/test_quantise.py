@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from component_inputs import basis_of, codecs, tokens_of
+from component_inputs import basis_of, codecs, prediction_of, tokens_of
 from gpu.moved import moved
 
 from benchmarks.gpu.inputs import tokens
@@ -94,3 +94,22 @@ def test_components(device, times, widths, counts, dim, kind, dtype, monkeypatch
     assert found.keys() == expected.keys()
     for name, part in expected.items():
         assert torch.equal(found[name].to(CPU), part)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["sized", "sized trellis"])
+@pytest.mark.parametrize(("widths", "counts", "dim"), [((6, 4, 3, 2, 1), (16, 9), 128), ((4,) * 4, (12, 0, 3), 80)])
+def test_values_less_what_their_keys_predict(device, times, widths, counts, dim, kind, dtype, monkeypatch):
+    """Sums of codes times a table of whole numbers, of tokens that have sizes."""
+    basis, codec, prediction = (
+        basis_of(widths, counts, dim),
+        codecs(widths, counts)[kind],
+        prediction_of(widths, counts, dim),
+    )
+    x = tokens_of(basis, 12 * times + 5, dtype)
+    monkeypatch.setenv("CALIB_KERNELS", "reference")
+    keys = encoded(basis, codec, x, False)
+    expected = prediction.taken_off(x, codec, keys)
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    prediction, *given = moved((prediction, x, codec, keys), device)
+    assert torch.equal(prediction.taken_off(*given).to(CPU), expected)

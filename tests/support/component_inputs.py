@@ -1,4 +1,4 @@
-"""Random bases, codecs of their components, and tokens to be coded."""
+"""Random bases, codecs of their components, tokens to be coded, and what codes predict of others."""
 
 import torch
 from trellis_inputs import weights_of
@@ -6,6 +6,7 @@ from trellis_inputs import weights_of
 from calib.runtime.stages.codec import MixedQuant
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.codec.trellis import TrellisQuant
+from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform.basis import ENTRY, Basis
 
 
@@ -45,3 +46,14 @@ def tokens_of(basis, count, dtype, rows=2, seed=1):
     x = basis.mean + torch.randn(rows, heads, count, channels, generator=draw) * lengths * basis.unit * 2**16
     x[:, :, ::5] = basis.mean
     return x.clamp(-6e4, 6e4).to(dtype)
+
+
+def prediction_of(widths, counts, channels):
+    """Of random entries, among them the largest, and none for a component that a head has no word for."""
+    draw = torch.Generator().manual_seed(5)
+    heads, components = len(counts), len(widths) * max(counts)
+    table = torch.randint(-ENTRY, ENTRY + 1, (heads, components, channels), generator=draw)
+    table[:, :2] = torch.tensor([[ENTRY], [-ENTRY]])[:components]
+    table *= (weights_of(widths, counts) > 0)[..., None]
+    unit = 2.0 ** torch.randint(-20, -8, (heads, 1, channels), generator=draw)
+    return Prediction(table.to(torch.int16), unit)

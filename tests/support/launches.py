@@ -38,6 +38,7 @@ WRITTEN = {
     "pursue": ("index", "coefficient"),
     "search": ("WORDS",),
     "project": ("WORDS", "COMPONENTS", "NUMBERS"),
+    "take_off": ("OUT",),
     "score_terms": ("BIAS",),
     "mixture_terms": ("MIXED",),
     "turn_back": ("UNROTATED",),
