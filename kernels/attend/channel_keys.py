@@ -8,20 +8,20 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.loads import channel_numbers
-from calib.kernels.attend.tile_products import factor_of, product_unit, tokens_of
+from calib.kernels.attend.tile_products import code_product, factor_of, product_unit, tokens_of
 from calib.kernels.attend.unpack import plane_count
 
 
 @triton.constexpr_function
-def by_factor(widths):
+def by_factor(widths, whole):
     """Planes in the order of the factors that their queries have, the smallest first."""
-    return tuple(sorted(range(plane_count(widths)), key=lambda plane: factor_of(widths, plane, False, True)))
+    return tuple(sorted(range(plane_count(widths)), key=lambda plane: factor_of(widths, plane, whole, True)))
 
 
 @triton.constexpr_function
-def growth(widths, number):
+def growth_of(widths, number, whole):
     """How much larger the factor of the plane behind this `number` of that order is; behind the last one it is 1."""
-    factors = [*(factor_of(widths, plane, False, True) for plane in by_factor(widths)), 1.0]
+    factors = [*(factor_of(widths, plane, whole, True) for plane in by_factor(widths, whole)), 1.0]
     return factors[number + 1] / factors[number]
 
 
@@ -37,19 +37,10 @@ def channel_product(
     if FOLDED:
         for number in tl.static_range(plane_count(WIDTHS)):
             product, level = with_plane(
-                product,
-                level,
-                codes,
-                query,
-                numbers,
-                words,
-                by_factor(WIDTHS)[number],
-                growth(WIDTHS, number),
-                D,
-                W,
-                WP,
-            )
-        product += (tl.sum(level, 0) * (product_unit(WIDTHS, False, True) / 16))[None, :]
+                product, level, codes, numbers, words, query, exact_query, size, by_factor(WIDTHS, PRECISE)[number],
+                growth_of(WIDTHS, number, PRECISE), D, W, WP, PRECISE,
+            )  # fmt: skip
+        product += (tl.sum(level, 0) * (product_unit(WIDTHS, PRECISE, True) / 16))[None, :]
     else:
         for f in tl.static_range(plane_count(WIDTHS)):
             steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, M == 8, False)
@@ -61,14 +52,22 @@ def channel_product(
 
 @triton.jit
 def with_plane(
-    product, level, codes, query, numbers, words, plane: tl.constexpr, growth: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-    WP: tl.constexpr,
+    product, level, codes, numbers, words, query, exact_query, size, plane: tl.constexpr, growth: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, WP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """`product`, and the `level` [16, M] of all tokens' scores that zero points make, with a plane of channels added: sixteen equal
     rows, which are one matrix instruction. The next plane's query has a `growth` times as large factor, zero points have none."""
-    steps, zero_points = channel_numbers(numbers, words, plane, D, W, WP, query[plane].shape[1] == 8, True)
-    product = tl.dot(codes[plane], query[plane] * steps[:, None], product)
-    level = tl.dot(tl.broadcast_to(zero_points[None, :], [16, WP]), query[plane], level)
+    steps, zero_points = channel_numbers(numbers, words, plane, D, W, WP, size.shape[0] == 8, True)
+    raised = tl.broadcast_to(zero_points[None, :], [16, WP])
+    if PRECISE:
+        exact = exact_query[plane] / size[None, :]
+        scaled = exact * steps[:, None].to(tl.float32)
+        taken = scaled.to(tl.float16)
+        product = code_product(codes[plane], taken, (scaled - taken.to(tl.float32)).to(tl.float16), product, True)
+        level = tl.dot(raised.to(tl.float32), exact, level, input_precision="ieee")
+    else:
+        product = tl.dot(codes[plane], query[plane] * steps[:, None], product)
+        level = tl.dot(raised, query[plane], level)
     if growth > 1:
         level *= growth
     return product, level

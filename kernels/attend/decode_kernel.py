@@ -92,9 +92,7 @@ def attend(
     FK: tl.constexpr = plane_count(KEY_WIDTHS)
     FV: tl.constexpr = plane_count(VALUE_WIDTHS)
     TURNED: tl.constexpr = HALF > 0
-    # With all bits of float32, scales go into codes, however many tokens share them.
-    FOLDED: tl.constexpr = KEY_FOLDED and not PRECISE
-    KEYS_WHOLE: tl.constexpr = PRECISE or (KEY_MODE == 2 and not FOLDED)
+    KEYS_WHOLE: tl.constexpr = PRECISE or (KEY_MODE == 2 and not KEY_FOLDED)
     KEY_SIZED: tl.constexpr = KEY_SIZES is not None
     VALUE_SIZED: tl.constexpr = VALUE_SIZES is not None
     rows = block * M + tl.arange(0, M)
@@ -137,8 +135,8 @@ def attend(
         size = largest_of(exact_query)
         # As products take it, and what zero points make of it for each group of channels.
         KIND: tl.constexpr = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
-        UNIT: tl.constexpr = product_unit(KEY_WIDTHS, KEYS_WHOLE, FOLDED)
-        query, rest = factors_of(raised(exact_query, KEY_WIDTHS, KEYS_WHOLE, FOLDED), size, KIND)
+        UNIT: tl.constexpr = product_unit(KEY_WIDTHS, KEYS_WHOLE, KEY_FOLDED)
+        query, rest = factors_of(raised(exact_query, KEY_WIDTHS, KEYS_WHOLE, KEY_FOLDED), size, KIND)
         summed = sums_of(exact_query, size / UNIT, KEY_GROUPS)
         scale, shift = size / UNIT, constant
     shared = ()  # its products with vectors, in the units of `product`
@@ -215,8 +213,8 @@ def attend(
             codes = codes_of(words, odd, KEY_WIDTHS, KEYS_WHOLE, INTERPRET)
             product = code_scores(
                 codes, KEY_NUMBERS + page * key_numbers_page + head * key_numbers_head, query, rest, summed, exact_query, size,
-                key_words, inside_page, slot, in_page, KEY_WIDTHS, KEY_MODE, KEY_GROUPS, KEY_TOKENS, FOLDED, DK, WK, WKP, RAGGED,
-                PRECISE,
+                key_words, inside_page, slot, in_page, KEY_WIDTHS, KEY_MODE, KEY_GROUPS, KEY_TOKENS, KEY_FOLDED, DK, WK, WKP,
+                RAGGED, PRECISE,
             )  # fmt: skip
         if KEY_RANK > 0:
             own = KEY_COEFFICIENTS + page * key_coefficients_page + head * key_coefficients_head + slot * KEY_RANK
