@@ -1,8 +1,8 @@
 """Attention with other launch options than its own: programs on a multiprocessor, and turns whose loads are under way. Its kernel
-alone, and a layer's step.
+alone, and a layer's step, this also with its launches one after the other.
 
-Both are choices that no compiler answers: more programs hide more of the memory's time, and leave more parts to merge; more
-stages ask for more shared memory, and so leave room for fewer programs.
+These are choices that no compiler answers: more programs hide more of the memory's time, and leave more parts to merge; more
+stages ask for more shared memory, and so leave room for fewer programs; a launch that begins early takes room from the one before.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,6 +62,17 @@ def joining(warps: int) -> Iterator[None]:
         exact_triton.exact_launch = held
 
 
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Launches inside begin when the one before is done."""
+    held = exact_triton.begins_early
+    exact_triton.begins_early = lambda device: False
+    try:
+        yield
+    finally:
+        exact_triton.begins_early = held
+
+
 @torch.no_grad()
 def swept(bench: Bench, rows: int) -> Measured:
     """Figures "4 bit, 8 programs, 3 stages" and so on: the time with the kernel's own options over that with these."""
@@ -116,7 +127,7 @@ def of_steps(bench: Bench) -> Measured:
         call = partial(each, layers, [step] * LAYERS)
         calls = {OWN: replayed(bench, call, layers)[0]}
         others = {f"{p} programs, {s} stages": options(p, s) for p, s in product((8, 10, 12), STAGES)}
-        others |= {f"{warps} warps join": joining(warps) for warps in WARPS}
+        others |= {f"{warps} warps join": joining(warps) for warps in WARPS} | {"no launch early": one_by_one()}
         for other, launches in others.items():
             with launches:
                 layers[0].sequences.taped.forget()  # which go on with the options that they were recorded with

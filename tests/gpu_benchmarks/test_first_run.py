@@ -110,3 +110,13 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
                 attend.attend_pages(query, stream, stream, stretch, None, None, False, False)
         stages.append(next(one for one in reversed(launched) if one.kernel == "attend").arguments["num_stages"])
     assert stages == [5, 2, 5] and (page_launch.PROGRAMS, page_launch.stages_of) == own
+
+
+def test_launches_are_kept_from_beginning_early(monkeypatch):
+    def early(device):
+        return True
+
+    monkeypatch.setattr(launch_options.exact_triton, "begins_early", early)
+    with launch_options.one_by_one():
+        assert launch_options.exact_triton.begins_early("cuda") is False
+    assert launch_options.exact_triton.begins_early is early
