@@ -54,7 +54,7 @@ FORWARD = {torch.float32: 2**-14, torch.bfloat16: 2**-4, torch.float16: 2**-6}
 ROUNDED_SCORES = 2**-10
 
 # The same where a factor is two float16 numbers, 22 bits: what is left are float32 sums. Keys that are turned take their
-# codes with a bias, the largest of which, 64 beside one bit, makes half a unit in the last place 2^-24 * 128 = 2^-17 of a
+# codes with a bias, the largest of which, 64 beside one bit, makes half a unit of the last bit 2^-24 * 128 = 2^-17 of a
 # score; times four for the sums over 16 planes. A factor of two bfloat16 numbers has 16 bits, which the interpreter cuts
 # instead of rounds: 2^-16.
 SPLIT_SCORES = 2**-15
