@@ -92,7 +92,19 @@ def mixture_terms(
                 ranked = tl.sum(weights * tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None], 0)
                 vector = BASIS + page * basis_page + head * basis_head + j * D + channels
                 added += tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None] * ranked[None, :]
-    MIXED += part * COLUMNS
+    add_to_part(
+        MIXED + part * COLUMNS, SCALE, VECTORS, added, row, head, rows, channels, valid,
+        scale_row, scale_head, scale_channel, vectors_row, vectors_head, RANKED, COLUMNS, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_to_part(
+    MIXED, SCALE, VECTORS, added, row, head, rows, channels, valid,
+    scale_row, scale_head, scale_channel, vectors_row, vectors_head,
+    RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Adds to a part's mixture `added [DP, M]`, and what the mixtures of coefficients behind its channels are."""
     for j in tl.static_range(RANKED):
         ranked = tl.load(MIXED + rows * COLUMNS + (D + j), mask=valid, other=0.0)
         vector = VECTORS + row * vectors_row + head * vectors_head + j * D + channels

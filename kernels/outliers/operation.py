@@ -27,7 +27,6 @@ def scores_of(
     table: Tensor,
     used: Tensor,
     page: int,
-    first: int = 0,
     scale: float = 1.0,
     map_scale: Tensor | None = None,
 ) -> Tensor:
@@ -35,10 +34,9 @@ def scores_of(
 
     `query [rows, kv_heads, R, D]`, of any float dtype, times `scale` and, channel by channel, times `map_scale`, of any float dtype
     and `[rows or 1, kv_heads or 1, 1, D or 1]` or without the first axes. Slots lie in the pages, int32 `[rows, n]`, of `table`,
-    `page` in each, `used` int32 `[rows]` of them; the first is its segment's token `first` where lists are rows'. The same numbers
-    at each call.
+    `page` in each, `used` int32 `[rows]` of them. The same numbers at each call.
     """
     from calib.kernels.outliers import triton
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        return triton.scores_of(query, terms, table, used, page, first, scale, map_scale)
+        return triton.scores_of(query, terms, table, used, page, scale, map_scale)

@@ -1,29 +1,30 @@
 """What outliers among keys, and coefficients of a page's own vectors, add to scores: a bias that attention's kernel takes.
 
-A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers of a strip of tokens are written where
-they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back tile by tile to meet the
-query in one product. Afterwards zeros are written in the same cells: a fiftieth of the matrix, where zeros everywhere would be all
-of it, and every store goes to the L2 cache. Lists have their tokens in order, so a program looks up once where each channel's list
-reaches its run, and walks on from there. Nothing is added up in memory, and sums have one order.
+A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers that a page lists by channel are
+written where they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back tile by
+tile to meet the query in one product. Afterwards zeros are written in the same cells: a fiftieth of the matrix, where zeros
+everywhere would be all of it, and every store goes to the L2 cache. Lists have their tokens in order, so a program walks along
+them. Nothing is added up in memory, and sums have one order.
 """
 
 import triton
 import triton.language as tl
 
-UNFIXED = ["heads", "query_rows", "slots", "first", "table_row", "run", "wide", "steps"]
+# Entries of a channel that are read together.
+AT_ONCE = tl.constexpr(2)
+
+UNFIXED = ["heads", "query_rows", "slots", "table_row", "run", "wide"]
 
 
 @triton.jit(do_not_specialize=UNFIXED)
 def score_terms(
-    QUERY, SCALE, TABLE, USED, RECORDS, DELTA, INDEX, COEFFICIENTS, BASIS, PLACED, BIAS,
-    query_scale, heads, query_rows, slots, first, table_row, run, wide, steps,
+    QUERY, SCALE, TABLE, USED, DELTA, INDEX, COEFFICIENTS, BASIS, PLACED, BIAS,
+    query_scale, heads, query_rows, slots, table_row, run, wide,
     scale_row, scale_head, scale_channel, delta_page, delta_head, coefficients_page, coefficients_head, basis_page, basis_head,
-    LISTED: tl.constexpr, ACROSS: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, SHORT: tl.constexpr,
-    PAGE: tl.constexpr,
+    LISTED: tl.constexpr, ACROSS: tl.constexpr, RANK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Slot 0 is the segment's token `first` where lists are rows'. `wide` is the entries of a list's channel, or of a token; in
-    `steps` halvings one of them is found."""
+    """`wide` is the entries of a list's channel, or of a token."""
     part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = of_row // heads, of_row % heads
     base = of_row.to(tl.int64) * query_rows
@@ -38,15 +39,13 @@ def score_terms(
         SCALE += row * scale_row + head * scale_head
         scale = tl.load(SCALE + channels * scale_channel, mask=channels < D, other=0.0).to(tl.float32)
         query *= scale[:, None]
-    AT_ONCE: tl.constexpr = 2 if SHORT else 8  # entries of a channel that are read together
     if LISTED:
         # Factors of the product, in units of the largest of each query row: float16 neither overflows nor starves.
         size = tl.maximum(tl.max(tl.abs(query), 0), 1.0e-30)
         KIND: tl.constexpr = DELTA.dtype.element_ty
         rounded, left = factors(query / size[None, :], KIND)
-        PLACED += own_piece() * (STRIP * DP)
-        for piece in tl.static_range(0, STRIP, BN):
-            tl.store(PLACED + (piece + tokens)[:, None] * DP + channels[None, :], tl.zeros([BN, DP], KIND))
+        PLACED += own_piece() * (BN * DP)
+        tl.store(PLACED + tokens[:, None] * DP + channels[None, :], tl.zeros([BN, DP], KIND))
 
     # Tiles are counted as if pages were whole numbers of them.
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
@@ -54,77 +53,57 @@ def score_terms(
     begin = part * run * BN
     stop = tl.minimum(begin + run * BN, used // PAGE * PADDED + used % PAGE)
     at = tl.zeros([DP], tl.int32)
-    list_at = tl.full([], 0, tl.int64)
-    if LISTED and OF_ROWS:
-        record = row
-        if RECORDS is not None:
-            record = tl.load(RECORDS + row)
-        list_at = record.to(tl.int64) * delta_page + head * delta_head
-        at = first_from(
-            DELTA + list_at, INDEX + list_at, channels, first + token_at(begin, PADDED, PAGE), wide, steps, D
-        )
-
-    for strip in range(begin, stop, STRIP):
-        strip_end = tl.minimum(strip + STRIP, stop)
-        from_token = token_at(strip, PADDED, PAGE)
-        if LISTED:
-            end = token_at(strip_end, PADDED, PAGE)
-            if OF_ROWS:
-                from_list, end = first + from_token, first + end
-            else:  # a program's run is of whole pages
-                position = strip // PADDED
-                page = tl.load(TABLE + row * table_row + position).to(tl.int64)
-                list_at = page * delta_page + head * delta_head
-                from_list, end = strip - position * PADDED, end - position * PAGE
-                at = tl.where(from_list == 0, 0, at)
-            # Zeros of the strip before are written before its own entries are.
+    for start in range(begin, stop, BN):
+        position = start // PADDED
+        inside_page = start - position * PADDED
+        page = tl.load(TABLE + row * table_row + position).to(tl.int64)
+        slot = inside_page + tokens
+        slots_of = position * PAGE + slot
+        there = (slot < PAGE) & (slots_of < used)
+        list_at = page * delta_page + head * delta_head
+        if LISTED:  # a program's run is of whole pages
+            at = tl.where(inside_page == 0, 0, at)
+            # Zeros of the tile before are written before its own entries are.
             tl.debug_barrier()
             written_from = at
+            end = tl.minimum(tl.minimum(inside_page + BN, PAGE), used - position * PAGE)
             at, times = write_entries(
-                PLACED + channels, DELTA + list_at, INDEX + list_at, at, from_list, end, channels, wide, D, DP, AT_ONCE
+                PLACED + channels, DELTA + list_at, INDEX + list_at, at, inside_page, end, channels, wide, D, DP
             )
             tl.debug_barrier()
-        for start in range(strip, strip_end, BN):
-            position = start // PADDED
-            inside_page = start - position * PADDED
-            page = tl.load(TABLE + row * table_row + position).to(tl.int64)
-            slot = inside_page + tokens
-            slots_of = position * PAGE + slot
-            there = (slot < PAGE) & (slots_of < used)
-            product = tl.zeros([BN, M], tl.float32)
-            if DELTA is not None:
-                if LISTED:
-                    lines = position * PAGE + inside_page - from_token + tokens
-                    placed = tl.load(PLACED + lines[:, None] * DP + channels[None, :])
-                    product = placed_product(placed, rounded, left, product) * size[None, :]
-                else:
-                    of_tokens = page * delta_page + head * delta_head + slot * wide
-                    before = 0
-                    if ACROSS:
-                        before = head * D
-                    for number in range(wide):
-                        channel = index_of(INDEX + of_tokens + number, there) - before
-                        own = there & (channel >= 0) & (channel < D)
-                        delta = tl.load(DELTA + of_tokens + number, mask=own, other=0.0).to(tl.float32)
-                        asked = own[:, None] & valid[None, :]
-                        met = tl.load(QUERY + rows[None, :] * D + channel[:, None], mask=asked, other=0.0)
-                        delta *= query_scale
-                        if SCALE is not None:
-                            delta *= tl.load(SCALE + channel * scale_channel, mask=own, other=0.0).to(tl.float32)
-                        product += met.to(tl.float32) * delta[:, None]
-            for j in tl.static_range(RANK):
-                vector = BASIS + page * basis_page + head * basis_head + j * D + channels
-                shared = tl.sum(query * tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None], 0)
-                own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
-                product += tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None] * shared[None, :]
-            tl.store(
-                BIAS + (base + rows)[None, :] * slots + slots_of[:, None], product, mask=valid[None, :] & there[:, None]
-            )
+        product = tl.zeros([BN, M], tl.float32)
+        if DELTA is not None:
+            if LISTED:
+                placed = tl.load(PLACED + tokens[:, None] * DP + channels[None, :])
+                product = placed_product(placed, rounded, left, product) * size[None, :]
+            else:
+                of_tokens = page * delta_page + head * delta_head + slot * wide
+                before = 0
+                if ACROSS:
+                    before = head * D
+                for number in range(wide):
+                    channel = index_of(INDEX + of_tokens + number, there) - before
+                    own = there & (channel >= 0) & (channel < D)
+                    delta = tl.load(DELTA + of_tokens + number, mask=own, other=0.0).to(tl.float32)
+                    asked = own[:, None] & valid[None, :]
+                    met = tl.load(QUERY + rows[None, :] * D + channel[:, None], mask=asked, other=0.0)
+                    delta *= query_scale
+                    if SCALE is not None:
+                        delta *= tl.load(SCALE + channel * scale_channel, mask=own, other=0.0).to(tl.float32)
+                    product += met.to(tl.float32) * delta[:, None]
+        for j in tl.static_range(RANK):
+            vector = BASIS + page * basis_page + head * basis_head + j * D + channels
+            shared = tl.sum(query * tl.load(vector, mask=channels < D, other=0.0).to(tl.float32)[:, None], 0)
+            own = COEFFICIENTS + page * coefficients_page + head * coefficients_head + slot * RANK + j
+            product += tl.load(own, mask=there, other=0.0).to(tl.float32)[:, None] * shared[None, :]
+        tl.store(
+            BIAS + (base + rows)[None, :] * slots + slots_of[:, None], product, mask=valid[None, :] & there[:, None]
+        )
         if LISTED:
             tl.debug_barrier()
             for _ in range(times):
                 for _ in tl.static_range(AT_ONCE):
-                    line = index_of(INDEX + list_at + written_from * D + channels, written_from < at) - from_list
+                    line = index_of(INDEX + list_at + written_from * D + channels, written_from < at) - inside_page
                     tl.store(PLACED + channels + line * DP, tl.zeros([DP], KIND), mask=written_from < at)
                     written_from += 1
 
@@ -139,7 +118,7 @@ def token_at(
 
 @triton.jit
 def write_entries(
-    PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr
+    PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """Writes the entries of tokens `begin` ... `end`, none of which lies before `at`, into lines of DP at PLACED: AT_ONCE of
     each channel at a time, all of which are read before one is written. How far lists are read then, and how many times."""
@@ -215,20 +194,3 @@ def placed_product(placed, rounded, left, total):
         return tl.dot(placed, rounded, tl.dot(placed, left, total))
     else:
         return tl.dot(placed, rounded, total, input_precision="tf32x3")
-
-
-@triton.jit
-def first_from(
-    DELTA, INDEX, channels, token, wide, steps, D: tl.constexpr
-):  # fmt: skip
-    """The first entry of each channel that is not before `token`, [DP]; `steps` halvings find it among `wide`."""
-    low, high = channels * 0, channels * 0 + wide
-    for _ in range(steps):
-        middle = (low + high) // 2
-        found, delta = entry(DELTA, INDEX, middle, channels, wide, D)
-        # Unused entries, 0 and 0.0, lie behind all others; the first counts as used, because it may be of token 0.
-        is_used = (middle == 0) | (found != 0) | (delta != 0.0)
-        is_before = is_used & (found < token) & (low < high)
-        high = tl.where(is_before | (low >= high), high, middle)
-        low = tl.where(is_before, middle + 1, low)
-    return low

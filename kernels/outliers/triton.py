@@ -1,7 +1,6 @@
-"""Launches `score_kernel.py` and `mixture_kernel.py`: which terms they take, and in how many programs."""
+"""Launches the kernels of scores and of mixtures: which terms they take, and in how many programs."""
 
 from dataclasses import replace
-from functools import lru_cache
 from math import inf
 
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
+from calib.kernels.outliers import list_triton
+from calib.kernels.outliers.list_triton import scale_strides, vector_strides
 from calib.kernels.outliers.mixture_kernel import mixture_terms
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.score_kernel import score_terms
@@ -17,10 +18,9 @@ from calib.kernels.outliers.score_kernel import score_terms
 # Query rows of a program, tokens of a tile, tiles of a program of scores at least; coefficients of a token and channels at most.
 ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 16, 256
 
-# Of lists of rows, a tile and what is written at once have so many tokens where they have 128 channels, and programs of a
-# multiprocessor: what they write must stay in its cache, beside their shared memory.
-ROW_TOKENS, STRIP = 64, 128
-PROGRAMS, ROW_PROGRAMS = 8, 4
+# Tokens of a tile of mixtures where they have 128 channels, and programs of a multiprocessor: what they write must stay in its
+# cache, beside their shared memory.
+MIXED_TOKENS, PROGRAMS = 64, 8
 
 FLOATS = (torch.float16, torch.float32)
 INDICES = (torch.uint8, torch.int16, torch.int32)
@@ -28,6 +28,8 @@ INDICES = (torch.uint8, torch.int16, torch.int32)
 
 def supports(terms: PageTerms, channels: int) -> bool:
     """Whether the kernels take these: entries and coefficients that lie side by side, of few channels and vectors."""
+    if terms.lists is not None and not list_triton.supports(terms.lists):
+        return False
     held = [part for part in (terms.delta, terms.index, terms.coefficients, terms.basis) if part is not None]
     numbers = [part for part in (terms.delta, terms.coefficients, terms.basis) if part is not None]
     return (
@@ -39,10 +41,9 @@ def supports(terms: PageTerms, channels: int) -> bool:
     )
 
 
-@lru_cache
-def _programs(device: torch.device, of_each: int) -> int:
+def _programs(device: torch.device) -> int:
     """Programs that fill the device: each has room of its own, so no more are started, but one for each head and block of rows."""
-    return of_each * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8)
+    return PROGRAMS * list_triton.multiprocessors(device)
 
 
 def _by_token(pages: Tensor) -> bool:
@@ -55,13 +56,6 @@ def _strides(part: Tensor | None) -> tuple[int, int]:
     return (0, 0) if part is None else (part.stride(0), 0 if part.shape[1] == 1 else part.stride(1))
 
 
-def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
-    """Of rows, heads and channels; what is the same for all has a stride of 0."""
-    if scale is None:
-        return 0, 0, 0
-    return tuple(0 if scale.ndim < axis or scale.shape[-axis] == 1 else scale.stride(-axis) for axis in (4, 3, 1))
-
-
 def _block(query_rows: int) -> int:
     return ROWS[0] if query_rows <= ROWS[0] else ROWS[1]
 
@@ -71,32 +65,14 @@ def _warps(channels: int, block: int, tokens: int) -> int:
     return 2 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] and tokens <= TOKENS else 4
 
 
-def _score_tile(terms: PageTerms, channels: int) -> tuple[int, int]:
-    """Tokens of a tile of scores, and those whose outliers are written at once."""
-    if not terms.listed or not terms.of_rows:
-        return TOKENS, TOKENS
-    share = max(1, _padded(channels) // 128)
-    return ROW_TOKENS // share, STRIP // share
-
-
 def _padded(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
 
 
 def score_constants(terms: PageTerms, block: int, channels: int, page: int) -> dict[str, object]:
     """Of the kernel of scores: all that follows from how terms lie."""
-    found: dict[str, object] = {"LISTED": terms.listed, "ACROSS": terms.across, "OF_ROWS": terms.of_rows}
-    tokens, strip = _score_tile(terms, channels)
-    sizes = {
-        "D": channels,
-        "DP": _padded(channels),
-        "M": block,
-        "BN": tokens,
-        "STRIP": strip,
-        "SHORT": not terms.of_rows,
-        "PAGE": page,
-    }
-    return found | {"RANK": terms.rank} | sizes
+    found: dict[str, object] = {"LISTED": terms.listed, "ACROSS": terms.across, "RANK": terms.rank}
+    return found | {"D": channels, "DP": _padded(channels), "M": block, "BN": TOKENS, "PAGE": page}
 
 
 def scores_of(
@@ -105,33 +81,30 @@ def scores_of(
     table: Tensor,
     used: Tensor,
     page: int,
-    first: int,
     scale: float,
     map_scale: Tensor | None,
 ) -> Tensor:
     """See `operation.scores_of`."""
+    if terms.lists is not None:
+        return list_triton.scores_of(query, terms.lists, used, table.shape[1] * page, scale, map_scale)
     rows, heads, asked, channels = query.shape
-    tokens, strip = _score_tile(terms, channels)
-    slots, tiles = table.shape[1] * page, triton.cdiv(page, tokens)
+    slots, tiles = table.shape[1] * page, triton.cdiv(page, TOKENS)
     wide = 0 if terms.delta is None else terms.delta.shape[-1] // (channels if terms.listed else 1)
     block = _block(asked)
     lines = rows * heads * triton.cdiv(asked, block)
-    programs = _programs(query.device, ROW_PROGRAMS if strip > tokens else PROGRAMS)
-    run = max(TILES, triton.cdiv(table.shape[1] * tiles, max(1, programs // lines)))
-    # Whole pages, or all that is written at once.
-    together = strip // tokens if terms.of_rows else tiles
-    if terms.listed:
-        run = together * triton.cdiv(run, together)
+    run = max(TILES, triton.cdiv(table.shape[1] * tiles, max(1, _programs(query.device) // lines)))
+    if terms.listed:  # whole pages
+        run = tiles * triton.cdiv(run, tiles)
     grid = (triton.cdiv(table.shape[1] * tiles, run), rows * heads, triton.cdiv(asked, block))
-    placed = _pieces(grid, terms, channels, strip) if terms.listed else None
+    placed = _pieces(grid, terms, channels, TOKENS) if terms.listed else None
     bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)
     launch(
         score_terms, grid,
-        query.contiguous(), map_scale, table, used.contiguous(), terms.records, terms.delta, terms.index,
+        query.contiguous(), map_scale, table, used.contiguous(), terms.delta, terms.index,
         terms.coefficients, terms.basis, placed, bias,
-        scale, heads, asked, slots, first, table.stride(0), run, wide, wide.bit_length(),
-        *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis),
-        **score_constants(terms, block, channels, page), num_warps=_warps(channels, block, tokens), num_stages=1,
+        scale, heads, asked, slots, table.stride(0), run, wide,
+        *scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis),
+        **score_constants(terms, block, channels, page), num_warps=_warps(channels, block, TOKENS), num_stages=1,
     )  # fmt: skip
     return bias
 
@@ -145,7 +118,7 @@ def _pieces(grid: tuple[int, int, int], terms: PageTerms, channels: int, tokens:
 
 def _mixture_tile(channels: int, turn: int) -> int:
     """Tokens of a tile of mixtures."""
-    return min(ROW_TOKENS * 128 // max(128, _padded(channels)), turn)
+    return min(MIXED_TOKENS * 128 // max(128, _padded(channels)), turn)
 
 
 def mixture_constants(
@@ -176,10 +149,13 @@ def add_to_mixtures(
     """Adds to the mixtures of `parts`, top `[rows, kv_heads, splits, R]` and mixture `[..., R, channels and more]`, each of `run`
     turns of `turn` tokens, what `terms` are by `scores [rows, kv_heads, R, slots]`, and what the coefficients behind their channels
     are by `vectors [rows or 1, kv_heads, r, channels]`. `turn` is a power of two, 16 at least."""
+    if terms.lists is not None:
+        assert scores is not None, "weights are made of scores"
+        list_triton.add_to_mixtures(parts, scores, terms.lists, vectors, used, page, run, turn, channels, map_scale)
+        return
     top, mixed = parts
     rows, heads, splits, asked = top.shape
     block, ranked = _block(asked), 0 if vectors is None else vectors.shape[2]
-    row_head = (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
     grid = (splits, rows * heads, triton.cdiv(asked, block))
     constants, tokens = (
         mixture_constants(terms, ranked, block, channels, page, turn, mixed.shape[-1]),
@@ -190,7 +166,8 @@ def add_to_mixtures(
         scores, map_scale, table, used.contiguous(), terms.delta, terms.index, terms.coefficients, terms.basis, vectors,
         top, _pieces(grid, terms, channels, tokens), mixed,
         heads, asked, table.shape[1] * page, table.stride(0), run * turn,
-        *_scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis), *row_head,
+        *scale_strides(map_scale), *_strides(terms.delta), *_strides(terms.coefficients), *_strides(terms.basis),
+        *vector_strides(vectors),
         **constants, num_warps=_warps(channels, block, tokens), num_stages=1,
     )  # fmt: skip
 
@@ -208,7 +185,6 @@ def _of_no_data(
     listed: bool,
     outliers: int = 0,
     rank: int = 0,
-    of_rows: bool = True,
     heads: int = 8,
     page: int = 64,
     channels: int = 128,
@@ -218,7 +194,7 @@ def _of_no_data(
     def half(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float16, device="meta")
 
-    found = PageTerms(listed=listed, across=not listed, of_rows=of_rows)
+    found = PageTerms(listed=listed, across=not listed)
     if outliers:
         shape = (1, heads, 1, outliers * channels) if listed else (1, 1, page, outliers)
         found = replace(found, delta=half(*shape), index=half(*shape).to(torch.int16))
@@ -241,7 +217,6 @@ def _types(kernel: object, terms: PageTerms, constants: dict[str, object], **mor
     types |= {
         "TABLE": "*i32",
         "USED": "*i32",
-        "RECORDS": "*i32",
         "VECTORS": "*fp16",
         "PLACED": types.get("DELTA", ""),
     } | more
@@ -260,11 +235,9 @@ def _scores(
 ) -> Specialisation:
     """At most so many instructions for a token's channel."""
     constants = score_constants(terms, block, channels, page) | _absent(terms)
-    constants |= {} if terms.listed and terms.of_rows else {"RECORDS": None}
     constants |= {} if terms.listed else {"PLACED": None}
     types = _types(score_terms, terms, constants, QUERY="*bf16", query_scale="fp32")
-    tokens, strip = _score_tile(terms, channels)
-    warps, codes = _warps(channels, block, tokens), strip * channels
+    warps, codes = _warps(channels, block, TOKENS), TOKENS * channels
     return Specialisation(score_terms, types, constants, warps, 1, codes, most, matrix=inf, spilled=spilled)
 
 
@@ -286,14 +259,12 @@ def _mixtures(
 
 
 SPECIALISATIONS = {
-    "scores, lists of rows": _scores(_of_no_data(True, 100), 4.3),
-    "scores, lists of rows, 16 rows": _scores(_of_no_data(True, 100), 4.7, block=ROWS[1]),
-    "scores, lists of rows, 256 channels": _scores(_of_no_data(True, 100, channels=256), 7.1, 256),
-    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, of_rows=False, page=20), 9.6, page=20),
+    "scores, lists of pages, rank 2": _scores(_of_no_data(True, 2, 2, page=20), 9.0, page=20),
     "scores, outliers of tokens": _scores(_of_no_data(False, 20), 4.2),
     "mixtures, of all heads, rank 4": _mixtures(_of_no_data(False, 20), 4, 15),
     "mixtures, of all heads, 16 rows": _mixtures(_of_no_data(False, 20), 4, 16.5, block=ROWS[1], spilled=16),
     "mixtures, 256 channels": _mixtures(_of_no_data(False, 40, channels=256), 4, 14.6, 256, spilled=16),
     "mixtures, rank 2 of pages": _mixtures(_of_no_data(False, 20, 2, page=20), 0, 17.7, page=20, spilled=16),
     "mixtures, rank 4 alone": _mixtures(_of_no_data(False), 4, 1),
+    **list_triton.SPECIALISATIONS,
 }

@@ -1,7 +1,7 @@
 """Corrections over the plan of any method: outliers and low rank (GEAR), and a second quantiser, around its codecs."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.correction import LowRank, Outliers
 from calib.runtime.stages.correction.outliers import LowRankTerm
 from calib.runtime.store import Plan
+from calib.runtime.tiered.tier_plan import Segments
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ class Corrections:
             )
 
         def alone(role: str, transform: Any, codec: Codec) -> Codec:
-            return bound.codec(role, codec, transform, self.of(role).rank, segments=False)
+            return bound.codec(role, codec, transform, self.of(role).rank, "none")
 
         def first(role: str, transform: Any, codec: Codec) -> Codec:
-            return bound.codec(role, codec, transform, self.of(role).rank, segments=True)
+            return bound.codec(role, codec, transform, self.of(role).rank, "row")
 
         def later(role: str, transform: Any, codec: Codec) -> Codec:
-            return bound.codec(role, codec, transform, self.of(role).decode_rank, segments=True)
+            return bound.codec(role, codec, transform, self.of(role).decode_rank, "page")
 
         segmented = None if plan.before_rope else plan.in_segments(first, later)
         return plan.recoded(alone) if segmented is None else segmented
@@ -159,7 +160,7 @@ class _Bound:
     artifact: Artifact | None
     asker: str
 
-    def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: bool) -> Codec:
+    def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: Segments) -> Codec:
         """A stream's codec with what corrects it."""
         own = self.options.of(role)
         if self.artifact is not None and transform.measured is None and transform.key_bias is not None:
@@ -181,13 +182,15 @@ class _Bound:
             residual = UniformQuant(own.residual_bits, (1, own.residual_group), clip)
         return Corrected(codec, outliers, self._low_rank(role, codec, rank) if rank else None, residual)
 
-    def _outliers(self, role: str, share: float, transform: Any, segments: bool) -> Outliers:
-        ranked: LowRankTerm = "tokens" if segments and role == "keys" else "channels"
-        across = segments and self.form.across_heads and ranked == "channels"
+    def _outliers(self, role: str, share: float, transform: Any, segments: Segments) -> Outliers:
+        in_segments = segments != "none"
+        ranked: LowRankTerm = "tokens" if in_segments and role == "keys" else "channels"
+        across = in_segments and self.form.across_heads and ranked == "channels"
         if self.form.whole:
             ranked, across = "matrix", True
         low, high = self._thresholds(role, share, ranked, across, transform)
-        return Outliers(share, ranked, across, "zero" if self.form.whole else "mean", low, high)
+        fill: Literal["mean", "zero"] = "zero" if self.form.whole else "mean"
+        return Outliers(share, ranked, across, fill, low, high, of_row=segments == "row")
 
     def _thresholds(
         self, role: str, share: float, ranked: LowRankTerm, across: bool, transform: Any

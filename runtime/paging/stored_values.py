@@ -46,6 +46,18 @@ class Indices:
 
 
 @dataclass(frozen=True)
+class Cells:
+    """A channel less than `channels` and one of `span` tokens together, channel * span + token; int16 without a sign."""
+
+    channels: int
+    span: int
+
+    def wrong(self, stored: Tensor) -> str | None:
+        """The largest channel, where it is too large."""
+        return Indices(self.channels).wrong((stored.int() & 0xFFFF) // self.span)
+
+
+@dataclass(frozen=True)
 class Float8:
     """Bytes of e4m3 numbers."""
 

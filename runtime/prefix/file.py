@@ -22,7 +22,7 @@ from calib.runtime.files.canonical_json import DEEPEST
 from calib.runtime.files.state import StateError, check_values
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
-FORMAT = "3"
+FORMAT = "4"
 KEY = "calib_prefix"  # the only entry of the file's metadata
 PARTS: Mapping[str, type] = {
     "crc32": int,

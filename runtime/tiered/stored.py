@@ -6,9 +6,8 @@ from torch import Tensor
 
 from calib.runtime.files.state import State, StateError, branch, tensor_like, whole
 from calib.runtime.messages.printable import printable
-from calib.runtime.paging.stored_values import Indices
 from calib.runtime.stages.codec.corrected import OUTLIERS
-from calib.runtime.tiered.tier import POSITIONS
+from calib.runtime.tiered.tier import POSITIONS, part_named
 
 if TYPE_CHECKING:
     from calib.runtime.tiered.store import TieredStore
@@ -38,7 +37,7 @@ def restore(store: "TieredStore", state: State) -> None:
         tier.restore(own, store.sequences.tables[number].capacity, row_params)
         if tier.pool.device.type != "meta":
             _check_positions(store, number, branch(own, "pages"))
-            _check_row_params(store, number, branch(own, "records"))
+            _check_row_params(store, number)
     for number, transform in enumerate(store.transforms.values()):
         transform.restore(branch(branch(state, "transforms"), str(number)))
     for number, window in enumerate(store.windows or ()):
@@ -61,17 +60,21 @@ def _check_positions(store: "TieredStore", number: int, pages: State) -> None:
         _check(found, sequences.sinks + sequences.encoded(row, length), f"positions in tier {number} of row {row}")
 
 
-def _check_row_params(store: "TieredStore", number: int, row_params: State) -> None:
+def _check_row_params(store: "TieredStore", number: int) -> None:
     """Raises StateError for an outlier of a row's segment at a token that the row has not got in the tier: other rows' may be
     longer."""
-    table = store.sequences.row_params
-    if table is None or store.tiers[number].row_params is None:
+    table, tier = store.sequences.row_params, store.tiers[number]
+    if table is None or tier.row_params is None:
         return
     for row, (own, length) in enumerate(zip(table.rows, store.sequences.lengths, strict=True)):
         used = max(1, store.sequences.held(row, length)[number])
-        for role in ("keys", "values"):
-            name = f"{role}.{OUTLIERS}tokens"
-            wrong = Indices(used).wrong(row_params[name][own]) if name in row_params else None
+        for role, stages in tier.plan.streams():
+            found = stages.codec.corrections
+            if found is None or found.outliers is None or not own:
+                continue
+            name = f"{role}.{OUTLIERS}".removesuffix(".")
+            fields = part_named(tier.row_params.tensors, name)
+            wrong = found.outliers.wrong({key: part[own] for key, part in fields.items()}, tier.coded[role], used)
             if wrong is not None:
                 raise StateError(f"{name!r} of row {row} {wrong}")
 

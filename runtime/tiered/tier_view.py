@@ -150,7 +150,7 @@ class TierView:
         folds = fold is None and values.map is None
         found = attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, fold, scale=scale,
-            runs=runs and not folds, terms=self.value_terms,
+            runs=runs and not folds, terms=_from(tiles[0].start, self.value_terms),
         )  # fmt: skip
         if not folds:
             return found
@@ -213,11 +213,11 @@ class TierView:
         self, tiles: list[Tile], span: PageSpan, query: Tensor, scale: float, channel_map: ChannelMap | None
     ) -> Tensor:
         """What corrections add to the scores of all tiles, of `query` and `scale` as attention's kernel takes them."""
-        terms = self._terms("keys")
+        terms = _from(tiles[0].start, self._terms("keys"))
         if terms is None:
             return torch.cat([self._added_scores(tile) for tile in tiles], -1)
         page, of_channels = self.tier.pool.page_tokens, None if channel_map is None else channel_map.scale
-        return scores_of(query, terms, span.table, span.used, page, tiles[0].start, scale, of_channels)
+        return scores_of(query, terms, span.table, span.used, page, scale, of_channels)
 
     def _added_scores(self, tile: Tile) -> Tensor:
         """What corrections add to the scores of a tile."""
@@ -288,3 +288,10 @@ class TierView:
 
     def _block(self, role: str, tile: Tile) -> Block:
         return {**self.tier.pool.read(tile.pages, f"{role}."), **self.shared[role]}
+
+
+def _from(first: int, terms: PageTerms | None) -> PageTerms | None:
+    """Terms where slot 0 holds the segment's token `first`."""
+    if terms is None or terms.lists is None or not first:
+        return terms
+    return replace(terms, lists=replace(terms.lists, first=first))

@@ -11,6 +11,8 @@ from calib.kernels.heavy_hitters.operation import BudgetSlots, MassRule, NewToke
 from calib.kernels.outliers.operation import scores_of
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.reference import in_order
+from calib.kernels.outliers.row_lists import Entries, RowLists, by_channel, by_token
+from calib.kernels.outliers.triton import add_to_mixtures
 from calib.kernels.probability_mass.operation import ScoredTokens, probability_mass
 from calib.runtime.paging.field import Field
 from calib.runtime.paging.pool import PagePool
@@ -115,22 +117,63 @@ def test_a_budget_step(device, times, rule):
             assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize("by_rows", [True, False], ids=["of rows", "of pages"])
-def test_scores_of_listed_outliers(device, times, by_rows):
+def test_scores_of_outliers_that_pages_list(device, times):
     """A tile of outliers is written, and read back by other threads of the program."""
-    pages, wide, draw = 2 * times, 6 * (times if by_rows else 1), torch.Generator().manual_seed(5)
-    lists, tokens = (ROWS, pages * PAGE) if by_rows else (ROWS * pages, PAGE)
-    order = torch.rand(lists, HEADS, CHANNELS, tokens, generator=draw).argsort(-1)[..., :wide]
-    distance = torch.randn(lists, HEADS, CHANNELS, wide, generator=draw).half()
-    dense = torch.zeros(lists, HEADS, CHANNELS, tokens, dtype=torch.float64).scatter_(-1, order, distance.double()).mT
+    pages, draw = 2 * times, torch.Generator().manual_seed(5)
+    order = torch.rand(ROWS * pages, HEADS, CHANNELS, PAGE, generator=draw).argsort(-1)[..., :6]
+    distance = torch.randn(ROWS * pages, HEADS, CHANNELS, 6, generator=draw).half()
+    dense = torch.zeros(ROWS * pages, HEADS, CHANNELS, PAGE, dtype=torch.float64)
+    dense = dense.scatter_(-1, order, distance.double()).mT
     order, distance = in_order(order, distance)
     held = (part.mT.flatten(2)[:, :, None].contiguous() for part in (distance, order.to(torch.int16)))
-    terms = PageTerms(*held, listed=True, of_rows=by_rows)
+    terms = PageTerms(*held, listed=True)
     table = torch.arange(ROWS * pages, dtype=torch.int32).view(ROWS, pages)
     query, used = drawn(ROWS, HEADS, 4, CHANNELS, seed=2), torch.full((ROWS,), pages * PAGE, dtype=torch.int32)
-    if not by_rows:
-        dense = dense[table.long()].transpose(1, 2).flatten(2, 3)
     given = moved((query, terms, table, used), device)
     found = [scores_of(*given, PAGE) for _ in range(4)]
-    near(found[0], query.double() @ dense.mT, 1e-4)
+    near(found[0], query.double() @ dense[table.long()].transpose(1, 2).flatten(2, 3).mT, 1e-4)
     assert all(torch.equal(found[0], again) for again in found[1:])
+
+
+@pytest.mark.parametrize("in_few", [False, True], ids=["of any channel", "of few channels"])
+@pytest.mark.parametrize("asked", [1, 4, 12])
+def test_outliers_that_rows_list(device, times, asked, in_few):
+    """Lanes read what others have written: queries, weights, and sums of channels that several have a part of."""
+    tokens, draw = 9 * PAGE * times + 5, torch.Generator().manual_seed(5)
+    size, streams = HEADS * tokens * CHANNELS, []
+    for listed in (by_token, by_channel):
+        rows, dense = [], torch.zeros(ROWS, size, dtype=torch.float64)
+        for row in range(ROWS):
+            likely = torch.rand(HEADS, tokens, CHANNELS, generator=draw)
+            likely[..., 3:5] += 0.9 * in_few
+            flat = likely.flatten().topk(size // 50).indices
+            distance = torch.randn(len(flat), generator=draw).half()
+            dense[row, flat] = distance.double()
+            where = flat // (tokens * CHANNELS), flat // CHANNELS % tokens, flat % CHANNELS
+            rows.append(listed(Entries(*where, distance), HEADS, tokens, CHANNELS))
+        held = {name: torch.cat([own[name] for own in rows]) for name in rows[0]}
+        kinds = {"delta": torch.float16, "starts": torch.int32}
+        held = {name: part.to(kinds.get(name, torch.int16)) for name, part in held.items()}
+        streams.append((PageTerms(lists=RowLists(**held)), dense.view(ROWS, HEADS, tokens, CHANNELS)))
+    pages = -(-tokens // PAGE)
+    table = torch.arange(ROWS * pages, dtype=torch.int32).view(ROWS, pages)
+    query, used = drawn(ROWS, HEADS, asked, CHANNELS, seed=2), torch.full((ROWS,), tokens, dtype=torch.int32)
+    (keys, of_keys), (values, of_values) = streams
+    found = [scores_of(*moved((query, keys, table, used), device), PAGE)[..., :tokens] for _ in range(4)]
+    near(found[0], query.double() @ of_keys.mT, 1e-4)
+    assert all(torch.equal(found[0], again) for again in found[1:])
+    run, slots = -(-pages // 3), pages * PAGE
+    scores = drawn(ROWS, HEADS, asked, slots, seed=3)
+    part = torch.arange(tokens) // (run * PAGE)
+    weights = torch.stack([scores[..., :tokens].double().exp() * (part == n) for n in range(3)], 2)
+    expected = weights @ of_values[:, :, None]
+    sums = []
+    for _ in range(4):
+        top, mixed, *given = moved(
+            (torch.zeros(expected.shape[:-1]), torch.zeros(expected.shape), scores, values, table, used), device
+        )
+        scored, terms, *where = given
+        add_to_mixtures((top, mixed), scored, terms, None, *where, PAGE, run, PAGE, CHANNELS, None)
+        sums.append(mixed)
+    near(sums[0], expected, 1e-4)
+    assert all(torch.equal(sums[0], again) for again in sums[1:])

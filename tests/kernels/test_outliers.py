@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tolerances import FLOAT32_FOLD
 
 from calib.kernels.outliers import reference
 from calib.kernels.outliers.reference import extremes, first_beyond, run_counts, sparse_product
+from calib.kernels.outliers.row_lists import Entries, by_channel, by_token, cleared_behind, numbers_of, span_of
 
 pytestmark = pytest.mark.arithmetic
 
@@ -149,3 +151,49 @@ def test_products_at_once_are_bounded(monkeypatch):
     )
     sparse_product(x, source, target, delta, 4)
     assert most == [700] * 4 + [200]
+
+
+# --- lists of rows
+
+
+@pytest.mark.parametrize("listed", [by_token, by_channel])
+@pytest.mark.parametrize(
+    ("tokens", "channels", "heads", "count"),
+    [(1300, 24, 2, 900), (512, 16, 3, 1), (1, 8, 1, 3), (40, 128, 2, 400), (1024, 16, 2, 5000), (600, 300, 1, 0)],
+)
+def test_lists_of_rows_are_the_entries(tokens, channels, heads, count, listed):
+    """Unused ones are behind the others, and in a longer row's room, and in a batch, they are the same."""
+    draw = torch.Generator().manual_seed(count)
+    flat = torch.randperm(heads * tokens * channels, generator=draw)[:count]
+    delta = torch.randn(count, generator=draw)
+    delta[::7] = 0
+    given = Entries(flat // (tokens * channels), flat // channels % tokens, flat % channels, delta)
+    dense = torch.zeros(heads, tokens, channels).index_put_((given.head, given.token, given.channel), delta)
+    fields = listed(given, heads, tokens, channels)
+    more = {"delta": 13, "index": 13, "starts": 3, "begins": 3 * span_of(channels)}
+    room = {name: F.pad(part, (0, more[name])).expand(2, -1, -1, -1) for name, part in fields.items()}
+    words = {name for name in room if name == "begins" or (name == "index" and listed is by_channel)}
+    room = {name: part.to(torch.int16) if name in words else part.contiguous() for name, part in room.items()}
+    for held, longest in ((fields, tokens), (room, tokens), (room, tokens + 900)):
+        token, channel, distance = numbers_of(held, channels, longest)
+        assert bool((token < heads * longest).all() and (channel < heads * channels).all())
+        for row in range(len(distance)):
+            found = torch.zeros(heads * longest, heads * channels)
+            found.index_put_((token[row], channel[row]), distance[row], accumulate=True)
+            found = found.view(heads, longest, heads, channels).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            assert torch.equal(found[:, :tokens], dense) and not found[:, tokens:].any()
+
+
+def test_what_lies_behind_a_list_is_cleared():
+    """Of a file: wherever the list ends."""
+    given = Entries(*(torch.tensor([0, 0, 1]) for _ in range(3)), torch.tensor([1.0, 0, 3]))
+    for listed in (by_token, by_channel):
+        fields = listed(given, 2, 4, 8)
+        kept = {name: part.clone() for name, part in fields.items()}
+        fields["delta"][..., 2], fields["index"][..., 2] = 7, 5
+        cleared_behind(fields, 8)
+        assert all(torch.equal(part, kept[name]) for name, part in fields.items())
+
+
+def test_spans():
+    assert [span_of(channels) for channels in (1, 64, 128, 129, 256, 1024)] == [512, 512, 512, 256, 256, 64]

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calib.kernels.outliers import operation, triton
+from calib.kernels.outliers import list_triton, operation, row_lists, triton
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.reference import in_order, sparse_product
+from calib.kernels.outliers.row_lists import Entries, RowLists
 
 # Lanes that no number lies in compute with infinities; only the interpreter tells.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -65,6 +66,36 @@ def lists(
     return PageTerms(*held, listed=True), dense.mT
 
 
+def of_rows(
+    count: int,
+    tokens: int,
+    wide: int,
+    channels: int,
+    seed: int,
+    delta=torch.float16,
+    by_token: bool = True,
+    in_few: bool = False,
+) -> tuple[RowLists, torch.Tensor]:
+    """`count` segments' lists of `wide` entries of all heads, a seventh unused, and what they are, `[count, heads, tokens, D]`
+    float64; `in_few`: most are of one token and of one channel."""
+    draw, size, found, dense = draws(seed), HEADS * tokens * channels, [], []
+    for _ in range(count):
+        likely = torch.rand(HEADS, tokens, channels, generator=draw)
+        if in_few:
+            likely[:, tokens // 3], likely[1, :, channels // 2] = likely[:, tokens // 3] + 0.9, likely[1, :, 5] + 0.9
+        flat = likely.flatten().topk(wide).indices[torch.randperm(wide, generator=draw)]
+        distance = torch.randn(wide, generator=draw).to(delta)
+        distance[::7] = 0
+        dense.append(torch.zeros(size, dtype=torch.float64).index_put_((flat,), distance.double()))
+        entries = Entries(flat // (tokens * channels), flat // channels % tokens, flat % channels, distance)
+        found.append((row_lists.by_token if by_token else row_lists.by_channel)(entries, HEADS, tokens, channels))
+    held = {name: torch.cat([one[name] for one in found]) for name in found[0]}
+    kinds = {"delta": delta, "starts": torch.int32, "begins": torch.int16}
+    kinds |= {"index": torch.uint8 if by_token and channels <= 256 else torch.int16}
+    held = {name: part if name == "delta" else unsigned(part, kinds[name]) for name, part in held.items()}
+    return RowLists(**held), torch.stack(dense).view(count, HEADS, tokens, channels)
+
+
 def of_tokens(
     page: int, wide: int, channels: int, seed: int, across: bool, index=torch.uint8, delta=torch.float16
 ) -> tuple[PageTerms, torch.Tensor]:
@@ -108,37 +139,42 @@ def assert_scores(query, terms, dense, table, used, page, **options):
 TABLE = torch.tensor([[5, 0, 3], [1, 6, 2]], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    "kinds", [(torch.uint8, torch.float16), (torch.int16, torch.float16), (torch.int32, torch.float32)], ids=str
-)
+@pytest.mark.parametrize("in_few", [False, True])
+@pytest.mark.parametrize("delta", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("page", "channels", "asked"), [(64, 32, 4), (20, 24, 1), (16, 80, 9), (128, 16, 19)])
-def test_lists_of_rows(page, channels, asked, kinds):
-    """Each row's own record; of a program's run of tokens the search finds where it begins in every channel."""
-    used = torch.tensor([3 * page, 2 * page + 5], dtype=torch.int32)
-    tokens = min(3 * page, 256 if kinds[0] == torch.uint8 else 2**16)
-    terms, dense = lists(3, tokens, 14, channels, page, unused=3, index=kinds[0], delta=kinds[1])
-    dense = torch.nn.functional.pad(dense, (0, 0, 0, 3 * page - tokens))
+def test_lists_of_rows(page, channels, asked, delta, in_few):
+    """Each row's own record; every token knows where its entries begin."""
+    used, tokens = torch.tensor([3 * page, 2 * page + 5], dtype=torch.int32), 3 * page
+    own, dense = of_rows(3, tokens, tokens * channels // 20, channels, page, delta, in_few=in_few)
     query = randn(2, HEADS, asked, channels, seed=1)
     for records in (None, torch.tensor([2, 1], dtype=torch.int32)):
-        own = replace(terms, of_rows=True, records=records)
+        terms = PageTerms(lists=replace(own, records=records))
         chosen = dense[:2] if records is None else dense[records.long()]
-        assert_scores(query, own, chosen, TABLE, used, page, scale=0.3)
+        assert_scores(query, terms, chosen, TABLE, used, page, scale=0.3, map_scale=randn(2, 1, 1, channels, seed=7))
 
 
 def test_lists_of_rows_from_a_later_token():
-    """Slot 0 is the 40th token of its segment, as under a sliding window; tokens beyond 32,767 have no sign in 16 bits."""
-    terms, dense = lists(2, 40_192, 120, 16, 3)
+    """Slot 0 is the 40th token of its segment, as under a sliding window, or lies behind many stretches."""
+    own, dense = of_rows(2, 40_192, 60_000, 16, 3)
     query, used = randn(2, HEADS, 2, 16, seed=4), torch.tensor([192, 150], dtype=torch.int32)
     for first in (40, 40_000):
-        looked_at = dense[:, :, first : first + 192]
-        assert_scores(query, replace(terms, of_rows=True), looked_at, TABLE, used, 64, first=first)
+        terms = PageTerms(lists=replace(own, first=first))
+        assert_scores(query, terms, dense[:, :, first : first + 192], TABLE, used, 64)
+
+
+def test_a_list_ends_where_its_room_does():
+    """Whatever a file says of where tokens begin."""
+    own, _ = of_rows(2, 192, 300, 16, 3)
+    wrong = PageTerms(lists=replace(own, begins=torch.full_like(own.begins, -1)))
+    query, used = randn(2, HEADS, 2, 16, seed=4), torch.tensor([192, 150], dtype=torch.int32)
+    assert not operation.scores_of(query, wrong, TABLE, used, 64)[0].any()
 
 
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize(("page", "wide", "rank"), [(20, 2, 2), (20, 4, 0), (48, 6, 3), (100, 2, 1)])
 def test_lists_of_pages(page, wide, rank, programs, monkeypatch):
     """And coefficients of each page's own vectors, in the same launch."""
-    monkeypatch.setattr(triton, "_programs", lambda *asked: programs)
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
     terms, dense = lists(PAGES, page, wide, 32, page)
     if rank:
         held, more = factors(page, rank, 32, 5)
@@ -170,14 +206,17 @@ def test_coefficients_alone():
 @pytest.mark.parametrize("programs", [1, 64])
 def test_a_row_is_the_same_alone(programs, monkeypatch):
     """Bit for bit, and twice, however many programs share its tokens."""
-    monkeypatch.setattr(triton, "_programs", lambda *asked: programs)
+    monkeypatch.setattr(triton, "_programs", lambda device: programs)
     page, query = 64, randn(2, HEADS, 4, 32, seed=1)
     used = torch.tensor([180, 130], dtype=torch.int32)
-    terms = replace(lists(2, 192, 12, 32, 1)[0], of_rows=True, records=torch.tensor([1, 0], dtype=torch.int32))
+    monkeypatch.setattr(list_triton, "multiprocessors", lambda device: programs)
+    held = replace(of_rows(2, 192, 900, 32, 1)[0], records=torch.tensor([1, 0], dtype=torch.int32))
+    terms = PageTerms(lists=held)
     both = [operation.scores_of(query, terms, TABLE, used, page) for _ in range(2)]
     for row, count in enumerate(used.tolist()):
         own = slice(row, row + 1)
-        alone = operation.scores_of(query[own], replace(terms, records=terms.records[own]), TABLE[own], used[own], page)
+        alone = PageTerms(lists=replace(held, records=held.records[own]))
+        alone = operation.scores_of(query[own], alone, TABLE[own], used[own], page)
         assert torch.equal(alone[0, ..., :count], both[0][row, ..., :count])
         assert torch.equal(both[1][row, ..., :count], both[0][row, ..., :count])
 
@@ -187,7 +226,7 @@ def test_the_same_as_the_sparse_product():
     terms, _ = lists(1, 64, 6, 16, 1)
     query = randn(1, HEADS, 3, 16, seed=2)
     used = torch.tensor([64], dtype=torch.int32)
-    found = operation.scores_of(query, replace(terms, of_rows=True), TABLE[:1, :1], used, 64)
+    found = operation.scores_of(query, terms, torch.zeros(1, 1, dtype=torch.int32), used, 64)
     for head in range(HEADS):
         delta, token = (part[:, head, 0] for part in (terms.delta, terms.index))
         channel = torch.arange(delta.shape[1])[None] % 16
@@ -260,6 +299,48 @@ def test_outliers_of_values(page, turn, splits, wide, ranked, asked, kinds, acro
     assert_mixtures(terms, dense, page, turn, splits, asked, 48, ranked, scale, used)
 
 
+@pytest.mark.parametrize("in_few", [False, True])
+@pytest.mark.parametrize(
+    ("page", "turn", "splits", "ranked", "asked", "channels", "delta"),
+    [
+        (64, 64, 1, 4, 4, 48, torch.float16),
+        (64, 32, 3, 0, 1, 128, torch.float16),
+        (20, 32, 2, 0, 9, 24, torch.float32),
+        (16, 16, 3, 1, 19, 130, torch.float16),
+    ],
+    ids=str,
+)
+def test_lists_of_rows_of_values(page, turn, splits, ranked, asked, channels, delta, in_few):
+    """Whichever lanes share a channel, and however many channels a lane has."""
+    own, dense = of_rows(3, 3 * page + 7, 5 * page, channels, page, delta, by_token=False, in_few=in_few)
+    scale = randn(1, HEADS, 1, channels, seed=2).half() if ranked else None
+    for records, first in ((None, 0), (torch.tensor([2, 1], dtype=torch.int32), 7)):
+        terms = PageTerms(lists=replace(own, records=records, first=first))
+        chosen = (dense[:2] if records is None else dense[records.long()])[:, :, first : first + 3 * page]
+        used = (3 * page - 2, page + 1)
+        assert_mixtures(terms, chosen, page, turn, splits, asked, channels, ranked, scale, used)
+
+
+@pytest.mark.parametrize("entries", [0, 1, 31, 32, 33, 64, 500])
+def test_as_many_outliers_as_lanes_or_not(entries):
+    """All of one channel, or none: in several stretches."""
+    draw = draws(entries)
+    flat = torch.randperm(2 * 640, generator=draw)[:entries]
+    found = Entries(flat // 640, flat % 640, torch.full_like(flat, 100), torch.randn(entries, generator=draw))
+    held = row_lists.by_channel(found, HEADS, 640, 200)
+    held = {name: torch.nn.functional.pad(part, (0, 3)) if name != "starts" else part for name, part in held.items()}
+    kinds = {"delta": torch.float32, "index": torch.int16, "starts": torch.int32}
+    own = RowLists(**{n: p if n == "delta" else unsigned(p, kinds[n]) for n, p in held.items()})
+    dense = torch.zeros(1, HEADS, 640, 200, dtype=torch.float64)
+    dense[0].index_put_((found.head, found.token, found.channel), found.delta.double())
+    top, mixed = torch.zeros(1, HEADS, 2, 3), torch.zeros(1, HEADS, 2, 3, 200)
+    scores, used = randn(1, HEADS, 3, 640, seed=1), torch.tensor([640], dtype=torch.int32)
+    table = torch.arange(10, dtype=torch.int32)[None]
+    triton.add_to_mixtures((top, mixed), scores, PageTerms(lists=own), None, table, used, 64, 5, 64, 200, None)
+    expected = (scores.double().exp()[..., None] * dense[:, :, None]).unflatten(3, (2, 320)).sum(4).transpose(2, 3)
+    assert (mixed.double() - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("wide", [0, 3])
 def test_coefficients_of_a_page_s_vectors(wide):
     held, dense = factors(20, 2, 40, 3)
@@ -304,5 +385,8 @@ def test_what_is_not_served(monkeypatch):
     of_token, _ = of_tokens(16, 4, 32, 1, True)
     across = replace(of_token, delta=of_token.delta.transpose(2, 3).contiguous().transpose(2, 3))
     assert operation.supported(of_token, 32, CPU) and not operation.supported(across, 32, CPU)
+    listed, _ = of_rows(1, 64, 40, 32, 1)
+    assert operation.supported(PageTerms(lists=listed), 32, CPU)
+    assert not operation.supported(PageTerms(lists=replace(listed, delta=listed.delta.double())), 32, CPU)
     monkeypatch.setenv("CALIB_KERNELS", "reference")
     assert not operation.supported(terms, 32, CPU)

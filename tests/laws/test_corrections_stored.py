@@ -89,7 +89,7 @@ def test_attention_meets_the_parts_as_it_would_the_tokens(problem):
 
 @pytest.mark.parametrize("codec", [codec for codec in backbones(40) if getattr(codec, "bits", 3) > 1], ids=repr)
 def test_every_codec_with_every_correction(codec):
-    """Outliers exact, attention over what is stored, storage as declared: 36 combinations each."""
+    """Outliers exact, attention over what is stored, storage as declared: 60 combinations each."""
     x = tokens("real", 2, 40, 5)
     for outliers in all_outliers(0.1):
         for low_rank in all_low_ranks(3):
@@ -120,8 +120,8 @@ def fit(codec: Corrected, pages: PagePool, records: PagePool, x: torch.Tensor, l
 
 def same_positions(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether a stored part is the encoded one bit for bit, followed by zeros; 16-bit indices have no sign."""
-    if not found.dtype.is_floating_point and expected.dtype == torch.int32:
-        found = found.int() & 0xFFFF if found.dtype == torch.int16 else found.int()
+    if not found.dtype.is_floating_point and expected.dtype in (torch.int32, torch.int64):
+        found = found.to(expected.dtype) & 0xFFFF if found.dtype == torch.int16 else found.to(expected.dtype)
     width = expected.shape[-1]
     return torch.equal(found[..., :width], expected.to(found.dtype)) and not bool(found[..., width:].any())
 
@@ -156,7 +156,7 @@ def test_a_rows_segment_comes_back_from_pages_and_its_record_bit_for_bit(problem
 
 @pytest.mark.full
 @law
-@given(problems(plain=True))
+@given(problems(plain=True, of_rows=False))
 def test_segments_of_a_page_each_are_met_together(problem):
     codec, x, _ = problem
     fp32_params, count = codec.fp32_params(x), x.shape[2]

@@ -45,6 +45,11 @@ def add_outliers(outliers: Outliers, block: Mapping[str, Tensor], x: np.ndarray)
     """Every stored entry at its position."""
     heads, tokens, channels = x.shape[-3:]
     delta = block["outliers.delta"].double().numpy()
+    if "outliers.starts" in block:
+        fields = {name.removeprefix("outliers."): part for name, part in block.items() if name.startswith("outliers.")}
+        for row in np.ndindex(*x.shape[:-3]):
+            add_list({name: part[row] for name, part in fields.items()}, delta[row], x[row])
+        return
     token, channel = (unsigned(block.get(f"outliers.{name}")) for name in ("tokens", "channels"))
     if not delta.size:
         return
@@ -57,6 +62,26 @@ def add_outliers(outliers: Outliers, block: Mapping[str, Tensor], x: np.ndarray)
     if delta.shape[-3] != heads:
         head, number = np.divmod(number, channels)
     np.add.at(x, (*row, head, at, number), delta)
+
+
+def add_list(fields: Mapping[str, Tensor], delta: np.ndarray, x: np.ndarray) -> None:
+    """Of a row `x [kv_heads, T, D]`, head by head and stretch by stretch: keys' lists tell where each token begins, values' each
+    entry's channel and token."""
+    (heads, tokens, channels), delta = x.shape, delta.reshape(-1)
+    span = min(512, 2 ** (16 - (channels - 1).bit_length()))
+    index, starts = unsigned(fields["index"]).reshape(-1), fields["starts"].numpy().reshape(heads, -1)
+    begins = unsigned(fields["begins"]).reshape(heads, -1) if "begins" in fields else None
+    for head in range(heads):
+        for token in range(0 if begins is None else tokens):
+            first, last = (starts[head, at // span] + begins[head, at] for at in (token, token + 1))
+            assert len(set(index[first:last])) == last - first
+            x[head, token, index[first:last]] += delta[first:last]
+        for stretch in range(-(-tokens // span) if begins is None else 0):
+            own = slice(starts[head, stretch], starts[head, stretch + 1])
+            channel, token = index[own] // span, stretch * span + index[own] % span
+            lanes = [index[own][lane::32] for lane in range(32)]
+            assert (np.diff(np.concatenate(lanes)) > 0).all(), "by channel, lane after lane"
+            x[head, token, channel] += delta[own]
 
 
 def unsigned(index: Tensor | None) -> np.ndarray | None:

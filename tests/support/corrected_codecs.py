@@ -1,5 +1,6 @@
 """Codecs with every correction around them, tokens for them, and attention over what they store beside float64."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,13 +72,14 @@ def thresholds(ranked: str, across: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return -0.9 - randn(*shape, seed=1).abs() / 3, 0.8 + randn(*shape, seed=2).abs() / 3
 
 
-def all_outliers(share: float) -> list[Outliers | None]:
-    """None, and every form, ranked and calibrated."""
+def all_outliers(share: float, of_rows: bool = True) -> list[Outliers | None]:
+    """None, and every form, ranked and calibrated, and perhaps those that are a row's."""
     forms: list[Outliers | None] = [None]
     for ranked, across in FORMS:
         fill = "zero" if ranked == "matrix" else "mean"
         forms += [Outliers(share, ranked, across, fill, *ends) for ends in ((), thresholds(ranked, across))]
-    return forms
+    rows = [replace(form, of_row=True) for form in forms if form is not None and form.ranked != "matrix"]
+    return forms + rows if of_rows else forms
 
 
 def all_low_ranks(rank: float | int) -> list[LowRank | None]:
@@ -99,15 +101,21 @@ class Problem(NamedTuple):
 
 
 @st.composite
-def problems(draw, plain: bool = False):
+def problems(draw, plain: bool = False, of_rows: bool = True):
     count = draw(st.sampled_from([1, 2, 3, 8, 20, 40]))
     codec = draw(st.sampled_from(backbones(count)))
-    outliers = draw(st.sampled_from(all_outliers(draw(st.sampled_from(SHARES)))))
+    outliers = draw(st.sampled_from(all_outliers(draw(st.sampled_from(SHARES)), of_rows)))
     low_rank = draw(st.sampled_from(all_low_ranks(draw(st.sampled_from([1, 2, 4, 50, 0.02, 0.3, 1.0])))))
     kind = draw(st.sampled_from([kind for kind in KINDS if not plain or kind != "near the end"]))
     dtype = draw(st.sampled_from(DTYPES))
     batch, seed = draw(st.integers(1, 3)), draw(st.integers(0, 99))
-    found = outliers and (outliers.share, outliers.ranked, outliers.across_heads, outliers.low is not None)
+    found = outliers and (
+        outliers.share,
+        outliers.ranked,
+        outliers.across_heads,
+        outliers.low is not None,
+        outliers.of_row,
+    )
     factors = low_rank and (low_rank.rank, low_rank.across_heads, low_rank.basis is not None)
     words = f"{codec}, outliers {found}, low rank {factors}, {batch} x {count} tokens, {kind}, {dtype}, seed {seed}"
     return Problem(Corrected(codec, outliers, low_rank), tokens(kind, batch, count, seed).to(dtype), words)

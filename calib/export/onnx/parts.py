@@ -12,6 +12,7 @@ from calib.export.onnx.sized import SizedWords
 from calib.export.onnx.transform import ChannelMap, numbers
 from calib.runtime.methods import METHODS, packs_of
 from calib.runtime.stages.codec import Codec, ScaledChannels
+from calib.runtime.stages.codec.corrected import unlisted
 from calib.runtime.stages.transform import Basis
 from calib.runtime.store import LayerContext, Plan
 
@@ -108,8 +109,9 @@ def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext,
                 f"method '{method}' as asked folds the bias of keys, which has no graph yet; use key_bias='kept'"
             )
         block = pair.page_tokens if getattr(pair, "segments", "none") == "page" else None
-        writer = None if stages.codec.exact else writer_of(stages.codec, shape, fp32_params, block)
-        return Stream(role, stages.transform, stages.codec, writer, shape, fp32_params)
+        codec = unlisted(stages.codec)
+        writer = None if codec.exact else writer_of(codec, shape, fp32_params, block)
+        return Stream(role, stages.transform, codec, writer, shape, fp32_params)
 
     names = [f"tier{number}." for number in range(len(pairs))] if len(pairs) > 1 else [""]
 

@@ -186,12 +186,12 @@ class Corrected(Codec):
         """The low rank's, of a tile of one segment as they are stored: `[rows or 1, kv_heads, r, D]`, or None."""
         return None if self.low_rank is None else self.low_rank.vectors(_part(LOW_RANK, tile), channels)
 
-    def terms(self, pages: Block, lists: Block, records: Tensor | None, of_rows: bool) -> PageTerms | None:
-        """What corrects the codec, as kernels read it in `pages`, lists of outliers in `lists` (`Outliers.terms`). None where they
+    def terms(self, pages: Block, lists: Block, records: Tensor | None) -> PageTerms | None:
+        """What corrects the codec, as kernels read it in `pages`, rows' outliers in `lists` (`Outliers.terms`). None where they
         do not: a second quantiser, a whole matrix's outliers, vectors that lie in no page."""
         found: PageTerms | None = PageTerms()
         if self.outliers is not None:
-            found = self.outliers.terms(_part(OUTLIERS, pages), _part(OUTLIERS, lists), records, of_rows)
+            found = self.outliers.terms(_part(OUTLIERS, pages), _part(OUTLIERS, lists), records)
         if self.low_rank is None or found is None or self.residual is not None:
             return None if self.residual is not None else found
         own = _part(LOW_RANK, pages)
@@ -236,6 +236,13 @@ def counts_of(counters: Iterable[Tensor | None]) -> int:
 def lists(codec: Codec) -> bool:
     """Whether outliers are listed for a whole segment, not for each token."""
     return codec.corrections is not None and codec.corrections.listed
+
+
+def unlisted(codec: Codec) -> Codec:
+    """The codec with a row's outliers as they are found, not as kernels add them up: for who keeps them elsewhere."""
+    if not isinstance(codec, Corrected) or codec.outliers is None:
+        return codec
+    return replace(codec, outliers=replace(codec.outliers, of_row=False))
 
 
 def segment_scores(codec: Codec, query: Tensor, tile: Block, tokens: int) -> Tensor | None:

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from calib.kernels.attend.operation import PackedStream
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.dispatch import prefers_triton
@@ -37,17 +35,17 @@ def mapped(stream: PackedStream | None, transform: Transform) -> PackedStream | 
 def page_terms(
     codec: Corrected, pool: PagePool, channels: int, part: str, row_params: PagePool | None, pages: Pages | None
 ) -> PageTerms | None:
-    """What corrects a codec in `part`, lists of rows' outliers in these `pages` of `row_params`; None where no kernel takes it."""
+    """What corrects a codec in `part`, rows' outliers in these `pages` of `row_params`; None where no kernel takes it."""
     if pool.memory is not device_memory:
         return None
-    own = lists = _of(pool, part)
-    of_rows = row_params is not None and pages is not None
+    lists, records = NOTHING, None
     if row_params is not None and pages is not None:
         lists = _of(row_params, part)
         if isinstance(pages, slice):
             lists = {name: tensor[pages] for name, tensor in lists.items()}
-    records = pages.flatten() if of_rows and isinstance(pages, Tensor) else None
-    terms = codec.terms(own, lists, records, of_rows)
+        else:
+            records = pages.flatten()
+    terms = codec.terms(_of(pool, part), lists, records)
     return terms if terms is not None and supported(terms, channels, pool.device) else None
 
 

@@ -10,14 +10,25 @@ from torch import Tensor
 
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.reference import extremes, farthest_beyond, first_beyond, in_order, sparse_product
+from calib.kernels.outliers.row_lists import (
+    Entries,
+    RowLists,
+    by_channel,
+    by_token,
+    cleared_behind,
+    numbers_of,
+    span_of,
+)
 from calib.kernels.to_half import stored
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
-from calib.runtime.paging.stored_values import Indices
+from calib.runtime.paging.stored_values import Cells, Indices
 from calib.runtime.stages.contract import Segment
 
 # What is ranked: a channel's tokens in a segment, a token's channels, or a segment's whole matrix.
 LowRankTerm = Literal["tokens", "channels", "matrix"]
+
+FIELDS = ("delta", "tokens", "channels", "index", "starts", "begins")
 
 
 class Found(NamedTuple):
@@ -47,6 +58,7 @@ class Outliers:
         low, high: thresholds of the artifact, broadcasting against `[kv_heads, T, D]`: then nothing is ranked and the first
             entries beyond them are taken, by position.
         farthest: those farthest beyond the thresholds are taken instead, at whichever end.
+        of_row: the segment is a row's, whose outliers are kept as attention adds them up (`RowLists`). A whole matrix's never are.
         heads: KV heads of the layer, where rows go over them all and tokens are in no segment that knows.
     """
 
@@ -57,6 +69,7 @@ class Outliers:
     low: Tensor | None = None
     high: Tensor | None = None
     farthest: bool = False
+    of_row: bool = False
     heads: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +79,7 @@ class Outliers:
     @property
     def listed(self) -> bool:
         """Whether outliers are one list for a segment, not some for each token."""
-        return self.ranked != "channels"
+        return self.ranked != "channels" or self.of_row
 
     @property
     def joins_heads(self) -> bool:
@@ -79,6 +92,8 @@ class Outliers:
 
     def fields(self, head_dim: int, fp32_params: bool, segment: Segment) -> dict[str, Field]:
         """Distances, and where they belong: 2k for each token, or 2k D (a whole matrix: 2k) for the segment."""
+        if self._in_row_lists:
+            return self._row_fields(head_dim, fp32_params, segment)
         across = (self.heads or segment.heads) if self._across else 1
         length = {"tokens": segment.tokens, "channels": head_dim * across, "matrix": segment.tokens * head_dim * across}
         width = 2 * self.count(length[self.ranked]) * (head_dim if self.ranked == "tokens" else 1)
@@ -91,9 +106,38 @@ class Outliers:
             for name, size in positions.items()
         }
 
+    def _row_fields(self, head_dim: int, fp32_params: bool, segment: Segment) -> dict[str, Field]:
+        """Those of `RowLists`."""
+        if self.ranked == "tokens":
+            entries = 2 * self.count(segment.tokens) * segment.heads * head_dim
+        else:
+            of_token, parts = (head_dim * segment.heads, 1) if self._across else (head_dim, segment.heads)
+            entries = 2 * self.count(of_token) * parts * segment.tokens
+        dtype, span = torch.float32 if fp32_params else torch.float16, span_of(head_dim)
+        stretches = -(-segment.tokens // span)
+        found = {
+            "delta": Field(None, entries, dtype, "outliers", shared=True),
+            "starts": Field(None, stretches + 1, torch.int32, "outliers", values=Indices(entries + 1)),
+        }
+        if self.ranked == "tokens":
+            index = Field(None, entries, _index(head_dim), "outliers", True, Indices(head_dim))
+            return found | {"index": index, "begins": Field(None, segment.tokens + 1, torch.int16, "outliers")}
+        return found | {"index": Field(None, entries, torch.int16, "outliers", True, Cells(head_dim, span))}
+
+    def wrong(self, fields: Mapping[str, Tensor], channels: int, tokens: int) -> str | None:
+        """What is wrong with a segment of so many tokens in these fields, or None: outliers of tokens that it has not got."""
+        if "tokens" in fields:
+            return Indices(tokens).wrong(fields["tokens"])
+        if not self._in_row_lists:
+            return None
+        token, _, delta = numbers_of(fields, channels, most := 2**31)
+        return Indices(tokens).wrong((token % most).masked_fill(delta == 0, 0))
+
     def ordered(self, fields: Mapping[str, Tensor], channels: int) -> None:
         """Puts lists of `fields [..., n channels]` into the order in which they are read, where they came from a file."""
-        if self.ranked != "tokens":
+        if self._in_row_lists:
+            cleared_behind(fields, channels)
+        if self.ranked != "tokens" or self.of_row:
             return
         lists = [fields[name].unflatten(-1, (-1, channels)).mT for name in ("tokens", "delta")]
         tokens, delta = in_order(_positions(lists[0]), lists[1])
@@ -101,14 +145,17 @@ class Outliers:
             own.copy_(found)
 
     def terms(
-        self, pages: Mapping[str, Tensor], lists: Mapping[str, Tensor], records: Tensor | None, of_rows: bool
+        self, pages: Mapping[str, Tensor], lists: Mapping[str, Tensor], records: Tensor | None
     ) -> PageTerms | None:
-        """As kernels read them: those of tokens in `pages`, those of segments in `lists`, the pages or what `records` are of. None
-        for a whole matrix's, which no kernel reads."""
+        """As kernels read them: those of tokens and of pages in `pages`, those of rows in `lists`, which `records` are of. None for
+        a whole matrix's, which no kernel reads."""
         if self.ranked == "matrix":
             return None
+        if self._in_row_lists and lists:
+            begins = lists.get("begins")
+            return PageTerms(lists=RowLists(lists["delta"], lists["index"], lists["starts"], begins, records))
         if self.ranked == "tokens":
-            return PageTerms(lists["delta"], lists["tokens"], listed=True, of_rows=of_rows, records=records)
+            return PageTerms(pages["delta"], pages["tokens"], listed=True)
         return PageTerms(pages["delta"], pages["channels"], across=self._across)
 
     def find(self, x: Tensor) -> Found:
@@ -147,6 +194,9 @@ class Outliers:
         rows, (heads, _, channels) = self._rows(distance), distance.shape[1:]
         delta = rows.gather(-1, found.positions)
         delta = stored(delta if found.used is None else delta * found.used, fp32_params)
+        if self._in_row_lists:
+            listed = by_token if self.ranked == "tokens" else by_channel
+            return listed(self._found(found.positions, delta, channels), *distance.shape[1:])
         positions = found.positions.int()
         if self.ranked == "tokens":  # [1, heads, D, 2k] -> a list with channels running fastest
             positions, delta = in_order(positions, delta)
@@ -159,7 +209,7 @@ class Outliers:
     def decode(self, block: Block, like: Tensor) -> Tensor:
         """Distances where they belong, 0 elsewhere: float32 in the shape of `like [..., kv_heads, T, D]`."""
         heads, tokens, channels = like.shape[-3:]
-        stored = ((name, block[name]) for name in ("delta", "tokens", "channels") if name in block)
+        stored = ((name, part) for name, part in block.items() if name in FIELDS)
         tile = {name: part.view(like.shape[:-3].numel(), *part.shape[-3:]).mT for name, part in stored}
         token, channel, delta = self._entries(tile, heads, tokens, channels)
         whole, positions = delta.new_ones(len(delta), 1, 1), token * channels + channel % channels
@@ -183,6 +233,9 @@ class Outliers:
     def _entries(self, tile: Block, heads: int, tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
         """All entries of a tile that holds `tokens` tokens, `[rows, E]` each: head and token as one number, head and channel
         as one number, and the distance."""
+        if self._in_row_lists:
+            token, channel, delta = numbers_of({name: part.mT for name, part in tile.items()}, channels, tokens)
+            return token, channel, delta.float()
         delta = tile["delta"].float()
         head = torch.arange(delta.shape[1], device=delta.device)[:, None, None]
         if self.ranked == "tokens":
@@ -195,6 +248,18 @@ class Outliers:
         token = last if self.ranked == "channels" else _positions(tile["tokens"]) + last * (tokens // delta.shape[3])
         token = token + head * tokens
         return token.expand(delta.shape).flatten(1), channel.expand(delta.shape).flatten(1), delta.flatten(1)
+
+    def _found(self, positions: Tensor, delta: Tensor, channels: int) -> Entries:
+        """Entries of rows `[1, h, m, 2k]` one by one."""
+        _, head, line, _ = torch.meshgrid(*(torch.arange(n, device=delta.device) for n in delta.shape), indexing="ij")
+        token, channel = (positions, line) if self.ranked == "tokens" else (line, positions)
+        if self._across:
+            head, channel = positions // channels, positions % channels
+        return Entries(*(part.flatten() for part in (head, token, channel, delta)))
+
+    @property
+    def _in_row_lists(self) -> bool:
+        return self.of_row and self.ranked != "matrix"
 
     @property
     def _across(self) -> bool:

@@ -1,0 +1,125 @@
+"""What outliers of rows' segments, listed by channel, add to the parts of a softmax that attention's kernel has left.
+
+A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It goes through
+the stretches that the run lies in. Of each it makes weights of the part's scores and its top, and puts them into memory, token by
+token. Lanes then walk along the outliers of the stretch that they were dealt (`row_lists.py`), pick the weights of each, and add
+up until another channel begins. Channels lie in their order, so a channel that a lane both begins and ends is nobody else's; only
+the first and the last of each lane may go on in others, and these are joined behind the stretch. Sums have one order.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.outliers.mixture_kernel import LOG2E, add_to_part
+from calib.kernels.outliers.score_kernel import index_of, own_piece, token_at
+
+# Outliers of a lane that are read together, and tokens whose weights are made together.
+AT_ONCE, TOGETHER = tl.constexpr(4), tl.constexpr(128)
+
+UNFIXED = ["heads", "query_rows", "slots", "first", "run"]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def list_mixtures(
+    SCORES, SCALE, USED, RECORDS, DELTA, INDEX, STARTS, VECTORS, TOP, PLACED, MIXED,
+    heads, query_rows, slots, first, run,
+    scale_row, scale_head, scale_channel, list_record, starts_record, starts_head, vectors_row, vectors_head,
+    RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+    SPAN: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """`run` tokens of a part, counted as if pages had PADDED; slot 0 is the segment's token `first`."""
+    split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
+    base = of_row.to(tl.int64) * query_rows
+    part = (of_row * splits + split).to(tl.int64) * query_rows
+    of_block, lanes, channels = tl.arange(0, M), tl.arange(0, LANES), tl.arange(0, DP)
+    rows = block * M + of_block
+    valid = rows < query_rows
+    top = tl.load(TOP + part + rows, mask=valid, other=0.0)
+
+    # Weights of a stretch's tokens, sums of channels, and what lanes have of their first.
+    WEIGHTS = PLACED + own_piece() * ((SPAN + DP + LANES) * M)
+    SUMS = WEIGHTS + SPAN * M
+    FIRSTS = SUMS + (DP + lanes)[:, None] * M + of_block[None, :]
+    whole = SUMS + channels[:, None] * M + of_block[None, :]
+    tl.store(whole, tl.zeros([DP, M], tl.float32))
+    record = row
+    if RECORDS is not None:
+        record = tl.load(RECORDS + row)
+    record = record.to(tl.int64)
+    DELTA += record * list_record
+    INDEX += record * list_record
+    STARTS += record * starts_record + head * starts_head
+    used = tl.load(USED + row)
+    begin = token_at(split * run, PADDED, PAGE)
+    stop = tl.minimum(token_at(split * run + run, PADDED, PAGE), used)
+    last = (first + stop + SPAN - 1) // SPAN
+    for stretch in range((first + begin) // SPAN, tl.where(begin < stop, last, 0)):
+        put_weights(
+            WEIGHTS, SCORES, top, base, rows, of_block, valid, stretch * SPAN - first, begin, stop, slots, M, SPAN
+        )
+        tl.debug_barrier()
+        channel = lanes * 0 - 1
+        first_channel, alone = channel, lanes >= 0
+        total = tl.zeros([LANES, M], tl.float32)
+        end = tl.load(STARTS + stretch + 1)
+        for at in range(tl.load(STARTS + stretch), end, LANES * AT_ONCE):
+            for number in tl.static_range(AT_ONCE):
+                entry = at + number * LANES + lanes
+                inside = entry < end
+                index = index_of(INDEX + entry, inside)
+                delta = tl.load(DELTA + entry, mask=inside, other=0.0).to(tl.float32)
+                weights = tl.load(WEIGHTS + (index % SPAN)[:, None] * M + of_block[None, :])
+                own = tl.where(inside, index // SPAN, channel)
+                changed = own != channel
+                ended = changed & (channel >= 0)
+                line = SUMS + tl.where(alone, DP + lanes, channel)[:, None] * M + of_block[None, :]
+                before = tl.load(line, mask=(ended & ~alone)[:, None], other=0.0)
+                tl.store(line, before + total, mask=ended[:, None])
+                first_channel = tl.where(ended & alone, channel, first_channel)
+                alone = alone & ~ended
+                total = tl.where(changed[:, None], 0.0, total) + weights * delta[:, None]
+                channel = own
+        tl.debug_barrier()
+        firsts = tl.where(alone[:, None], total, tl.load(FIRSTS, mask=(~alone)[:, None], other=0.0))
+        add_lanes(SUMS, tl.where(alone, channel, first_channel), firsts, lanes, of_block, M, LANES)
+        add_lanes(SUMS, channel, tl.where(alone[:, None], 0.0, total), lanes, of_block, M, LANES)
+    tl.debug_barrier()
+    add_to_part(
+        MIXED + part * COLUMNS, SCALE, VECTORS, tl.load(whole), row, head, rows, channels, valid,
+        scale_row, scale_head, scale_channel, vectors_row, vectors_head, RANKED, COLUMNS, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def put_weights(
+    WEIGHTS, SCORES, top, base, rows, of_block, valid, from_slot, begin, stop, slots, M: tl.constexpr, SPAN: tl.constexpr
+):  # fmt: skip
+    """Of SPAN tokens from a slot on; those of slots that are not `begin` ... `stop` are 0."""
+    SOME: tl.constexpr = min(TOGETHER, SPAN)
+    for piece in tl.static_range(0, SPAN, SOME):
+        tokens = piece + tl.arange(0, SOME)
+        slot = from_slot + tokens
+        there = (slot >= begin) & (slot < stop)
+        scores = SCORES + (base + rows)[None, :] * slots + slot[:, None]
+        scores = tl.load(scores, mask=valid[None, :] & there[:, None], other=float("-inf"))
+        tl.store(WEIGHTS + tokens[:, None] * M + of_block[None, :], tl.exp2((scores - top[None, :]) * LOG2E))
+
+
+@triton.jit
+def add_lanes(
+    SUMS, channel, total, lanes, of_block, M: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Adds to the sums of channels what lanes have of them, channels in their order; those of -1 have nothing."""
+    held = tl.broadcast_to(channel[:, None], [LANES, M])
+    _, total = tl.associative_scan((held, total), 0, while_the_same)
+    following = tl.gather(channel, tl.minimum(lanes + 1, LANES - 1), 0)
+    ends = (channel >= 0) & ((channel != following) | (lanes == LANES - 1))
+    line = SUMS + channel[:, None] * M + of_block[None, :]
+    tl.store(line, tl.load(line, mask=ends[:, None], other=0.0) + total, mask=ends[:, None])
+    tl.debug_barrier()
+
+
+@triton.jit
+def while_the_same(channel, total, next_channel, next_total):
+    return next_channel, tl.where(channel == next_channel, total + next_total, next_total)

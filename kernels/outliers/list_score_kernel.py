@@ -1,0 +1,70 @@
+"""What outliers of rows' segments, listed by token, add to scores: a bias that attention's kernel takes.
+
+A program owns one KV head of one row, a block of query rows and a run of tokens. It puts its query into memory, channel by channel,
+where its multiprocessor's cache keeps it. A lane owns a token of a tile, walks along the token's outliers, and picks for each what
+all query rows have in its channel. A tile takes as many turns as its fullest token has outliers.
+"""
+
+import triton
+import triton.language as tl
+
+from calib.kernels.outliers.score_kernel import index_of, own_piece
+
+# Outliers of a token that are read together.
+AT_ONCE = tl.constexpr(4)
+
+UNFIXED = ["heads", "query_rows", "slots", "first", "run", "entries"]
+
+
+@triton.jit(do_not_specialize=UNFIXED)
+def list_scores(
+    QUERY, SCALE, USED, RECORDS, DELTA, INDEX, STARTS, BEGINS, PLACED, BIAS,
+    query_scale, heads, query_rows, slots, first, run, entries,
+    scale_row, scale_head, scale_channel, list_record, starts_record, starts_head, begins_record, begins_head,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """`run` tiles of BN tokens; slot 0 is the segment's token `first`. A list has room for so many `entries`."""
+    part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head = of_row // heads, of_row % heads
+    base = of_row.to(tl.int64) * query_rows
+    rows, tokens, channels = block * M + tl.arange(0, M), tl.arange(0, BN), tl.arange(0, DP)
+    valid = rows < query_rows
+    asked = (channels < D)[:, None] & valid[None, :]
+    query = tl.load(QUERY + (base + rows)[None, :] * D + channels[:, None], mask=asked, other=0.0)
+    query = query.to(tl.float32) * query_scale
+    if SCALE is not None:
+        scale = SCALE + row * scale_row + head * scale_head + channels * scale_channel
+        query *= tl.load(scale, mask=channels < D, other=0.0).to(tl.float32)[:, None]
+    of_block = tl.arange(0, M)
+    PLACED += own_piece() * (DP * M)
+    tl.store(PLACED + channels[:, None] * M + of_block[None, :], query)
+    tl.debug_barrier()
+
+    record = row
+    if RECORDS is not None:
+        record = tl.load(RECORDS + row)
+    record = record.to(tl.int64)
+    DELTA += record * list_record
+    INDEX += record * list_record
+    STARTS += record * starts_record + head * starts_head
+    BEGINS += record * begins_record + head * begins_head
+    used = tl.load(USED + row)
+    begin = part * run * BN
+    for start in range(begin, tl.minimum(begin + run * BN, used), BN):
+        slot = start + tokens
+        token, there = first + slot, slot < used
+        stretch = tl.load(STARTS + token // SPAN, mask=there, other=0)
+        at = stretch + index_of(BEGINS + token, there)
+        # Behind a stretch's last token the next stretch begins.
+        end = tl.load(STARTS + (token + 1) // SPAN, mask=there, other=0) + index_of(BEGINS + token + 1, there)
+        end = tl.minimum(end, entries)
+        product = tl.zeros([BN, M], tl.float32)
+        for _ in range(0, tl.max(end - at, 0), AT_ONCE):
+            for number in tl.static_range(AT_ONCE):
+                inside = at + number < end
+                channel = index_of(INDEX + at + number, inside)
+                delta = tl.load(DELTA + at + number, mask=inside, other=0.0).to(tl.float32)
+                met = tl.load(PLACED + channel[:, None] * M + of_block[None, :])
+                product += met * delta[:, None]
+            at += AT_ONCE
+        tl.store(BIAS + (base + rows)[None, :] * slots + slot[:, None], product, mask=valid[None, :] & there[:, None])

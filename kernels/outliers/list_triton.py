@@ -1,0 +1,160 @@
+"""Launches the kernels of rows' lists: in how many programs, and what of memory each has."""
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.launch import launch
+from calib.kernels.outliers.list_mixture_kernel import list_mixtures
+from calib.kernels.outliers.list_score_kernel import list_scores
+from calib.kernels.outliers.row_lists import LANES, RowLists, span_of
+
+# Query rows of a program at most, tokens of a tile of scores, and tiles of a program at least.
+ROWS, TOKENS, TILES = 16, 32, 4
+
+# Programs of a multiprocessor, each of one warp: no two lanes wait for each other.
+PROGRAMS = 32
+
+
+def supports(lists: RowLists) -> bool:
+    """Whether the kernels take these numbers, which lie side by side."""
+    held = (lists.delta, lists.index, lists.starts, *([] if lists.begins is None else [lists.begins]))
+    if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in held):
+        return False
+    return lists.delta.dtype in (torch.float16, torch.float32) and lists.index.dtype in (torch.uint8, torch.int16)
+
+
+def scores_of(
+    query: Tensor, lists: RowLists, used: Tensor, slots: int, scale: float, map_scale: Tensor | None
+) -> Tensor:
+    """See `operation.scores_of`."""
+    rows, heads, asked, channels = query.shape
+    assert lists.begins is not None, "lists of values"
+    constants = score_constants(asked, channels)
+    blocks, tiles = triton.cdiv(asked, constants["M"]), triton.cdiv(slots, TOKENS)
+    programs = PROGRAMS * multiprocessors(query.device) // (rows * heads * blocks)
+    run = max(TILES, triton.cdiv(tiles, max(1, programs)))
+    grid = (triton.cdiv(tiles, run), rows * heads, blocks)
+    bias = torch.empty((rows, heads, asked, slots), dtype=torch.float32, device=query.device)
+    launch(
+        list_scores, grid,
+        query.contiguous(), map_scale, used.contiguous(), lists.records, lists.delta, lists.index, lists.starts, lists.begins,
+        _room(grid, constants["DP"] * constants["M"], query.device), bias,
+        scale, heads, asked, slots, lists.first, run, lists.delta.shape[-1],
+        *scale_strides(map_scale), lists.delta.stride(0), *lists.starts.stride()[:2], *lists.begins.stride()[:2],
+        **constants, num_warps=1, num_stages=1,
+    )  # fmt: skip
+    return bias
+
+
+def add_to_mixtures(
+    parts: tuple[Tensor, Tensor],
+    scores: Tensor,
+    lists: RowLists,
+    vectors: Tensor | None,
+    used: Tensor,
+    page: int,
+    run: int,
+    turn: int,
+    channels: int,
+    map_scale: Tensor | None,
+) -> None:
+    """See `triton.add_to_mixtures`."""
+    top, mixed = parts
+    rows, heads, splits, asked = top.shape
+    ranked = 0 if vectors is None else vectors.shape[2]
+    constants = mixture_constants(asked, channels, ranked, mixed.shape[-1], page, turn)
+    grid = (splits, rows * heads, triton.cdiv(asked, constants["M"]))
+    held = (constants["SPAN"] + constants["DP"] + LANES) * constants["M"]
+    launch(
+        list_mixtures, grid,
+        scores, map_scale, used.contiguous(), lists.records, lists.delta, lists.index, lists.starts, vectors,
+        top, _room(grid, held, mixed.device), mixed,
+        heads, asked, scores.shape[-1], lists.first, run * turn,
+        *scale_strides(map_scale), lists.delta.stride(0), *lists.starts.stride()[:2], *vector_strides(vectors),
+        **constants, num_warps=1, num_stages=1,
+    )  # fmt: skip
+
+
+def score_constants(asked: int, channels: int) -> dict[str, int]:
+    """Of the kernel of scores."""
+    return {"D": channels, "DP": _padded(channels), "M": _block(asked), "BN": TOKENS, "SPAN": span_of(channels)}
+
+
+def mixture_constants(asked: int, channels: int, ranked: int, columns: int, page: int, turn: int) -> dict[str, int]:
+    """Of the kernel of mixtures, parts of which are whole turns of `turn` tokens."""
+    sizes = {"D": channels, "DP": _padded(channels), "M": _block(asked), "SPAN": span_of(channels), "LANES": LANES}
+    return sizes | {"RANKED": ranked, "COLUMNS": columns, "PAGE": page, "PADDED": triton.cdiv(page, turn) * turn}
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; eight elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+    """Of rows, heads and channels; what is the same for all has a stride of 0."""
+    if scale is None:
+        return 0, 0, 0
+    return tuple(0 if scale.ndim < axis or scale.shape[-axis] == 1 else scale.stride(-axis) for axis in (4, 3, 1))
+
+
+def vector_strides(vectors: Tensor | None) -> tuple[int, int]:
+    """Of rows, which may share vectors, and of heads."""
+    return (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
+
+
+def _block(asked: int) -> int:
+    return min(ROWS, triton.next_power_of_2(asked))
+
+
+def _padded(channels: int) -> int:
+    return triton.next_power_of_2(channels)
+
+
+def _room(grid: tuple[int, int, int], each: int, device: torch.device) -> Tensor:
+    """So many numbers of every program's own."""
+    return torch.empty(grid[0] * grid[1] * grid[2] * each, dtype=torch.float32, device=device)
+
+
+def _compiled(
+    kernel: object, constants: dict[str, object], codes: int, most: float, spilled: int = 0
+) -> Specialisation:
+    """At most so many instructions of a lane for one of `codes` in a turn of the longest loop, where there is no map."""
+    constants |= {"SCALE": None}
+    names = [name for name in kernel.arg_names if name not in constants]  # type: ignore[attr-defined]
+    strides = ("_record", "_head", "_row")
+    types = {name: "*fp32" if name.isupper() else "i32:16" if name.endswith(strides) else "i32" for name in names}
+    types |= {"query_scale": "fp32"} if "query_scale" in names else {}
+    held = {"QUERY": "*bf16", "DELTA": "*fp16", "USED": "*i32", "RECORDS": "*i32", "STARTS": "*i32", "BEGINS": "*i16"}
+    held |= {"VECTORS": "*fp16", "INDEX": "*u8" if "BEGINS" in names else "*i16"}
+    types |= {name: kind for name, kind in held.items() if name in names}
+    return Specialisation(kernel, types, constants, 1, 1, codes, most, spilled=spilled)
+
+
+def _scores(most: float, asked: int = 4, channels: int = 128) -> Specialisation:
+    """Of tiles in which no token has more than `AT_ONCE` outliers."""
+    return _compiled(list_scores, dict(score_constants(asked, channels)), TOKENS * channels, most)
+
+
+def _mixtures(most: float, asked: int = 4, channels: int = 128, ranked: int = 4, spilled: int = 0) -> Specialisation:
+    """Of stretches in which no lane has more."""
+    constants = mixture_constants(asked, channels, ranked, channels + ranked, 64, 64)
+    return _compiled(list_mixtures, dict(constants), constants["SPAN"] * channels, most, spilled)
+
+
+SPECIALISATIONS = {
+    "scores, lists of rows": _scores(1.1),
+    "scores, lists of rows, 1 row": _scores(0.85, 1),
+    "scores, lists of rows, 16 rows": _scores(3.1, ROWS),
+    "scores, lists of rows, 256 channels": _scores(0.55, channels=256),
+    "mixtures, lists of rows, rank 4": _mixtures(0.5),
+    "mixtures, lists of rows": _mixtures(0.51, ranked=0, spilled=24),
+    "mixtures, lists of rows, 1 row": _mixtures(0.19, 1),
+    "mixtures, lists of rows, 16 rows": _mixtures(1.7, ROWS, spilled=16),
+    "mixtures, lists of rows, 256 channels": _mixtures(0.34, channels=256),
+}
