@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.gpu.devices import BASELINE_NODES, COPY, DEVICES, NODE, Device
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.prefill_cost import found_prefill
+from benchmarks.gpu.roofline_lists import MIXTURES, SCORES, list_loops, listed
 from benchmarks.gpu.sizes import REAL
 from calib.kernels.ahead_of_time import CAPABILITIES, Specialisation, compiled
 from calib.kernels.attend.options import CHANNEL, PROGRAMS, TOKEN, runs_of
@@ -42,6 +43,7 @@ class Case:
         loops: for each launch of attention's kernel its specialisation and its share of the tokens.
         rows, kv_heads, query_rows: of a batch, of a row, of a KV head.
         copy_row: the row of `targets.TARGETS` that holds its share of the copy rate.
+        outliers: the share of entries that lie in lists beside the codes; then attention reads a bias and tells its scores.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Case:
     kv_heads: int = REAL.kv_heads
     query_rows: int = REAL.heads // REAL.kv_heads
     copy_row: str | None = None
+    outliers: float = 0.0
 
 
 TIERS = {"4 bits, ranges of channels": 0.6, "2 bits, ranges of channels": 0.4}
@@ -61,6 +64,7 @@ CASES = (
     Case("the same, MHA 32k x 1", "zipcache", TIERS, 1, REAL.heads, 1),
     Case("uniform 4 bit, g = 128 : SDPA", "kivi", KIVI[4], copy_row="share of the copy rate, 4 bit"),
     Case("uniform 2 bit, g = 128 : SDPA", "kivi", KIVI[2], copy_row="share of the copy rate, 2 bit"),
+    Case("GEAR : SDPA", "gear", {"4 bits, ranges of channels, rank 4": 1.0}, outliers=0.02),
     Case("`rtn`, 4 bits of a token", "rtn", {"4 bits, keys per token": 1.0}),
     Case("`klt`, 2 bits, keys before RoPE", "klt", {"6 4 3 2 1 bits, 16 words, turned": 1.0}),
     Case("the same, sizes and predicted values", "klt", {"6 4 3 2 1 bits, turned, mixed": 1.0}),
@@ -122,8 +126,9 @@ def attended(loop: Mapping[str, Any], tokens: int, case: Case, device: Device) -
     packed = heads * tokens * loop["bytes_of_token"]
     # Every part is written once and read once: top, mass and a mixture in float32.
     parts = 2 * 4 * heads * splits * case.query_rows * (REAL.head_dim + 2)
+    beside = 2 * 4 * heads * tokens * case.query_rows * bool(case.outliers)
     seconds = {
-        "bytes": (packed + parts) / device.copied(1.0),
+        "bytes": (packed + parts + beside) / device.copied(1.0),
         pipe: run * -(-programs * loop["warps"] // SCHEDULERS) * clocks / device.hertz,
         "waits": run * -(-programs // at_once) * loop["alone"] / device.hertz,
     }
@@ -141,6 +146,10 @@ def predicted(
         attended(loops[name, device.capability], round(share * REAL.tokens), case, device)
         for name, share in case.loops.items()
     ]
+    if case.outliers:
+        heads, splits = case.rows * case.kv_heads, parts[0]["splits"]
+        lists = [loops[name, device.capability] for name in (SCORES, MIXTURES)]
+        parts += [listed(own, case.outliers, splits, device, heads, case.query_rows) for own in lists]
     attention = sum(part["seconds"][part["bound"]] for part in parts)
     packed = sum(part["packed"] for part in parts)
     exact = case.rows * case.kv_heads * REAL.tokens * 2 * REAL.head_dim * 2
@@ -181,7 +190,8 @@ def found() -> dict[str, Any]:
         for name in dict.fromkeys(name for case in CASES for name in case.loops)
         for capability in CAPABILITIES
     ]
-    by_name = {(loop["name"], loop["capability"]): loop for loop in loops}
+    lists = list_loops()
+    by_name = {(loop["name"], loop["capability"]): loop for loop in (*loops, *lists)}
     steps = [predicted(case, by_name, launches[case.method], own) for case in CASES for own in DEVICES.values()]
     return {
         "triton": version("triton"),
@@ -190,6 +200,7 @@ def found() -> dict[str, Any]:
         "node_seconds": list(NODE),
         "launches": launches,
         "loops": loops,
+        "lists": lists,
         "steps": steps,
         "prefill": found_prefill(),
     }

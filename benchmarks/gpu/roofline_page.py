@@ -65,6 +65,13 @@ turn then. The limits that hold these loops are in `kernels/attend/specialisatio
 
 """
 
+LISTS = """
+What `gear` adds before attention and behind it (`kernels/outliers`) has two loops: one over 32 tokens of keys, or a warp's
+stretches of 512 tokens of values, and *inside* it one over four outliers of each lane. With 2 % outliers at random the
+inner one turns {scores:.1f} times for a tile of keys, as its fullest token asks, and {mixtures:.1f} times for a stretch.
+
+"""
+
 ASSUMED = """
 ## What is assumed
 
@@ -156,9 +163,19 @@ def loop_rows(run: Run) -> Iterator[list[object]]:
         yield [loop["name"], f"sm_{loop['capability']}", *memory, *turn, *waits]
 
 
+def list_rows(run: Run) -> Iterator[list[object]]:
+    """A line for each kernel of lists and compute capability."""
+    for loop in run["lists"]:
+        counts = [loop[part][number] for number in ("instructions", "alone") for part in ("around", "inside")]
+        yield [loop["name"], f"sm_{loop['capability']}", loop["registers"], loop["programs"], *counts]
+
+
 def page(run: Run, of: Sequence[Run]) -> str:
     """The whole text; `of` are the runs that have measured."""
     from benchmarks.gpu.devices import BASELINE_NODES
+    from benchmarks.gpu.roofline import CASES
+    from benchmarks.gpu.roofline_lists import AT_ONCE, LANES, LONGEST, turns_of_tile
+    from benchmarks.gpu.sizes import REAL
     from calib.kernels.attend.options import PROGRAMS
     from calib.kernels.occupancy import SHARED
     from calib.kernels.turn_alone import MEMORY
@@ -201,6 +218,10 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += PARTS + table([*parts, "waits"], part_rows(run))
     text += LOOPS.format(programs=PROGRAMS)
     text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))
+    share = next(case.outliers for case in CASES if case.outliers)
+    text += LISTS.format(scores=turns_of_tile(share), mixtures=LONGEST * share * REAL.head_dim / (LANES * AT_ONCE))
+    lists = ["kernel", "for", "registers", "at once", "instructions", "inside", "alone", "inside"]
+    text += table(lists, list_rows(run))
     return text + ASSUMED.format(
         devices=devices, copy=run["copy"], shared=shared, memory=MEMORY, near=NEAR, node=node, baseline=BASELINE_NODES
     )

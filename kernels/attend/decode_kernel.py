@@ -33,6 +33,7 @@ from calib.kernels.attend.loads import (
     largest_of,
     own_words,
     query_planes,
+    token_coefficients,
     token_parameters,
     token_sizes,
     vector_products,
@@ -169,11 +170,12 @@ def attend(
     mixed, zeros, total = no_mixture(VALUE_WIDTHS, VALUE_GROUPS, VALUE_SIZED, WVP, M)
     ranked = ()
     for _ in tl.static_range(VALUE_RANK):
-        ranked += (tl.zeros([M], tl.float32),)
+        ranked += (tl.zeros([ROWS, M], tl.float32),)
     if KEYS_MIXED:
         keys_mixed, keys_total = no_rows(KEY_WIDTHS, WKP, M)
 
-    # Where a turn's words lie, from its first token on: the loop adds but one number to each of these.
+    # Where a turn's words and scores lie, from its first token on: the loop adds but one number to each of these.
+    score_tile = rows[None, :] * slots + tokens[:, None]
     key_tile = tokens[:, None] * KEY_ROW + key_words[None, :]
     value_tile = tokens[None, :] * VALUE_ROW + value_words[:, None]
     for start in range(first, stop, BN):
@@ -217,13 +219,14 @@ def attend(
                 RAGGED, PRECISE,
             )  # fmt: skip
         if KEY_RANK > 0:
-            own = KEY_COEFFICIENTS + page * key_coefficients_page + head * key_coefficients_head + slot * KEY_RANK
-            product = with_coefficients(product, own, shared, in_use, KEY_RANK)
+            own = KEY_COEFFICIENTS + page * key_coefficients_page + head * key_coefficients_head
+            own = token_coefficients(own, slot, in_use, KEY_RANK)
+            product = with_coefficients(product, own, shared, KEY_RANK)
 
         # Weights, and how much of what is there stays.
         product, steepness, lift = masked_scores(
-            product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, in_use, start + BN - 1, used, ahead, slots,
-            base, query_rows, valid, HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP,
+            product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, score_tile, in_use, start, start + BN - 1, used,
+            ahead, slots, base, query_rows, valid, HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP, RAGGED,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(product, 0) * steepness + lift)
         stays = tl.exp2(top - higher)
@@ -233,10 +236,9 @@ def attend(
 
         # Mixtures: of values' coefficients, of keys' codes, of values.
         if VALUE_RANK > 0:
-            own = (
-                VALUE_COEFFICIENTS + page * value_coefficients_page + head * value_coefficients_head + slot * VALUE_RANK
-            )
-            ranked = mixed_coefficients(own, weights, ranked, stays, in_use, VALUE_RANK)
+            own = VALUE_COEFFICIENTS + page * value_coefficients_page + head * value_coefficients_head
+            own = token_coefficients(own, slot, in_use, VALUE_RANK)
+            ranked = mixed_coefficients(own, weights, ranked, stays, VALUE_RANK)
         if KEYS_MIXED:
             if is_trellis(KEY_WIDTHS):
                 odd = tl.trans(odd)
@@ -294,7 +296,7 @@ def attend(
             VALUE_DIVIDES, DV, WV, PRECISE,
         )  # fmt: skip
     for j in tl.static_range(VALUE_RANK):
-        tl.store(out + (DV + VALUE_SIZED + j), ranked[j], mask=valid)
+        tl.store(out + (DV + VALUE_SIZED + j), tl.sum(ranked[j], 0), mask=valid)
     if KEYS_MIXED:
         out += DV + VALUE_SIZED + VALUE_RANK
         store_rows(out, keys_mixed, keys_total, valid, KEY_WIDTHS, DK, WK, WKP, PRECISE)

@@ -88,12 +88,11 @@ def mixed_by_token(
 
 
 @triton.jit
-def mixed_coefficients(coefficients, weights, ranked, stays, inside, RANK: tl.constexpr):
-    """The mixture [M] of each of the RANK coefficients [BN] of a token, which lie side by side, with a tile's added."""
+def mixed_coefficients(coefficients, weights, ranked, stays, RANK: tl.constexpr):
+    """The mixture of each of the RANK coefficients [BN] of a token, with a tile's added, in sums [ROWS, M]."""
     found = ()
     for j in tl.static_range(RANK):
-        coefficient = tl.load(coefficients + j, mask=inside, other=0.0).to(tl.float32)
-        found += (ranked[j] * stays + tl.sum(weights * coefficient[:, None], 0),)
+        found += (ranked[j] * stays[None, :] + rows_joined(weights * coefficients[j][:, None]),)
     return found
 
 

@@ -83,18 +83,18 @@ def code_scores(
 
 
 @triton.jit
-def with_coefficients(product, coefficients, shared, inside, RANK: tl.constexpr):
-    """`product`, and what the coefficients [BN] of a token, RANK side by side, add: each times the query's product, of `shared`."""
+def with_coefficients(product, coefficients, shared, RANK: tl.constexpr):
+    """`product`, and what the RANK coefficients [BN] of a token add: each times the query's product, of `shared`."""
     for j in tl.static_range(RANK):
-        coefficient = tl.load(coefficients + j, mask=inside, other=0.0).to(tl.float32)
-        product += coefficient[:, None] * shared[j][None, :]
+        product += coefficients[j][:, None] * shared[j][None, :]
     return product
 
 
 @triton.jit
 def masked_scores(
-    product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, in_use, last, used, ahead, slots, base, query_rows,
-    valid, HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
+    product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, score_tile, in_use, turn, last, used, ahead, slots,
+    base, query_rows, valid, HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Scores [BN, M], -inf of what is not seen, and the `steepness` and `lift` [M] that make exponents of 2 of them.
 
@@ -104,10 +104,13 @@ def masked_scores(
     WHOLE: tl.constexpr = HAS_BIAS or HAS_SCORES or HAS_AHEAD or SOFTCAP is not None
     if WHOLE:
         product = product * scale[None, :] + shift[None, :]
-        slots_of = (base + rows)[None, :] * slots + at[:, None]
-        there = valid[None, :] & (at < slots)[:, None]
+        # Where a bias and scores lie: `score_tile`, from the turn's first token on; all slots are there but those of RAGGED pages.
+        there, first = valid[None, :], base * slots + turn
+        if RAGGED:
+            there, first = valid[None, :] & (at < slots)[:, None], base * slots
+            score_tile = rows[None, :] * slots + at[:, None]
         if HAS_BIAS:
-            product += tl.load(BIAS + slots_of, mask=there, other=0.0)
+            product += tl.load(BIAS + first + score_tile, mask=there, other=0.0)
         if HAS_AHEAD and last >= used:  # few turns have such keys
             behind_used = (at >= used) & (at < tl.minimum(used + ahead, slots))
             scores_of = (base + rows)[None, :] * ahead + (at - used)[:, None]
@@ -127,7 +130,7 @@ def masked_scores(
     product = tl.where(seen, product, float("-inf"))
     if WHOLE:
         if HAS_SCORES:
-            tl.store(SCORES + slots_of, product, mask=there)
+            tl.store(SCORES + first + score_tile, product, mask=there)
         return product, tl.full([rows.shape[0]], LOG2E, tl.float32), tl.zeros([rows.shape[0]], tl.float32)
     else:
         return product, scale * LOG2E, shift * LOG2E

@@ -170,6 +170,23 @@ def token_parameters(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.co
 
 
 @triton.jit
+def token_coefficients(
+    numbers, slot, inside, RANK: tl.constexpr
+):  # fmt: skip
+    """A token's coefficients, RANK side by side, as a tuple of float32 [BN]; an even number of 16 bits each are read as pairs."""
+    found = ()
+    if RANK % 2 == 0 and numbers.dtype.element_ty == tl.float16:
+        pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + slot * (RANK // 2)
+        for j in tl.static_range(RANK // 2):
+            first, second = _halves(tl.load(pairs + j, mask=inside, other=0))
+            found += (first.to(tl.float32), second.to(tl.float32))
+    else:
+        for j in tl.static_range(RANK):
+            found += (tl.load(numbers + slot * RANK + j, mask=inside, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
 def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
     """A number of each of a plane's channels, float32 [WP]."""
     channels = plane * W + words

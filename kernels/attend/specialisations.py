@@ -81,17 +81,21 @@ def specialisation(
     mixes_keys: bool = False,
     ahead: bool = False,
     scored: bool = False,
+    beside_codes: bool = False,
     barriers: float = inf,
     waits: float = inf,
 ) -> Specialisation:
     """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them; with `scored` the
-    scores of all, some of which are hidden. As many
+    scores of all, some of which are hidden, and with `beside_codes` those of all, to which a bias is added. As many
     programs of one warp have to fit a multiprocessor as a launch starts there; half of them where tokens are wide or exact."""
     turn = turn_of(keys, values, block, rope_tables)
-    absent = ("BIAS", "POSITIONS", "BACK", *(() if scored else ("HIDDEN",)), *(() if ahead or scored else ("SCORES",)))
+    told = scored or beside_codes
+    given = {"BIAS": beside_codes, "POSITIONS": False, "BACK": False, "HIDDEN": scored, "SCORES": ahead or told}
+    absent = [name for name, there in given.items() if not there]
     constants = constants_of(keys, values, block, turn, None, rope_tables, interpreted=False, mixes_keys=mixes_keys)
     constants |= {f"HAS_{name}": False for name in absent} | dict.fromkeys(absent, None)
-    constants |= {"HAS_SCORES": scored, "HAS_AHEAD": ahead, "EARLY": True} | ({"HAS_HIDDEN": True} if scored else {})
+    constants |= {"HAS_SCORES": told, "HAS_AHEAD": ahead, "EARLY": True}
+    constants |= ({"HAS_HIDDEN": True} if scored else {}) | ({"HAS_BIAS": True} if beside_codes else {})
     has_constant = keys.parameters is None and rope_tables is None and keys.map is None
     constants |= {"HAS_CONSTANT": has_constant, "PRECISE": False} | ({} if has_constant else {"CONSTANT": None})
     constants |= {} if rope_tables else dict.fromkeys(("AXES", "MEAN", "SIZE", "COARSE", "FINE"))
@@ -114,7 +118,9 @@ def specialisation(
     }
     types |= {name: POINTERS[part.dtype] for name, part in maps.items() if part is not None}
     types |= {"QUERY": "*bf16", "query_scale": "fp32"}
-    types |= dict.fromkeys(("CONSTANT", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32")
+    types |= dict.fromkeys(
+        ("CONSTANT", "BIAS", "SCORES", "TOP", "MASS", "MIXED", "MEAN", "SIZE", "COARSE", "FINE"), "*fp32"
+    )
     types |= {"AXES": "*fp16", "KEY_VECTORS": "*fp16", "KEY_COEFFICIENTS": "*fp16", "VALUE_COEFFICIENTS": "*fp16"}
     types |= {"VALUE_SCALES": "*fp16"}
     sizes = {"KEY_SIZES": keys.sizes, "VALUE_SIZES": values.sizes}
@@ -162,6 +168,13 @@ def _ranged(bits: int, most: float) -> Specialisation:
     half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
     keys = replace(stream_of(bits), map=ChannelMap(half, half))
     return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), most, barriers=3, waits=1)
+
+
+def _gear(bits: int, most: float) -> Specialisation:
+    """GEAR's tokens of a prompt: ranges of channels for keys, numbers of all heads' channels for values, factors of both."""
+    half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
+    keys = replace(stream_of(bits), fixed=(half, half), ranked=_FACTORS)
+    return specialisation(keys, replace(stream_of(bits, TOKEN), ranked=_FACTORS), most, beside_codes=True)
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
@@ -247,10 +260,8 @@ def _exact(
 # What widths that differ are held to: for a word, tokens of as many bits; for a code, words of as many codes.
 _OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrated"}
 _OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
-_RANKED = replace(
-    stream_of(2, TOKEN, 4),
-    ranked=LowRankTerm(*(torch.empty(1, 1, *size, dtype=torch.float16, device="meta") for size in ((64, 4), (4, 128)))),
-)
+_FACTORS = LowRankTerm(*(torch.empty(1, 1, *size, dtype=torch.float16, device="meta") for size in ((64, 4), (4, 128))))
+_RANKED = replace(stream_of(2, TOKEN, 4), ranked=_FACTORS)
 _PATTERNED = stream_of((6, 4, 3, 2, 1), channels=80, counts=(16, 16))
 _TRELLIS = replace(_PATTERNED, trellis=True)
 _SIZED = replace(_PATTERNED, sizes=torch.empty(1, 1, 64, 1, dtype=torch.int16, device="meta"))
@@ -275,6 +286,8 @@ SPECIALISATIONS = {
     "2 bits, blocks of 40": _block(2, 40, 2.2),
     "4 bits, ranges of channels": _ranged(4, 1.65),
     "2 bits, ranges of channels": _ranged(2, 1.55),
+    # And `gear`: factors of tokens, and what outliers add to scores, which are told for what they add to mixtures.
+    "4 bits, ranges of channels, rank 4": _gear(4, 2.85),
     "2 bits, both calibrated": _calibrated(2, 128),
     "3 bits, both calibrated": _calibrated(3, 80),
     "4 bits, both calibrated": _calibrated(4, 128),
@@ -282,7 +295,7 @@ SPECIALISATIONS = {
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
     # These two fill the registers: what the compiler of one release keeps in them, that of another spills.
-    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 3.6, spilled=24),
+    "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 3.5, spilled=48),
     # Keys are put together and rotated: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
     "6 4 3 2 1 bits, 16 words, turned": specialisation(
         _PATTERNED, _PATTERNED, 10.1, 6, 8, rope_tables=rope_tables_of(80, 128)

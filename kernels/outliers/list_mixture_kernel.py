@@ -1,10 +1,11 @@
 """What outliers of rows' segments, listed by channel, add to the parts of a softmax that attention's kernel has left.
 
 A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It goes through
-the stretches that the run lies in. Of each it makes weights of the part's scores and its top, and puts them into memory, token by
-token. Lanes then walk along the outliers of the stretch that they were dealt (`row_lists.py`), pick the weights of each, and add
-up until another channel begins. Channels lie in their order, so a channel that a lane both begins and ends is nobody else's; only
-the first and the last of each lane may go on in others, and these are joined behind the stretch. Sums have one order.
+the stretches that the run lies in, two at a time, a warp each. Of each it makes weights of the part's scores and its top, and puts
+them into memory, token by token. Lanes then walk along the outliers of the stretch that they were dealt (`row_lists.py`), pick the
+weights of each, and add up until another channel begins. Channels lie in their order, so a channel that a lane both begins and ends
+is nobody else's; only the first and the last of each lane may go on in others, and these are joined behind the stretch. Sums have
+one order.
 """
 
 import triton
@@ -25,24 +26,25 @@ def list_mixtures(
     heads, query_rows, slots, first, run,
     scale_row, scale_head, scale_channel, list_record, starts_record, starts_head, vectors_row, vectors_head,
     RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
-    SPAN: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
+    SPAN: tl.constexpr, LANES: tl.constexpr, STRETCHES: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """`run` tokens of a part, counted as if pages had PADDED; slot 0 is the segment's token `first`."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     base = of_row.to(tl.int64) * query_rows
     part = (of_row * splits + split).to(tl.int64) * query_rows
-    of_block, lanes, channels = tl.arange(0, M), tl.arange(0, LANES), tl.arange(0, DP)
+    of_block, lanes, channels = tl.arange(0, M), tl.arange(0, LANES * STRETCHES), tl.arange(0, DP)
+    number, lane = lanes // LANES, lanes % LANES
     rows = block * M + of_block
     valid = rows < query_rows
     top = tl.load(TOP + part + rows, mask=valid, other=0.0)
 
-    # Weights of a stretch's tokens, sums of channels, and what lanes have of their first.
-    WEIGHTS = PLACED + own_piece() * ((SPAN + DP + LANES) * M)
-    SUMS = WEIGHTS + SPAN * M
-    FIRSTS = SUMS + (DP + lanes)[:, None] * M + of_block[None, :]
+    # Weights of the stretches' tokens, sums of their channels, and what lanes have of their first channel.
+    SUMS_AT: tl.constexpr = STRETCHES * SPAN * M
+    WEIGHTS = PLACED + own_piece() * (SUMS_AT + STRETCHES * (DP + LANES) * M)
+    SUMS = WEIGHTS + SUMS_AT
+    FIRSTS = SUMS + (STRETCHES * DP + lanes)[:, None] * M + of_block[None, :]
     whole = SUMS + channels[:, None] * M + of_block[None, :]
-    tl.store(whole, tl.zeros([DP, M], tl.float32))
     record = row
     if RECORDS is not None:
         record = tl.load(RECORDS + row)
@@ -53,40 +55,63 @@ def list_mixtures(
     used = tl.load(USED + row)
     begin = token_at(split * run, PADDED, PAGE)
     stop = tl.minimum(token_at(split * run + run, PADDED, PAGE), used)
-    last = (first + stop + SPAN - 1) // SPAN
-    for stretch in range((first + begin) // SPAN, tl.where(begin < stop, last, 0)):
+    last = tl.where(begin < stop, (first + stop + SPAN - 1) // SPAN, 0)
+    added = tl.zeros([DP, M], tl.float32)
+    for stretch in range((first + begin) // SPAN, last, STRETCHES):
+        for own in tl.static_range(STRETCHES):
+            tl.store(whole + own * (DP * M), tl.zeros([DP, M], tl.float32))
         put_weights(
-            WEIGHTS, SCORES, top, base, rows, of_block, valid, stretch * SPAN - first, begin, stop, slots, M, SPAN
+            WEIGHTS,
+            SCORES,
+            top,
+            base,
+            rows,
+            of_block,
+            valid,
+            stretch * SPAN - first,
+            begin,
+            stop,
+            slots,
+            M,
+            STRETCHES * SPAN,
         )
         tl.debug_barrier()
         channel = lanes * 0 - 1
         first_channel, alone = channel, lanes >= 0
-        total = tl.zeros([LANES, M], tl.float32)
-        end = tl.load(STARTS + stretch + 1)
-        for at in range(tl.load(STARTS + stretch), end, LANES * AT_ONCE):
-            for number in tl.static_range(AT_ONCE):
-                entry = at + number * LANES + lanes
+        total = tl.zeros([LANES * STRETCHES, M], tl.float32)
+        there = stretch + number < last
+        at = tl.load(STARTS + stretch + number, mask=there, other=0)
+        end = tl.load(STARTS + stretch + number + 1, mask=there, other=0)
+        for _ in range(0, tl.max(end - at, 0), LANES * AT_ONCE):
+            # All are read before anything is written.
+            owners, products = (), ()
+            for turn in tl.static_range(AT_ONCE):
+                entry = at + turn * LANES + lane
                 inside = entry < end
                 index = index_of(INDEX + entry, inside)
                 delta = tl.load(DELTA + entry, mask=inside, other=0.0).to(tl.float32)
-                weights = tl.load(WEIGHTS + (index % SPAN)[:, None] * M + of_block[None, :])
-                own = tl.where(inside, index // SPAN, channel)
-                changed = own != channel
+                weights = tl.load(WEIGHTS + (number * SPAN + index % SPAN)[:, None] * M + of_block[None, :])
+                owners += (tl.where(inside, number * DP + index // SPAN, -1),)
+                products += (weights * delta[:, None],)
+            for turn in tl.static_range(AT_ONCE):
+                changed = (owners[turn] >= 0) & (owners[turn] != channel)
                 ended = changed & (channel >= 0)
-                line = SUMS + tl.where(alone, DP + lanes, channel)[:, None] * M + of_block[None, :]
-                before = tl.load(line, mask=(ended & ~alone)[:, None], other=0.0)
-                tl.store(line, before + total, mask=ended[:, None])
+                line = SUMS + tl.where(alone, STRETCHES * DP + lanes, channel)[:, None] * M + of_block[None, :]
+                tl.store(line, total, mask=ended[:, None])
                 first_channel = tl.where(ended & alone, channel, first_channel)
                 alone = alone & ~ended
-                total = tl.where(changed[:, None], 0.0, total) + weights * delta[:, None]
-                channel = own
+                total = tl.where(changed[:, None], 0.0, total) + products[turn]
+                channel = tl.where(changed, owners[turn], channel)
+            at += LANES * AT_ONCE
         tl.debug_barrier()
         firsts = tl.where(alone[:, None], total, tl.load(FIRSTS, mask=(~alone)[:, None], other=0.0))
-        add_lanes(SUMS, tl.where(alone, channel, first_channel), firsts, lanes, of_block, M, LANES)
-        add_lanes(SUMS, channel, tl.where(alone[:, None], 0.0, total), lanes, of_block, M, LANES)
-    tl.debug_barrier()
+        add_lanes(SUMS, tl.where(alone, channel, first_channel), firsts, lanes, of_block, M, LANES * STRETCHES)
+        add_lanes(SUMS, channel, tl.where(alone[:, None], 0.0, total), lanes, of_block, M, LANES * STRETCHES)
+        for own in tl.static_range(STRETCHES):
+            added += tl.load(whole + own * (DP * M))
+        tl.debug_barrier()
     add_to_part(
-        MIXED + part * COLUMNS, SCALE, VECTORS, tl.load(whole), row, head, rows, channels, valid,
+        MIXED + part * COLUMNS, SCALE, VECTORS, added, row, head, rows, channels, valid,
         scale_row, scale_head, scale_channel, vectors_row, vectors_head, RANKED, COLUMNS, D,
     )  # fmt: skip
 

@@ -15,8 +15,9 @@ from calib.kernels.outliers.row_lists import LANES, RowLists, span_of
 # Query rows of a program at most, tokens of a tile of scores, and tiles of a program at least.
 ROWS, TOKENS, TILES = 16, 32, 4
 
-# Programs of a multiprocessor, each of one warp: no two lanes wait for each other.
-PROGRAMS = 32
+# Programs of scores of a multiprocessor, each of one warp: no two lanes wait for each other. And stretches that a program of
+# mixtures goes through at once, a warp each: attention starts eight programs, and more would not find their weights in the cache.
+PROGRAMS, STRETCHES = 32, 2
 
 
 def supports(lists: RowLists) -> bool:
@@ -68,14 +69,14 @@ def add_to_mixtures(
     ranked = 0 if vectors is None else vectors.shape[2]
     constants = mixture_constants(asked, channels, ranked, mixed.shape[-1], page, turn)
     grid = (splits, rows * heads, triton.cdiv(asked, constants["M"]))
-    held = (constants["SPAN"] + constants["DP"] + LANES) * constants["M"]
+    held = STRETCHES * (constants["SPAN"] + constants["DP"] + LANES) * constants["M"]
     launch(
         list_mixtures, grid,
         scores, map_scale, used.contiguous(), lists.records, lists.delta, lists.index, lists.starts, vectors,
         top, _room(grid, held, mixed.device), mixed,
         heads, asked, scores.shape[-1], lists.first, run * turn,
         *scale_strides(map_scale), lists.delta.stride(0), *lists.starts.stride()[:2], *vector_strides(vectors),
-        **constants, num_warps=1, num_stages=1,
+        **constants, num_warps=STRETCHES, num_stages=1,
     )  # fmt: skip
 
 
@@ -87,7 +88,13 @@ def score_constants(asked: int, channels: int) -> dict[str, int]:
 def mixture_constants(asked: int, channels: int, ranked: int, columns: int, page: int, turn: int) -> dict[str, int]:
     """Of the kernel of mixtures, parts of which are whole turns of `turn` tokens."""
     sizes = {"D": channels, "DP": _padded(channels), "M": _block(asked), "SPAN": span_of(channels), "LANES": LANES}
-    return sizes | {"RANKED": ranked, "COLUMNS": columns, "PAGE": page, "PADDED": triton.cdiv(page, turn) * turn}
+    return sizes | {
+        "STRETCHES": STRETCHES,
+        "RANKED": ranked,
+        "COLUMNS": columns,
+        "PAGE": page,
+        "PADDED": triton.cdiv(page, turn) * turn,
+    }
 
 
 @lru_cache
@@ -122,7 +129,7 @@ def _room(grid: tuple[int, int, int], each: int, device: torch.device) -> Tensor
 
 
 def _compiled(
-    kernel: object, constants: dict[str, object], codes: int, most: float, spilled: int = 0
+    kernel: object, constants: dict[str, object], warps: int, codes: int, most: float, spilled: int = 0
 ) -> Specialisation:
     """At most so many instructions of a lane for one of `codes` in a turn of the longest loop, where there is no map."""
     constants |= {"SCALE": None}
@@ -133,18 +140,19 @@ def _compiled(
     held = {"QUERY": "*bf16", "DELTA": "*fp16", "USED": "*i32", "RECORDS": "*i32", "STARTS": "*i32", "BEGINS": "*i16"}
     held |= {"VECTORS": "*fp16", "INDEX": "*u8" if "BEGINS" in names else "*i16"}
     types |= {name: kind for name, kind in held.items() if name in names}
-    return Specialisation(kernel, types, constants, 1, 1, codes, most, spilled=spilled)
+    return Specialisation(kernel, types, constants, warps, 1, codes, most, spilled=spilled)
 
 
 def _scores(most: float, asked: int = 4, channels: int = 128) -> Specialisation:
     """Of tiles in which no token has more than `AT_ONCE` outliers."""
-    return _compiled(list_scores, dict(score_constants(asked, channels)), TOKENS * channels, most)
+    return _compiled(list_scores, dict(score_constants(asked, channels)), 1, TOKENS * channels, most)
 
 
 def _mixtures(most: float, asked: int = 4, channels: int = 128, ranked: int = 4, spilled: int = 0) -> Specialisation:
     """Of stretches in which no lane has more."""
     constants = mixture_constants(asked, channels, ranked, channels + ranked, 64, 64)
-    return _compiled(list_mixtures, dict(constants), constants["SPAN"] * channels, most, spilled)
+    codes = STRETCHES * constants["SPAN"] * channels
+    return _compiled(list_mixtures, dict(constants), STRETCHES, codes, most, spilled)
 
 
 SPECIALISATIONS = {
@@ -152,9 +160,9 @@ SPECIALISATIONS = {
     "scores, lists of rows, 1 row": _scores(0.85, 1),
     "scores, lists of rows, 16 rows": _scores(3.1, ROWS),
     "scores, lists of rows, 256 channels": _scores(0.55, channels=256),
-    "mixtures, lists of rows, rank 4": _mixtures(0.5),
-    "mixtures, lists of rows": _mixtures(0.51, ranked=0, spilled=24),
-    "mixtures, lists of rows, 1 row": _mixtures(0.19, 1),
-    "mixtures, lists of rows, 16 rows": _mixtures(1.7, ROWS, spilled=16),
-    "mixtures, lists of rows, 256 channels": _mixtures(0.34, channels=256),
+    "mixtures, lists of rows, rank 4": _mixtures(0.6),
+    "mixtures, lists of rows": _mixtures(0.6, ranked=0, spilled=8),
+    "mixtures, lists of rows, 1 row": _mixtures(0.24, 1),
+    "mixtures, lists of rows, 16 rows": _mixtures(1.95, ROWS, spilled=16),
+    "mixtures, lists of rows, 256 channels": _mixtures(0.43, channels=256),
 }

@@ -26,6 +26,7 @@ from benchmarks.gpu.roofline import (
     bytes_of_token,
     predicted,
 )
+from benchmarks.gpu.roofline_lists import MIXTURES, SCORES, listed, turns_of_tile
 from benchmarks.gpu.roofline_page import measured, page, runs
 from benchmarks.gpu.targets import TARGETS
 from calib.kernels.ahead_of_time import CAPABILITIES, NEWEST
@@ -59,12 +60,12 @@ def test_every_case_and_loop_is_in_the_run():
     assert [(loop["name"], loop["capability"]) for loop in RUN["loops"]] == wanted
     rows = {target.name for target in TARGETS}
     assert {case.copy_row for case in CASES if case.copy_row} < rows
-    assert sum(case.name in rows for case in CASES) == 4
+    assert sum(case.name in rows for case in CASES) == 5
 
 
 def test_the_run_follows_from_its_loops_and_launches():
     """Formulas that change have to be written down again."""
-    loops = {(loop["name"], loop["capability"]): loop for loop in RUN["loops"]}
+    loops = {(loop["name"], loop["capability"]): loop for loop in (*RUN["loops"], *RUN["lists"])}
     steps = [
         predicted(case, loops, RUN["launches"][case.method], device) for case in CASES for device in DEVICES.values()
     ]
@@ -142,6 +143,31 @@ def test_a_step_by_hand():
     assert found["share_of_copy"][0] == pytest.approx(10 * 32768 * 100 / (COPY * 1e12) / found["step"][1])
 
 
+def test_lists_by_hand():
+    """Of 10 heads, on ten multiprocessors: 32 programs of each for scores, and for mixtures as many as attention left parts."""
+    part = {"instructions": 10, "busy": {"issue": 100, "memory": 400}, "alone": 1000}
+    loop = {"programs": 16, "warps": 1, "around": part, "inside": {**part, "busy": {"issue": 50}, "alone": 100}}
+    found = listed({**loop, "name": SCORES}, 0.02, 5, SMALL, 10, 4)
+    assert (found["splits"], found["turns"], found["programs"]) == (32, 32, 32)
+    inner, tokens = turns_of_tile(0.02), 10 * 32768
+    assert found["seconds"]["memory"] == pytest.approx(32 * 8 * 400 / 1e9)
+    assert found["seconds"]["waits"] == pytest.approx(32 * 2 * (1000 + inner * 100) / 1e9)
+    assert found["packed"] == pytest.approx(tokens * (2.56 * 3 + 2))
+    assert found["seconds"]["bytes"] == pytest.approx((found["packed"] + 16 * tokens) / (COPY * 1e12))
+    found = listed({**loop, "name": MIXTURES, "warps": 2}, 0.02, 8, SMALL, 10, 4)
+    assert (found["splits"], found["turns"], found["programs"]) == (8, 4, 8)
+    assert found["seconds"]["issue"] == pytest.approx(4 * 4 * (100 + 10.24 * 50) / 1e9), "two warps of each program"
+
+
+def test_turns_of_a_tile():
+    """Drawn instead of worked out."""
+    draw = torch.Generator().manual_seed(1)
+    for share in (0.001, 0.02, 0.1):
+        counts = torch.rand(4000, 32, 128, generator=draw).lt(share).sum(-1).amax(-1)
+        assert turns_of_tile(share) == pytest.approx(float((counts / 4).ceil().mean()), rel=0.02)
+    assert turns_of_tile(0.0) == 0 and turns_of_tile(1.0) == 32
+
+
 def test_clocks_of_a_turn_by_pipe():
     lines = [
         "LOP3.LUT R1, R2, 0xf, R3, 0xea, !PT", "IMAD.WIDE R2, R4, 0x2, R6", "FFMA R1, R2, R3, R4", "HFMA2 R1, R2, R3, R4",
@@ -176,7 +202,8 @@ def test_bytes_of_a_token_with_sizes_and_coefficients():
         ("zipcache", TIERS, list(CASES[0].loops)),
         ("kivi", {"bits": 4, **UNIFORM}, list(CASES[2].loops)),
         ("kivi", {"bits": 2, **UNIFORM}, list(CASES[3].loops)),
-        ("rtn", {"bits": 4}, list(CASES[4].loops)),
+        ("gear", {}, list(CASES[4].loops)),
+        ("rtn", {"bits": 4}, list(CASES[5].loops)),
     ],
 )
 def test_a_step_launches_the_loops_that_are_counted(method, options, loops, monkeypatch):

@@ -1,0 +1,105 @@
+"""What kernels of rows' outliers take in a decode step, predicted: a loop over tokens, and within it one over their outliers."""
+
+from collections.abc import Mapping
+from math import comb
+from typing import Any
+
+from benchmarks.gpu.devices import DEVICES, Device
+from benchmarks.gpu.loop_clocks import busy
+from benchmarks.gpu.sizes import REAL
+from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.compiled_loop import code_and_loops, disassembled
+from calib.kernels.occupancy import SCHEDULERS, programs_at_once
+from calib.kernels.outliers.list_triton import PROGRAMS, SPECIALISATIONS, TOKENS
+from calib.kernels.outliers.row_lists import LANES, LONGEST
+from calib.kernels.turn_alone import turn_alone
+
+# Outliers of a lane in a turn of the inner loop, in either kernel.
+AT_ONCE = 4
+
+SCORES, MIXTURES = "scores, lists of rows", "mixtures, lists of rows, rank 4"
+
+
+def list_loop(name: str, capability: int) -> dict[str, Any]:
+    """What is known of a compiled kernel's two loops: `around` the inner one, and the inner one `inside`."""
+    from calib.kernels.ahead_of_time import compiled
+
+    one: Specialisation = SPECIALISATIONS[name]
+    kernel = compiled(one, capability)
+    listing, used = disassembled(kernel)
+    code, loops = code_and_loops(listing)
+    (first, last), (begin, end) = sorted(loops, key=lambda ends: ends[0] - ends[1])[:2]
+    parts = {"around": [*code[first:begin], *code[end + 1 : last + 1]], "inside": code[begin : end + 1]}
+    return {
+        "name": name,
+        "capability": capability,
+        "warps": one.warps,
+        "registers": used["REG"],
+        "programs": programs_at_once(used["REG"], kernel.metadata.shared, one.warps, capability),
+        **{
+            part: {"instructions": len(lines), "busy": busy(lines, capability), "alone": turn_alone(lines).clocks}
+            for part, lines in parts.items()
+        },
+    }
+
+
+def list_loops() -> list[dict[str, Any]]:
+    """Of both kernels, for every capability that times are predicted for."""
+    capabilities = dict.fromkeys(own.capability for own in DEVICES.values())
+    return [list_loop(name, capability) for name in (SCORES, MIXTURES) for capability in capabilities]
+
+
+def turns_of_tile(share: float) -> float:
+    """How often the inner loop of scores turns for a tile, on average: as its fullest token asks, where each of a token's channels
+    has an outlier with probability `share`."""
+    channels = REAL.head_dim
+    at_most, turns, below = 0.0, 0.0, 0
+    for count in range(channels + 1):
+        at_most += comb(channels, count) * share**count * (1 - share) ** (channels - count)
+        if count == below:
+            turns += 1 - at_most**TOKENS
+            below += AT_ONCE
+    return turns
+
+
+def listed(
+    loop: Mapping[str, Any], share: float, splits: int, device: Device, heads: int, query_rows: int
+) -> dict[str, Any]:
+    """Seconds that a launch takes by each limit, as `roofline.attended` has them; `splits` are attention's parts of a head."""
+    scores, tokens = loop["name"] == SCORES, REAL.tokens
+    if scores:
+        tiles = tokens // TOKENS
+        turns = -(-tiles // max(1, PROGRAMS * device.multiprocessors // heads))
+        splits, inner = -(-tiles // turns), turns_of_tile(share)
+    else:
+        turns, inner = (
+            -(-tokens // splits // (LONGEST * loop["warps"])),
+            LONGEST * share * REAL.head_dim / (LANES * AT_ONCE),
+        )
+    programs = -(-heads * splits // device.multiprocessors)
+    at_once = min(programs, loop["programs"])
+    clocks = {
+        pipe: loop["around"]["busy"].get(pipe, 0) + inner * loop["inside"]["busy"].get(pipe, 0)
+        for pipe in {**loop["around"]["busy"], **loop["inside"]["busy"]}
+    }
+    pipe, most = max(clocks.items(), key=lambda item: item[1])
+    # An index of 8 bits of keys, and where each token begins; of values 16 bits.
+    packed = heads * tokens * (share * REAL.head_dim * (3 if scores else 4) + (2 if scores else 0))
+    # A bias is written, scores are read; mixtures are read and written.
+    moved = packed + 4 * heads * query_rows * (tokens + (0 if scores else 2 * splits * REAL.head_dim))
+    seconds = {
+        "bytes": moved / device.copied(1.0),
+        pipe: turns * -(-programs * loop["warps"] // SCHEDULERS) * most / device.hertz,
+        "waits": turns
+        * -(-programs // at_once)
+        * (loop["around"]["alone"] + inner * loop["inside"]["alone"])
+        / device.hertz,
+    }
+    grid = {"splits": splits, "turns": turns, "programs": programs}
+    return {
+        "loop": loop["name"],
+        "packed": packed,
+        **grid,
+        "seconds": seconds,
+        "bound": max(seconds, key=seconds.__getitem__),
+    }
