@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks.gpu.devices import BASELINE_NODES, COPY, DEVICES, NODE, Device
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.prefill_cost import found_prefill
-from benchmarks.gpu.roofline_lists import MIXTURES, SCORES, list_loops, listed
 from benchmarks.gpu.sizes import REAL
 from calib.kernels.ahead_of_time import CAPABILITIES, Specialisation, compiled
 from calib.kernels.attend.options import CHANNEL, PROGRAMS, TOKEN, runs_of
@@ -147,6 +146,8 @@ def predicted(
         for name, share in case.loops.items()
     ]
     if case.outliers:
+        from benchmarks.gpu.roofline_lists import MIXTURES, SCORES, listed
+
         heads, splits = case.rows * case.kv_heads, parts[0]["splits"]
         lists = [loops[name, device.capability] for name in (SCORES, MIXTURES)]
         parts += [listed(own, case.outliers, splits, device, heads, case.query_rows) for own in lists]
@@ -182,6 +183,7 @@ def launches_of(methods: Iterable[str]) -> dict[str, int]:
 
 def found() -> dict[str, Any]:
     """All that the page says."""
+    from benchmarks.gpu.roofline_lists import list_loops
     from calib.kernels.attend.specialisations import SPECIALISATIONS
 
     launches = launches_of(sorted({case.method for case in CASES}))

@@ -1,4 +1,7 @@
-"""What kernels of rows' outliers take in a decode step, predicted: a loop over tokens, and within it one over their outliers."""
+"""What kernels of rows' outliers take in a decode step, predicted: a loop over tokens, and within it one over their outliers.
+
+It imports these kernels, so who compiles them imports it where nothing is interpreted.
+"""
 
 from collections.abc import Mapping
 from math import comb
@@ -7,23 +10,24 @@ from typing import Any
 from benchmarks.gpu.devices import DEVICES, Device
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.sizes import REAL
-from calib.kernels.ahead_of_time import Specialisation
+from calib.kernels.ahead_of_time import Specialisation, compiled
 from calib.kernels.compiled_loop import code_and_loops, disassembled
 from calib.kernels.occupancy import SCHEDULERS, programs_at_once
+from calib.kernels.outliers.list_mixture_kernel import AT_ONCE as OF_MIXTURES
+from calib.kernels.outliers.list_score_kernel import AT_ONCE as OF_SCORES
 from calib.kernels.outliers.list_triton import PROGRAMS, SPECIALISATIONS, TOKENS
 from calib.kernels.outliers.row_lists import LANES, LONGEST
 from calib.kernels.turn_alone import turn_alone
 
-# Outliers of a lane in a turn of the inner loop, in either kernel.
-AT_ONCE = 4
+# Outliers of a lane in a turn of the inner loop.
+AT_ONCE = OF_MIXTURES.value
+assert OF_SCORES.value == AT_ONCE
 
 SCORES, MIXTURES = "scores, lists of rows", "mixtures, lists of rows, rank 4"
 
 
 def list_loop(name: str, capability: int) -> dict[str, Any]:
     """What is known of a compiled kernel's two loops: `around` the inner one, and the inner one `inside`."""
-    from calib.kernels.ahead_of_time import compiled
-
     one: Specialisation = SPECIALISATIONS[name]
     kernel = compiled(one, capability)
     listing, used = disassembled(kernel)

@@ -61,20 +61,8 @@ def list_mixtures(
         for own in tl.static_range(STRETCHES):
             tl.store(whole + own * (DP * M), tl.zeros([DP, M], tl.float32))
         put_weights(
-            WEIGHTS,
-            SCORES,
-            top,
-            base,
-            rows,
-            of_block,
-            valid,
-            stretch * SPAN - first,
-            begin,
-            stop,
-            slots,
-            M,
-            STRETCHES * SPAN,
-        )
+            WEIGHTS, SCORES, top, base, rows, of_block, valid, stretch * SPAN - first, begin, stop, slots, M, STRETCHES * SPAN,
+        )  # fmt: skip
         tl.debug_barrier()
         channel = lanes * 0 - 1
         first_channel, alone = channel, lanes >= 0
