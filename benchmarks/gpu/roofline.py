@@ -203,6 +203,7 @@ def found() -> dict[str, Any]:
         "launches": launches,
         "loops": loops,
         "lists": lists,
+        "outliers": max(case.outliers for case in CASES),
         "steps": steps,
         "prefill": found_prefill(),
     }

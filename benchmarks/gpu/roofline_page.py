@@ -173,7 +173,6 @@ def list_rows(run: Run) -> Iterator[list[object]]:
 def page(run: Run, of: Sequence[Run]) -> str:
     """The whole text; `of` are the runs that have measured."""
     from benchmarks.gpu.devices import BASELINE_NODES
-    from benchmarks.gpu.roofline import CASES
     from benchmarks.gpu.roofline_lists import AT_ONCE, LANES, LONGEST, turns_of_tile
     from benchmarks.gpu.sizes import REAL
     from calib.kernels.attend.options import PROGRAMS
@@ -218,7 +217,7 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += PARTS + table([*parts, "waits"], part_rows(run))
     text += LOOPS.format(programs=PROGRAMS)
     text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))
-    share = next(case.outliers for case in CASES if case.outliers)
+    share = run["outliers"]
     text += LISTS.format(scores=turns_of_tile(share), mixtures=LONGEST * share * REAL.head_dim / (LANES * AT_ONCE))
     lists = ["kernel", "for", "registers", "at once", "instructions", "inside", "alone", "inside"]
     text += table(lists, list_rows(run))
