@@ -12,10 +12,14 @@ import triton
 import triton.language as tl
 
 from calib.kernels.outliers.mixture_kernel import LOG2E, add_to_part
+from calib.kernels.outliers.row_lists import LANES as OF_STRETCH
 from calib.kernels.outliers.score_kernel import index_of, own_piece, token_at
 
 # Outliers of a lane that are read together, and tokens whose weights are made together.
 AT_ONCE, TOGETHER = tl.constexpr(4), tl.constexpr(128)
+
+# How often the lanes of a stretch are doubled from one.
+DOUBLINGS = tl.constexpr(OF_STRETCH.bit_length() - 1)
 
 UNFIXED = ["heads", "query_rows", "slots", "first", "run"]
 
@@ -121,18 +125,17 @@ def put_weights(
 
 @triton.jit
 def add_lanes(
-    SUMS, channel, total, lanes, of_block, M: tl.constexpr, LANES: tl.constexpr
+    SUMS, channel, total, lanes, of_block, M: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Adds to the sums of channels what lanes have of them, channels in their order; those of -1 have nothing."""
-    held = tl.broadcast_to(channel[:, None], [LANES, M])
-    _, total = tl.associative_scan((held, total), 0, while_the_same)
-    following = tl.gather(channel, tl.minimum(lanes + 1, LANES - 1), 0)
-    ends = (channel >= 0) & ((channel != following) | (lanes == LANES - 1))
+    """Adds to the sums of channels what COUNT lanes have of them; those of -1 have nothing. Channels lie in their order, so lanes
+    of one are neighbours, and each takes what its channel has 1, 2, 4, ... lanes before it: the last of them has all."""
+    for number in tl.static_range(DOUBLINGS):
+        before = tl.maximum(lanes - (1 << number), 0)
+        same = (tl.gather(channel, before, 0) == channel) & (lanes >= (1 << number))
+        others = tl.gather(total, tl.broadcast_to(before[:, None], [COUNT, M]), 0)
+        total += tl.where(same[:, None], others, 0.0)
+    following = tl.gather(channel, tl.minimum(lanes + 1, COUNT - 1), 0)
+    ends = (channel >= 0) & ((channel != following) | (lanes == COUNT - 1))
     line = SUMS + channel[:, None] * M + of_block[None, :]
     tl.store(line, tl.load(line, mask=ends[:, None], other=0.0) + total, mask=ends[:, None])
     tl.debug_barrier()
-
-
-@triton.jit
-def while_the_same(channel, total, next_channel, next_total):
-    return next_channel, tl.where(channel == next_channel, total + next_total, next_total)
