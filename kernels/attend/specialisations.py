@@ -173,8 +173,9 @@ def _ranged(bits: int, most: float) -> Specialisation:
 def _gear(bits: int, most: float) -> Specialisation:
     """GEAR's tokens of a prompt: ranges of channels for keys, numbers of all heads' channels for values, factors of both."""
     half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
-    keys = replace(stream_of(bits), fixed=(half, half), ranked=_FACTORS)
-    return specialisation(keys, replace(stream_of(bits, TOKEN), ranked=_FACTORS), most, beside_codes=True)
+    keys = replace(stream_of(bits), fixed=(half, half), ranked=_FACTORS, map=ChannelMap())
+    values = replace(stream_of(bits, TOKEN), ranked=_FACTORS, map=ChannelMap())
+    return specialisation(keys, values, most, beside_codes=True)
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
