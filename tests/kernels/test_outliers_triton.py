@@ -165,9 +165,13 @@ def test_lists_of_rows_from_a_later_token():
 def test_a_list_ends_where_its_room_does():
     """Whatever a file says of where tokens begin."""
     own, _ = of_rows(2, 192, 300, 16, 3)
-    wrong = PageTerms(lists=replace(own, begins=torch.full_like(own.begins, -1)))
-    query, used = randn(2, HEADS, 2, 16, seed=4), torch.tensor([192, 150], dtype=torch.int32)
-    assert not operation.scores_of(query, wrong, TABLE, used, 64)[0].any()
+    own.delta[1] = torch.nan  # the next record's, two entries of each token from the 150th on
+    begins = (torch.arange(193) * 2).to(torch.int16).expand(own.begins.shape).contiguous()
+    records = torch.zeros(2, dtype=torch.int32)
+    wrong = PageTerms(lists=replace(own, starts=torch.zeros_like(own.starts), begins=begins, records=records))
+    query, used = randn(2, HEADS, 2, 16, seed=4), torch.tensor([192, 192], dtype=torch.int32)
+    found = operation.scores_of(query, wrong, TABLE, used, 64)
+    assert found.isfinite().all() and found[..., :150].any() and not found[..., 150:].any()
 
 
 @pytest.mark.parametrize("programs", [1, 64])
