@@ -23,6 +23,7 @@ from calib.kernels.attend.decode_scores import (
     code_scores,
     exact_scores,
     masked_scores,
+    put_unseen,
     rotated_scores,
     with_coefficients,
 )
@@ -155,12 +156,16 @@ def attend(
     RAGGED: tl.constexpr = PADDED != PAGE
     used = tl.load(USED + row)
     first = split * run * BN
-    stop = slots if HAS_SCORES else used
-    if HAS_AHEAD and not HAS_SCORES:
+    stop = used
+    if HAS_AHEAD:
         stop = tl.minimum(used + ahead, slots)
     if RAGGED:
         stop = stop // PAGE * PADDED + stop % PAGE
     stop = tl.minimum(first + run * BN, stop)
+    if HAS_SCORES:
+        unseen = first + (tl.maximum(stop - first, 0) + BN - 1) // BN * BN
+        last = tl.minimum(first + run * BN, slots // PAGE * PADDED)
+        put_unseen(SCORES, base, rows, valid, tokens, unseen, last, slots, PAGE, PADDED, BN)
 
     top, mass, largest = (
         tl.full([M], NOTHING, tl.float32),

@@ -134,3 +134,16 @@ def masked_scores(
         return product, tl.full([rows.shape[0]], LOG2E, tl.float32), tl.zeros([rows.shape[0]], tl.float32)
     else:
         return product, scale * LOG2E, shift * LOG2E
+
+
+@triton.jit
+def put_unseen(
+    SCORES, base, rows, valid, tokens, start, stop, slots, PAGE: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Scores of -inf for slots that no turn is about, from the turn at `start` on: tables have room for tokens to come."""
+    for turn in range(start, stop, BN):
+        position = turn // PADDED
+        slot = turn - position * PADDED + tokens
+        there = (slot < PAGE)[:, None] & valid[None, :]
+        scores = SCORES + (base + rows)[None, :] * slots + (position * PAGE + slot)[:, None]
+        tl.store(scores, tl.full([BN, rows.shape[0]], float("-inf"), tl.float32), mask=there)

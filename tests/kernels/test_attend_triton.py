@@ -281,5 +281,7 @@ def test_scores_of_all_slots_and_of_keys_ahead(programs, monkeypatch):
     scored, ahead = (operation.attend_pages(*given, **options, **one) for one in ({"scored": True}, {"ahead": 70}))
     assert torch.equal(both.scores, scored.scores) and both.scores.isneginf().any()
     assert torch.equal(both.ahead.nan_to_num(7), ahead.ahead.nan_to_num(7)) and both.ahead.is_contiguous()
-    assert torch.equal(both.mixed, scored.mixed) and torch.equal(both.mass, scored.mass)
-    torch.testing.assert_close(both.mixed / both.mass, ahead.mixed / ahead.mass, rtol=1e-5, atol=1e-5)
+    # Turns that only keys ahead are in add nothing, but what is there is multiplied once more, and rounded.
+    assert torch.equal(both.mass, scored.mass)
+    for one in (scored, ahead):
+        torch.testing.assert_close(both.mixed / both.mass, one.mixed / one.mass, rtol=1e-5, atol=1e-5)

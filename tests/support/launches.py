@@ -41,6 +41,8 @@ WRITTEN = {
     "take_off": ("OUT",),
     "score_terms": ("BIAS",),
     "mixture_terms": ("MIXED",),
+    "list_scores": ("BIAS",),
+    "list_mixtures": ("MIXED",),
     "turn_back": ("UNROTATED",),
     "channel_extremes": ("EXTREMES",),
     "channel_numbers": ("CENTER", "NUMBERS"),
