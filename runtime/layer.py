@@ -23,8 +23,10 @@ from calib.runtime.logits import Logits
 from calib.runtime.messages.printable import printable
 from calib.runtime.modes import wants_gradients, with_ordinary_tensors, without_gradients
 from calib.runtime.paging.encoding_chunks import encoding_chunks
-from calib.runtime.paging.pages import PAGE_TOKENS, TILE_TOKENS
-from calib.runtime.paging.sequence_state import Draft, Forward, SequenceState
+from calib.runtime.paging.forward import Draft, Forward
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
+from calib.runtime.paging.pages import TILE_TOKENS
+from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.store import LayerContext, Plan, Store
 
 _AS_IT_IS = nullcontext()

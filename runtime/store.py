@@ -16,7 +16,8 @@ from torch import Tensor
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.files.state import State
 from calib.runtime.held_tier import HeldTier
-from calib.runtime.paging.sequence_state import Forward, SequenceState
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.contract import Codec
 

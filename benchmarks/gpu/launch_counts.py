@@ -23,7 +23,7 @@ ALLOCATIONS = {
 }  # fmt: skip
 
 HEADS = Heads(rows=1, heads=4, kv_heads=2, head_dim=64)
-PROMPT, STEPS, LAYERS = 200, 4, 2
+PROMPT, STEPS, LAYERS = 200, 3, 2
 
 # Options under which a step in a few hundred tokens reads what it reads in a long cache.
 METHODS: dict[str, dict[str, Any]] = {

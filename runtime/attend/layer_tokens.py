@@ -14,7 +14,7 @@ from calib.runtime.attend.read_plan import ReadPlan
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan
 from calib.runtime.logits import Logits
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 
 
 @dataclass

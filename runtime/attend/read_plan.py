@@ -15,8 +15,9 @@ from torch import Tensor
 from calib.kernels.attend.operation import PageSpan
 from calib.kernels.dispatch import prefers_compiled, prefers_triton
 from calib.kernels.upload import upload
-from calib.runtime.paging.pages import Pages, PageTable
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import Pages
+from calib.runtime.paging.pages import PageTable
 
 
 class ReadableRows(Protocol):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from calib.runtime.attend.fetched_tokens import FetchedTokens
 from calib.runtime.logits import Logits
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 
 
 class QKV(NamedTuple):

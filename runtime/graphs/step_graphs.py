@@ -24,7 +24,8 @@ from transformers.utils import ModelOutput
 from calib.runtime.device.graph_inputs import GraphInputs
 from calib.runtime.graphs.recorded_step import Record, Recorded, recorder
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.paging.sequence_state import Forward, SequenceState
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.sequence_state import SequenceState
 
 
 @dataclass

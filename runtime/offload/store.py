@@ -13,7 +13,8 @@ from calib.runtime.files.state import State, branch
 from calib.runtime.held_tier import HeldTier
 from calib.runtime.offload.fetched_pool import FetchedPool
 from calib.runtime.ordered.store import OrderedStore
-from calib.runtime.paging.sequence_state import Forward, SequenceState
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.store import Footprint, LayerContext, Store
 
 

@@ -15,8 +15,8 @@ from calib.runtime.attend.fetched_tokens import EMPTY, FetchedTokens
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.row_index import row_index
 from calib.runtime.offload.store import OffloadStore
-from calib.runtime.paging.pages import PAGE_TOKENS
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
 from calib.runtime.rotation import Rotation
 from calib.runtime.tiered.rope_on_read import unrotated
 

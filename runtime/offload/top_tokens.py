@@ -14,8 +14,8 @@ from calib.runtime.attend.fetched_tokens import FetchedTokens
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.logits import Logits
 from calib.runtime.offload.store import OffloadStore
-from calib.runtime.paging.pages import PAGE_TOKENS
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
 
 
 class TopTokensStore(OffloadStore):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.transform import WithoutBias
 

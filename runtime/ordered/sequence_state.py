@@ -10,8 +10,9 @@ from torch import Tensor
 
 from calib.runtime.attend.read_plan import starts
 from calib.runtime.files.state import State
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.pages import GROWTH, PageTable
-from calib.runtime.paging.sequence_state import Forward, SequenceState
+from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.stages.selection import Schedule
 
 MOST_KNOWN = 4096  # lengths that are remembered

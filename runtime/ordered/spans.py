@@ -31,8 +31,8 @@ from calib.runtime.logits import either, masked
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.stream import Stream
 from calib.runtime.ordered.window_keys import WindowKeys
-from calib.runtime.paging.pages import Pages
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import Pages
 
 
 @dataclass

@@ -16,10 +16,11 @@ from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.spans import OrderedTokens
 from calib.runtime.ordered.stream import Stream, StreamPlan
 from calib.runtime.paging.field import Block
-from calib.runtime.paging.pages import EMPTY, GROWTH, HOST_GROWTH, PAGE_TOKENS
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import EMPTY, PAGE_TOKENS
+from calib.runtime.paging.pages import GROWTH, HOST_GROWTH
 from calib.runtime.paging.pinned_kv import PinnedKV
 from calib.runtime.paging.pool import device_memory
-from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.stages.codec import Exact
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.contract import Codec

@@ -17,9 +17,9 @@ from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, branch, part_of, tensor_like
 from calib.runtime.ordered.key_bias import BiasAtPositions
 from calib.runtime.paging.field import Block
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.paging.pool import Memory, PagePool, device_memory
-from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, starts
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
-from calib.runtime.paging.pages import Pages
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import Pages
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,11 @@ short prompt is not stored in room for 128 tokens.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
-from calib.kernels.upload import upload
 from calib.runtime.files.state import State, StateError, part_of, whole, wholes
 from calib.runtime.messages.printable import printable
+from calib.runtime.paging.page_numbers import EMPTY, PAGE_TOKENS, PageNumbers
 from calib.runtime.paging.token_runs import TokenRuns
-
-PAGE_TOKENS = 128
 
 # A row that is divided into tiers leaves as many last pages half empty: their pages are smaller.
 TIER_PAGE_TOKENS = 64
@@ -30,9 +24,6 @@ TIER_PAGE_TOKENS = 64
 # elements of a stream: a tile that stays in the processor's own cache is read several times for the price of once.
 TILE_TOKENS = 4096
 TILE_ELEMENTS = 2**20
-
-# Steps that are alike read pages that rows do not have yet: of so many more tokens at most, or a share of the pages that they have.
-ROOM_TOKENS, ROOM_SHARE = 2 * PAGE_TOKENS, 32
 
 # The slots of a fitted page are a multiple of this: what a kernel reads in one turn.
 SLOT_STEP = 16
@@ -44,45 +35,27 @@ GROWTH = 16
 # A copy in host memory goes over the bus, twice: there it is a quarter.
 HOST_GROWTH = 4
 
-# In a row's list, a page that was given back or never needed, behind a sliding window.
-EMPTY = -1
-
-# Pages to read: their numbers int32 `[rows, n]`, or a slice for one row whose pages follow each other.
-Pages: TypeAlias = Tensor | slice
-
 
 def tile_tokens(kv_heads: int, head_dim: int) -> int:
     """Tokens of all rows together in one tile of a layer."""
     return max(PAGE_TOKENS, min(TILE_TOKENS, TILE_ELEMENTS // (kv_heads * head_dim)))
 
 
-class PageTable:
+class PageTable(PageNumbers):
     """Host-side bookkeeping: each row's page numbers, how many rows hold each page, and the pool's capacity."""
 
     def __init__(self, page_tokens: int = PAGE_TOKENS, growth: int = GROWTH, fitted: bool = False) -> None:
         """`page_tokens`: slots of a page, where the table is `fitted` the most; they begin at `SLOT_STEP` then. The pool grows by
         one `growth`-th."""
-        self.most, self.page_tokens, self.fitted = page_tokens, SLOT_STEP if fitted else page_tokens, fitted
-        self.growth = growth
-        self.rows: list[list[int]] = []
+        super().__init__(SLOT_STEP if fitted else page_tokens)
+        self.most, self.fitted, self.growth = page_tokens, fitted, growth
         self.capacity = 0
         self.version = 0  # of what the rows hold
         self.moves = 0  # how often that was more than another page behind those that a row had
         self._holders: list[int] = []
         self._free: list[int] = []
-        self._tensors: dict[torch.device, Tensor] = {}
-        self._with_room: dict[torch.device, Tensor] = {}
-        self._renewed: set[torch.device] = set()  # which of these say what the rows hold now
-        self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
         self._shares: bool | None = None  # once somebody has asked
-        self._first: dict[tuple[range, torch.device], Pages] = {}
         self._released: dict[int, int] = {}  # positions of a row that `release` is done with
-
-    def with_room(self, pages: int) -> int:
-        """The pages that decode steps read of a row that has so many, until it needs more: up to the next multiple of a power of 2,
-        `ROOM_TOKENS` or a `ROOM_SHARE`-th of the pages. Steps are alike as long as these suffice."""
-        step = 1 << max(1, ROOM_TOKENS // self.page_tokens, pages // ROOM_SHARE).bit_length() >> 1
-        return -(-pages // step) * step
 
     def fit(self, tokens: int) -> None:
         """Makes pages long enough for a row of `tokens`, before the row has them; they are doubled as rows grow step by step."""
@@ -147,30 +120,6 @@ class PageTable:
         """Tokens of `rows` from their slot `first` on: one for all, or for each its own."""
         return TokenRuns([self.rows[row] for row in rows], [first] * len(rows) if isinstance(first, int) else first)
 
-    def pages(self, row: int, start: int, count: int) -> list[int]:
-        """`count` page numbers of `row` from position `start` on, 0 where it holds none: what is there is masked."""
-        held = [max(page, 0) for page in self.rows[row][start : start + count]]
-        return held + [0] * (count - len(held))
-
-    def select(self, rows: range, start: int, stop: int, device: torch.device, room: bool = False) -> Pages:
-        """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them; with `room` of `numbers_with_room`."""
-        if room:
-            return self.numbers_with_room(device)[rows.start : rows.stop, start:stop]
-        key = (rows, start, stop, device)
-        if key not in self._selected:
-            self._selected[key] = self._select(*key)
-        return self._selected[key]
-
-    def select_first(self, rows: range, device: torch.device) -> Pages:
-        """The first page of each of `rows`: where these follow each other their slice, of as many pages as rows."""
-        key = (rows, device)
-        if key not in self._first:
-            held = [self.pages(row, 0, 1)[0] for row in rows]
-            follow = held == list(range(held[0], held[0] + len(held)))
-            numbers = None if follow else self.numbers(device)[rows.start : rows.stop, :1]
-            self._first[key] = slice(held[0], held[0] + len(held)) if numbers is None else numbers
-        return self._first[key]
-
     def permute(self, sources: list[int]) -> list[int] | None:
         """Row i becomes a copy of row `sources[i]`: pages are shared, none is moved (beams, repeats, selections).
 
@@ -228,55 +177,10 @@ class PageTable:
         self._released = {}
         self._changed()
 
-    def numbers(self, device: torch.device) -> Tensor:
-        """int32 `[rows, most pages of a row]`, 0 where a row holds none; rebuilt only when a row's pages changed."""
-        if device not in self._tensors:
-            longest = max(map(len, self.rows), default=0)
-            padded = [self.pages(row, 0, longest) for row in range(len(self.rows))]
-            self._tensors[device] = upload(padded, torch.int32, device).view(len(self.rows), longest)
-        return self._tensors[device]
-
-    def numbers_with_room(self, device: torch.device) -> Tensor:
-        """The same for as many pages as `with_room` says. It stays where it is while rows need no more: `renew` fills it."""
-        if device not in self._renewed:
-            self._renew(device)
-        return self._with_room[device]
-
-    def renew(self) -> None:
-        """Brings what `numbers_with_room` has given up to date, for who reads it without asking again: a graph that is replayed."""
-        for device, held in self._with_room.items():
-            if device not in self._renewed and held.shape == self._shape_with_room():
-                self._renew(device)
-
-    def _renew(self, device: torch.device) -> None:
-        rows, longest = self._shape_with_room()
-        found = upload([self.pages(row, 0, longest) for row in range(rows)], torch.int32, device).view(rows, longest)
-        held = self._with_room.get(device)
-        if held is not None and held.shape == found.shape:
-            held.copy_(found)
-        else:
-            self._with_room[device] = found
-        self._renewed.add(device)
-
-    def _shape_with_room(self) -> tuple[int, int]:
-        return len(self.rows), self.with_room(max(map(len, self.rows), default=0))
-
-    def predicted_bytes(self) -> int:
-        """Bytes of the table's copies on devices: 4 a page number."""
-        copies = len(self._tensors) * len(self.rows) * max(map(len, self.rows), default=0)
-        return 4 * (copies + sum(numbers.numel() for numbers in self._with_room.values()))
-
     def leave_devices(self) -> None:
         """Drops the copies on devices; the next forward makes them where it runs."""
         self._with_room.clear()
         self._changed()
-
-    def _select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
-        if len(rows) == 1:
-            held = self.pages(rows.start, start, stop - start)
-            if held == list(range(held[0], held[0] + stop - start)):
-                return slice(held[0], held[0] + stop - start)
-        return self.numbers(device)[rows.start : rows.stop, start:stop]
 
     def _compact(self) -> list[int]:
         kept = list(dict.fromkeys(page for row in self.rows for page in row if page != EMPTY))
@@ -302,8 +206,5 @@ class PageTable:
         """What rows hold; `gained`: by a page behind those that a row had."""
         self.version += 1
         self.moves += not gained
-        self._renewed.clear()
         self._shares = None
-        self._tensors.clear()
-        self._selected.clear()
-        self._first.clear()
+        self._outdated()

@@ -15,7 +15,7 @@ from calib.runtime.files.state import State, StateError, fitting
 from calib.runtime.messages.printable import printable
 from calib.runtime.paging.derived import Derived
 from calib.runtime.paging.field import Block, Field
-from calib.runtime.paging.pages import PAGE_TOKENS, Pages
+from calib.runtime.paging.page_numbers import PAGE_TOKENS, Pages
 from calib.runtime.paging.token_runs import TokenRuns
 
 # Zeros of a shape and dtype for a device: where a pool's pages live.

@@ -16,8 +16,8 @@ from calib.kernels.heavy_hitters.operation import BudgetSlots, NewToken, enter_r
 from calib.kernels.top_k.operation import divided
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.field import Block
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
-from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.store import Footprint
 from calib.runtime.tiered.budget_scores import BudgetScores
 from calib.runtime.tiered.budget_step import BudgetStep

@@ -10,7 +10,7 @@ from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.row_index import row_index
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.stages.saliency import FastGen
 from calib.runtime.stages.tiering import HeavyHitterBudget
 from calib.runtime.store import LayerContext

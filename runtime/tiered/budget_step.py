@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.stages.tiering import HeavyHitterBudget
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 

@@ -18,7 +18,7 @@ from calib.kernels.top_k.operation import divided
 from calib.kernels.upload import upload
 from calib.runtime.attend.attention_stats import MassSlots, Observed
 from calib.runtime.device.row_index import row_index
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.paging.window import Window
 from calib.runtime.stages.tiering import RatioTiers

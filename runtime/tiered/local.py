@@ -11,7 +11,7 @@ from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.row_index import row_index
 from calib.runtime.files.state import State, branch, fitting
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.stages.tiering import InitialAndWindow
 from calib.runtime.store import Footprint, LayerContext

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calib.kernels.top_k.operation import top_k
 from calib.runtime.attend.attention_stats import Observed
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.stages.selection import Saliency
 from calib.runtime.stages.tiering import PromptBudget
 from calib.runtime.store import LayerContext

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calib.kernels.unrotate.operation import unrotated as before_rope
 from calib.runtime.attend.read_plan import Tile
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.rotation import Rotation
 from calib.runtime.tiered.tier import Tier
 

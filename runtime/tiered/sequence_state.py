@@ -9,8 +9,9 @@ from torch import Tensor
 
 from calib.runtime.files.state import State, StateError, wholes
 from calib.runtime.messages.printable import printable
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.pages import PageTable
-from calib.runtime.paging.sequence_state import Forward, SequenceState
+from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.stages.selection import NO_END, Tiering
 from calib.runtime.tiered.probe_rows import ProbeRows
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.runtime.attend.attention_stats import Observed
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.stages.tiering import Sinks
 from calib.runtime.tiered.store import TieredStore
 

@@ -23,7 +23,7 @@ from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.read_plan import ReadPlan, ReadRequest, Tile, exact_positions
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan, joined
 from calib.runtime.logits import either, masked
-from calib.runtime.paging.sequence_state import Forward
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.saliency.probes import share_of

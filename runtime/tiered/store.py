@@ -18,8 +18,8 @@ from calib.runtime.attend.request import AttendRequest
 from calib.runtime.device.extremes import Extremes
 from calib.runtime.files.state import State
 from calib.runtime.held_tier import HeldTier
+from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.pool import PagePool
-from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.window import Window
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counts_of

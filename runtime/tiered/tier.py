@@ -8,7 +8,8 @@ from torch import Tensor
 from calib.kernels.quantise.prologue import Prologue
 from calib.runtime.files.state import State, branch, part_of, tensor_like, whole
 from calib.runtime.paging.field import Block, Field
-from calib.runtime.paging.pages import TILE_TOKENS, Pages, PageTable, tile_tokens
+from calib.runtime.paging.page_numbers import Pages
+from calib.runtime.paging.pages import TILE_TOKENS, PageTable, tile_tokens
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.stages.codec.corrected import OUTLIERS, counted, counter

@@ -22,7 +22,7 @@ from calib.kernels.outliers.operation import supported as terms_supported
 from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.read_plan import Tile
 from calib.runtime.paging.field import Block
-from calib.runtime.paging.pages import Pages
+from calib.runtime.paging.page_numbers import Pages
 from calib.runtime.stages.codec.corrected import lists, segment_mix, segment_scores
 from calib.runtime.stages.codec.in_pages import page_terms, sparse_pages
 from calib.runtime.stages.codec.sized import Sized

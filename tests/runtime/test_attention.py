@@ -14,7 +14,8 @@ from calib.runtime.layer import CompressedLayer
 from calib.runtime.ordered.sequence_state import OrderedSequenceState
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
-from calib.runtime.paging.pages import PAGE_TOKENS, TILE_TOKENS
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
+from calib.runtime.paging.pages import TILE_TOKENS
 from calib.runtime.prefix.prefix import Origin
 from calib.runtime.stages.codec import Exact, UniformQuant
 from calib.runtime.stages.schedule import Blocks, SlidingResidual

@@ -8,7 +8,8 @@ from transformers import DynamicCache
 
 from calib.runtime import compress
 from calib.runtime.files.state import StateError
-from calib.runtime.paging.pages import PAGE_TOKENS, SLOT_STEP, PageTable
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
+from calib.runtime.paging.pages import SLOT_STEP, PageTable
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from calib.runtime.device.side_stream import SideStream
 from calib.runtime.memory import tensors
 from calib.runtime.paging import pinned_kv
 from calib.runtime.paging.field import Field
-from calib.runtime.paging.pages import PAGE_TOKENS
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
 from calib.runtime.paging.pinned_kv import PinnedKV, host_zeros
 from calib.runtime.paging.pool import PagePool
 

@@ -7,7 +7,7 @@ from toy_models import generate, left_padded, random_model
 
 from calib.runtime import compress
 from calib.runtime.memory import Memory
-from calib.runtime.paging.pages import PAGE_TOKENS
+from calib.runtime.paging.page_numbers import PAGE_TOKENS
 
 LAYERS, HEADS, WIDTH, ITEM = 2, 2, 64, 2  # of "llama-64" in 16 bits
 PAIR = 2 * WIDTH * ITEM  # bytes of a token's key and value

@@ -13,9 +13,10 @@ from toy_models import random_model
 from calib.runtime import compress
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.paging.field import Field
-from calib.runtime.paging.pages import EMPTY, PAGE_TOKENS, PageTable
+from calib.runtime.paging.forward import Forward
+from calib.runtime.paging.page_numbers import EMPTY, PAGE_TOKENS
+from calib.runtime.paging.pages import PageTable
 from calib.runtime.paging.pool import PagePool
-from calib.runtime.paging.sequence_state import Forward
 from calib.runtime.paging.token_runs import TokenRuns
 from calib.runtime.paging.window import Window
 from calib.runtime.tiered.sequence_state import TieredSequenceState

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from calib.runtime import compress
 from calib.runtime.logits import Logits
-from calib.runtime.paging.pages import EMPTY, PAGE_TOKENS
+from calib.runtime.paging.page_numbers import EMPTY, PAGE_TOKENS
 
 WINDOW = 300  # tokens; four pages at most
 # Single steps where the oldest visible token is the last of a page (426 and 554 tokens held), and beyond.

@@ -10,7 +10,7 @@ from toy_models import left_padded, random_model
 
 from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
-from calib.runtime.paging.pages import EMPTY
+from calib.runtime.paging.page_numbers import EMPTY
 
 LENGTHS = [9, 70]
 STEPS = 150  # beyond every block and window of the cases

@@ -188,25 +188,25 @@ def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "launched"),
     [
-        ({"method": "gear", "block": 4}, True),
+        ({"method": "gear", "block": 3}, True),
         ({"method": "gear", "block": 24, "outliers": {"keys": 0.1, "values": 0.2}, "per_head": True}, True),
-        ({"method": "gear_l", "block": 4, "rank": 3, "decode_rank": 1}, True),
+        ({"method": "gear_l", "block": 3, "rank": 3, "decode_rank": 1}, True),
         # A prompt has too many vectors for a kernel, blocks have not.
-        ({"method": "gear", "block": 4, "rank": 20, "decode_rank": 1}, True),
+        ({"method": "gear", "block": 3, "rank": 20, "decode_rank": 1}, True),
         # A whole matrix's outliers, and a second quantiser.
-        ({"method": "gear", "block": 4, "variant": "paper", "rank": 2}, False),
-        ({"method": "zipcache", "recompress": 5, "corrections": {"outliers": 0.1, "rank": 2, "decode_rank": 1}}, True),
+        ({"method": "gear", "block": 3, "variant": "paper", "rank": 2}, False),
+        ({"method": "zipcache", "recompress": 3, "corrections": {"outliers": 0.1, "rank": 2, "decode_rank": 1}}, True),
         ({"method": "mikv", "balancer": False, "corrections": {"outliers": 0.1}}, True),
-        ({"method": "zipcache", "recompress": 5, "corrections": {"outliers": 0.1, "residual_bits": 2}}, False),
+        ({"method": "zipcache", "recompress": 3, "corrections": {"outliers": 0.1, "residual_bits": 2}}, False),
         # One range for a page, which attention's kernel does not read either.
-        ({"method": "uniform", "block": 4}, False),
+        ({"method": "uniform", "block": 3}, False),
     ],
     ids=str,
 )
 def test_what_lies_beside_codes(method, launched, both):
     """Lists of rows' prompts and of blocks, which are pages, and coefficients of either; what no kernel takes is met in torch."""
     for served in (SERVED, [*ATTENTION]):
-        mine = check(both(small(), left_padded([71, 61]), method, served=served, max_new_tokens=11))
+        mine = check(both(small(), left_padded([71, 61]), method, served=served, max_new_tokens=8))
         of_prompts, of_blocks = (mine.launched[kernel] > 0 for kernel in ("list_mixtures", "mixture_terms"))
         assert (of_prompts or of_blocks) == (launched and served is SERVED)
 

@@ -19,7 +19,7 @@ from calib.runtime.layer import CompressedLayer
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.ordered.store import OrderedStore
 from calib.runtime.ordered.stream import Stream
-from calib.runtime.paging.pages import EMPTY
+from calib.runtime.paging.page_numbers import EMPTY
 from calib.runtime.stages.codec import (
     Clipped,
     Codebook,

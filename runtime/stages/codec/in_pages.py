@@ -7,7 +7,7 @@ from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.dispatch import prefers_triton
 from calib.kernels.outliers.operation import PageTerms, supported
 from calib.runtime.paging.field import Block
-from calib.runtime.paging.pages import Pages
+from calib.runtime.paging.page_numbers import Pages
 from calib.runtime.paging.pool import PagePool, device_memory
 from calib.runtime.stages.codec.corrected import Corrected
 from calib.runtime.stages.contract import Codec, Transform
