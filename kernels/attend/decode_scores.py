@@ -140,7 +140,7 @@ def masked_scores(
 def put_unseen(
     SCORES, base, rows, valid, tokens, start, stop, slots, PAGE: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Scores of -inf for slots that no turn is about, from the turn at `start` on: tables have room for tokens to come."""
+    """Scores of -inf for the slots behind a row's tokens, from the turn at `start` on: other rows have more, tables have room."""
     for turn in range(start, stop, BN):
         position = turn // PADDED
         slot = turn - position * PADDED + tokens

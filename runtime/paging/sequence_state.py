@@ -1,4 +1,4 @@
-"""How many tokens each sequence of the batch holds, in which pages, and what one forward adds.
+"""How many tokens each sequence of the batch holds, in which pages, and how a forward advances both.
 
 Padding is never stored: a row's tokens are the real ones alone, counted from 0. All layers of a cache see the same
 tokens, so lengths and pages are worked out once, by the first layer that a forward reaches, and used by all (`forward.py`).
