@@ -19,11 +19,9 @@ from calib.kernels.outliers.list_triton import PROGRAMS, SPECIALISATIONS, TOKENS
 from calib.kernels.outliers.row_lists import LANES, LONGEST
 from calib.kernels.turn_alone import turn_alone
 
-# Outliers of a lane in a turn of the inner loop.
-AT_ONCE = OF_MIXTURES.value
-assert OF_SCORES.value == AT_ONCE
-
 SCORES, MIXTURES = "scores, lists of rows", "mixtures, lists of rows, rank 4"
+# Outliers of a lane in a turn of the inner loop.
+AT_ONCE = {SCORES: OF_SCORES.value, MIXTURES: OF_MIXTURES.value}
 
 
 def list_loop(name: str, capability: int) -> dict[str, Any]:
@@ -62,8 +60,13 @@ def turns_of_tile(share: float) -> float:
         at_most += comb(channels, count) * share**count * (1 - share) ** (channels - count)
         if count == below:
             turns += 1 - at_most**TOKENS
-            below += AT_ONCE
+            below += AT_ONCE[SCORES]
     return turns
+
+
+def turns_of_stretch(share: float) -> float:
+    """How often the inner loop of mixtures turns for a stretch, on average; in the last turn half of the entries are there."""
+    return LONGEST * share * REAL.head_dim / (LANES * AT_ONCE[MIXTURES]) + 0.5
 
 
 def listed(
@@ -76,10 +79,7 @@ def listed(
         turns = -(-tiles // max(1, PROGRAMS * device.multiprocessors // heads))
         splits, inner = -(-tiles // turns), turns_of_tile(share)
     else:
-        turns, inner = (
-            -(-tokens // splits // (LONGEST * loop["warps"])),
-            LONGEST * share * REAL.head_dim / (LANES * AT_ONCE),
-        )
+        turns, inner = -(-tokens // splits // (LONGEST * loop["warps"])), turns_of_stretch(share)
     programs = -(-heads * splits // device.multiprocessors)
     at_once = min(programs, loop["programs"])
     clocks = {

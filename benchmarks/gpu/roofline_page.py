@@ -67,8 +67,9 @@ turn then. The limits that hold these loops are in `kernels/attend/specialisatio
 
 LISTS = """
 What `gear` adds before attention and behind it (`kernels/outliers`) has two loops: one over 32 tokens of keys, or a warp's
-stretches of 512 tokens of values, and *inside* it one over four outliers of each lane. With 2 % outliers at random the
-inner one turns {scores:.1f} times for a tile of keys, as its fullest token asks, and {mixtures:.1f} times for a stretch.
+stretches of 512 tokens of values, and *inside* it one over outliers of each lane, {of_scores} of keys or {of_mixtures}
+of values at a time. With 2 % outliers at random the inner one turns {scores:.1f} times for a tile of keys, as its fullest
+token asks, and {mixtures:.1f} times for a stretch.
 
 """
 
@@ -173,8 +174,7 @@ def list_rows(run: Run) -> Iterator[list[object]]:
 def page(run: Run, of: Sequence[Run]) -> str:
     """The whole text; `of` are the runs that have measured."""
     from benchmarks.gpu.devices import BASELINE_NODES
-    from benchmarks.gpu.roofline_lists import AT_ONCE, LANES, LONGEST, turns_of_tile
-    from benchmarks.gpu.sizes import REAL
+    from benchmarks.gpu.roofline_lists import AT_ONCE, MIXTURES, SCORES, turns_of_stretch, turns_of_tile
     from calib.kernels.attend.options import PROGRAMS
     from calib.kernels.occupancy import SHARED
     from calib.kernels.turn_alone import MEMORY
@@ -218,7 +218,8 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += LOOPS.format(programs=PROGRAMS)
     text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))
     share = run["outliers"]
-    text += LISTS.format(scores=turns_of_tile(share), mixtures=LONGEST * share * REAL.head_dim / (LANES * AT_ONCE))
+    turns = {"scores": turns_of_tile(share), "mixtures": turns_of_stretch(share)}
+    text += LISTS.format(**turns, of_scores=AT_ONCE[SCORES], of_mixtures=AT_ONCE[MIXTURES])
     lists = ["kernel", "for", "registers", "at once", "instructions", "inside", "alone", "inside"]
     text += table(lists, list_rows(run))
     return text + ASSUMED.format(

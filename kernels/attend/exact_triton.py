@@ -75,7 +75,10 @@ def attend_exact(
     block = block_of(asked, sized=True)  # a window is short: more programs read it again
     blocks = cdiv(asked, block)
     pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
-    constants, early = exact_constants(block, query.shape[3], wide, kind, softcap, pieces), begins_early(device)
+    constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)
+    # Without parts nothing ran between what wrote query and tokens and this launch; a copy is written right before it.
+    copied = not query.is_contiguous() or not (hidden is None or tokens.hidden.is_contiguous())
+    early = bool(parts) and not copied and begins_early(device)
     launch(
         exact, (rows * heads, blocks, max(1, pieces)),
         query.contiguous(), hidden, groups[0].index, out, scores, normaliser,

@@ -74,17 +74,18 @@ def list_mixtures(
         there = stretch + number < last
         at = tl.load(STARTS + stretch + number, mask=there, other=0)
         end = tl.load(STARTS + stretch + number + 1, mask=there, other=0)
+        entry = at + lane
+        index, delta = of_lane(INDEX, DELTA, entry, end, LANES)
         for _ in range(0, tl.max(end - at, 0), LANES * AT_ONCE):
-            # All are read before anything is written.
+            # All are read before anything is written; the next turn's entries while this turn's weights are on their way.
             owners, products = (), ()
             for turn in tl.static_range(AT_ONCE):
-                entry = at + turn * LANES + lane
-                inside = entry < end
-                index = index_of(INDEX + entry, inside)
-                delta = tl.load(DELTA + entry, mask=inside, other=0.0).to(tl.float32)
-                weights = tl.load(WEIGHTS + (number * SPAN + index % SPAN)[:, None] * M + of_block[None, :])
-                owners += (tl.where(inside, number * DP + index // SPAN, -1),)
-                products += (weights * delta[:, None],)
+                inside = entry + turn * LANES < end
+                weights = tl.load(WEIGHTS + (number * SPAN + index[turn] % SPAN)[:, None] * M + of_block[None, :])
+                owners += (tl.where(inside, number * DP + index[turn] // SPAN, -1),)
+                products += (weights * delta[turn][:, None],)
+            entry += LANES * AT_ONCE
+            index, delta = of_lane(INDEX, DELTA, entry, end, LANES)
             for turn in tl.static_range(AT_ONCE):
                 changed = (owners[turn] >= 0) & (owners[turn] != channel)
                 ended = changed & (channel >= 0)
@@ -94,7 +95,6 @@ def list_mixtures(
                 alone = alone & ~ended
                 total = tl.where(changed[:, None], 0.0, total) + products[turn]
                 channel = tl.where(changed, owners[turn], channel)
-            at += LANES * AT_ONCE
         tl.debug_barrier()
         firsts = tl.where(alone[:, None], total, tl.load(FIRSTS, mask=(~alone)[:, None], other=0.0))
         add_lanes(SUMS, tl.where(alone, channel, first_channel), firsts, lanes, of_block, M, LANES * STRETCHES)
@@ -106,6 +106,17 @@ def list_mixtures(
         MIXED + part * COLUMNS, SCALE, VECTORS, added, row, head, rows, channels, valid,
         scale_row, scale_head, scale_channel, vectors_row, vectors_head, RANKED, COLUMNS, D,
     )  # fmt: skip
+
+
+@triton.jit
+def of_lane(INDEX, DELTA, entry, end, LANES: tl.constexpr):
+    """AT_ONCE entries of each lane from its `entry` on: indices and distances, of which those behind the `end` are 0."""
+    indices, deltas = (), ()
+    for turn in tl.static_range(AT_ONCE):
+        inside = entry + turn * LANES < end
+        indices += (index_of(INDEX + entry + turn * LANES, inside),)
+        deltas += (tl.load(DELTA + entry + turn * LANES, mask=inside, other=0.0).to(tl.float32),)
+    return indices, deltas
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from calib.kernels.outliers.score_kernel import index_of, own_piece
 
 # Outliers of a token that are read together.
-AT_ONCE = tl.constexpr(4)
+AT_ONCE = tl.constexpr(8)
 
 UNFIXED = ["heads", "query_rows", "slots", "first", "run", "entries"]
 

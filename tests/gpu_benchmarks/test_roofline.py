@@ -26,7 +26,7 @@ from benchmarks.gpu.roofline import (
     bytes_of_token,
     predicted,
 )
-from benchmarks.gpu.roofline_lists import MIXTURES, SCORES, listed, turns_of_tile
+from benchmarks.gpu.roofline_lists import AT_ONCE, MIXTURES, SCORES, listed, turns_of_stretch, turns_of_tile
 from benchmarks.gpu.roofline_page import measured, page, runs
 from benchmarks.gpu.targets import TARGETS
 from calib.kernels.ahead_of_time import CAPABILITIES, NEWEST
@@ -156,16 +156,21 @@ def test_lists_by_hand():
     assert found["seconds"]["bytes"] == pytest.approx((found["packed"] + 16 * tokens) / (COPY * 1e12))
     found = listed({**loop, "name": MIXTURES, "warps": 2}, 0.02, 8, SMALL, 10, 4)
     assert (found["splits"], found["turns"], found["programs"]) == (8, 4, 8)
-    assert found["seconds"]["issue"] == pytest.approx(4 * 4 * (100 + 10.24 * 50) / 1e9), "two warps of each program"
+    assert found["seconds"]["issue"] == pytest.approx(4 * 4 * (100 + (10.24 + 0.5) * 50) / 1e9), (
+        "two warps of each program"
+    )
 
 
-def test_turns_of_a_tile():
+def test_turns_of_a_tile_and_a_stretch():
     """Drawn instead of worked out."""
+    of_keys, of_values = AT_ONCE[SCORES], 32 * AT_ONCE[MIXTURES]
     draw = torch.Generator().manual_seed(1)
     for share in (0.001, 0.02, 0.1):
         counts = torch.rand(4000, 32, 128, generator=draw).lt(share).sum(-1).amax(-1)
-        assert turns_of_tile(share) == pytest.approx(float((counts / 4).ceil().mean()), rel=0.02)
-    assert turns_of_tile(0.0) == 0 and turns_of_tile(1.0) == 32
+        assert turns_of_tile(share) == pytest.approx(float((counts / of_keys).ceil().mean()), rel=0.02)
+        counts = torch.rand(200, 512 * 128, generator=draw).lt(share).sum(-1)
+        assert turns_of_stretch(share) == pytest.approx(float((counts / of_values).ceil().mean()), rel=0.1)
+    assert turns_of_tile(0.0) == 0 and turns_of_tile(1.0) == 128 / of_keys
 
 
 def test_clocks_of_a_turn_by_pipe():
