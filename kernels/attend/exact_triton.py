@@ -77,7 +77,7 @@ def attend_exact(
     pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
     constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)
     # Without parts nothing ran between what wrote query and tokens and this launch; a copy is written right before it.
-    copied = not query.is_contiguous() or not (hidden is None or tokens.hidden.is_contiguous())
+    copied = any(part is not None and not part.is_contiguous() for part in (query, tokens.hidden))
     early = bool(parts) and not copied and begins_early(device)
     launch(
         exact, (rows * heads, blocks, max(1, pieces)),

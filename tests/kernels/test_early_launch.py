@@ -8,7 +8,6 @@ from calib.kernels.attend.packed_pages import Attended, ExactGroup, ExactTokens
 from calib.kernels.early_launch import begins_early, early_launch
 from calib.kernels.launch import Launch, LaunchedBy
 
-
 PART = Attended(torch.zeros(1, 2, 2, 1), torch.ones(1, 2, 2, 1), torch.zeros(1, 2, 2, 16))
 QUERY = torch.zeros(1, 2, 2, 16)
 HIDDEN = torch.zeros(1, 1, 2, 2, dtype=torch.bool)
