@@ -150,7 +150,7 @@ class OrderedSequenceState(SequenceState):
     def _with_room(self, rows: tuple[RowShape, ...]) -> Hashable:
         """What rows of these shapes share with those that have a few pages more."""
         _, packed, packed_keys, ahead, _ = zip(*rows, strict=True)
-        pages = max(packed), max(packed_keys), max(map(len, self.table.rows))
+        pages = max(packed), max(packed_keys), self.table.longest
         return self.table.moves, any(ahead), *(self.room(0, count) for count in pages)
 
     def packs_ahead(self, forward: Forward) -> bool:

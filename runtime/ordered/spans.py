@@ -185,9 +185,7 @@ class OrderedTokens(LayerTokens):
         key = ("keys ahead", id(span))  # which the plan of all layers holds
         if key not in self.forward.readings:
             table, page = self.state.table, self.keys.pool.page_tokens
-            held = (
-                max(map(len, table.rows)) if self.forward.of_block else max(len(table.rows[row]) for row in self.rows)
-            )
+            held = table.longest if self.forward.of_block else max(len(table.rows[row]) for row in self.rows)
             pages = range(slots.start // page, self.state.room(0, held) if self.forward.of_block else held)
             numbers = page_numbers(table, self.forward, self.rows, pages, span.table.device)
             self.forward.readings[key] = replace(span, table=numbers), slice(slots.start, pages.stop * page)

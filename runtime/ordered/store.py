@@ -204,8 +204,11 @@ class OrderedStore:
         """See `Store.graph_key`."""
         if self.pairs is not None or any(forward.copies):
             return None
-        streams = tuple(stream.graph_key(forward) for stream in self.streams)
-        return None if None in streams else (streams, self.sequences.graph_key(forward))
+        streams, table = tuple(stream.graph_key(forward) for stream in self.streams), self.sequences.table
+        # Pools have as many pages as the table, and such ones, once they are prepared.
+        return (
+            None if None in streams else (streams, table.capacity, table.page_tokens, self.sequences.graph_key(forward))
+        )
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Windows are copied, pages shared by the table."""

@@ -233,7 +233,7 @@ class Stream:
         rows, _, slots, _ = self.window.tokens.shape
         if self.window.allocated(self._step_of(forward)[0]) != slots:
             return None
-        return rows, slots, self.pool.capacity, self.pool.page_tokens
+        return rows, slots
 
     def encodes(self, forward: Forward) -> bool:
         """See `Store.encodes`: whether any row's tokens go from its window into pages."""

@@ -33,6 +33,11 @@ class PageNumbers:
         self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
         self._first: dict[tuple[range, torch.device], Pages] = {}
 
+    @property
+    def longest(self) -> int:
+        """Pages of the row that has the most."""
+        return max(map(len, self.rows), default=0)
+
     def with_room(self, pages: int) -> int:
         """The pages that decode steps read of a row that has so many, until it needs more: up to the next multiple of a power of 2,
         `ROOM_TOKENS` or a `ROOM_SHARE`-th of the pages. Steps are alike as long as these suffice."""
@@ -47,7 +52,7 @@ class PageNumbers:
     def numbers(self, device: torch.device) -> Tensor:
         """int32 `[rows, most pages of a row]`, 0 where a row holds none; rebuilt only when a row's pages changed."""
         if device not in self._tensors:
-            longest = max(map(len, self.rows), default=0)
+            longest = self.longest
             padded = [self.pages(row, 0, longest) for row in range(len(self.rows))]
             self._tensors[device] = upload(padded, torch.int32, device).view(len(self.rows), longest)
         return self._tensors[device]
@@ -85,7 +90,7 @@ class PageNumbers:
 
     def predicted_bytes(self) -> int:
         """Bytes of the copies on devices: 4 a page number."""
-        copies = len(self._tensors) * len(self.rows) * max(map(len, self.rows), default=0)
+        copies = len(self._tensors) * len(self.rows) * self.longest
         return 4 * (copies + sum(numbers.numel() for numbers in self._with_room.values()))
 
     def _renew(self, device: torch.device) -> None:
@@ -99,7 +104,7 @@ class PageNumbers:
         self._renewed.add(device)
 
     def _shape_with_room(self) -> tuple[int, int]:
-        return len(self.rows), self.with_room(max(map(len, self.rows), default=0))
+        return len(self.rows), self.with_room(self.longest)
 
     def _select(self, rows: range, start: int, stop: int, device: torch.device) -> Pages:
         if len(rows) == 1:

@@ -199,10 +199,14 @@ class TieredSequenceState(SequenceState):
         return self._alike[1]
 
     def _with_room(self, pages: tuple[tuple[int, ...], ...]) -> Hashable:
-        """What rows that have so many `pages` of each table share with those that have a few more."""
+        """What rows that have so many `pages` of each table share with those that have a few more. A table's numbers are as wide as
+        its longest row has pages behind the forward."""
         of_tables = enumerate(zip(self.tables, map(max, zip(*pages, strict=True)), strict=True))
         return tuple(
-            (table.moves if self.gains(number) else table.version, self.room(number, most))
+            (
+                table.moves if self.gains(number) else table.version,
+                *(self.room(number, count) for count in (most, table.longest)),
+            )
             for number, (table, most) in of_tables
         )
 

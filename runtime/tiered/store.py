@@ -137,7 +137,10 @@ class TieredStore(ABC):
         """What every tiering's steps share in a block. What oracle eviction keeps is another number each time."""
         if self.plan.oracle_share is not None or any(forward.copies):
             return None
-        return self.sequences.graph_key(forward), tuple(pool.capacity for _, pool in self._pools)
+        # Pools have as many pages once they are prepared.
+        return self.sequences.graph_key(forward), tuple(
+            self.sequences.tables[number].capacity for number, _ in self._pools
+        )
 
     def _key(self, role: str, number: int) -> tuple[str, Any]:
         """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's, where its

@@ -100,6 +100,27 @@ def test_replayed_steps_are_those_that_run_one_by_one(case: Case, family: str):
                     assert unequal <= (tensor.numel() // 100 if number else 0), name
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "lengths", "count"),
+    [
+        ("rtn", {"bits": 4}, [115, 187], 150),  # the shorter row takes a page beyond those that there are in step 141
+        ("full", {}, [115, 187], 150),
+        ("mikv", {}, [115, 187], 115),
+        ("snapkv", {}, [115, 187], 225),
+        ("mikv", {}, [639], 8),  # the recorded step takes a page beyond the room
+    ],
+)
+def test_a_row_takes_a_page_that_is_not_there_yet(model, method, options, lengths, count):
+    """Pools grow where steps run one by one; a replay would write behind their end."""
+    inputs, found = left_padded(lengths), []
+    for graphs in (False, True):
+        with compress(model, method, graphs=graphs, **options) as cache:
+            found.append(decoded(model, cache, inputs, count))
+            assert not graphs or (cache.graphs.replays > count // 2 - 2 and not cache.graphs.refused)
+    assert torch.equal(found[0][0], found[1][0])
+    alike([found[0][1]], [found[1][1]])
+
+
 def steps(model, cache, count: int, **named) -> list[torch.Tensor]:
     """Logits of steps whose tokens are 1, 2, 3 and so on, in every row."""
     rows = len(cache.sequences.lengths)

@@ -27,6 +27,13 @@ STEPS = 26  # through a block of every short case
 # Cases whose steps are launches and nothing else.
 TAPED = {"full", "rtn-4", "kivi-2", "klt-short", "zipcache", "gear-60", "h2o", "mikv-16-2", "snapkv", "csr", "kvarn"}
 
+# Prompts behind which their row takes a page beyond the room within so many steps.
+WIDER = {
+    "mikv": (Case("mikv-wider", "mikv", 0.0, {}), 316),
+    "snapkv": (Case("snapkv-wider", "snapkv", 0.0, {"budget": 0.8}), 310),
+    "rtn": (Case("rtn-wider", "rtn", 0.0, {"bits": 4}), 251),
+}
+
 # Memory that kernels fill which do not run here: of pages, and of their own.
 NOT_FILLED = {"PLACED", "WAYS"}
 
@@ -57,8 +64,9 @@ def noted(begin, answers: list[bool]):
     return and_noted
 
 
-def launches_of(case: Case, lengths: list[int], found: list[Launch]) -> tuple[list[list[Launch]], int]:
-    """The launches of each step, and how many layers' steps tapes have launched. No kernel runs."""
+def launches_of(case: Case, lengths: list[int], found: list[Launch], free: int) -> tuple[list[list[Launch]], int]:
+    """The launches of each step, and how many layers' steps tapes have launched. No kernel runs. Behind the prompt every table has
+    so many `free` pages."""
     model, mask = random_model("llama", num_hidden_layers=LAYERS), left_padded(lengths)["attention_mask"]
     modules, generator, steps = [layer.self_attn for layer in model.model.layers], torch.Generator().manual_seed(3), []
     with torch.no_grad(), case.open(model) as cache:
@@ -69,6 +77,9 @@ def launches_of(case: Case, lengths: list[int], found: list[Launch]) -> tuple[li
                 query, keys, values = drawn(model.config, 1 if step else max(lengths), generator)
                 held = cache.update(keys, values, number)
                 attention(module, query, *held, mask, scaling=0.1)
+            if not step:
+                for table in cache.sequences.tables:
+                    table.prepare(free)
             steps.append(list(found))
         return steps, cache.sequences.taped.launched
 
@@ -78,20 +89,17 @@ def seen_as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return part.as_strided(like.shape, like.stride(), part.storage_offset())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("lengths", [LENGTHS, LEVEL], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_tape_launches_what_the_layer_would(case: Case, lengths, monkeypatch):
+def taped_as_in_full(case: Case, lengths: list[int], monkeypatch, free: int = 0) -> int:
+    """How many layers' steps tapes have launched; each launch is that of a step without tapes."""
     found, of_block = watch(monkeypatch, runs=False, copies=True), []
     with mock.patch.object(TapedSteps, "begin", noted(TapedSteps.begin, of_block)):
-        taped, launched = launches_of(case, lengths, found)
+        taped, launched = launches_of(case, lengths, found, free)
     with (
         mock.patch.object(TapedSteps, "run", in_full),
         mock.patch.object(TapedSteps, "begin", side_effect=of_block),
     ):
-        full, none = launches_of(case, lengths, found)
+        full, none = launches_of(case, lengths, found, free)
     assert not none
-    assert launched >= STEPS or case.name not in TAPED
     for own, other in zip(taped, full, strict=True):
         assert [launch.kernel for launch in own] == [launch.kernel for launch in other]
         for one, same in zip(own, other, strict=True):
@@ -100,6 +108,21 @@ def test_a_tape_launches_what_the_layer_would(case: Case, lengths, monkeypatch):
                 if isinstance(part, torch.Tensor) and name not in NOT_FILLED:
                     assert part.dtype == one.arguments[name].dtype
                     assert torch.equal(seen_as(one.arguments[name], part), part), (one.kernel, name)
+    return launched
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lengths", [LENGTHS, LEVEL], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_tape_launches_what_the_layer_would(case: Case, lengths, monkeypatch):
+    launched = taped_as_in_full(case, lengths, monkeypatch)
+    assert launched >= STEPS or case.name not in TAPED
+
+
+@pytest.mark.parametrize(("case", "length"), WIDER.values(), ids=list(WIDER))
+def test_a_row_takes_a_free_page_beyond_the_room(case: Case, length: int, monkeypatch):
+    """Page numbers are wider from that step on, in memory of their own, and no table has more pages in all."""
+    assert taped_as_in_full(case, [120, length], monkeypatch, free=6) >= STEPS
 
 
 def own_steps(model, cache, count: int, width: int = 1) -> None:
