@@ -23,7 +23,7 @@ from benchmarks.gpu.inputs import queries
 from benchmarks.gpu.launches import supported
 from benchmarks.gpu.layers import prompt_of
 from benchmarks.gpu.model import SAID, ids_of, model_of, tidy
-from benchmarks.gpu.turns import in_turns
+from benchmarks.gpu.turns import in_turns, in_turns_or_none
 from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
 from calib.runtime.logits import Logits
@@ -67,7 +67,7 @@ def against_dynamic(bench: Bench) -> Measured:
         pairs = {"speedup": ("dynamic", "ours"), "A/A": ("ours again", "ours")}
         found = in_turns(bench, {**eager, "ours again": eager["ours"]}, pairs)
         figures = {"eager": found["ratios"]["speedup"]}
-    graph = _graphs(bench, model, dynamic, token)
+    graph = _graphs(bench, model, dynamic, token, figures)
     if "ratios" in graph:
         figures["graph"] = graph["ratios"]["speedup"]
     speed = {name: round(1e3 * rows * STEPS / found["milliseconds"][name][1], 1) for name in eager}
@@ -86,9 +86,11 @@ def own(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS
         model.config._attn_implementation_internal = held
 
 
-def _graphs(bench: Bench, model: LlamaForCausalLM, dynamic: Cache, token: Tensor) -> dict[str, Any]:
+def _graphs(
+    bench: Bench, model: LlamaForCausalLM, dynamic: Cache, token: Tensor, kept: dict[str, list[float]]
+) -> dict[str, Any]:
     """Ratios of replayed steps: ours with `graphs=True`, which go on from block to block as they do for a user; DynamicCache's
-    from one recorded step, whose tensors are as long as they were. Or why there are none.
+    from one recorded step, whose tensors are as long as they were. Or why there are none; figures without graphs are `kept`.
     """
     recorded, way = replayed(bench, partial(own, model, dynamic, token, steps=1), dynamic.layers)
     with compress(model, "zipcache", graphs=bench.on_gpu, **TIERS) as cache:
@@ -106,7 +108,9 @@ def _graphs(bench: Bench, model: LlamaForCausalLM, dynamic: Cache, token: Tensor
                     }
                 }
         timed: dict[str, Callable[[], object]] = {"ours": ours, "dynamic": recorded, "ours again": ours}
-        found: dict[str, Any] = in_turns(bench, timed, {"speedup": ("dynamic", "ours"), "A/A": ("ours again", "ours")})
+        found = in_turns_or_none(bench, timed, {"speedup": ("dynamic", "ours"), "A/A": ("ours again", "ours")}, kept)
+        if found is None:
+            return {"timed": "the time was over"}
         replays = 0 if cache.graphs is None else cache.graphs.replays
     return {"timed": {"ours": f"{replays} steps replayed", "dynamic": way}, **found}
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.decode_attention import TIERS, each, fitting, shape_a
 from benchmarks.gpu.graphs import one_line, replayed
 from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
-from benchmarks.gpu.turns import in_turns
+from benchmarks.gpu.turns import in_turns_or_none
 from calib.kernels.attend import exact_triton, page_launch
 
 PROGRAMS, STAGES = (4, 8, 12, 16), (2, 3, 5)
@@ -99,7 +99,10 @@ def swept(bench: Bench, rows: int) -> Measured:
                     refused[name] = one_line(error)
                     continue
                 calls[name], ways[name] = replayed(bench, call, None)
-        found = in_turns(bench, {**calls, "again": calls[OWN]}, {name: (OWN, name) for name in (*calls, "again")})
+        pairs = {name: (OWN, name) for name in (*calls, "again")}
+        found = in_turns_or_none(bench, {**calls, "again": calls[OWN]}, pairs, figures)
+        if found is None:
+            break
         figures |= {f"{bits} bit, {name}": found["ratios"][name] for name in calls if name != OWN}
         medians = {name: found["milliseconds"][name][1] for name in calls}
         details[f"{bits} bit"] = {
@@ -133,7 +136,9 @@ def of_steps(bench: Bench) -> Measured:
                 layers[0].sequences.taped.forget()  # which go on with the options that they were recorded with
                 call()
                 calls[other] = replayed(bench, call, layers)[0]
-        found = in_turns(bench, calls, {other: (OWN, other) for other in calls})
+        found = in_turns_or_none(bench, calls, {other: (OWN, other) for other in calls}, figures)
+        if found is None:
+            break
         figures |= {f"{name}, {other}": found["ratios"][other] for other in calls if other != OWN}
         details[name] = {other: found["milliseconds"][other][1] / LAYERS for other in calls}
     return Measured(figures, details)

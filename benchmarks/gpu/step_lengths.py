@@ -9,7 +9,7 @@ from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.decode_attention import TIERS, each, fitting, shape_a
 from benchmarks.gpu.graphs import replayed
 from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
-from benchmarks.gpu.turns import in_turns
+from benchmarks.gpu.turns import in_turns_or_none
 
 LAYERS = 4  # of a cache, whose steps are timed together
 SHARES = (1 / 16, 1 / 4, 1 / 2, 1)  # of the tokens of shape A
@@ -34,6 +34,9 @@ def by_tokens(bench: Bench) -> Measured:
             own = f"{name}, {one.sizes.tokens} tokens"
             step = Step.drawn(one, heads, keys, 100)
             calls[own], timed[own] = replayed(bench, partial(each, layers, [step] * LAYERS), layers)
-        for own, taken in in_turns(bench, calls, {})["milliseconds"].items():
+        found = in_turns_or_none(bench, calls, {}, figures)
+        if found is None:
+            break
+        for own, taken in found["milliseconds"].items():
             figures[own] = [milliseconds / LAYERS for milliseconds in taken]
     return Measured(figures, {"layers": LAYERS, "timed": timed})

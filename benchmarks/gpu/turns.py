@@ -34,6 +34,18 @@ def milliseconds(bench: Bench, step: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
+def in_turns_or_none(
+    bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios, kept: Mapping[str, object]
+) -> dict[str, dict[str, list[float]]] | None:
+    """`in_turns`; None where the time is over and there are figures to be `kept`, from what was timed before."""
+    try:
+        return in_turns(bench, steps, ratios)
+    except NotMeasured:
+        if not kept:
+            raise
+        return None
+
+
 def in_turns(
     bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios
 ) -> dict[str, dict[str, list[float]]]:

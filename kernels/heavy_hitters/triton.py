@@ -41,7 +41,7 @@ def choose(
         seen = entering
         if MEAN:
             seen = observed(mass + heads * slots, given + heads * shown_head, ring, slots, shown, ADDS_UP, LIMIT)
-            score = tl.where(seen > 0, entering / tl.maximum(seen, 1.0), 0.0)
+            score = tl.where(seen > 0, tl.div_rn(entering, tl.maximum(seen, 1.0)), 0.0)
         tl.debug_barrier()  # no warp writes before all have read
         least = tl.full([BN], float("inf"), tl.float32)
         newest, lightest = tl.full([BN], -1, tl.int32), tl.full([BN], 0, tl.int64)
@@ -52,7 +52,7 @@ def choose(
             if MEAN:
                 rows = observed(mass + heads * slots, given + heads * shown_head, slot, slots, shown, ADDS_UP, LIMIT)
                 tl.store(mass + heads * slots + slot, rows, mask=(slot < slots) & (slot < shown))
-                own = tl.where(rows > 0, own / tl.maximum(rows, 1.0), 0.0)
+                own = tl.where(rows > 0, tl.div_rn(own, tl.maximum(rows, 1.0)), 0.0)
             heavy = (slot >= first) & (slot < last)
             page = tl.load(TABLE + row * table_row + slot // PAGE, mask=heavy, other=0).to(tl.int64)
             at = page * position_page + head * position_head + (slot % PAGE) * position_token

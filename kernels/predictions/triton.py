@@ -74,7 +74,9 @@ def take_off(
     unit = tl.load(UNIT + head * D + channels, mask=here, other=0.0)
     predicted = total.to(tl.float32) * unit[None, :] * sizes[:, None]
     inside = there[:, None] & here[None, :]
-    at = row * value_row + head * value_head + token[:, None].to(tl.int64) * value_token + channels[None, :]
+    at = (
+        row * value_row + head.to(tl.int64) * value_head + token[:, None].to(tl.int64) * value_token + channels[None, :]
+    )
     values = tl.load(VALUES + at, mask=inside, other=0.0).to(tl.float32)
     to = OUT + (of_row.to(tl.int64) * tokens + token)[:, None] * D + channels[None, :]
     tl.store(to, values - predicted, mask=inside)

@@ -41,7 +41,7 @@ def sum_rows(
     `width` numbers. SCATTERED: a token's lies at its position, from `first` on where POSITIONS is None; hidden tokens have none.
     ADDED, SCATTERED besides: sums are added to what is there, rows and heads of MASS lie `mass_row` and `mass_head` apart."""
     which, item = tl.program_id(2), tl.program_id(1)
-    row, head = (item // heads).to(tl.int64), item % heads
+    row, head = (item // heads).to(tl.int64), (item % heads).to(tl.int64)
     NORMALISER += row * of_row + head * of_head
     if which == 0:
         sum_span(

@@ -90,7 +90,7 @@ def put_one(
         index = number * heads + head
     if PAGES is not None:
         page = tl.load(PAGES + index).to(tl.int64)
-    token = tl.full([], slot, tl.int64)
+    head, token = head.to(tl.int64), tl.full([], slot, tl.int64)
     if SLOTS is not None:
         token = tl.load(SLOTS + index).to(tl.int64)
     column = tl.arange(0, WIDE)

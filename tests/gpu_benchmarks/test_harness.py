@@ -184,6 +184,9 @@ def test_ratios_are_paired_by_turn(monkeypatch):
 def test_too_few_turns_are_no_figure():
     with pytest.raises(NotMeasured, match="its time was over after 0 turns"):
         turns.in_turns(bench(seconds=0), {"ours": lambda: None}, {})
+    with pytest.raises(NotMeasured, match="its time was over"):
+        turns.in_turns_or_none(bench(seconds=0), {"ours": lambda: None}, {}, {})
+    assert turns.in_turns_or_none(bench(seconds=0), {"ours": lambda: None}, {}, {"before": [1.0]}) is None
 
 
 def test_inputs_leave_no_trace_in_the_l2():
