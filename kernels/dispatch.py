@@ -19,6 +19,10 @@ VARIABLE = "CALIB_KERNELS"
 CAPABILITY = (8, 0)
 AMPERE, HOPPER = (8, 0), (9, 0)
 
+# GPUs of workstations and some servers (RTX 3090, A10, 4090, L4, L40S, 5090): a program has at most 99 KiB of shared memory there,
+# 163 on an A100 and 227 on an H100 (CUDA programming guide, "Compute Capabilities").
+LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+
 _here = threading.local()  # what `OneChoice` knows
 
 

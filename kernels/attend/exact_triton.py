@@ -72,7 +72,7 @@ def attend_exact(
     columns = 1 if hidden is None else hidden.shape[2]
     of_row, of_head = (0, 0) if hidden is None else strides_of(hidden)
     of_row = 0 if hidden is None or hidden.shape[0] == 1 else of_row
-    block = block_of(asked, sized=True)  # a window is short: more programs read it again
+    block = block_of(asked, few=True)  # a window is short: more programs read it again
     blocks = cdiv(asked, block)
     pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
     constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, ChannelMap, PackedStream, RopeTables
-from calib.kernels.dispatch import HOPPER
+from calib.kernels.dispatch import HOPPER, LITTLE_MEMORY
 from calib.kernels.pack.reference import WORD_BITS, Widths, pattern, words_per_token
 from calib.kernels.powers import next_power_of_2
 
@@ -20,8 +20,8 @@ NONE, TOKEN, CHANNEL = 0, 1, 2
 # Query rows of a KV head in one program.
 BLOCK_ROWS = (8, 16, 64)
 
-# The same at most where all planes of values are one matrix.
-MOST_SIZED = 16
+# The same at most where all planes of values are one matrix, and where shared memory is little for wide tokens.
+MOST_OF_FEW = 16
 
 # Words of one load at most: 16 bytes of a lane.
 LOAD = 8
@@ -60,9 +60,9 @@ LEAN = 16
 
 
 @lru_cache
-def block_of(query_rows: int, sized: bool = False) -> int:
-    """Query rows of a program, padding included; fewer where values are `sized`, whose mixtures lie in more registers."""
-    sizes = [size for size in BLOCK_ROWS if size <= MOST_SIZED or not sized]
+def block_of(query_rows: int, few: bool = False) -> int:
+    """Query rows of a program, padding included; `few` where their mixtures take more registers, or shared memory is little."""
+    sizes = [size for size in BLOCK_ROWS if size <= MOST_OF_FEW or not few]
     return next((size for size in sizes if query_rows <= size), sizes[-1])
 
 
@@ -90,6 +90,11 @@ def shape_of(keys: PackedStream, values: PackedStream, block: int) -> tuple[int,
     return SHAPES[block][is_heavy(keys, values, block), is_wide(keys, values)]
 
 
+def is_wide_turned(rope_tables: RopeTables | None) -> bool:
+    """The same of keys that are put together from components."""
+    return rope_tables is not None and rope_tables.axes.shape[-1] > WIDE
+
+
 def turn_of(
     keys: PackedStream, values: PackedStream, block: int = BLOCK_ROWS[0], rope_tables: RopeTables | None = None
 ) -> int:
@@ -98,7 +103,7 @@ def turn_of(
     most, _ = shape_of(keys, values, block)
     page = keys.pages.shape[2]
     if rope_tables is not None:  # the channels of keys that are put together, too
-        most = STRIDE if block < BLOCK_ROWS[-1] and rope_tables.axes.shape[-1] <= WIDE else STRIDE // 2
+        most = STRIDE if block < BLOCK_ROWS[-1] and not is_wide_turned(rope_tables) else STRIDE // 2
     groups = [s.group_tokens for s in (keys, values) if mode_of(s) == CHANNEL and s.group_tokens != page]
     whole = gcd(most, page, *groups)
     if whole >= LEAST or groups or rope_tables is not None:  # slots of ragged pages are no positions' run
@@ -176,7 +181,7 @@ def runs_of(turns: int, programs: int) -> tuple[int, int]:
 def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:
     """Warps of a program."""
     if rope_tables is not None:
-        return 4 if rope_tables.axes.shape[-1] <= WIDE else 8
+        return 8 if is_wide_turned(rope_tables) else 4
     return shape_of(keys, values, block)[1]
 
 
@@ -189,7 +194,7 @@ def stages_of(
 ) -> int:
     """Turns whose loads are under way; none where what keys are put together from fills shared memory."""
     if rope_tables is not None:
-        return 1 if rope_tables.axes.shape[-1] > WIDE else 3
+        return 1 if is_wide_turned(rope_tables) or capability in LITTLE_MEMORY else 3
     exact, wide = EXACT in (keys.bits, values.bits), is_wide(keys, values)
     if capability >= HOPPER and not exact and not wide and has_two_buffers(keys, values, block):
         return TWO_BUFFERS
@@ -264,7 +269,7 @@ def exact_constants(
     padded = {"DKP": max(16, next_power_of_2(key_dim)), "DVP": wide}
     padded["RUNS"] = max(2, JOINED // (block * wide)) if pieces else 1
     numbers = max(key_dim, value_dim) * (2 if kind == torch.float32 else 1) * block
-    turn = {"M": block, "BN": 2 * LEAST if numbers <= WIDE * MOST_SIZED else LEAST}
+    turn = {"M": block, "BN": 2 * LEAST if numbers <= WIDE * MOST_OF_FEW else LEAST}
     return {"DK": key_dim, "DV": value_dim} | padded | turn | {"SOFTCAP": softcap, "INTERPRET": interpreted}
 
 

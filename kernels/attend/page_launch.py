@@ -10,13 +10,15 @@ from calib.kernels.attend.options import (
     block_of,
     columns_of,
     constants_of,
+    is_wide,
+    is_wide_turned,
     maps_of,
     stages_of,
     turn_of,
     warps_of,
 )
 from calib.kernels.attend.packed_pages import PackedStream, RopeTables
-from calib.kernels.dispatch import capability_of
+from calib.kernels.dispatch import LITTLE_MEMORY, capability_of
 from calib.kernels.early_launch import begins_early
 from calib.kernels.pack.heads import first_words
 from calib.kernels.powers import cdiv
@@ -80,7 +82,9 @@ def made(
     mixes_keys: bool,
 ) -> PageLaunch:
     """The same, kept by nobody."""
-    block = block_of(query_rows, sized=values.sizes is not None)
+    capability = capability_of(keys.pages.device)
+    takes_memory = capability in LITTLE_MEMORY and (is_wide(keys, values) or is_wide_turned(rope_tables))
+    block = block_of(query_rows, few=values.sizes is not None or takes_memory)
     turn = turn_of(keys, values, block, rope_tables)
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)
     parts = (keys.pages, keys.parameters, values.pages, values.parameters)
@@ -107,7 +111,7 @@ def made(
         options=constants_of(keys, values, block, turn, softcap, rope_tables, mixes_keys=mixes_keys)
         | {
             "num_warps": warps_of(block, keys, values, rope_tables),
-            "num_stages": stages_of(keys, values, rope_tables, block, capability_of(keys.pages.device)),
+            "num_stages": stages_of(keys, values, rope_tables, block, capability),
             "EARLY": begins_early(keys.pages.device),
         },
     )

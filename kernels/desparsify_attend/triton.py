@@ -14,11 +14,13 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.desparsify_attend.reference import SparsePages
 from calib.kernels.desparsify_attend.triton_pairs import atom_at, coefficient_of, index_of
+from calib.kernels.dispatch import LITTLE_MEMORY, capability_of
 from calib.kernels.launch import launch
 from calib.kernels.pack.reference import bytes_per_token
 
-# Query rows of a KV head that a program holds, rows times channels (as padded: shared memory), pairs, channels.
-MOST_ROWS, MOST_QUERY, MOST_PAIRS, MOST_CHANNELS = 64, 64 * 128, 32, 256
+# Query rows of a KV head that a program holds, rows times channels (as padded: shared memory), the same where that is little,
+# pairs, channels.
+MOST_ROWS, MOST_QUERY, MOST_OF_LITTLE, MOST_PAIRS, MOST_CHANNELS = 64, 64 * 128, 32 * 128, 32, 256
 
 # Programs that fill a GPU several times over: by shapes, so that a captured graph stays right.
 PROGRAMS = 1024
@@ -159,9 +161,10 @@ def _attend(
 def supports(query: Tensor, keys: SparsePages, values: SparsePages) -> bool:
     """Whether the kernel takes these: one vector a key, coefficients in floating point, few query rows."""
     rows, channels = query.shape[2], max(query.shape[3], values.chunks * values.width)
+    most = MOST_OF_LITTLE if capability_of(query.device) in LITTLE_MEMORY else MOST_QUERY
     return (
         rows <= MOST_ROWS
-        and triton.next_power_of_2(rows) * triton.next_power_of_2(channels) <= MOST_QUERY
+        and triton.next_power_of_2(rows) * triton.next_power_of_2(channels) <= most
         and channels <= MOST_CHANNELS
         and keys.chunks == 1
         and keys.indices.shape[2] % 16 == 0

@@ -94,6 +94,41 @@ def test_codes_lie_in_two_buffers_where_registers_are_left():
 
 
 @pytest.mark.full
+def test_programs_fit_99_kib():
+    """What a program has on capability 8.6, 8.9 and 12.0: tokens of 256 channels beside 16 query rows, keys that are put together with
+    one turn under way, positions included."""
+    script = """
+from dataclasses import replace
+import torch
+from calib.kernels.ahead_of_time import compiled
+from calib.kernels.attend.options import stages_of
+from calib.kernels.attend.specialisations import exact_stream, rope_tables_of, specialisation, stream_of
+
+def made(keys, tables, block, **given):
+    one = specialisation(keys, keys, rope_tables=tables, block=block)
+    types = {**dict.fromkeys(one.kernel.arg_names, "i32"), **one.types, "POSITIONS": "*i64", "QUERY": "*fp32"}
+    constants = {**one.constants, **given}
+    if "HAS_POSITIONS" in given:
+        del constants["POSITIONS"]
+    return replace(one, types=types, constants=constants, stages=stages_of(keys, keys, tables, block, (8, 6)))
+
+full = exact_stream(256)
+float32 = replace(full, pages=torch.empty(full.pages.shape, device="meta"))
+turned, wide = (stream_of((6, 4, 3, 2, 1), channels=components) for components in (80, 160))
+for name, one in {
+    "exact": made(full, None, 16),
+    "float32": made(float32, None, 16, PRECISE=True),
+    "turned, precise, positions": made(turned, rope_tables_of(80, 128), 16, PRECISE=True, HAS_POSITIONS=True),
+    "turned, 256 channels, positions": made(wide, rope_tables_of(160, 256), 16, HAS_POSITIONS=True),
+}.items():
+    shared = compiled(replace(one, stages_before_hopper=None), 86).metadata.shared
+    assert shared <= 99 << 10, (name, shared)
+"""
+    done = compiling("-c", script)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.full
 def test_parts_are_merged_many_at_a_time():
     """A row of 32,768 tokens has a hundred parts: a turn of the loop reads 64 of them, every lane 16 bytes 16 times."""
     script = """

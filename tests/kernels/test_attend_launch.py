@@ -10,7 +10,7 @@ from launches import watch
 from calib.kernels.attend import page_launch, triton
 from calib.kernels.attend.operation import PageSpan
 from calib.kernels.attend.options import CHANNEL, TOKEN, constants_of
-from calib.kernels.attend.specialisations import stream_of
+from calib.kernels.attend.specialisations import exact_stream, rope_tables_of, stream_of
 
 pytestmark = pytest.mark.arithmetic
 
@@ -41,3 +41,15 @@ def test_a_launch_makes_nothing_that_the_compiler_makes(bits, monkeypatch):
     work = partial(triton.attend_pages, query, keys, values, span, None, None, False, False)
     assert calls(work) < MOST
     assert {launch.kernel for launch in launched} == {"attend", "merge"}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
+def test_programs_fit_where_shared_memory_is_little(capability, monkeypatch):
+    """As `test_ahead_of_time.test_programs_fit_99_kib` compiles them."""
+    little = capability not in ((8, 0), (9, 0))
+    monkeypatch.setattr(page_launch, "capability_of", lambda device: capability)
+    wide, components = exact_stream(256), stream_of((6, 4, 3, 2, 1), channels=80)
+    exact = page_launch.made(wide, wide, 64, None, None, False)
+    assert (exact.options["M"], exact.blocks) == ((16, 4) if little else (64, 1))
+    turned = page_launch.made(components, components, 8, None, rope_tables_of(80, 128), False)
+    assert turned.options["num_stages"] == (1 if little else 3)
