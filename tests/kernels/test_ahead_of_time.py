@@ -95,7 +95,7 @@ def test_codes_lie_in_two_buffers_where_registers_are_left():
 
 @pytest.mark.full
 def test_programs_fit_99_kib():
-    """What a program has on capability 8.6, 8.9 and 12.0: tokens of 256 channels beside 16 query rows, keys that are put together with
+    """What a program has on capability 8.6, 8.9 and 12.0: tokens of 256 channels beside 16 query rows, and keys put together,
     one turn under way, positions included."""
     script = """
 from dataclasses import replace
