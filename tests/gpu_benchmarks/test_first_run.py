@@ -37,9 +37,10 @@ def test_a_command_names_what_there_is_and_ends_in_time(words):
 
 
 def test_they_are_all_there():
-    assert len(OWN) == 7 and len(TOOLS) == 3
+    assert len(OWN) == 8 and len(TOOLS) == 3
     asked = [command.parser().parse_args(words) for words in OWN]
-    assert {"step profile", *(one.name for one in ON_REQUEST)} <= {name for one in asked for name in one.only or []}
+    named = {name for one in asked for name in one.only or []}
+    assert named == {one.name for one in (*MEASUREMENTS, *ON_REQUEST)}
 
 
 @pytest.mark.full
