@@ -92,6 +92,7 @@ class Cell:
                 with OpenCache(self.bench_model, self.rows[name], prompt) as row:
                     opened = interleave.clock()
                     row.prefill()
+                    interleave.done(self.bench_model.device)  # tokens on their way to the host, too
                     end = interleave.clock()
                 for kind, taken in (("prefill", end - opened), ("first_token", end - start)):
                     self.seconds.setdefault(kind, {}).setdefault(name, []).append(taken)

@@ -27,10 +27,16 @@ def seconds(bench_model: BenchModel, step: Callable[[], object]) -> float:
     return clock() - start
 
 
-def ready(device: torch.device) -> None:
-    """Nothing is under way, and the threads are awake: waking them takes as long as a small step."""
+def done(device: torch.device) -> None:
+    """Waits until nothing is under way on a GPU, on no stream."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def ready(device: torch.device) -> None:
+    """Nothing is under way, and the threads are awake: waking them takes as long as a small step."""
+    done(device)
+    if device.type == "cuda":
         return
     time.sleep(PAUSE)
     torch.ones(2**17).add_(1)

@@ -27,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16, or auto: what the weights are stored in"
     )
+    parser.add_argument("--device", default="cpu", help="such as cpu or cuda")
     parser.add_argument("--artifact", help="what `calib fit` wrote for this model, a file or a name on the hub")
     parser.add_argument(
         "--method",
@@ -83,11 +84,14 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
     from transformers import DynamicCache
 
     from calib.capture.language_model import load
+    from calib.evaluate.evaluation import usable_device
     from calib.runtime import compress
     from calib.runtime.memory import measure
 
+    device = usable_device(asked.device)
     artifact = load_artifact(asked.artifact) if asked.artifact else None
     model, tokenizer = load(asked.model, asked.dtype)
+    model.to(device)
     inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if not text or not length:

@@ -181,6 +181,10 @@ def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[An
     record = recorder(model.device)
     if record is None:
         raise ValueError(f"graphs=True replays CUDA graphs, and the model is on {model.device}; move it first")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        raise ValueError(
+            "graphs=True replays the steps of one GPU, and the model lies on several; leave it out for this one"
+        )
     if not all(isinstance(layer, CompressedLayer) for layer in layers):
         raise ValueError(
             "graphs=True replays steps of models whose layers are all compressed; leave it out for this one"

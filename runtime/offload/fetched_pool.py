@@ -54,7 +54,7 @@ class FetchedPool:
             return
         table = host.sequences.table
         numbers = table.numbers(self.positions.device)[own]
-        with self.side.work(chosen, numbers):
+        with self.side.work(chosen, numbers, self.pairs, self.positions, self.fetched):
             found = exchange(self.positions[own], chosen, numbers, table.page_tokens, reach, self.fetched)
             host_gather(pages, *found, self.pairs[own])
 

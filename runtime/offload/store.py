@@ -1,5 +1,6 @@
 """A store in two places: every token exact on the host, and on the device a store that finds the ones to fetch."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
@@ -40,6 +41,14 @@ class OffloadStore(ABC):
         self.policy, self.sequences = plan.policy, sequences
         self.pool = FetchedPool(keys, values)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadStore":
+        """Behind what is under way."""
+        self.pool.side.wait()
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     @property
     def plan(self) -> Any:
         """The stages, the device's part where that is."""
@@ -67,7 +76,10 @@ class OffloadStore(ABC):
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into both stores, the host first: a token may be fetched as soon as the device has no exact one."""
         on_host = self.keys_on_host(forward, keys)
-        with self.pool.side.work(on_host, values):
+        columns = [
+            own for own in forward.columns or () if own.device == values.device
+        ]  # freed when every layer has stored
+        with self.pool.side.work(on_host, values, *columns):
             self.host.store(_host_forward(forward), on_host, values)
         self.low.store(forward, keys, values)
 

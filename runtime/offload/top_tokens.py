@@ -69,7 +69,7 @@ class TopTokensStore(OffloadStore):
     def _heaviest(self, asked: FetchedTokens, lengths: list[int], request: AttendRequest) -> Tensor:
         """The k tokens with the most attention among those encoded at these `lengths`: int64 `[rows, kv_heads, n]`."""
         assert asked.mass is not None
-        readings, key = request.forward.readings, ("encoded", request.rows, tuple(lengths))
+        readings, key = request.forward.readings, ("encoded", request.rows, tuple(lengths), asked.mass.device)
         if key not in readings:  # the same for every layer
             readings[key] = self._encoded(lengths, request.rows, request.logits, asked.mass.device)
         most, ends = readings[key]

@@ -1,7 +1,9 @@
 """A store whose tokens keep their order: two streams with a schedule each, pages shared by one table."""
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,6 +150,14 @@ class OrderedStore:
         self, streams: tuple[Stream, Stream], sequences: OrderedSequenceState, pairs: PinnedKV | None = None
     ) -> None:
         self.streams, self.sequences, self.pairs = streams, sequences, pairs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OrderedStore":
+        """Host memory before the streams, whose pages lie in it."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        pairs = copy.deepcopy(self.pairs, memo)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo) | {"pairs": pairs})
+        return copied
 
     @property
     def plan(self) -> LayerPlan:

@@ -191,7 +191,7 @@ class Stream:
     def store_step(self, forward: Forward, table: PageTable, new: Tensor, block: Block | None = None) -> list[Put]:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are, but for what it
         returns: that is still to be put where it belongs. `block`: the tokens encoded, where that is done already."""
-        key = ("step", self.role)
+        key = ("step", self.role, new.device)
         if key not in forward.readings:  # the same for every layer
             forward.readings[key] = self._step(forward, table, new.device)
         step: _Step = forward.readings[key]

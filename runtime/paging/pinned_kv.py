@@ -23,6 +23,18 @@ class PinnedKV:
         self.pairs: Tensor | None = None
         self._taken: set[str] = set()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PinnedKV":
+        """In host memory as well: torch, which is given the device's view of it, would copy it into the device's. It is to be
+        copied before the pools, whose tensors then see parts of it."""
+        copied = PinnedKV(*self.widths)
+        memo[id(self)], copied._taken = copied, set(self._taken)
+        if self.pairs is not None:
+            copied.pairs = host_zeros(tuple(self.pairs.shape), self.pairs.dtype, self.pairs.device).copy_(self.pairs)
+            storages = memo.setdefault("torch", {})  # type: ignore[call-overload]  # where torch looks for copies of storages
+            storages[self.pairs.untyped_storage()._cdata] = copied.pairs.untyped_storage()
+            memo[id(self.pairs)] = copied.pairs
+        return copied
+
     def of(self, role: str) -> Memory:
         """Where the pool of "keys" or "values" gets its pages."""
         return partial(self._zeros, role)
@@ -95,4 +107,8 @@ class _Pinned:
 
 def _seen_by_device(host: Tensor, device: torch.device) -> Tensor:
     seen: Tensor = torch.as_tensor(_Pinned(host, device), device=device)
+    if (
+        seen.data_ptr() != host.data_ptr()
+    ):  # torch has copied it: memory that another GPU had before is seen as that one's
+        raise RuntimeError(f"it was pinned for another GPU than {device}")
     return seen.view(host.dtype).view(host.shape)

@@ -30,9 +30,10 @@ class ChunkChanges(NamedTuple):
         forward: Forward, sequences: TieredSequenceState, tiering: RatioTiers, device: torch.device
     ) -> "ChunkChanges":
         """Those of a forward; worked out by the first layer that asks."""
-        if ChunkChanges not in forward.readings:
-            forward.readings[ChunkChanges] = _changes(forward, sequences, tiering, device)
-        found: ChunkChanges = forward.readings[ChunkChanges]
+        key = (ChunkChanges, device)
+        if key not in forward.readings:
+            forward.readings[key] = _changes(forward, sequences, tiering, device)
+        found: ChunkChanges = forward.readings[key]
         return found
 
     def slots_of(self, rows: range) -> Tensor | int | None:

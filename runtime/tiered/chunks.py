@@ -111,7 +111,7 @@ class ChunkStore(TieredStore):
 
     def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Observed:
         """The window and the new token, for the rows whose one query is a probe."""
-        probe_rows, key = self.sequences.probe_rows, ("watched", rows, slots)
+        probe_rows, key = self.sequences.probe_rows, ("watched", rows, slots, device)
         if key not in forward.readings:  # of every layer, by the first
             flags = forward.tensor(
                 f"probes among {rows}", lambda step: b"".join(self._probes_of_step(step, rows)), device, torch.uint8
@@ -124,7 +124,7 @@ class ChunkStore(TieredStore):
     def _into(self, forward: Forward, rows: range, device: torch.device) -> MassSlots | None:
         """Where a step's mass is added by the kernel that sums it; None where a chunk of the `rows` is complete with the step, and
         encoded together with its mass."""
-        key = ("slots of new tokens", rows)
+        key = ("slots of new tokens", rows, device)
         if key not in forward.readings:  # the same for every layer
             forward.readings[key] = ChunkChanges.of(forward, self.sequences, self.tiering, device).slots_of(rows)
         slots = forward.readings[key]

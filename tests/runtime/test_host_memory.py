@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -62,6 +62,15 @@ def test_what_cannot_be_pinned_is_said_in_one_line(monkeypatch):
     parts = ("98,304 bytes", "could not be pinned", "CUDA error: out of memory", "ordinary memory", "ulimit -l")
     assert all(part in text for part in (*parts, "smaller batch")), text
     assert "asynchronously" not in text
+
+
+def test_what_another_gpu_had_before_is_not_copied_into_this_one(monkeypatch):
+    """torch takes memory for that of the device that it was pinned for, and copies it where it is asked for on another."""
+    monkeypatch.setattr(pinned_kv, "pinned_zeros", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(torch, "as_tensor", lambda pinned, device: torch.empty_like(pinned.host))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with pytest.warns(UserWarning, match="could not be pinned .it was pinned for another GPU than cuda"):
+        assert host_zeros((3, 2, 128, 64), torch.bfloat16, CUDA).device == CPU
 
 
 def test_where_no_device_needs_it_nothing_is_pinned(monkeypatch):

@@ -387,6 +387,10 @@ def test_refusals(monkeypatch, model):
         compress(model, "kivi", graphs="yes")
     with pytest.raises(ValueError, match="models whose layers are all compressed"):
         compress(random_model("qwen3-mixed"), "kivi", graphs=True)
+    apart = random_model("llama")
+    apart.model.layers[1].to("meta")
+    with pytest.raises(ValueError, match="the model lies on several; leave it out for this one"):
+        compress(apart, "kivi", graphs=True)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="graphs=True replays CUDA graphs, and the model is on cpu; move it first"):
         compress(model, "kivi", graphs=True)

@@ -69,7 +69,10 @@ def place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dev
     """Where an operation's answer lies."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
-    met = args[:1] if func in COPIES | INDEXING else tree_leaves((args, kwargs))
+    met = args[:1] if func in COPIES else tree_leaves((args, kwargs))
+    if func in INDEXING:
+        indices = [x for x in args[1] if isinstance(x, Tensor) and x.device.type != "cpu"]
+        met = [args[0], *indices, *args[2:3]]
     devices = {x.device for x in met if isinstance(x, Tensor) and (x.dim() or x.device.type != "cpu")}
     if len(devices) > 1:
         raise RuntimeError(f"{func}: tensors on {' and '.join(sorted(map(str, devices)))}")
