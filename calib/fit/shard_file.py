@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from calib.capture.shard import Shard
 from calib.errors import RunError, UsageError
 from calib.runtime.files import canonical_json
 from calib.runtime.files.atomic_file import atomically
+from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
 FORMAT = "1"
@@ -150,7 +150,7 @@ def digest(buffers: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name in sorted(buffers):
         found.update(name.encode())
-        found.update(buffers[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(tensor_bytes(buffers[name].detach().cpu()))
     return found.hexdigest()
 
 

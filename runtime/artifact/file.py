@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from calib.runtime.files import canonical_json
+from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
 from calib.runtime.messages.printable import printable, shortened
 
@@ -93,7 +94,7 @@ def decode(file: BinaryIO, size: int) -> tuple[dict[str, Tensor], dict[str, Any]
 
 def digest(tensor: Tensor) -> str:
     """Hexadecimal SHA-256 of a CPU tensor's bytes (little endian, row-major), as they stand in the file."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def beginning(checksum: object) -> str:

@@ -97,8 +97,9 @@ def _indexed(
     of_recent, ahead = None, None
     some = any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True))
     reach = max(-(-stop // page) - count // page for stop, count in zip(packed, attended, strict=True))
-    if forward.of_block:  # whatever its steps find
-        some, reach = state.packs_ahead(forward), -(-state.values.window() // page) + 1
+    if forward.of_block:  # whatever its steps find, unless every page has been given back
+        some = state.packs_ahead(forward) and state.table.capacity > 0
+        reach = -(-state.values.window() // page) + 1
     if some:
         recent = partial(_recent, state, forward, asked, reach)
         ends, firsts = (state.numbers(forward, rows, field, device) for field in ("packed_keys", "page_start"))

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from calib.runtime.files import canonical_json
 from calib.runtime.files.atomic_file import atomically
 from calib.runtime.files.canonical_json import DEEPEST
 from calib.runtime.files.state import StateError, check_values
+from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
 FORMAT = "4"
@@ -115,5 +115,5 @@ def crc32(tensors: Mapping[str, Tensor]) -> int:
     found = 0
     for name in sorted(tensors):
         found = zlib.crc32(name.encode(), found)
-        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
+        found = zlib.crc32(tensor_bytes(tensors[name]), found)
     return found

@@ -18,6 +18,7 @@ from calib.runtime import compress
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.files import canonical_json
 from calib.runtime.files.state import flat
+from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.prefix.file import KEY, crc32
 from calib.runtime.prefix.prefix import PrefixError
 
@@ -120,6 +121,15 @@ def test_generation_goes_on(family, case, tmp_path):
             turn = {"input_ids": first, "attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
             expected, found = (model.generate(**turn, past_key_values=one) for one in (cache, again))
             assert torch.equal(expected, found) and same(cache, again)
+
+
+def test_one_kv_head_with_calibrated_thresholds(tmp_path):
+    """A threshold is a single number then, of any stride."""
+    model = random_model("mistral")
+    with BY_NAME["mikv-corrected"].open(model) as cache, torch.no_grad():
+        model(**left_padded([30]), past_key_values=cache)
+        cache.save(tmp_path / "prefix")
+    assert bytes(tensor_bytes(torch.arange(6.0)[3:].as_strided((1,), (3,)))) == bytes(tensor_bytes(torch.tensor([3.0])))
 
 
 def test_one_prefix_serves_questions_of_any_length(model, tmp_path):

@@ -121,6 +121,22 @@ def test_a_row_takes_a_page_that_is_not_there_yet(model, method, options, length
     alike([found[0][1]], [found[1][1]])
 
 
+@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched again"])
+@pytest.mark.parametrize("lengths", [[176], [107, 595]], ids=str)
+def test_a_sliding_window_has_given_back_every_page(lengths, graphs, monkeypatch):
+    """Keys were packed before their values, and both are out of sight: there is no page to read."""
+    model, inputs = random_model("mistral-sliding"), left_padded(lengths)
+    with compress(model, "kivi", bits=4) as cache:
+        tokens, logits = decoded(model, cache, inputs, 4)
+    assert not cache.sequences.tables[0].capacity
+    monkeypatch.setenv("CALIB_KERNELS", "reference" if graphs else "triton")
+    with compress(model, "kivi", bits=4, graphs=graphs) as cache:
+        again, last = decoded(model, cache, inputs, 4)
+        assert not graphs or cache.graphs.replays
+    assert torch.equal(again, tokens)
+    alike([last], [logits])
+
+
 def steps(model, cache, count: int, **named) -> list[torch.Tensor]:
     """Logits of steps whose tokens are 1, 2, 3 and so on, in every row."""
     rows = len(cache.sequences.lengths)
