@@ -12,9 +12,6 @@ from calib.runtime.logits import Logits
 
 DEVICES = ("meta:0", "meta:1")
 
-# Not csr, whose pursuit finds atoms that are none where devices are simulated. Its layers share what those of other chunks share.
-SIMULATED = [case for case in CASES if case.method != "csr"]
-
 
 def feed(cache: CompressedCache, rows: list[Tokens]) -> None:
     """One forward: row i adds `rows[i]`, left-padded with rubbish, layer l on the device l of `DEVICES`."""
@@ -52,12 +49,12 @@ def walk(case: Case, lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("lengths", [(200, 200), (200, 160)], ids=["rows of one length", "rows of two"])
 def test_what_all_layers_share_is_there_on_each_device(lengths):
     """In stores of every kind."""
-    for name in ("full", "kivi-2-short", "zipcache-short", "h2o", "specache", "infllm"):
+    for name in ("full", "kivi-2-short", "zipcache-short", "h2o", "specache", "infllm", "csr-short"):
         walk(BY_NAME[name], lengths)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("lengths", [(200, 200), (200, 160)], ids=["rows of one length", "rows of two"])
-@pytest.mark.parametrize("case", SIMULATED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_every_case(case: Case, lengths):
     walk(case, lengths)

@@ -21,6 +21,8 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 class Placed(Tensor):
     """A tensor that says it lies on `device`; `held` has the numbers."""
 
+    is_meta = False
+
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "Placed":
         """An empty shell of the same sizes."""
