@@ -76,9 +76,8 @@ class OffloadStore(ABC):
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Into both stores, the host first: a token may be fetched as soon as the device has no exact one."""
         on_host = self.keys_on_host(forward, keys)
-        columns = [
-            own for own in forward.columns or () if own.device == values.device
-        ]  # freed when every layer has stored
+        # Freed as soon as every layer has stored.
+        columns = [own for own in forward.columns or () if own.device == values.device]
         with self.pool.side.work(on_host, values, *columns):
             self.host.store(_host_forward(forward), on_host, values)
         self.low.store(forward, keys, values)

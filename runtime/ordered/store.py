@@ -155,8 +155,8 @@ class OrderedStore:
         """Host memory before the streams, whose pages lie in it."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        pairs = copy.deepcopy(self.pairs, memo)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo) | {"pairs": pairs})
+        copy.deepcopy(self.pairs, memo)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     @property
@@ -216,9 +216,8 @@ class OrderedStore:
             return None
         streams, table = tuple(stream.graph_key(forward) for stream in self.streams), self.sequences.table
         # Pools have as many pages as the table, and such ones, once they are prepared.
-        return (
-            None if None in streams else (streams, table.capacity, table.page_tokens, self.sequences.graph_key(forward))
-        )
+        shared = table.capacity, table.page_tokens, self.sequences.graph_key(forward)
+        return None if None in streams else (streams, shared)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Windows are copied, pages shared by the table."""

@@ -107,8 +107,7 @@ class _Pinned:
 
 def _seen_by_device(host: Tensor, device: torch.device) -> Tensor:
     seen: Tensor = torch.as_tensor(_Pinned(host, device), device=device)
-    if (
-        seen.data_ptr() != host.data_ptr()
-    ):  # torch has copied it: memory that another GPU had before is seen as that one's
+    # torch copies memory that another GPU had before: it takes it for that one's.
+    if seen.data_ptr() != host.data_ptr():
         raise RuntimeError(f"it was pinned for another GPU than {device}")
     return seen.view(host.dtype).view(host.shape)

@@ -138,9 +138,8 @@ class TieredStore(ABC):
         if self.plan.oracle_share is not None or any(forward.copies):
             return None
         # Pools have as many pages once they are prepared.
-        return self.sequences.graph_key(forward), tuple(
-            self.sequences.tables[number].capacity for number, _ in self._pools
-        )
+        capacities = tuple(self.sequences.tables[number].capacity for number, _ in self._pools)
+        return self.sequences.graph_key(forward), capacities
 
     def _key(self, role: str, number: int) -> tuple[str, Any]:
         """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's, where its
