@@ -16,6 +16,7 @@ from transformers.generation import GenerationMode
 
 from calib.runtime import sliding_layer
 from calib.runtime.attachment import Attachment
+from calib.runtime.cache_argument import NAME, cache_in
 from calib.runtime.files.state import State, StateError, branch, pages_in, tensor_like, whole
 from calib.runtime.graphs.step_graphs import StepGraphs
 from calib.runtime.held_tier import HeldTier
@@ -282,8 +283,8 @@ class CompressedCache(Cache):
             raise ValueError(
                 f"custom_generate decodes greedily or by sampling, got {mode.value}{asked}; leave custom_generate out for that"
             )
-        if kwargs.get("past_key_values") is not self:
-            raise ValueError("custom_generate is this cache's own: pass past_key_values=cache as well")
+        if cache_in(kwargs) is not self:
+            raise ValueError(f"custom_generate is this cache's own: pass {NAME}=cache as well")
         return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def tiers(self, layer: int) -> list[list[HeldTier]]:

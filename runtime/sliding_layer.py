@@ -34,7 +34,7 @@ def state_of(layer: Any) -> State:
     if not layer.is_initialized:
         return {}
     seen = int(layer.cumulative_length)
-    return {"keys": layer.keys, "values": layer.values, "dtype": named(layer.dtype), "seen": seen}
+    return {"keys": layer.keys, "values": layer.values, "dtype": named(layer.keys.dtype), "seen": seen}
 
 
 def restore(layer: Any, state: State, like: tuple[Tensor, Tensor], rows: int, seen: int) -> None:

@@ -11,6 +11,7 @@ from calib.bench.request import title_of
 from calib.errors import RunError
 from calib.evaluate.cache_size import CacheSize
 from calib.evaluate.entries import CacheEntry
+from calib.runtime import cache_argument
 from calib.runtime.cache import CompressedCache
 
 
@@ -73,7 +74,7 @@ class OpenCache:
         attention: AbstractContextManager[None] = nullcontext() if ours else self.bench_model.own_attention()
         with attention:
             logits = self.bench_model.model(
-                input_ids=tokens, past_key_values=self.cache, use_cache=True, **self.options
+                input_ids=tokens, use_cache=True, **{cache_argument.NAME: self.cache}, **self.options
             ).logits
         last: Tensor = logits[:, -1:]
         return last

@@ -85,7 +85,7 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
 
     from calib.capture.language_model import load
     from calib.evaluate.evaluation import usable_device
-    from calib.runtime import compress
+    from calib.runtime import cache_argument, compress
     from calib.runtime.memory import measure
 
     device = usable_device(asked.device)
@@ -105,7 +105,7 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
 
     def continuation(cache: Any) -> "torch.Tensor":
         torch.manual_seed(asked.seed)
-        return model.generate(**inputs, **settings, past_key_values=cache)[0, length:]
+        return model.generate(**inputs, **settings, **{cache_argument.NAME: cache})[0, length:]
 
     with as_usage():
         cache = compress(model, name, artifact, seed=asked.seed, tokenizer=tokenizer, **options)

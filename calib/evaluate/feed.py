@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from calib.errors import RunError
+from calib.runtime import cache_argument
 
 
 class Feed:
@@ -35,7 +36,7 @@ class Feed:
             input_ids=tokens,
             attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=self.cache,
+            **{cache_argument.NAME: self.cache},
             use_cache=True,
             **({"logits_to_keep": 1} if only_last and self.keeps_logits else {}),
         ).logits

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from calib.errors import RunError
+from calib.runtime import cache_argument
 
 TAIL = 8  # of a prompt's tokens, which tell a text's front from what goes on behind it
 
@@ -73,12 +74,12 @@ def generated(
     made = model.generate(
         tokens,
         attention_mask=mask,
-        past_key_values=cache,
         max_new_tokens=first.new,
         stopping_criteria=StoppingCriteriaList([ends]),
         logits_processor=LogitsProcessorList([NumbersOnly()]),
         pad_token_id=pad,
         **first.options,
+        **{cache_argument.NAME: cache},
     )
     last = model.generation_config.eos_token_id
     last = {last} if isinstance(last, int) else set(last or ())

@@ -16,6 +16,7 @@ from calib.capture.capture import capturing
 from calib.capture.device_map import entry_device
 from calib.capture.gradients import ANSWER
 from calib.capture.sample import LayerSample
+from calib.runtime import cache_argument
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import allocator, coding_of
 from calib.runtime.artifact.transform_tensors import LOSSES
@@ -71,7 +72,7 @@ def loss_curve(
 
 def divergence(model: PreTrainedModel, answer: Tensor, cache: Cache, said: Tensor) -> float:
     """KL in nats a token of `answer [tokens]` behind what the cache holds, `said` as `exact_answers` gives it."""
-    coded = model(answer[None], past_key_values=cache).logits[0].float().log_softmax(-1)
+    coded = model(answer[None], **{cache_argument.NAME: cache}).logits[0].float().log_softmax(-1)
     return float((said.exp() * (said - coded)).sum(-1).mean())
 
 

@@ -22,6 +22,7 @@ from calib.evaluate.products import multiply_in_float32
 from calib.plan.duration import extrapolated, flops
 from calib.plan.meta_model import MetaModel
 from calib.plan.probe import FIRST, GROWTH, random_layer, seconds
+from calib.runtime import cache_argument
 
 # What runs took for what had been told (docs/plan.md, "Compared with real runs").
 LEAST, MOST = 0.5, 3.0
@@ -91,7 +92,7 @@ class RunPace:
             cache.update(held, held, 0)
 
             def forward() -> None:
-                self._layer.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+                self._layer.base_model(input_ids=ids, use_cache=True, **{cache_argument.NAME: cache})
                 cache.layers[0].keys = cache.layers[0].values = held
 
             forward()

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from calib.runtime.cache_argument import NAMES, cache_in
 from calib.runtime.device.graph_inputs import GraphInputs
 from calib.runtime.graphs.recorded_step import Record, Recorded, recorder
 from calib.runtime.layer import CompressedLayer
@@ -154,9 +155,7 @@ class StepGraphs:
     def _key(self, step: Forward, named: dict[str, Any], given: dict[str, Tensor]) -> Hashable | None:
         """What all steps of a block share; None for a step that has to run as always."""
         others = tuple(
-            (name, value)
-            for name, value in named.items()
-            if name != "past_key_values" and not isinstance(value, Tensor)
+            (name, value) for name, value in named.items() if name not in NAMES and not isinstance(value, Tensor)
         )
         try:
             hash(others)
@@ -204,7 +203,7 @@ def replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(*args: Any, **named: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | named
-        graphs = getattr(given.get("past_key_values"), "graphs", None)
+        graphs = getattr(cache_in(given), "graphs", None)
         return forward(*args, **named) if graphs is None else graphs.run(forward, given)
 
     return run

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import ModelOutput
 
+from calib.runtime.cache_argument import cache_in
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.paging.sequence_state import SequenceState
 
@@ -46,7 +47,7 @@ class Speculator:
         """Adds the speculative token to a forward of one token; the arguments of any other forward stay as they are."""
         if args:  # by name, as most callers give them
             named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | named
-        if getattr(named.get("past_key_values"), "speculator", None) is not self or self._first_is_under_way:
+        if getattr(cache_in(named), "speculator", None) is not self or self._first_is_under_way:
             return None
         if self._taken_along:  # nobody has come back from that forward
             self.forget()
@@ -62,7 +63,7 @@ class Speculator:
 
     def after(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         """Takes the speculative token's logits out; also where the forward failed."""
-        if not self._taken_along or getattr(named.get("past_key_values"), "speculator", None) is not self:
+        if not self._taken_along or getattr(cache_in(named), "speculator", None) is not self:
             return None
         self._taken_along = False
         self._end()

@@ -14,6 +14,7 @@ from calib.errors import UsageError
 from calib.evaluate.lm_eval.compressed_lm import CompressedLM
 from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
+from calib.runtime.cache_argument import cache_in
 
 LONG = " ".join(WORDS * 5)  # 339 tokens, where the model was made for 256
 PAIRS = [
@@ -135,9 +136,7 @@ def test_special_probes_are_those_of_the_tokenizer(model, tokenizer):
 
 def test_no_forward_goes_without_the_compressed_cache(model, tokenizer):
     lm, seen = CompressedLM(model, tokenizer, "kivi", batch_size=2, chunk=32, **KIVI), []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs.get("past_key_values")), with_kwargs=True
-    )
+    hook = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(cache_in(kwargs)), with_kwargs=True)
     try:
         scores(lm, PAIRS[:3])
         rolling(lm, TEXTS[:1])

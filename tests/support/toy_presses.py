@@ -7,6 +7,7 @@ from toy_evaluation import subject
 
 from benchmarks.peers.presses import build
 from calib.evaluate.tasks import build_task
+from calib.runtime.cache_argument import cache_in
 
 SINKS = 4
 
@@ -25,7 +26,7 @@ class BasePress:
     @contextmanager
     def __call__(self, model):
         def cut(module, args, given, output):
-            for number, layer in enumerate(given["past_key_values"].layers):
+            for number, layer in enumerate(cache_in(given).layers):
                 chosen = self.kept(layer.keys.shape[2], number)
                 layer.keys, layer.values = layer.keys[:, :, chosen].clone(), layer.values[:, :, chosen].clone()
 

@@ -13,6 +13,7 @@ from calib.errors import UsageError
 from calib.evaluate.cache_size import CacheSize
 from calib.evaluate.tasks import Column
 from calib.runtime import Artifact
+from calib.runtime.cache_argument import cache_in
 from calib.runtime.methods.per_stream import is_per_stream
 
 MAPPINGS = ("corrections", "low")  # options that are mappings of options
@@ -150,7 +151,7 @@ class Seen:
 
     def __call__(self, model: PreTrainedModel, args: Any, given: dict[str, Any]) -> None:
         """The hook before a forward: a mask counts what was fed before as well."""
-        if given.get("past_key_values") is not self.cache:
+        if cache_in(given) is not self.cache:
             return
         mask, ids = given.get("attention_mask"), given.get("input_ids", args[0] if args else None)
         self.fed = mask.sum() if mask is not None else self.fed + ids.numel()

@@ -26,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from calib.runtime.cache import CompressedCache
+from calib.runtime.cache_argument import NAMES
 from calib.runtime.layer import CompressedLayer
 
 SOFT_CAPPED = "float64_soft_capped"
@@ -58,7 +59,7 @@ class Shadow:
             {
                 name: entry.tolist() if isinstance(entry, Tensor) else entry
                 for name, entry in inputs.items()
-                if name != "past_key_values"
+                if name not in NAMES
             }
         )
         if prompt not in self._first:
@@ -69,7 +70,7 @@ class Shadow:
     def _forward(
         self, cache: CompressedCache, inputs: dict[str, Any], speculative: bool
     ) -> Callable[[], CausalLMOutputWithPast]:
-        own = {name: value for name, value in inputs.items() if name not in ("past_key_values", "attention_mask")}
+        own = {name: value for name, value in inputs.items() if name not in (*NAMES, "attention_mask")}
         held, (rows, width) = cache.get_seq_length(), inputs["input_ids"].shape
         mask = inputs.get("attention_mask")
         real = torch.ones(rows, held + width, dtype=torch.bool) if mask is None else mask.bool()

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from calib.runtime.cache import CompressedCache
+from calib.runtime.cache_argument import cache_in
 
 
 @dataclass
@@ -52,7 +53,7 @@ def watching(
 
     @functools.wraps(original)
     def forward(**inputs: Any) -> CausalLMOutputWithPast:
-        cache = inputs.get("past_key_values")
+        cache = cache_in(inputs)
         speculative = isinstance(cache, CompressedCache) and cache.sequences.speculating
         # Before a speculative cache's first step there is a forward of a guess alone, which no caller sees.
         if not isinstance(cache, Cache) or (speculative and inputs["input_ids"].shape[1] == 1):

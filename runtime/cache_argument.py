@@ -1,0 +1,17 @@
+"""What transformers calls the cache among a model's arguments: `cache` from 5.24 on, `past_key_values` before.
+
+From 5.24 on a caller may use the older name as well, with a FutureWarning.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.generation import GenerateDecoderOnlyOutput
+
+NAMES = ("cache", "past_key_values")
+NAME = next(name for name in NAMES if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments by name; None where there is none."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
