@@ -19,11 +19,12 @@ from pathlib import Path
 def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Gives a temporary name in the same file system to write to, fsyncs what was written, renames it to `path`, fsyncs the folder.
 
-    A link is followed: the file it names is replaced and the link stays. Missing folders are made. On any failure nothing
-    temporary is left and `path` is as it was; a process killed outright leaves `path` as it was too, and what it had written
-    until the next one writes there. Raises `OSError`.
+    A link is followed: the file it names is replaced and the link stays. What is no file (a folder, a pipe, a device) is refused.
+    Missing folders are made. On any failure nothing temporary is left and `path` is as it was; a process killed outright leaves
+    `path` as it was too, and what it had written until the next one writes there. Raises `OSError`.
     """
     target = Path(os.path.realpath(path))
+    _check_replaceable(target)
     with _unfinished(target) as folder:
         temporary = folder / target.name
         # O_EXCL and 0o666: the permissions the user's umask gives any new file.
@@ -57,6 +58,14 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             _fsync(written)
         os.rename(temporary, target)
     _fsync(target.parent)
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raises OSError for what is there and is no file."""
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if target.exists() and not target.is_file():  # the rename would put a file where /dev/null was
+        raise FileExistsError(errno.EEXIST, "Not a regular file", str(target))
 
 
 @contextmanager

@@ -91,3 +91,14 @@ def test_many_writers_at_once(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: write_atomically(path, bytes([number]) * 100), range(200)))
     assert list(tmp_path.iterdir()) == [path] and len(set(path.read_bytes())) == 1
+
+
+def test_what_is_no_file_is_refused_before_anything_is_written(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null would be, too
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("pipe")
+    before = {entry: entry.lstat().st_ino for entry in tmp_path.iterdir()}
+    for name, said in (("pipe", "Not a regular file"), ("link", "Not a regular file"), ("folder", "Is a directory")):
+        with pytest.raises(OSError, match=said), atomically(tmp_path / name):
+            pytest.fail("something was written")
+    assert {entry: entry.lstat().st_ino for entry in tmp_path.iterdir()} == before
