@@ -19,9 +19,10 @@ from pathlib import Path
 def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Gives a temporary name in the same file system to write to, fsyncs what was written, renames it to `path`, fsyncs the folder.
 
-    A link is followed: the file it names is replaced and the link stays. What is no file (a folder, a pipe, a device) is refused.
-    Missing folders are made. On any failure nothing temporary is left and `path` is as it was; a process killed outright leaves
-    `path` as it was too, and what it had written until the next one writes there. Raises `OSError`.
+    A link is followed: the file it names is replaced and the link stays. A file that is replaced keeps its permissions; what is no
+    file (a folder, a pipe, a device) is refused. Missing folders are made. On any failure nothing temporary is left and `path` is
+    as it was; a process killed outright leaves `path` as it was too, and what it had written until the next one writes there.
+    Raises `OSError`.
     """
     target = Path(os.path.realpath(path))
     _check_replaceable(target)
@@ -29,7 +30,7 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary = folder / target.name
         # O_EXCL and 0o666: the permissions the user's umask gives any new file.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        permissions = temporary.stat().st_mode
+        permissions = (target if target.exists() else temporary).stat().st_mode
         yield temporary
         os.chmod(temporary, permissions)  # a library may have put a file of its own in the place
         _fsync(temporary)  # before the rename: else a power cut may leave the new name with no contents

@@ -102,3 +102,11 @@ def test_what_is_no_file_is_refused_before_anything_is_written(tmp_path):
         with pytest.raises(OSError, match=said), atomically(tmp_path / name):
             pytest.fail("something was written")
     assert {entry: entry.lstat().st_ino for entry in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path):
+    path = tmp_path / "a"
+    write_atomically(path, b"first")
+    path.chmod(0o600)
+    write_atomically(path, b"second")
+    assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == b"second"
