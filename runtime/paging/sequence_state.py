@@ -163,9 +163,10 @@ class SequenceState(ABC):
         )
         forward.host_forward = self._host_forward(forward)
         self.ids, self.speculating = None, False
+        self.forward = forward  # pending before anything changes: whoever goes on behind an interruption is refused
         if not self.recording:
             self._take_in(forward)
-        self.steps, self.forward = step, forward
+        self.steps = step
         return forward
 
     @property
@@ -188,8 +189,8 @@ class SequenceState(ABC):
         drafts, forward.drafts = forward.drafts, []
         if not drafts:
             return
+        forward.pending = len(drafts)
         kept = self.accept(forward, removed)
-        kept.pending = len(drafts)
         for draft in drafts:
             draft.store(kept, *(part[:, :, : kept.width] for part in draft.parts))
 

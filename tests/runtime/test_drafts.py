@@ -172,7 +172,8 @@ def test_rows_are_confirmed_before_they_are_reordered(model, name):
         assert not differing(stored(cache, row), stored(alone, 0))
 
 
-def test_an_interrupted_confirmation_is_noticed(model, monkeypatch):
+@pytest.mark.parametrize("stage", ["before any layer", "in the last layer"])
+def test_an_interrupted_confirmation_is_noticed(model, monkeypatch, stage):
     cache, tokens = BY_NAME["kivi-2-short"].open(model), Tokens.random(model, 60, seed=9)
     cache.release()
     cache.activate_past_recording()
@@ -181,9 +182,14 @@ def test_an_interrupted_confirmation_is_noticed(model, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    cache.sequences.forward.drafts[1] = cache.sequences.forward.drafts[1]._replace(store=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.crop(-3)
+    with monkeypatch.context() as patch:
+        if stage == "before any layer":
+            patch.setattr(cache.sequences, "_take_in", interrupted)
+        else:
+            drafts = cache.sequences.forward.drafts
+            drafts[1] = drafts[1]._replace(store=interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.crop(-3)
     for again in (lambda: cache.crop(0), lambda: feed(cache, [tokens[50:51]])):
         with pytest.raises(RuntimeError, match=r"interrupted.*cache\.reset\(\)"):
             again()

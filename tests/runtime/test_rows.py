@@ -215,13 +215,26 @@ def test_another_number_of_rows_is_refused(cache):
     assert cache.sequences.lengths == [11, 11]
 
 
-@pytest.mark.parametrize("stage", ["before the second layer", "in the first layer", "in the last layer"])
+@pytest.mark.parametrize(
+    "stage", ["with its pages taken", "before the second layer", "in the first layer", "in the last layer"]
+)
 @pytest.mark.parametrize("reached", ["prompt", "step"])
 def test_an_interrupted_forward_is_noticed_until_reset(cache, stage, reached, monkeypatch):
     forward(cache, 2, 40)
     width = 3 if reached == "prompt" else 1
     if stage == "before the second layer":
         forward(cache, 2, width, layers=1)
+    elif stage == "with its pages taken":
+        take_in = cache.sequences._take_in
+
+        def taken(begun):
+            take_in(begun)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.sequences, "_take_in", taken)
+            with pytest.raises(KeyboardInterrupt):
+                forward(cache, 2, width)
     else:
         broken = cache.compressed[0 if stage == "in the first layer" else -1]
         original = CompressedLayer._store
