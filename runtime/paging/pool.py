@@ -284,9 +284,14 @@ def _by_head(tensor: Tensor, pages: Pages) -> Tensor:
     """The `pages` of a field `[pages, kv_heads, slots, w]` as `[rows, kv_heads, n, slots, w]`, copied once at most."""
     if isinstance(pages, slice):
         return tensor[pages].transpose(0, 1)[None]
-    heads = tensor.shape[1]
-    index = pages[:, None] * heads + torch.arange(heads, device=pages.device, dtype=pages.dtype)[:, None]
-    return tensor.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+    (count, heads), numbers = tensor.shape[:2], pages[:, None]
+    of_heads = torch.arange(heads, device=pages.device, dtype=pages.dtype)[:, None]
+    # By the axis that lies outermost: the other way round the whole pool would be copied to be indexed.
+    if tensor.stride(1) > tensor.stride(0):
+        lying, index = tensor.transpose(0, 1), of_heads * count + numbers
+    else:
+        lying, index = tensor, numbers * heads + of_heads
+    return lying.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _there(tensor: Tensor, like: Tensor) -> Tensor:

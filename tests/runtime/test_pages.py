@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import CASES
+from host_waits import Operations
 from layer_walk import Tokens, differing, feed, sequence_states, slots_of, stored
 from tolerances import FLOAT32, STORED
 from toy_models import random_model
@@ -203,6 +204,19 @@ def test_a_tile_is_the_pages_tokens_last(pages):
             for i in range(2 * PAGE_TOKENS // tokens):
                 page, slot = divmod(i, PAGE_TOKENS // tokens)
                 assert torch.equal(tile[name][0, head, :, i], pool.tensors[name][2 + page, head, slot])
+
+
+@pytest.mark.parametrize("form", ["reference", "triton"])
+def test_exact_tokens_of_several_rows_are_copied_alone(form, monkeypatch):
+    """However many other pages there are, in either order in memory."""
+    monkeypatch.setenv("CALIB_KERNELS", form)
+    pool, pages = PagePool({"tokens": Field(1, 5, torch.float32, "exact")}, 2, CPU), torch.tensor([[5, 2], [7, 0]])
+    pool.grow(40)
+    held = pool.tensors["tokens"].copy_(torch.randn(40, 2, PAGE_TOKENS, 5))
+    with Operations() as operations:
+        tile = pool.read(pages.int())["tokens"]
+    assert torch.equal(tile, held[pages].transpose(1, 2).flatten(2, 3).mT)
+    assert operations.largest == tile.numel()
 
 
 def test_a_window_with_room_is_saved_as_one_without():
