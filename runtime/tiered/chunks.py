@@ -45,6 +45,9 @@ class ChunkStore(TieredStore):
         self.probes = ChunkProbes(own, self.tiering)
         if self.observes:
             sequences.probe_rows.add(context.layer, own)
+        # Blocks that a forward completes are encoded as one, where nothing is shared or ranked within each.
+        in_order = self.tiering.slots_from is not None and not self.observes
+        self.joins_blocks = in_order and all(tier.encodes_any_number for tier in plan.tiers)
         longest, room = self.tiering.longest(), sequences.keeps_room
         self.windows = (Window(longest, keys, room), Window(longest, values, room))
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
@@ -221,6 +224,8 @@ class ChunkStore(TieredStore):
         at = sinks  # where the next chunk's tokens for the tiers begin
         while start < stop:
             chunk = self.tiering.chunk_of(start, prompt)
+            if self.joins_blocks and chunk.start > sinks:
+                chunk = range(start, stop)
             coded = range(max(chunk.start, sinks), chunk.stop)
             part = slice(at, at + len(coded))
             further = [forward.before[row] - before for row in rows]

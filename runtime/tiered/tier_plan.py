@@ -42,6 +42,11 @@ class TierPlan:
         """Both streams by name."""
         return ("keys", self.keys), ("values", self.values)
 
+    @property
+    def encodes_any_number(self) -> bool:
+        """Whether tokens have the same codes however many, in whole groups, are encoded at once."""
+        return self.segments == "none" and all(_encodes_any_number(stages.codec) for _, stages in self.streams())
+
     def recoded(self, change: Recoding) -> "TierPlan":
         """Both streams with other codecs."""
         keys, values = (
@@ -54,3 +59,10 @@ class TierPlan:
         if self.segments == "none":
             return None
         return Segment(heads, longest if self.segments == "row" else self.page_tokens)
+
+
+def _encodes_any_number(codec: Codec) -> bool:
+    corrected, plain = codec.corrections, codec.uncorrected
+    # Products with the vectors of a low rank are rounded by how many tokens they are of.
+    ranked = corrected is not None and corrected.low_rank is not None
+    return not (ranked or plain.over_all_tokens or plain.row_by_row)

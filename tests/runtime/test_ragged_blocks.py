@@ -1,14 +1,17 @@
 """Blocks of rows that hold unequally much are encoded together, and every row as if it were alone."""
 
+import copy
+
 import pytest
 import torch
 from cases import BY_NAME, CASES
-from layer_walk import Tokens, feed, stored
+from layer_walk import Tokens, differing, feed, stored
 from tolerances import FLOAT32_ATTENTION
 from toy_models import random_model
 
 from calib.runtime.stages.tiering import RatioTiers
 from calib.runtime.tiered.chunks import ChunkStore
+from calib.runtime.tiered.tier import Tier
 
 PROMPTS, STEPS = [33, 9, 50, 33], 44
 IN_CHUNKS = [case for case in CASES if isinstance(getattr(case.plan, "tiering", None), RatioTiers)]
@@ -65,3 +68,21 @@ def test_blocks_of_all_rows_are_one_group(model, name, monkeypatch):
     prompts = len(groups)
     decoded_from(cache, rows)
     assert len(groups) > prompts and all(own == [0, 1, 2, 3] for own in groups[prompts:])
+
+
+@pytest.mark.parametrize("name", ["klt-short", "oscar", "kvarn-short", "kvquant"])
+def test_a_turn_is_encoded_at_once(model, name, monkeypatch):
+    """Not block by block, where these share nothing; to the same bits."""
+    joined, tokens = BY_NAME[name].open(model), Tokens.random(model, 250, seed=3)
+    by_blocks, calls, encode = copy.deepcopy(joined), [], Tier.encode
+    for cache in (joined, by_blocks):
+        cache.release()
+        feed(cache, [tokens[:70]])
+        for layer in cache.compressed:
+            layer.store.joins_blocks &= cache is joined
+    monkeypatch.setattr(Tier, "encode", lambda *given: calls.append(given) or encode(*given))
+    feed(joined, [tokens[70:]])
+    assert len(calls) == len(joined.compressed)
+    feed(by_blocks, [tokens[70:]])
+    assert len(calls) > 5 * len(joined.compressed)
+    assert not differing(stored(joined, 0), stored(by_blocks, 0))
