@@ -78,7 +78,7 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue 
             with launching_on(x):
                 return triton.encode_fixed(x, bits, clip, prologue)
     y = prologue.forward(x)
-    bound = clip if isinstance(clip, Tensor) else torch.full((1, 1, 1), clip, device=x.device)
+    bound = clip if isinstance(clip, Tensor) else torch.full((1, 1, 1), clip, dtype=torch.float32, device=x.device)
     fixed = torch.cat([bound * (2 / (2**bits - 1)), -bound], -1)
     # One group that holds the whole head: the constants broadcast.
     return pack_away(quantise(y, fixed, (y.shape[-2], y.shape[-1]), bits), bits)

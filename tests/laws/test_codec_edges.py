@@ -47,6 +47,15 @@ def test_one_bit_at_clip_one_half_is_specache_equation_3():
     assert torch.equal(codec.decode(codec.encode(x), 32), expected)
 
 
+def test_a_clip_of_1_is_one_of_1_0():
+    """A whole number is a clip as well; codecs of both share what they have worked out."""
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    whole, number = (UniformQuant(7, group=None, clip=clip) for clip in (1, 1.0))
+    for mine, other in zip(whole.fixed(x), number.fixed(x), strict=True):
+        assert mine.dtype == other.dtype == torch.float32 and torch.equal(mine, other)
+    assert torch.equal(whole.encode(x)["words"], number.encode(x)["words"])
+
+
 def test_codes_are_numbers_even_where_a_step_is_zero():
     """Packing turns codes into integers, and what NaN becomes there differs between machines."""
     x = torch.full((1, 1, 4, 8), 3.0)

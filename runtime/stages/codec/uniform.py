@@ -236,7 +236,7 @@ def _of_clip(clip: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 @lru_cache
 def _of_number(clip: float, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Made once: a step needs it in every layer."""
-    return _of_clip(torch.full((1, 1, 1), clip, device=device), bits)
+    return _of_clip(torch.full((1, 1, 1), clip, dtype=torch.float32, device=device), bits)
 
 
 def _is_group(group: Sequence[int | None]) -> bool:
