@@ -66,6 +66,7 @@ SPARSE = {
 }
 CORRECTED = {
     "gear": ("gear", {}, GEOMETRY),
+    "gear in blocks of one": ("gear", {"block": 1}, GEOMETRY),  # no outlier of a channel: a field without width
     "gear calibrated": ("gear", CALIBRATED, GEOMETRY),
     "gear paper": ("gear", {"variant": "paper"}, WIDE),
     "gear paper calibrated": ("gear", {"variant": "paper", **CALIBRATED}, GEOMETRY),

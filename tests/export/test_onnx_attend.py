@@ -45,6 +45,7 @@ CASES = {
     "csr": ("csr", {"pursuit": "orthogonal"}),
     "uniform": ("uniform", {}),
     "gear": ("gear", {}),
+    "gear in blocks of one": ("gear", {"block": 1}),
     "gear paper": ("gear", {"variant": "paper"}),
     "gear calibrated": ("gear", CALIBRATED),
     "gear on kivi": ("gear", {"backbone": "kivi", "group": 16, "block": 32}),

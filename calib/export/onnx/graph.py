@@ -86,6 +86,10 @@ class Value:
         """0 keeps the axis at that position, -1 is what is left."""
         return self.op("Reshape", self.graph.dims(dims))
 
+    def reshape_to(self, *dims: Dim) -> "Value":
+        """To lengths of which any may be 0."""
+        return self.op("Reshape", self.graph.dims(dims), allowzero=1)
+
     def expand(self, *dims: Dim) -> "Value":
         """Broadcast against a shape: numbers, or one tensor of them."""
         return self.op("Expand", self.graph.dims(dims))

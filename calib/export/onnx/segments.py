@@ -77,11 +77,15 @@ class Blocks:
     @staticmethod
     def _apart(x: Value, tokens: int) -> Value:
         """`[batch, h, S n, width]` -> `[batch S, h, n, width]`."""
-        heads, width = x.size(1), x.size(3)
-        return x.reshape(0, 0, -1, tokens, width).permute(0, 2, 1, 3, 4).reshape(-1, heads, tokens, width)
+        batch, heads, rows, width = (x.size(axis) for axis in range(4))
+        blocks = rows / tokens
+        apart = x.reshape_to(batch, heads, blocks, tokens, width).permute(0, 2, 1, 3, 4)
+        return apart.reshape_to(batch * blocks, heads, tokens, width)
 
     @staticmethod
     def _together(x: Value, batch: Value) -> Value:
         """Undoes `_apart`."""
         heads, tokens, width = (x.size(axis) for axis in (1, 2, 3))
-        return x.reshape(batch, -1, heads, tokens, width).permute(0, 2, 1, 3, 4).reshape(batch, heads, -1, width)
+        blocks = x.size(0) / batch
+        together = x.reshape_to(batch, blocks, heads, tokens, width).permute(0, 2, 1, 3, 4)
+        return together.reshape_to(batch, heads, blocks * tokens, width)
