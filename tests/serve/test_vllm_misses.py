@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def test_a_damaged_file_is_computed_again_and_stored_again(artifact, serving, tm
     fresh.engine.run(own, [text.shape[2] - which * CHUNK])
     fresh.engine.close()
     assert [file.read_bytes() for file in files(tmp_path)] == whole
+
+
+def test_a_preempted_request_stores_its_own_damaged_chunk_again(serving, tmp_path, text):
+    one, own = serving(), request(text)
+    assert one.engine.begin(own) == 0
+    one.engine.run(own, [3 * CHUNK])
+    stored = [file_of(one, own, index) for index in range(3)]
+    while not all(file.exists() for file in stored):
+        time.sleep(0.01)
+    whole = stored[1].read_bytes()
+    flip(stored[1])
+    one.engine.free += one.engine.tables.pop("one")
+    assert one.engine.begin(own) == CHUNK
+    one.engine.run(own, [text.shape[2] - CHUNK])
+    one.engine.close()
+    assert stored[1].read_bytes() == whole and len(files(tmp_path)) == 4
 
 
 def test_a_file_that_goes_between_lookup_and_load_is_computed_again(serving, tmp_path, text):

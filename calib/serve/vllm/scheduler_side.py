@@ -118,9 +118,10 @@ class SchedulerSide:
         return found
 
     def failed(self, blocks: Collection[int]) -> None:
-        """Workers could not load these blocks."""
+        """Workers could not load these blocks: what is computed instead is stored again, where its file is gone."""
         for own in self._followed.values():
-            own.failed = own.failed or not own.loading.isdisjoint(blocks)
+            if not own.loading.isdisjoint(blocks):
+                own.failed, own.told = True, 0
 
     def loaded(self, names: Collection[str]) -> None:
         """All workers are done with what these requests load."""
