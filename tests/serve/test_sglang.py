@@ -77,6 +77,15 @@ def test_engines_of_another_budget_share_the_folder(artifact, path, tmp_path):
     assert len(list(tmp_path.rglob("*.klt"))) == 2
 
 
+def test_a_fine_tuned_model_of_another_name_shares_no_page(artifact, path, tmp_path):
+    """SGLang's hashes are of tokens alone, and the artifact fits both."""
+    pool = pool_of()
+    pool.put(0, texts(artifact, 0)[0])
+    engines = [storage(path, tmp_path, pool, model_name=name) for name in ("my-llama", "my-llama-tuned")]
+    assert engines[0].batch_set_v1(KEYS[:1], slots(0), told(0)) == [True]
+    assert [one.exists(KEYS[0]) for one in engines] == [True, False]
+
+
 def test_pages_of_no_text_are_not_stored(artifact, path, tmp_path):
     pool = pool_of()
     pool.put(0, torch.randn(2, LAYERS, PAGE, HEADS * D, generator=torch.Generator().manual_seed(0)).half() * 50)

@@ -25,7 +25,7 @@ def config(path, into, rank=0, ranks=1, **fields):
         is_mla_model=fields.pop("is_mla_model", False),
         enable_storage_metrics=False,
         is_page_first_layout=False,
-        model_name="my-llama",
+        model_name=fields.pop("model_name", "my-llama"),
         extra_config={name: value for name, value in {**theirs, **own, **fields}.items() if value is not None},
     )
 

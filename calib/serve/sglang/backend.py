@@ -48,7 +48,7 @@ class Storage(HiCacheStorage):
         self._starts = Starts(self._options.positions or self._model.positions)
         self._rank, self._world = config.tp_rank, config.tp_size
         self._refusals = Refusals(logger, "calib refuses a page")
-        identity = f"{self._model.identity} {self._rank} {self._world}"
+        identity = f"{self._model.identity} {config.model_name!r} {self._rank} {self._world}"
         self._folder = BlobFolder(self._options.folder, identity, self._refusals)
         self._pages: Pages | None = None
 
