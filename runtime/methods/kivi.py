@@ -33,9 +33,9 @@ class Kivi(Method):
     2. Keys: once a block of `residual` tokens is full it is encoded per channel, `group` tokens sharing a scale and a
        zero point (group (g, 1)); the newest `length mod residual` keys stay exact.
     3. Values: all but the last `residual` are encoded per token, `group` channels sharing parameters (group (1, g)).
-    4. Cost of an encoded value: bits + 32/group (2 bit, g = 32: 3.0). With `statistics="calibrated"` keys take their
-       channels' ranges from the artifact and store no parameters (2.0), and values are divided by the artifact's
-       channel scale before step 3 (ZipCache's eq. 6).
+    4. Cost of an encoded value: bits + 32/group (2 bit, g = 32: 3.0), more where bits fill no word of 16 (`kernels/pack`). With
+       `statistics="calibrated"` keys take their channels' ranges from the artifact and store no parameters (2.0), and
+       values are divided by the artifact's channel scale before step 3 (ZipCache's eq. 6).
 
     Each option but `statistics` and `basis` is one setting for both streams, or {keys: ..., values: ...}.
 

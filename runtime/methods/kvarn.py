@@ -30,7 +30,8 @@ class KVarN(Method):
        variance of every token and of every channel the same; the round with the least imbalance counts.
     4. The normalised tile is rounded to nearest between the ends of each channel (keys) or token (values). Scales of both axes are
        kept in 16 bits, those along which is rounded as one number with the step of the codes.
-    5. Cost of an encoded value, keys: bits + 32/tile + 16/head_dim; values: bits + 32/head_dim + 16/tile.
+    5. Cost of an encoded value, keys: bits + 32/tile + 16/head_dim; values: bits + 32/head_dim + 16/tile; more where bits fill no
+       word of 16 (`kernels/pack`).
 
     The defaults are those of the authors' release (K4V2, tiles of 128); the paper's results are at 2 bits for both. Here alone:
     codes are rounded to what is stored in 16 bits, and heads that are no power of two are rotated in blocks

@@ -26,7 +26,7 @@ class Oscar(Method):
        spreads neighbours over the groups.
     3. The coordinates of y are cut to the magnitude of rank floor(clip head_dim) among them.
     4. `group` coordinates of a token share a scale and a zero point, each coordinate is a code of `bits`.
-    5. Cost of an encoded value: bits + 32/group (2 bits, groups of 128: 2.25).
+    5. Cost of an encoded value: bits + 32/group (2 bits, groups of 128: 2.25), more where bits fill no word of 16 (`kernels/pack`).
 
     Needs an artifact: `calib fit --model.rotations true` measures the rotations. The ranks of step 3 are the defaults of the
     authors' code, the same for all layers; no fit searches them.

@@ -27,8 +27,8 @@ class Rtn(Method):
     """Every token of a head is one group, keys and values alike; a token is exact only in the forward that brings it.
 
     1. `statistics="prompt"`: each token has its own scale and zero point over the head's channels (group (1, D));
-       bits + 32/D bits a value.
-    2. `statistics="calibrated"`: the artifact holds each channel's range; no parameter is stored, exactly `bits` a value.
+       bits + 32/D bits a value; 3, 5, 6 and 7 bits fill no word of 16 and cost more (`kernels/pack`).
+    2. `statistics="calibrated"`: the artifact holds each channel's range; no parameter is stored, `bits` a value.
 
     Args:
         bits: 1 ... 8 for both streams, or {keys: ..., values: ...}.

@@ -95,6 +95,15 @@ def test_marginal_bits_of_the_default_options(name, model):
     assert re.search(rf"^\| \[`{name}`\].* \| {bits} \|[^|]*\|$", text_of(INDEX), re.M)
 
 
+def test_what_a_code_of_each_width_costs(model):
+    shown = re.search(r"^\| bits a value \|(.*)\|$", text_of(INDEX), re.M)[1].split("|")
+    for bits, cost in enumerate(map(float, shown), 1):
+        with compress(model, "rtn", bits=bits) as cache, torch.no_grad():
+            model(torch.arange(256)[None] % 64, past_key_values=cache)
+            assert cache.memory().marginal_bits - 32 / 128 == pytest.approx(cost, abs=0.005), bits
+    assert bits == 8
+
+
 def test_bits_of_csr_as_published():
     """Of the embedded model's shapes, whatever its dictionaries hold."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "artifacts/tiny-llama", dtype="bfloat16")
