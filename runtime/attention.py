@@ -113,6 +113,13 @@ def padding_mask(
         raise ValueError(
             "this model's attention is neither causal nor a sliding window, and a compressed cache knows no other pattern"
         )
+    if (
+        kv_offset + kv_length > q_offset + q_length
+    ):  # a static cache: attention takes the newest key to be the newest query's
+        raise ValueError(
+            f"a static cache hands over {kv_length} keys, of which {q_offset + q_length} are there, and attention while a compressed "
+            "cache is attached knows no empty ones; release that cache first, or use a dynamic one"
+        )
     return None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
 
 

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from toy_models import random_model
+from transformers import StaticCache
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -12,6 +14,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from calib.runtime import compress
 from calib.runtime.attention import padding_mask
 
 WINDOW = 12
@@ -19,7 +22,7 @@ CONFIG = SimpleNamespace(sliding_window=WINDOW)
 
 
 def asked(function, config=CONFIG):
-    return padding_mask(1, 1, 40, mask_function=function, config=config)
+    return padding_mask(1, 1, 40, 39, mask_function=function, config=config)
 
 
 def by_default(window):
@@ -59,3 +62,13 @@ def test_others_are_refused(other):
 def test_a_model_without_a_window_has_no_such_pattern():
     with pytest.raises(ValueError, match="neither causal nor a sliding window"):
         asked(sliding_window_causal_mask_function(WINDOW), SimpleNamespace(sliding_window=None))
+
+
+def test_a_static_cache_is_refused_while_a_compressed_one_is_attached():
+    """Its keys end in empty ones, which would be attended."""
+    model, ids = random_model("llama"), torch.arange(2, 32)[None]
+    with (
+        compress(model, "full"),
+        pytest.raises(ValueError, match=r"a static cache hands over 64 keys, of which 30 are there"),
+    ):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=64))
