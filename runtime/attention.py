@@ -40,7 +40,6 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`query [batch, heads, n, D]` -> (output `[batch, n, heads, D]`, None), as transformers' attention functions."""
@@ -61,17 +60,26 @@ def attention(
                 "run this model with the cache of transformers"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = _logits(scale, softcap, window_of(module, kwargs))
     if isinstance(key, CompressedLayer):
         if key.steps and module.training and wants_gradients(query):
             raise ValueError(INFERENCE)
-        output = key.attend(query, attention_mask, _logits(scale, softcap, sliding_window))
+        output = key.attend(query, attention_mask, logits)
     else:
         assert isinstance(value, Tensor)
-        output = exact_attention(query, key, value, attention_mask, _logits(scale, softcap, sliding_window))
+        output = exact_attention(query, key, value, attention_mask, logits)
     return output.transpose(1, 2).contiguous(), None
 
 
 _logits = lru_cache(Logits)  # the same for all layers of most models
+
+
+def window_of(module: nn.Module, given: dict[str, Any]) -> int | None:
+    """The sliding window that a model hands to its attention; where it says so by the mask alone (Qwen2-MoE), its module's."""
+    window: int | None = (
+        given["sliding_window"] if "sliding_window" in given else getattr(module, "sliding_window", None)
+    )
+    return window
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
@@ -113,12 +121,11 @@ def padding_mask(
         raise ValueError(
             "this model's attention is neither causal nor a sliding window, and a compressed cache knows no other pattern"
         )
-    if (
-        kv_offset + kv_length > q_offset + q_length
-    ):  # a static cache: attention takes the newest key to be the newest query's
+    held = q_offset + q_length
+    if kv_offset + kv_length > held:  # attention takes the newest key to be the newest query's
         raise ValueError(
-            f"a static cache hands over {kv_length} keys, of which {q_offset + q_length} are there, and attention while a compressed "
-            "cache is attached knows no empty ones; release that cache first, or use a dynamic one"
+            f"a static cache hands over {kv_length} keys, of which {held} are there, and attention while a compressed cache is "
+            "attached knows no empty ones; release that cache first, or use a dynamic one"
         )
     return None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
 
@@ -139,9 +146,10 @@ def _is_sliding(mask_function: Callable[..., Any], window: int | None) -> bool:
 def _shows_the_last(mask_function: Callable[..., Any], window: int) -> bool:
     """The function's answers at the positions where patterns differ."""
     query, zero = torch.tensor(window + 8), torch.tensor(0)
-    asked = {8: False, 9: True, window + 8: True, window + 9: False}
+    asked = (8, 9, window + 8, window + 9)
     return all(
-        bool(mask_function(zero, zero, query, torch.tensor(position))) is answer for position, answer in asked.items()
+        bool(mask_function(zero, zero, query, torch.tensor(position))) is (8 < position <= window + 8)
+        for position in asked
     )
 
 

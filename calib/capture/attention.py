@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from calib.errors import RunError
-from calib.runtime.attention import exact_attention
+from calib.runtime.attention import exact_attention, window_of
 from calib.runtime.logits import Logits
 
 NAME = "calib_capture"  # transformers treats names with "flash", "sdpa" or "/" in them specially
@@ -26,7 +26,6 @@ def capturing_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered function: hands (module, q, k, v) to the capture in progress and computes the attention.
@@ -43,8 +42,9 @@ def capturing_attention(
         raise RunError(
             f"attention '{NAME}' works only while a capture runs; load the model with attn_implementation='sdpa'"
         )
-    receive(query, key, value, scaling, softcap, sliding_window)
-    output = exact_attention(query, key, value, attention_mask, Logits(scaling, softcap, sliding_window))
+    window = window_of(module, kwargs)
+    receive(query, key, value, scaling, softcap, window)
+    output = exact_attention(query, key, value, attention_mask, Logits(scaling, softcap, window))
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -7,8 +7,8 @@ from cases import BY_NAME, CASES
 from layer_walk import Tokens, sequence_states
 from offloaded_tokens import moments
 from tolerances import ATTENTION, MEMORY
-from toy_models import generate, left_padded, random_model
-from transformers import DynamicCache
+from toy_models import COMMON, SLIDING, generate, left_padded, random_model
+from transformers import DynamicCache, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from calib.runtime import compress
 from calib.runtime.logits import Logits
@@ -207,6 +207,27 @@ def test_full_beyond_the_window_is_the_dynamic_cache(model):
         found = generate(model, inputs, cache, max_new_tokens=150)
         assert held_pages(cache) == [3, 2, 3]  # tokens 549 ... 848, 0 ... 238 and 169 ... 468
     assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("kinds", [None, ("sliding", "full"), ("sliding", "sliding")], ids=str)
+def test_a_window_that_the_mask_alone_tells(kinds):
+    """Qwen2-MoE hands no window to its attention; without one its configuration says 0, and it makes that mask all the same."""
+    slides = {} if kinds is None else {"use_sliding_window": True, "sliding_window": SLIDING}
+    settings = COMMON | slides | {"layer_types": kinds and [f"{kind}_attention" for kind in kinds]}
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    torch.manual_seed(3)
+    config = Qwen2MoeConfig(**settings, **experts, num_attention_heads=2, num_key_value_heads=2)
+    model, inputs = Qwen2MoeForCausalLM(config).eval(), left_padded([90, 61])
+    expected = generate(model, inputs, DynamicCache(config=model.config))
+    with compress(model, "full") as cache:
+        found = generate(model, inputs, cache)
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 def test_a_layer_that_looks_further_back_is_refused(model):
