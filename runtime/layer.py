@@ -31,6 +31,11 @@ from calib.runtime.store import LayerContext, Plan, Store
 
 _AS_IT_IS = nullcontext()
 
+NO_TENSOR = (
+    "this model, or an attention function that is not ours, works on keys and values behind the cache's back; is the cache "
+    "released, or the model unsupported?"
+)
+
 
 class CompressedLayer(CacheLayerMixin):
     """Keys and values of one attention layer, `[rows, kv_heads, tokens, head_dim]` in, packed pages and a window inside."""
@@ -82,7 +87,11 @@ class CompressedLayer(CacheLayerMixin):
 
         `mask` is the 2-D padding mask or None. Padded queries get zeros. Returns `[rows, heads, n, D]`.
         """
-        assert self._arrived is not None and self.store is not None, "attention without update"
+        if self._arrived is None or self.store is None:
+            raise ValueError(
+                "a layer attends to keys and values of another one, which a compressed cache has encoded by then; run this model "
+                "with the cache of transformers"
+            )
         given, self._arrived = QKV(query, *self._arrived), None
         self._check_window(logits.sliding)
         forward = self.sequences.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
@@ -260,13 +269,13 @@ class CompressedLayer(CacheLayerMixin):
         store.store(forward, keys, values)
 
     if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes
-
+        # Both are for a model that treats what `update` returned as a tensor.
         def __getattr__(self, name: str) -> Any:
-            # Reached for what a layer does not have: a model that treats what `update` returned as a tensor.
-            raise AttributeError(
-                f"a compressed layer is no tensor and has no {name!r}: this model, or an attention function that is not ours, "
-                "works on keys and values behind the cache's back; is the cache released, or the model unsupported?"
-            )
+            raise AttributeError(f"a compressed layer is no tensor and has no {name!r}: {NO_TENSOR}")
+
+        @classmethod
+        def __torch_function__(cls, function: Any, *_: Any) -> Any:
+            raise TypeError(f"a compressed layer is no tensor for {function.__name__!r}: {NO_TENSOR}")
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included: what transformers counts positions and masks by."""

@@ -11,7 +11,11 @@ from transformers import (
     BartForConditionalGeneration,
     BloomConfig,
     BloomForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -275,6 +279,47 @@ def test_attention_sinks_are_refused_not_ignored():
     )
     model = GptOssForCausalLM(config).eval()
     with compress(model, method="full") as cache, pytest.raises(ValueError, match="uses attention sinks") as error:
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+    message(error)
+
+
+def test_layers_that_share_keys_are_refused_in_a_line():
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    shared = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    beside = {
+        "vocab_size_per_layer_input": 32,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "intermediate_size": 64,
+    }
+    config = Gemma3nTextConfig(**shape, **shared, **beside, vocab_size=32, activation_sparsity_pattern=[0.0] * 4)
+    model = Gemma3nForCausalLM(config).eval()
+    with (
+        compress(model, method="full") as cache,
+        pytest.raises(ValueError, match="keys and values of another") as error,
+    ):
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+    message(error)
+
+
+def test_a_model_that_takes_what_is_cached_apart_is_refused_in_a_line():
+    model = DiffLlamaForCausalLM(
+        DiffLlamaConfig(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            pad_token_id=0,
+        )
+    ).eval()
+    with compress(model, method="full") as cache, pytest.raises(TypeError, match="is no tensor for 'chunk'") as error:
         model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
     message(error)
 
