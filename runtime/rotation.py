@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -116,7 +117,9 @@ class Rotation:
             x = torch.randn(1, 1, 1, 2 * len(self.frequencies), generator=torch.Generator().manual_seed(0))
             x = x.to(getattr(embedding, _named(kind, "inv_freq")).device)
             cos, sin = embedding(x, torch.tensor([[at]], device=x.device), *([kind] if kind else []))
-            theirs = apply(x, x, cos, sin)[0]
+            # Gemma 4's turns one tensor, others' queries and keys.
+            turned = apply(*[x] * list(signature(apply).parameters).index("cos"), cos, sin)
+            theirs = turned if isinstance(turned, Tensor) else turned[0]
             ours = self.rotated(x, *self.cos_sin([at], x.device)) * self.scaling
         return bool(torch.allclose(theirs, ours, atol=1e-4))
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from toy_models import random_model
+from toy_models import COMMON, HEADS_4_2_32, SLIDING, random_model
+from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calib.kernels.attend.reference import rotated_scores
+from calib.runtime import compress
 from calib.runtime.rotation import Rotation
 
 
@@ -59,3 +61,16 @@ def test_positions_of_any_shape(rotation):
     cos, sin = rotation.at(positions)
     assert cos.shape == sin.shape == (2, 3, 7, len(rotation.frequencies))
     assert torch.equal(cos[1, 2, 3], rotation.at(positions[1, 2, 3])[0])
+
+
+def test_a_rotation_of_one_tensor_at_a_time():
+    """Gemma 4 turns queries and keys by two calls. Nothing leaves this window, so the tokens are the exact cache's."""
+    kinds = {"sliding_window": SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma4TextConfig(
+        **COMMON | HEADS_4_2_32 | kinds, num_kv_shared_layers=0, vocab_size_per_layer_input=101, per_layer_config=None
+    )
+    torch.manual_seed(4)
+    model, ids = Gemma4ForCausalLM(config).eval(), torch.arange(2, 92)[None]
+    expected = model.generate(ids, past_key_values=DynamicCache(config=config), max_new_tokens=8)
+    with compress(model, "streaming_llm") as cache:
+        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=8), expected)
