@@ -1,6 +1,7 @@
 """A cache's hold on its model: while one lasts, the model's attention is ours; after the last it is exactly as before."""
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -54,9 +55,14 @@ class Attachment:
         count, saved = _held.get(model, (0, []))
         if not count:
             attention.register()
-            configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+            parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+            configs = {id(part.config): part.config for part in parts}
             saved = [(config, config._attn_implementation_internal) for config in configs.values()]
             model.set_attn_implementation(attention.NAME)
+            # Encoders beside the decoder, of images or sound, attend in both directions and keep their own attention.
+            decoder = model.get_decoder()
+            attending = {id(part.config) for part in parts if _on_one_path(part, decoder)}
+            _put_back((config, implementation) for config, implementation in saved if id(config) not in attending)
         _held[model] = (count + 1, saved)
 
     def release(self) -> None:
@@ -72,8 +78,7 @@ class Attachment:
         if count > 1:
             _held[model] = (count - 1, saved)
             return
-        for config, implementation in saved:
-            config._attn_implementation_internal = implementation
+        _put_back(saved)
 
     @property
     def released(self) -> bool:
@@ -89,6 +94,16 @@ class Attachment:
 
     def _current(self) -> PreTrainedModel | None:
         return None if self._model is None else self._model()
+
+
+def _on_one_path(part: nn.Module, decoder: nn.Module) -> bool:
+    """Whether `part` is a part of the decoder, or the decoder one of it."""
+    return any(inner is part for inner in decoder.modules()) or any(inner is decoder for inner in part.modules())
+
+
+def _put_back(saved: Iterable[tuple[Any, str | None]]) -> None:
+    for config, implementation in saved:
+        config._attn_implementation_internal = implementation
 
 
 def _give_back(model: PreTrainedModel) -> None:

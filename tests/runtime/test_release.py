@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 from tolerances import LOGITS
-from toy_models import NEW, generate, left_padded, random_model
-from transformers import DynamicCache
+from toy_models import COMMON, HEADS_4_2_32, NEW, generate, left_padded, random_model
+from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
 from calib.runtime import compress
 
@@ -113,3 +113,32 @@ def test_a_released_cache_fails_loudly_instead_of_answering():
     cache.release()
     with pytest.raises(ValueError, match="this cache was released"):
         generate(model, left_padded([9]), cache)
+
+
+def test_an_encoder_of_images_keeps_its_own_attention():
+    """It attends in both directions, ours is causal."""
+    sight = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "projection_dim": 32,
+    }
+    config = LlavaConfig(
+        text_config={"model_type": "llama"} | COMMON | HEADS_4_2_32,
+        vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14} | sight,
+        image_token_index=3,
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for weight in model.model.vision_tower.parameters():
+            weight.mul_(5 if weight.ndim > 1 else 1)
+    ids = torch.tensor([[5, 3, 3, 3, 3, *range(10, 40)]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(1, 3, 28, 28)}
+    expected = generate(model, inputs, DynamicCache(config=model.config))
+    with compress(model, "full") as cache:
+        found = generate(model, inputs, cache)
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
