@@ -4,6 +4,7 @@ An artifact of another model would still run, and answer badly; so the first thi
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,9 @@ def stable(value: Any) -> Any:
         return {key: entry for key, entry in kept.items() if key not in VOLATILE and not key.startswith("_")}
     if isinstance(value, list | tuple):
         return [stable(entry) for entry in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    # JSON has no infinite number, such as the limit of Mamba 2 that is none.
+    plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
 
 
 def weight_hashes(model: torch.nn.Module) -> dict[str, str | None]:

@@ -145,3 +145,11 @@ def test_head_dim_and_kv_heads_are_derived_where_the_configuration_is_silent():
     model = toy_model(head_dim=None, num_key_value_heads=None)
     found = fingerprint(model)
     assert (found["head_dim"], found["kv_heads"]) == (config["hidden_size"] // 4, 4)
+
+
+def test_a_limit_that_is_none_is_written_as_a_word():
+    """Mamba 2's in models of both kinds of layers (Granite 4, Bamba): JSON has no infinite number."""
+    model = toy_model()
+    model.config.time_step_limit = (0.0, float("inf"))
+    assert fingerprint(model)["config"]["time_step_limit"] == [0.0, "inf"]
+    toy_artifact(model).check(model)
