@@ -87,6 +87,11 @@ def compress(
             f"{type(model).__name__} has latent attention (kv_lora_rank={config.kv_lora_rank}): it rebuilds keys and values "
             "itself, which a cache of packed rows cannot serve; run this model with the cache of transformers"
         )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"{type(model).__name__} has layers without keys and values of their own (num_kv_shared_layers={shared}), which no "
+            "cache layer of ours can serve; run this model with the cache of transformers"
+        )
     if artifact is not None:
         artifact.check(model, allow_finetuned=allow_finetuned)
     built = build(method, options)

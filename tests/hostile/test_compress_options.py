@@ -16,6 +16,8 @@ from transformers import (
     DynamicCache,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -26,6 +28,8 @@ from transformers import (
     MiniCPM3ForCausalLM,
 )
 
+from calib.capture.capture import stream
+from calib.errors import RunError
 from calib.runtime import Artifact, ArtifactError, compress
 from calib.runtime.methods import METHODS
 
@@ -234,6 +238,20 @@ def test_latent_attention():
     message(error)
 
 
+def test_layers_that_share_keys_and_values():
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 16, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**shape, **heads, **kinds, num_kv_shared_layers=2)).eval()
+    with pytest.raises(ValueError, match=r"of their own \(num_kv_shared_layers=2\)") as error:
+        compress(model, method="rtn")
+    message(error)
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(RunError, match=r"of their own \(num_kv_shared_layers=2\)") as error:
+        stream(model, tokens, tokens.bool(), tokens, lambda sample: None)
+    message(error)
+
+
 def test_a_released_cache(model, cache):
     cache.release()
     with pytest.raises(ValueError, match="this cache was released") as error:
@@ -283,7 +301,7 @@ def test_attention_sinks_are_refused_not_ignored():
     message(error)
 
 
-def test_layers_that_share_keys_are_refused_in_a_line():
+def test_layers_that_share_keys_are_refused_in_a_line_where_no_configuration_tells():
     shape = {
         "hidden_size": 64,
         "num_hidden_layers": 4,
@@ -300,6 +318,7 @@ def test_layers_that_share_keys_are_refused_in_a_line():
     }
     config = Gemma3nTextConfig(**shape, **shared, **beside, vocab_size=32, activation_sparsity_pattern=[0.0] * 4)
     model = Gemma3nForCausalLM(config).eval()
+    model.config.num_kv_shared_layers = 0
     with (
         compress(model, method="full") as cache,
         pytest.raises(ValueError, match="keys and values of another") as error,
