@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 from calib.kernels.attend.operation import STRIDE
 from calib.kernels.unrotate.reference import rotated
 from calib.kernels.upload import upload
+from calib.runtime.messages.printable import printable
+
+# In these layers that do not slide have no RoPE; SmolLM3's modules say it themselves (`use_rope`).
+ROTATED_WHERE_SLIDING = frozenset({"afmoe", "exaone4", "exaone_moe", "flint", "kolibri1"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +36,8 @@ class Rotation:
         """The model's own, checked against what the model computes; where kinds of layers turn differently (Gemma 3), that of
         the layers whose cache is compressed.
 
-        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length, or channels are not split in
-        halves.
+        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length, some layers are not rotated, or
+        channels are not split in halves.
         """
         name = type(model).__name__
         kinds = ("", _kind(model))
@@ -47,6 +52,8 @@ class Rotation:
                 f"{name} has RoPE of type {rope_type!r}, whose frequencies change with the length; {remedy}"
             )
         scaling = float(getattr(embedding, _named(kind, "attention_scaling"), 1.0))
+        if plain := _not_rotated(model):
+            raise ValueError(f"{name} rotates nothing in layers {printable(plain)}; {remedy}")
         rotation = Rotation(getattr(embedding, _named(kind, "inv_freq")).detach().double().cpu(), scaling)
         if not rotation._agrees(embedding, kind):
             raise ValueError(f"{name} does not rotate its channels in halves; {remedy}")
@@ -135,6 +142,17 @@ def _kind(model: nn.Module) -> str:
     config: Any = model.config
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
     return "full_attention" if "full_attention" in kinds else str(kinds[0])
+
+
+def _not_rotated(model: nn.Module) -> list[int]:
+    """The attention layers without RoPE, in a model where others have it."""
+    config: Any = model.config
+    config = config.get_text_config(decoder=True)
+    slides = config.model_type in ROTATED_WHERE_SLIDING and getattr(config, "sliding_window", None) is not None
+    kinds: list[str] = config.layer_types if slides else []
+    plain = {layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"}
+    modules: Iterator[Any] = model.modules()
+    return sorted(plain | {part.layer_idx for part in modules if getattr(part, "use_rope", None) in (0, False)})
 
 
 def _named(kind: str, name: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from toy_models import COMMON, HEADS_4_2_32, SLIDING, random_model
-from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calib.kernels.attend.reference import rotated_scores
@@ -42,6 +42,23 @@ def test_keys_turn_as_the_model_turns_them(model, rotation):
     assert torch.allclose(rotation.rotated(keys, cos, sin), theirs, atol=1e-5)
     # METHODS: turning back costs some units of float32.
     assert (rotation.rotated(theirs, cos, -sin) - keys).norm() / keys.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+    ],
+)
+def test_layers_without_rope_are_not_turned(model_type, settings):
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(model_type, **shape, **heads, **ends, **settings)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"rotates nothing in layers \[1\]; use something else"):
+        Rotation.of(model, "use something else")
 
 
 @pytest.mark.parametrize("rest", [0, 4])
