@@ -28,6 +28,8 @@ def explain(message: str, keys: Sequence[str]) -> str:
         return unknown(word.lstrip("-"), keys) if word.startswith("-") else f"unexpected argument '{word}'"
     if found := re.match(r"the following arguments are required: (.+)", message):
         return f"'{found[1]}' must be given"
+    if found := re.match(r"Call to compute_fn of link .*? failed: (.+)", message, re.DOTALL):
+        return shortened(" ".join(found[1].split()), LINE)
     if found := re.match(r"(?:Group '(.+)' does not accept option|Option) '(.+?)'", message):
         return unknown(f"{found[1]}.{found[2]}" if found[1] else found[2], keys)
     if found := re.match(r'Parser key "([\w.]+)":\s+Expected a (.+?)\. Got value: (.*)', message, re.DOTALL):

@@ -18,6 +18,7 @@ from calib.lightning_cli import CalibCLI
 from calib.runtime.messages.printable import printable
 
 SUFFIX = ".calib.safetensors"
+LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 class FitCLI(CalibCLI):
@@ -138,6 +139,8 @@ class FitCLI(CalibCLI):
 
 def whole_number(seed: bool | int) -> int:
     """The seed; LightningCLI would also take `true` for a random one."""
-    if isinstance(seed, bool):
-        raise UsageError("seed_everything must be a whole number: a fit is made to be repeatable")
+    if isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
+        raise UsageError(
+            f"seed_everything={printable(seed)}: must be a whole number from 0 to {LARGEST_SEED}; a fit is made to be repeatable"
+        )
     return seed

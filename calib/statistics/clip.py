@@ -47,7 +47,8 @@ class ClipFactors(Statistic):
         super().__init__()
         if not bits or list(bits) != sorted(set(bits)) or not all(1 <= width <= 8 for width in bits):
             raise UsageError(f"model.bits={list(bits)}: increasing bit widths from 1 to 8, such as [2, 4]")
-        if list(factors) != sorted(set(factors), reverse=True) or not factors or factors[0] != 1 or factors[-1] <= 0:
+        falling = list(factors) == sorted(set(factors), reverse=True) and all(0 < factor <= 1 for factor in factors)
+        if not falling or not factors or factors[0] != 1:
             raise UsageError(f"model.clip_factors={list(factors)}: decreasing numbers from 1 down to above 0")
         if rows < 1:
             raise UsageError(f"model.query_rows={rows}: must be at least 1")

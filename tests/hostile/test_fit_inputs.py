@@ -66,7 +66,8 @@ def refused(capsys, status: int, arguments: list[str]) -> str:
         (["--data.length=16"], "data.length=16: must be at least 32"),
         (["--output=artifact.bin"], "output 'artifact.bin' must name a file that ends in .calib.safetensors"),
         (["--ckpt_path=some.ckpt"], "a fit continues with --ckpt_path last"),
-        (["--seed_everything=true"], "seed_everything must be a whole number"),
+        (["--seed_everything=true"], "seed_everything=True: must be a whole number from 0"),
+        (["--seed_everything=-1"], "seed_everything=-1: must be a whole number from 0 to 4294967295"),
         (["--trainer.strategy=FSDP"], "trainer.strategy=fsdp splits the weights that are trained"),
         (["--trainer.strategy=fsdp_cpu_offload", "--plan"], "trainer.strategy=fsdp_cpu_offload splits the weights"),
         (
