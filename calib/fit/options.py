@@ -20,6 +20,18 @@ from calib.runtime.messages.printable import printable
 SUFFIX = ".calib.safetensors"
 LARGEST_SEED = 2**32 - 1  # NumPy's
 
+# What a Trainer does to a training alone; a fit would be of fewer batches than its artifact says, or of sums in 16 bits.
+LEFT_ALONE = {  # and the values that change nothing, as text: a limit of 1 is a batch, of 1.0 all of them
+    "precision": ("None", "32", "32-true"),
+    "fast_dev_run": ("False", "0"),
+    "limit_train_batches": ("None", "1.0"),
+    "overfit_batches": ("0.0", "0"),
+    "max_steps": ("-1",),
+    "max_time": ("None",),
+    "accumulate_grad_batches": ("1",),
+    "gradient_clip_val": ("None",),
+}
+
 
 class FitCLI(CalibCLI):
     """The options of `calib fit`: `model.*`, `data.*`, `trainer.*`, `seed_everything`, `output`, `shard`, `plan*`.
@@ -105,6 +117,12 @@ class FitCLI(CalibCLI):
                 f"first.{self.shard.number}.safetensors"
             )
         check_strategy(self.config.trainer.strategy)
+        for option, values in LEFT_ALONE.items():
+            if str(value := self.config.trainer[option]) not in values:
+                raise UsageError(
+                    f"trainer.{option}={printable(value)}: a fit reads every batch of its data once and measures in float32; leave it "
+                    "out (model.dtype is the model's own, data.sequences how much is read)"
+                )
         for option in ("plan_batch", "plan_context"):
             if self.config[option] < 1:
                 raise UsageError(f"{option}={self.config[option]}: must be at least 1")
