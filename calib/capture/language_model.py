@@ -35,8 +35,9 @@ def load(
         max_memory: what the map may use of a GPU (by number) and of `cpu`; what does not fit stays on disk.
 
     Raises:
-        UsageError: no such model, or not a causal language model that can be read.
+        UsageError: another dtype, no such model, or not a causal language model that can be read.
     """
+    check_dtype(dtype, "dtype")
     found = ModelFiles.find(path)
     # The bar of dequantising is tqdm's own, which no level of logging silences.
     quiet = nullcontext() if found.gguf is None else redirect_stderr(StringIO())
@@ -149,8 +150,8 @@ def without_notes() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def check_dtype(dtype: str) -> str:
-    """`dtype`, or UsageError with the choices."""
+def check_dtype(dtype: str, option: str = "model.dtype") -> str:
+    """`dtype`, or UsageError with the option and its choices."""
     if dtype not in DTYPES:
-        raise UsageError(f"model.dtype={printable(dtype)}: one of {', '.join(DTYPES)}")
+        raise UsageError(f"{option}={printable(dtype)}: one of {', '.join(DTYPES)}")
     return dtype

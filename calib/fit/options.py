@@ -120,7 +120,7 @@ class FitCLI(CalibCLI):
         for option, values in LEFT_ALONE.items():
             if str(value := self.config.trainer[option]) not in values:
                 raise UsageError(
-                    f"trainer.{option}={printable(value)}: a fit reads every batch of its data once and measures in float32; leave it "
+                    f"trainer.{option}={printable(value)}: a fit reads every batch once and measures in float32; leave it "
                     "out (model.dtype is the model's own, data.sequences how much is read)"
                 )
         for option in ("plan_batch", "plan_context"):

@@ -86,6 +86,7 @@ def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
         (["--bits", "9"], "bits must be a whole number 1 ... 8, got 9"),
         (["--group", "24"], "24"),
         (["--method", "kiwi"], "did you mean 'kivi'?"),
+        (["--dtype", "int8"], "dtype='int8': one of float32, bfloat16, float16, auto"),
         (["--method", "nope.yaml"], "no configuration file 'nope.yaml'"),
         (["--statistics", "calibrated"], "needs an artifact"),
         (["--artifact", "nope"], "artifact 'nope' is no file"),
