@@ -42,6 +42,12 @@ def test_a_link_leads_to_a_file_and_a_heading(document, link):
         assert target.is_file() and target.resolve().is_relative_to(ROOT / "docs"), f"{document}: {link} is no page"
 
 
+def test_a_page_has_one_title():
+    """Two are two pages in one file, or a page that is there twice."""
+    titles = {name: [line for line in prose(name) if line.startswith("# ")] for name in documents()}
+    assert {name: found for name, found in titles.items() if len(found) > 1} == {}
+
+
 def test_there_are_links():
     assert len(LINKS) > 100 and {"README.md", "docs/README.md"} <= {name for name, _ in LINKS}
     assert "on-your-own-model" in anchors("docs/how_to_choose.md")
