@@ -46,7 +46,7 @@ def basis_of(
         return Orthogonal.random_hadamard(geometry.head_dim, SEEDS[stream])
     if artifact is None:
         raise ValueError(
-            f"method '{method}' with basis='calibrated' needs calibrated rotations: pass artifact=Artifact.load(...) from "
-            "`calib fit --model.rotations true`"
+            f"method '{method}' with basis='calibrated' needs calibrated rotations: pass artifact=Artifact.load(...), or "
+            "--artifact FILE, from `calib fit --model.rotations true`"
         )
     return Orthogonal.of(artifact.tensor(f"{stream}.rotation", wanted_by=method)[layer])

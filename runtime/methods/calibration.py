@@ -20,7 +20,8 @@ def check_statistics(statistics: str, artifact: Artifact | None, method: str) ->
         raise ValueError(f"statistics must be one of {', '.join(STATISTICS)}, got {printable(statistics)}")
     if statistics == "calibrated" and artifact is None:
         raise ValueError(
-            f"method '{method}' with statistics='calibrated' needs an artifact: pass artifact=Artifact.load(...) from `calib fit`"
+            f"method '{method}' with statistics='calibrated' needs an artifact: pass artifact=Artifact.load(...), or "
+            "--artifact FILE, from `calib fit`"
         )
 
 

@@ -113,7 +113,7 @@ class Csr(Method):
         if artifact is None and self.online in (0, "offline"):
             raise ValueError(
                 f"method 'csr' without an artifact has the online dictionary alone, got online={self.online!r}; pass "
-                "artifact=Artifact.load(...) from `calib fit`, or online=256"
+                "artifact=Artifact.load(...), or --artifact FILE, from `calib fit`, or online=256"
             )
 
         def stages(role: str, pairs: int) -> TierStages:

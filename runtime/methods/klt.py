@@ -145,7 +145,9 @@ class Klt(Method):
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
         """The tiers of one layer."""
         if artifact is None:
-            raise ValueError("method 'klt' needs calibrated bases: pass artifact=Artifact.load(...) from `calib fit`")
+            raise ValueError(
+                "method 'klt' needs calibrated bases: pass artifact=Artifact.load(...), or --artifact FILE, from `calib fit`"
+            )
         coding = self.coding(artifact)
         tiers = tuple(
             self.tier(layer, allocation, artifact, coding) for allocation in self.allocations(artifact, coding)

@@ -69,8 +69,8 @@ class KVQuant(Method):
         """One tier, a token encoded as soon as it is behind the sinks."""
         if artifact is None:
             raise ValueError(
-                "method 'kvquant' needs fitted levels: pass artifact=Artifact.load(...) from `calib fit --model.nuq "
-                f"[{self.outliers:g}]`"
+                "method 'kvquant' needs fitted levels: pass artifact=Artifact.load(...), or --artifact FILE, from "
+                f"`calib fit --model.nuq [{self.outliers:g}]`"
             )
         share = self._share(artifact)
         low, high = (artifact.tensor(f"keys.nuq.{end}", self.name)[layer, ..., share] for end in ("low", "high"))

@@ -63,7 +63,7 @@ class Oscar(Method):
         """One tier of all tokens between sinks and window."""
         if artifact is None:
             raise ValueError(
-                "method 'oscar' needs calibrated rotations: pass artifact=Artifact.load(...) from "
+                "method 'oscar' needs calibrated rotations: pass artifact=Artifact.load(...), or --artifact FILE, from "
                 "`calib fit --model.rotations true`"
             )
         streams, bits = {"keys": self.key_clip, "values": self.value_clip}, of_streams("bits", self.bits)

@@ -121,7 +121,9 @@ class Tuned:
         """The artifact's of exactly this method and budget."""
         asked = f"method '{self.name}' with tuned={self.tuned:g}"
         if artifact is None:
-            raise ValueError(f"{asked} needs the artifact that `calib tune` wrote: pass artifact=Artifact.load(...)")
+            raise ValueError(
+                f"{asked} needs the artifact that `calib tune` wrote: pass artifact=Artifact.load(...), or --artifact FILE"
+            )
         there = choices(artifact)
         for choice in there:
             if choice.method == self.name and choice.budget == self.tuned:
