@@ -47,7 +47,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sample", action="store_true", help="sample at temperature 1 instead of taking the likeliest token"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of sampling, of the default prompt, and of methods that draw"
+    )
     asked, rest = parser.parse_known_args(argv)
     name, options = read_method(asked.method)
     with as_usage():

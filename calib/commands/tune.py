@@ -39,9 +39,9 @@ def run(argv: Sequence[str]) -> int:
         "--natural_spacing", action="store_true", help="take WikiText's tokenised spacing back to written English"
     )
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=8, help="sequences to measure on")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the generated text, and of methods that draw")
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16, or auto: what the weights are stored in"
     )
