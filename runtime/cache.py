@@ -31,8 +31,8 @@ from calib.runtime.prefix import prefix
 
 
 class CompressedCache(Cache):
-    """A transformers `Cache` whose attention layers are compressed. Layers that slide stay as transformers makes them, where a
-    model has both kinds.
+    """A transformers `Cache` whose attention layers are compressed. In a model that has both sliding and other layers, the
+    sliding ones stay as transformers makes them.
 
     Made by `compress`. `release()`, or leaving the `with` block, gives the model its own attention back. The cache keeps no
     reference to the model.
@@ -189,10 +189,10 @@ class CompressedCache(Cache):
             path: of the file.
             input_ids: integers `[rows, columns seen]`, which come back as `cache.input_ids`. Append a question to these ids and
                 not to the text: the tokens of a longer text need not begin with those of a shorter one.
-            storage_bits: instead of what the cache holds, its keys and values as codes of `klt`, so many bits a value (`Codec`),
-                the first 4 tokens exact. The cache that loads them may be of another method, of any that needs no queries for
-                it, and is filled as by a prefill. What this cache has encoded counts as it decodes. Needs klt's numbers in
-                the artifact.
+            storage_bits: writes keys and values as codes of `klt` with this many bits a value (`Codec`) instead of the cache's
+                own form; the first 4 tokens stay exact, and tokens that this cache has encoded are decoded first. Any method that
+                needs no queries to store a token can load the file; its cache is filled as by a prefill. Needs klt's numbers
+                in the artifact.
 
         Raises:
             PrefixError: the cache is empty, its model is gone, or the file cannot be written; with `storage_bits` also a cache that

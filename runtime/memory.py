@@ -26,7 +26,7 @@ class Memory:
     """Bytes of one cache at one moment.
 
     Attributes:
-        predicted_bytes: what shapes alone say.
+        predicted_bytes: computed from the shapes of what is stored.
         measured_bytes: storage of every tensor on the device (on the CPU, of every tensor that is not host placement).
         host_bytes: storage of tensors placed in host memory on purpose.
         by_kind: predicted bytes of each of `KINDS`.

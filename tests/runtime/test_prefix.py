@@ -14,13 +14,12 @@ from one_line import message
 from safetensors import safe_open
 from toy_models import left_padded, random_model
 
-from calib.runtime import compress
+from calib.runtime import PrefixError, compress
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.files import canonical_json
 from calib.runtime.files.state import flat
 from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.prefix.file import KEY, crc32
-from calib.runtime.prefix.prefix import PrefixError
 
 STEPS = 9  # tokens behind the prompt before a cache is saved
 DISK = 0.02  # of what is measured: the header with names and page numbers
