@@ -14,6 +14,9 @@ from calib import cli
 from calib.arguments import Parser
 from calib.bench.request import BenchRequest
 from calib.evaluate.request import Request
+from calib.export.artifact.command import part_of
+from calib.runtime import Artifact
+from calib.runtime.methods.klt import Klt
 
 # What a page says once for all: Lightning's options, and groups of options that may lie in a file of their own.
 LIGHTNING = ("--trainer", "--checkpoint")
@@ -109,3 +112,13 @@ def test_keys_that_may_be_flags(command, request_class):
         of_class = defaults[flag.removeprefix("--")]
         if default:
             assert default == str(of_class[0] if isinstance(of_class, tuple) else of_class), flag
+
+
+def test_what_the_page_exports_for_klt_is_coded_as_with_the_whole_artifact():
+    """Without sizes `klt` would code components alone, which loses more, and say nothing."""
+    whole = Artifact.load(ROOT / "artifacts/smollm2-135m.klt.calib.safetensors")
+    row = re.search(r"^\| `klt` \| `([^`]+)`", text_of("docs/commands/export.md"), re.M)
+    assert row
+    part = part_of(whole, [word.strip("'") for word in row[1].split()])
+    for options in ({"bits": 2.0}, {"loss": 0.05}):
+        assert Klt(**options).coding(part) == Klt(**options).coding(whole)
