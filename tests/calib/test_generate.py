@@ -88,7 +88,10 @@ def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
         (["--method", "kiwi"], "did you mean 'kivi'?"),
         (["--dtype", "int8"], "dtype='int8': one of float32, bfloat16, float16, auto"),
         (["--method", "nope.yaml"], "no configuration file 'nope.yaml'"),
-        (["--statistics", "calibrated"], "needs an artifact: pass artifact=Artifact.load(...), or --artifact FILE, from"),
+        (
+            ["--statistics", "calibrated"],
+            "needs an artifact: pass artifact=Artifact.load(...), or --artifact FILE, from",
+        ),
         (["--method", "klt"], "or --artifact FILE, from `calib fit`"),
         (["--artifact", "nope"], "artifact 'nope' is no file"),
         (["--prompt-file", "nope"], "cannot read the prompt file 'nope'"),
