@@ -60,7 +60,9 @@ def attention(
                 "run this model with the cache of transformers"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = _logits(scale, softcap, window_of(module, kwargs))
+    # Qwen2-MoE tells its window by the mask alone.
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+    logits = _logits(scale, softcap, window)
     if isinstance(key, CompressedLayer):
         if key.steps and module.training and wants_gradients(query):
             raise ValueError(INFERENCE)
@@ -72,14 +74,6 @@ def attention(
 
 
 _logits = lru_cache(Logits)  # the same for all layers of most models
-
-
-def window_of(module: nn.Module, given: dict[str, Any]) -> int | None:
-    """The sliding window that a model hands to its attention; where it says so by the mask alone (Qwen2-MoE), its module's."""
-    window: int | None = (
-        given["sliding_window"] if "sliding_window" in given else getattr(module, "sliding_window", None)
-    )
-    return window
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from calib.errors import RunError
-from calib.runtime.attention import exact_attention, window_of
+from calib.runtime.attention import exact_attention
 from calib.runtime.logits import Logits
 
 NAME = "calib_capture"  # transformers treats names with "flash", "sdpa" or "/" in them specially
@@ -42,7 +42,8 @@ def capturing_attention(
         raise RunError(
             f"attention '{NAME}' works only while a capture runs; load the model with attn_implementation='sdpa'"
         )
-    window = window_of(module, kwargs)
+    # Qwen2-MoE tells its window by the mask alone.
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     receive(query, key, value, scaling, softcap, window)
     output = exact_attention(query, key, value, attention_mask, Logits(scaling, softcap, window))
     return output.transpose(1, 2).contiguous(), None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from toy_fp8_export import FAMILIES, family_model, random_ranges, save_artifact
+from toy_fp8_export import FAMILIES, family_model, needs_compressed_tensors, random_ranges, save_artifact
 from transformers import AutoModelForCausalLM
 
 from calib.commands.export import run
@@ -76,7 +76,9 @@ def test_names_shapes_and_values(family, granularity, toys, tmp_path, capsys):
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compressed_tensors_and_transformers_read_it(family, granularity, toys, tmp_path):
-    compressed = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    needs_compressed_tensors()
+    from compressed_tensors import quantization as compressed
+
     model, folder, artifact, _ = toys(family)
     output = tmp_path / "out"
     assert export("--artifact", artifact, "--model", folder, "--output", output, "--granularity", granularity) == 0
@@ -216,7 +218,9 @@ def test_weights_quantised_by_compressed_tensors_keep_their_configuration(tmp_pa
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["kv_cache_scheme"]["strategy"] == "tensor"
     assert said | {"kv_cache_scheme": None} == present
-    compressed = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    needs_compressed_tensors()
+    from compressed_tensors import quantization as compressed
+
     assert compressed.QuantizationConfig.model_validate(said).config_groups["group_0"].weights.num_bits == 8
 
 

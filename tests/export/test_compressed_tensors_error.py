@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_fp8_export import family_model, fp8_logits, measured_ranges, rounded, save_artifact
+from toy_fp8_export import (
+    family_model,
+    fp8_logits,
+    measured_ranges,
+    needs_compressed_tensors,
+    rounded,
+    save_artifact,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.embedded_model.cases import retrieval_batch
@@ -94,7 +101,7 @@ def test_a_scale_for_each_head_is_as_good_and_better_where_heads_differ(exported
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 def test_compressed_tensors_rounds_with_the_scales_as_we_do(granularity, exported):
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    needs_compressed_tensors()
     model, folder = exported((LARGE, SMALL), granularity)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

@@ -7,6 +7,7 @@ from toy_models import COMMON, HEADS_4_2_32, generate, left_padded, random_model
 from transformers import CohereConfig, CohereForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from calib.runtime import compress
+from calib.runtime.cache_argument import NAME
 
 NAN = float("nan")
 NO_COUNT = (-1, 1.5, "64", None, True, [8], NAN)
@@ -239,5 +240,5 @@ def test_custom_generate_is_of_this_cache(model):
         for wrong in (other, DynamicCache(config=model.config)):
             with pytest.raises(ValueError, match="this cache's own") as error:
                 generate(model, left_padded([30]), wrong, custom_generate=cache.custom_generate)
-            assert "past_key_values=cache" in message(error)
+            assert f"{NAME}=cache" in message(error)
         assert not other.sequences.lengths and not cache.sequences.lengths

@@ -1,8 +1,11 @@
 """Toy checkpoints of the families that engines serve, artifacts of them, and a cache that stores fp8 as an engine does."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from toy_language_model import CONFIGS, SIZES
@@ -16,6 +19,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from calib.capture.capture import stream
 from calib.capture.shape import Shape
@@ -35,6 +39,16 @@ FAMILIES = {
         text_config=CONFIGS["gemma3"]().to_dict(), vision_config=SiglipVisionConfig(**EYES, patch_size=14).to_dict()
     ),
 }
+
+
+def needs_compressed_tensors() -> None:
+    """Skips a test where compressed-tensors is missing, or finds no KV cache in the attention of this transformers."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    if "past_key_values" not in signature(LlamaAttention.forward).parameters:
+        releases = " and ".join(f"{name} {version(name)}" for name in ("compressed-tensors", "transformers"))
+        pytest.skip(
+            f"{releases}: the first knows a KV cache by the argument past_key_values, which the second calls cache"
+        )
 
 
 def family_model(family: str) -> PreTrainedModel:
