@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+NAME = (
+    50  # characters of the target's name in a temporary one: of up to 4 bytes each, of the 255 that a file system takes
+)
+
 
 @contextmanager
 def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -76,7 +80,7 @@ def _unfinished(target: Path) -> Iterator[Path]:
     _remove_abandoned(target)
     lock = None
     while lock is None:  # another's `_remove_abandoned` may have come between making and locking
-        folder = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        folder = target.with_name(f".{target.name[:NAME]}.{secrets.token_hex(6)}.tmp")
         folder.mkdir()
         lock = _locked(folder)
     try:
@@ -105,8 +109,8 @@ def _locked(folder: Path) -> int | None:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Removes what writers to `target` left that are gone: whatever can be locked."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
+    """Removes what writers to `target`, or to a long name that begins alike, left that are gone: whatever can be locked."""
+    name = re.compile(rf"\.{re.escape(target.name[:NAME])}\.[0-9a-f]{{12}}\.tmp")
     with suppress(OSError):  # a folder that may not be listed
         for found in [Path(entry) for entry in os.scandir(target.parent) if name.fullmatch(entry.name)]:
             with suppress(OSError):

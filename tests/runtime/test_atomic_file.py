@@ -110,3 +110,11 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path):
     path.chmod(0o600)
     write_atomically(path, b"second")
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "\U0001f512" * 63])
+def test_every_name_that_the_file_system_takes_can_be_written(tmp_path, name):
+    path = tmp_path / name
+    killed(path, a_file)
+    write_atomically(path, b"whole")
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"whole"
