@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-NAME = (
-    50  # characters of the target's name in a temporary one: of up to 4 bytes each, of the 255 that a file system takes
-)
+NAME = 50  # characters of the target's name in a temporary one: up to 200 bytes of the 255 that a name may have
 
 
 @contextmanager
@@ -24,12 +22,11 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Gives a temporary name in the same file system to write to, fsyncs what was written, renames it to `path`, fsyncs the folder.
 
     A link is followed: the file it names is replaced and the link stays. A file that is replaced keeps its permissions; what is no
-    file (a folder, a pipe, a device) is refused. Missing folders are made. On any failure nothing temporary is left and `path` is
-    as it was; a process killed outright leaves `path` as it was too, and what it had written until the next one writes there.
-    Raises `OSError`.
+    file (a folder, a pipe, a device, a name that ends in a slash) is refused. Missing folders are made. On any failure nothing
+    temporary is left and `path` is as it was; a process killed outright leaves `path` as it was too, and what it had written until
+    the next one writes there. Raises `OSError`.
     """
-    target = Path(os.path.realpath(path))
-    _check_replaceable(target)
+    target = _file_named(path)
     with _unfinished(target) as folder:
         temporary = folder / target.name
         # O_EXCL and 0o666: the permissions the user's umask gives any new file.
@@ -65,12 +62,23 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     _fsync(target.parent)
 
 
-def _check_replaceable(target: Path) -> None:
-    """Raises OSError for what is there and is no file."""
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    if target.exists() and not target.is_file():  # the rename would put a file where /dev/null was
-        raise FileExistsError(errno.EEXIST, "Not a regular file", str(target))
+def _file_named(path: str | os.PathLike[str]) -> Path:
+    """The file to write, links followed, with the folders before it made."""
+    _check_name(path)
+    # Of `a/b/../c` b as well: else the file is written and not found under that name.
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return Path(os.path.realpath(path))
+
+
+def _check_name(path: str | os.PathLike[str]) -> None:
+    """Raises OSError for a name of no file, and for what is there and is none."""
+    name = os.fspath(path)
+    if "\0" in name:
+        raise OSError(errno.EINVAL, "Zero byte in the name", name)
+    if os.path.isdir(name) or os.path.basename(name) in ("", ".", ".."):  # a real path has lost the slash of `new/`
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    if os.path.exists(name) and not os.path.isfile(name):  # the rename would put a file where /dev/null was
+        raise FileExistsError(errno.EEXIST, "Not a regular file", name)
 
 
 @contextmanager

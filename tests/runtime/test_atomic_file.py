@@ -118,3 +118,18 @@ def test_every_name_that_the_file_system_takes_can_be_written(tmp_path, name):
     killed(path, a_file)
     write_atomically(path, b"whole")
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("new/", "Is a directory"), ("new/.", "Is a directory"), ("n\0w", "Zero byte")]
+)
+def test_a_name_of_no_file_is_refused(tmp_path, name, said):
+    with pytest.raises(OSError, match=said):
+        write_atomically(f"{tmp_path}/{name}", b"whole")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_found_under_the_name_that_was_given(tmp_path):
+    path = tmp_path / "a" / "b" / ".." / "c"
+    write_atomically(path, b"whole")
+    assert path.read_bytes() == b"whole"
