@@ -37,7 +37,8 @@ AGAIN = "run the prompt again and save its cache anew"
 
 
 def write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes all of it or nothing; the document without format and sums. Raises OSError, SafetensorError."""
+    """Writes all of it or nothing; the document without format and sums. Raises OSError, SafetensorError, StateError."""
+    _check_spelling(path)
     whole = {"format": FORMAT, "crc32": crc32(tensors), **document}
     whole["sha256"] = canonical_json.sha256(whole)
     with atomically(path) as temporary:
@@ -46,6 +47,7 @@ def write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: Ma
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The checked document and every tensor, still in the file; OSError where there is none, StateError for another."""
+    _check_spelling(path)
     try:
         kind = os.stat(path).st_mode
     except ValueError as error:  # a zero byte
@@ -69,6 +71,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     if crc32(tensors) != document["crc32"]:
         raise StateError(f"its tensors were changed after they were written; {AGAIN}")
     return document, tensors
+
+
+def _check_spelling(path: str | os.PathLike[str]) -> None:
+    """Raises StateError for a path that safetensors writes and does not open again."""
+    if any(
+        "\ud800" <= character <= "\udfff" for character in os.fspath(path)
+    ):  # a byte that is no UTF-8, as Python has it
+        raise StateError("its path is not UTF-8, which safetensors cannot open; name the file or its folder otherwise")
 
 
 def _document(text: str | None) -> dict[str, Any]:

@@ -405,6 +405,18 @@ def test_what_cannot_be_saved_is_refused_and_an_old_file_stays(saved, tmp_path, 
     assert old.stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
+def test_a_name_that_safetensors_cannot_open_again_is_refused_both_ways(saved, tmp_path):
+    model, case, path = saved
+    other = tmp_path / os.fsdecode(b"\xff.safetensors")
+    cache = read(case, model, path)
+    with pytest.raises(PrefixError, match=r"not UTF-8.*otherwise"):
+        cache.save(other)
+    assert not list(tmp_path.iterdir())
+    shutil.copy(path, other)
+    with pytest.raises(PrefixError, match=r"not UTF-8.*otherwise"):
+        read(case, model, other)
+
+
 def test_the_model_must_be_there(tmp_path):
     other = random_model("qwen3")
     cache = BY_NAME["rtn-4"].open(other)
