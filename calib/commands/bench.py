@@ -48,5 +48,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"output '{output}' is a file, expected a folder")
 
     from calib.bench.command import bench
+    from calib.output_check import check_folder
 
+    check_folder("--output", output)
     return bench(request, output, shlex.join(["calib", "bench", *argv]))

@@ -72,7 +72,10 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"output '{output}' is a file, expected a folder")
 
     from calib.evaluate.command import evaluate, evaluate_models, write_cases
+    from calib.output_check import check_file, check_folder
 
+    if asked.write_cases is None:
+        check_folder("--output", output)
     command = shlex.join(["calib", "eval", *argv])
     if "" not in requests:
         given = {
@@ -88,6 +91,7 @@ def run(argv: Sequence[str]) -> int:
     if asked.write_cases is not None:
         if asked.write_cases.is_dir():
             raise UsageError(f"--write-cases '{asked.write_cases}' is a folder, expected a file to write")
+        check_file("--write-cases", asked.write_cases)
         return write_cases(request, asked.write_cases)
     old, drawn = next(iter(asked.compare), None), None
     if asked.bench is not None:

@@ -82,8 +82,13 @@ def run(argv: Sequence[str]) -> int:
     if asked.html is not None and (asked.html.suffix.lower() not in ENDINGS or asked.html.is_dir()):
         raise UsageError(f"--html {asked.html}: must name a file that ends in {ENDINGS[0]}")
 
+    from calib.output_check import check_file, check_folder
     from calib.tune.command import Link, Request, tune
 
+    check_file("--output", asked.output or source)
+    if asked.html is not None:
+        check_file("--html", asked.html)
+    check_folder("--logs", asked.logs)
     request = Request(
         method=name,
         options=options,

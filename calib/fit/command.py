@@ -27,6 +27,7 @@ from calib.fit.stage import Stage
 from calib.fit.stages import run_stages
 from calib.fit.table import print_groups, print_table
 from calib.loggers import OfflineFirstWandbLogger, TableCSVLogger
+from calib.output_check import check_file, check_folder
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
 from calib.runtime.files import canonical_json
@@ -35,6 +36,7 @@ from calib.runtime.files import canonical_json
 def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     """Loads, runs the stages, writes the artifact, tells what was found and what to do next."""
     output, folder, seed = Path(cli.config.output), cli.folder, int(cli.config.seed_everything)
+    check_outputs(cli)
     resume = cli.config.ckpt_path == "last"
     if resume and not list(folder.glob("*.ckpt")):
         say(f"calib: no unfinished run in {folder}; starting anew")
@@ -83,6 +85,13 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
         under_way("measuring the loss of klt head by head")
         artifact = with_losses(artifact, model, corpus)
     report(cli, artifact, metrics, output, calibration)
+
+
+@rank_zero_only
+def check_outputs(cli: FitCLI) -> None:
+    """Raises UsageError for what could not be written at the end."""
+    check_file("output", cli.config.output)
+    check_folder("trainer.default_root_dir", cli.folder)
 
 
 def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[Round]) -> list[Stage]:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,14 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes `data` as `atomically` says."""
     with atomically(path) as temporary:
         temporary.write_bytes(data)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises the `OSError` that `atomically` would, as far as that can be told beforehand; makes nothing that stays."""
+    _check_name(path)
+    there = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+    with tempfile.TemporaryDirectory(dir=there):  # asking for permissions says nothing of quotas and of root
+        pass
 
 
 @contextmanager
