@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 from calib.evaluate.cell import Result
+from calib.evaluate.result_check import PARTS, incomplete
+from calib.evaluate.run_file import check_source, entry, require
+from calib.evaluate.tasks import Column
 from calib.runtime.files import canonical_json
 from calib.runtime.files.atomic_file import write_atomically
 
@@ -19,23 +22,30 @@ class CellFiles:
         self.folder = folder
         self.notes: list[str] = []
 
-    def read(self, key: str) -> Result | None:
-        """The finished cell, or None where there is none."""
+    def read(self, key: str, column: Column) -> Result | None:
+        """The finished cell of the column, or None where there is none."""
         path = self.folder / f"{key}.json"
         if not path.is_file():
             return None
         try:
-            content = canonical_json.loads(path.read_bytes())
-            result = content["result"]
-            numbers = [*result["figures"].values(), result["sizes"]["bits_per_value"], result["seconds"]]
-            if content["key"] != key or not all(isinstance(number, int | float) for number in numbers):
-                raise ValueError("another cell's")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return checked(canonical_json.loads(path.read_bytes()), key, column)
+        except (OSError, ValueError) as error:
             self.notes.append(f"the finished cell {path} cannot be used ({error}); it is measured again")
             return None
-        return dict(result)
 
     def write(self, key: str, result: Result) -> None:
         """Keeps a finished cell; raises OSError."""
         text = json.dumps({"key": key, "result": result}, indent=1, sort_keys=True, allow_nan=False)
         write_atomically(self.folder / f"{key}.json", f"{text}\n".encode())
+
+
+def checked(content: object, key: str, column: Column) -> Result:
+    """The result in a file's `content`; raises ValueError for what is not that of the cell `key`."""
+    require(isinstance(content, dict) and content.get("key") == key, "it is another cell's")
+    assert isinstance(content, dict)
+    entry(content, "result", dict, "result")
+    result = content["result"]
+    wrong = incomplete(column, result)
+    require(wrong is None, str(wrong))
+    check_source(result, "result")
+    return {part: result[part] for part in (*PARTS, "reused") if part in result}

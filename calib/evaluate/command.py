@@ -53,7 +53,7 @@ def evaluate(
     evaluation = prepare(request)
     cells = CellFiles(output / "cells")
     wanted = chosen(evaluation, only)
-    kept = {evaluation.key(cell): cells.read(evaluation.key(cell)) for cell in evaluation.cells}
+    kept = {evaluation.key(cell): cells.read(evaluation.key(cell), cell.column) for cell in evaluation.cells}
     results = {key: result for key, result in kept.items() if result is not None}
     notes = list(cells.notes)
     if earlier is not None:

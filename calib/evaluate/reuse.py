@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import UsageError
-from calib.evaluate.cache_size import CacheSize
-from calib.evaluate.cache_size import sizes as sizes_of
 from calib.evaluate.cell import Cell, Result, cell_key
 from calib.evaluate.compare import TOLD, differing
 from calib.evaluate.evaluation import VERSIONS, Evaluation
 from calib.evaluate.figures import spoken
-from calib.evaluate.run_file import Run, is_number, is_sizes, read_run
+from calib.evaluate.result_check import PARTS, incomplete
+from calib.evaluate.run_file import Run, read_run
 from calib.runtime.files.canonical_json import plain
 
-PARTS = ("figures", "sizes", "seconds")  # of a result
 SHOWN = 3  # rows that are named of those that differ alike
 OF_MODEL = ("config_hash", "weights")  # whose values say nothing to a person
 
@@ -152,26 +150,7 @@ def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str |
             f"the version of {', '.join(missing)} is not recorded" if missing else "; ".join(differing(packages, said))
         )
         return told
-    return incomplete(cell, theirs)
-
-
-def incomplete(cell: Cell, theirs: Mapping[str, Any]) -> str | None:
-    """What a result lacks that reports of this release show; None for nothing."""
-    sizes, wanted = theirs["sizes"], (*sizes_of([CacheSize(0, 0.0)]), "paper_counting")
-    if missing := [name for name in wanted if name not in sizes]:
-        return f"its sizes have no {', '.join(missing)}"
-    if not all(
-        value is None or isinstance(value, bool) or is_number(value) or is_sizes(value) for value in sizes.values()
-    ):
-        return "its sizes are no numbers"
-    if not is_number(theirs.get("seconds")):
-        return "its seconds are no number"
-    try:
-        cell.column.words(theirs["figures"])
-        cell.column.brief(theirs["figures"])
-    except (KeyError, ValueError, TypeError) as error:
-        return f"its figures are incomplete ({error})"
-    return None
+    return incomplete(cell.column, theirs)
 
 
 def result_of(theirs: Mapping[str, Any], earlier: EarlierRun) -> Result:

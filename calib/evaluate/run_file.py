@@ -75,6 +75,11 @@ def check_cell(cell: object, titles: set[str], where: str) -> None:
     require(optional(cell["sizes"].get("paper_counting"), is_number), f"{where}.sizes.paper_counting is no number")
     kinds = cell["sizes"].get("by_kind")  # runs of earlier releases have none
     require(optional(kinds, is_sizes), f"{where}.sizes.by_kind has something else than numbers")
+    check_source(cell, where)
+
+
+def check_source(cell: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError where a cell was taken over and does not say where it was measured first."""
     if "reused" in cell:
         entry(cell["reused"], "results_sha256", str, f"{where}.reused.results_sha256")
         entry(cell["reused"], "machine", dict, f"{where}.reused.machine")

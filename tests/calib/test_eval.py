@@ -166,6 +166,35 @@ def test_a_failing_cell_is_told_and_the_others_count(config, tmp_path, monkeypat
     assert "9 cells, 8 of them finished before" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value", "said"),
+    [
+        ("sizes", "predicted_bytes", None, "its sizes have no predicted_bytes"),
+        ("sizes", "marginal_bits", {}, "its sizes.marginal_bits is no number"),
+        ("sizes", "by_kind", {"codes": "text"}, "its sizes.by_kind is no mapping of numbers"),
+        ("figures", "exact", 1e308, "its figures.exact is no number"),
+        ("figures", "low", None, "its figures are incomplete ('low')"),
+        ("reused", "machine", None, "it has no result.reused.results_sha256"),
+    ],
+)
+def test_an_altered_cell_is_measured_again(config, tmp_path, capsys, part, name, value, said):
+    asked = config, tmp_path / "out", "--only", "rtn-2"
+    _, document = run(*asked)
+    for file in (tmp_path / "out" / "cells").glob("*.json"):
+        content = json.loads(file.read_text())
+        if "exact" in content["result"]["figures"]:
+            altered = content["result"].setdefault(part, {})
+            altered[name] = value
+            if value is None:
+                del altered[name]
+            file.write_text(json.dumps(content))
+    capsys.readouterr()
+    status, again = run(*asked)
+    shown = capsys.readouterr().out
+    assert shown.count(f"cannot be used ({said})") == 2 and "3 cells, 1 of them finished before" in shown
+    assert status == 0 and without_seconds(again) == without_seconds(document)
+
+
 def test_a_damaged_cell_is_measured_again(config, tmp_path, capsys):
     _, document = run(config, tmp_path / "out", "--only", "everything")
     damaged = sorted((tmp_path / "out" / "cells").glob("*.json"))
