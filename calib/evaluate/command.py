@@ -17,6 +17,7 @@ from calib.evaluate.request import Request
 from calib.evaluate.reuse import EarlierRun, taken_over
 from calib.evaluate.run_file import read_run
 from calib.evaluate.table import CellProgress, print_table
+from calib.html_page.table import printable
 from calib.runtime.files import canonical_json
 from calib.runtime.files.atomic_file import write_atomically
 
@@ -60,7 +61,7 @@ def evaluate(
         results, told = with_earlier(evaluation, earlier, results, cells)
         notes += told
     for note in notes:
-        print(f"calib: {note}")
+        print(f"calib: {printable(note)}")  # it may quote a file that a terminal would obey
     todo = [cell for cell in wanted if fresh or evaluation.key(cell) not in results]
     print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them finished before")
     with CellProgress(todo) as progress:

@@ -262,3 +262,10 @@ def test_wrong_words(model, tmp_path, monkeypatch, capsys, words, text):
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_terminal_obeys_is_not_printed(model, earlier, tmp_path, capsys):
+    file = changed(earlier, tmp_path, lambda run: run["cells"][2]["options"].update(statistics="\x1b[31m\n"))
+    assert ask(tmp_path, model, {}, "--reuse", file) == 0
+    shown = capsys.readouterr().out
+    assert "statistics ?[31m? (now " in shown and "\x1b" not in shown
