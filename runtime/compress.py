@@ -21,9 +21,7 @@ from calib.runtime.prefix.prefix import Origin, load
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.unserved import warn_unserved
 from calib.runtime.store import LayerContext
-
-# What a configuration says when a decoder attends to another sequence as well.
-CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
+from calib.runtime.unserved_model import why_unserved
 
 
 def compress(
@@ -76,22 +74,9 @@ def compress(
         raise ValueError(
             f"{type(model).__name__} does not use transformers' attention interface, so its cache cannot be compressed"
         )
+    if reason := why_unserved(model):
+        raise ValueError(reason)
     config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder or any(getattr(config, name, None) for name in CROSS_ATTENTION):
-        raise ValueError(
-            f"{type(model).__name__} attends to another sequence (an encoder, cross-attention); only the cache of a decoder "
-            "that attends to itself alone can be compressed"
-        )
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"{type(model).__name__} has latent attention (kv_lora_rank={config.kv_lora_rank}): it rebuilds keys and values "
-            "itself, which a cache of packed rows cannot serve; run this model with the cache of transformers"
-        )
-    if shared := getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(
-            f"{type(model).__name__} has layers without keys and values of their own (num_kv_shared_layers={shared}), which no "
-            "cache layer of ours can serve; run this model with the cache of transformers"
-        )
     if artifact is not None:
         artifact.check(model, allow_finetuned=allow_finetuned)
     built = build(method, options)

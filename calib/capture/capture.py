@@ -16,6 +16,7 @@ from calib.capture.attention import NAME
 from calib.capture.device_map import entry_device
 from calib.capture.sample import LayerSample, Sink
 from calib.errors import RunError
+from calib.runtime.unserved_model import why_unserved
 
 
 def stream(
@@ -129,11 +130,8 @@ def capturing(model: PreTrainedModel, mask: Tensor, positions: Tensor, index: Te
             f"{type(model).__name__} does not use transformers' AttentionInterface, so its keys cannot be captured; "
             "use a version of the model that is part of transformers"
         )
-    if shared := getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None):
-        raise RunError(
-            f"{type(model).__name__} has layers without keys and values of their own (num_kv_shared_layers={shared}), which "
-            "cannot be captured; no compressed cache serves this model"
-        )
+    if reason := why_unserved(model):
+        raise RunError(reason)
     modules = list(attention_modules(model))
     if not modules:
         raise RunError(f"{type(model).__name__} has no attention layer with a key projection")

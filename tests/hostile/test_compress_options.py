@@ -22,10 +22,14 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     MiniCPM3Config,
     MiniCPM3ForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 
 from calib.capture.capture import stream
@@ -200,6 +204,11 @@ def test_a_tensor_the_artifact_does_not_hold(model, method, missing):
     assert str(error.value).startswith("method")
 
 
+def captured(model):
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    stream(model, tokens, tokens.bool(), tokens, lambda sample: None)
+
+
 # --- models that cannot be compressed -----------------------------------------------------------------------------
 
 
@@ -246,9 +255,8 @@ def test_layers_that_share_keys_and_values():
     with pytest.raises(ValueError, match=r"of their own \(num_kv_shared_layers=2\)") as error:
         compress(model, method="rtn")
     message(error)
-    tokens = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(RunError, match=r"of their own \(num_kv_shared_layers=2\)") as error:
-        stream(model, tokens, tokens.bool(), tokens, lambda sample: None)
+        captured(model)
     message(error)
 
 
@@ -268,9 +276,14 @@ def test_a_cache_implementation_beside_ours(model, cache, implementation):
     assert used_rightly(model, cache)
 
 
-def test_a_model_without_attention():
-    model = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match="MambaForCausalLM has no attention layer") as error:
+@pytest.mark.parametrize("name", ["Mamba", "xLSTM"])
+def test_a_model_without_attention(name):
+    shape = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
+    config = {"Mamba": MambaConfig(**shape, state_size=4), "xLSTM": xLSTMConfig(**shape, num_heads=2)}[name]
+    model = {"Mamba": MambaForCausalLM, "xLSTM": xLSTMForCausalLM}[name](config)
+    with pytest.raises(
+        ValueError, match=rf"{name}ForCausalLM names no attention heads .*\(num_attention_heads\)"
+    ) as error:
         compress(model, method="kivi")
     message(error)
 
@@ -296,8 +309,24 @@ def test_attention_sinks_are_refused_not_ignored():
         pad_token_id=0,
     )
     model = GptOssForCausalLM(config).eval()
-    with compress(model, method="full") as cache, pytest.raises(ValueError, match="uses attention sinks") as error:
-        model(torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ValueError, match="GptOssForCausalLM has attention sinks as parameters") as error:
+        compress(model, method="full")
+    message(error)
+    with pytest.raises(RunError, match="GptOssForCausalLM has attention sinks as parameters") as error:
+        captured(model)
+    message(error)
+
+
+def test_attention_in_chunks_is_refused_before_anything_runs():
+    shape = {"hidden_size": 32, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 2}
+    config = Llama4TextConfig(**shape, **heads, vocab_size=32, pad_token_id=0, attention_chunk_size=16)
+    model = Llama4ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"attends in chunks \(attention_chunk_size=16\)") as error:
+        compress(model, method="full")
+    message(error)
+    with pytest.raises(RunError, match=r"attends in chunks \(attention_chunk_size=16\)") as error:
+        captured(model)
     message(error)
 
 

@@ -1,0 +1,49 @@
+"""Which models no compressed cache serves, by what their configuration and modules say: told before anything runs."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+# What a configuration says when a decoder attends to another sequence as well.
+CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
+
+
+def why_unserved(model: PreTrainedModel) -> str | None:
+    """The reason in a line, with the remedy; None for a model that can be served."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or any(getattr(config, key, None) for key in CROSS_ATTENTION):
+        return (
+            f"{name} attends to another sequence (an encoder, cross-attention); only the cache of a decoder "
+            "that attends to itself alone can be compressed"
+        )
+    if not hasattr(config, "num_attention_heads"):
+        return (
+            f"{name} names no attention heads in its configuration (num_attention_heads): "
+            "it has no plain key-value cache to compress"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        return (
+            f"{name} has latent attention (kv_lora_rank={config.kv_lora_rank}): it rebuilds keys and values "
+            "itself, which a cache of packed rows cannot serve; run this model with the cache of transformers"
+        )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        return (
+            f"{name} has layers without keys and values of their own (num_kv_shared_layers={shared}), which no "
+            "cache layer of ours can serve; run this model with the cache of transformers"
+        )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return (
+            f"{name} attends in chunks (attention_chunk_size={getattr(config, 'attention_chunk_size', None)}), and a "
+            "compressed cache knows only causal attention and sliding windows; run this model with the cache of transformers"
+        )
+    if _has_sinks(model.get_decoder()):
+        return (
+            f"{name} has attention sinks as parameters, which attention over packed rows does not know; "
+            "run this model with the cache of transformers"
+        )
+    return None
+
+
+def _has_sinks(decoder: Any) -> bool:
+    """Whether its attention modules have a parameter by the name that every model of transformers gives it."""
+    return any(parameter.rpartition(".")[2] == "sinks" for parameter, _ in decoder.named_parameters())
