@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from calib.kernels.attend.operation import STRIDE
 from calib.kernels.unrotate.reference import rotated
@@ -36,15 +37,19 @@ class Rotation:
         """The model's own, checked against what the model computes; where kinds of layers turn differently (Gemma 3), that of
         the layers whose cache is compressed.
 
-        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length, some layers are not rotated, or
-        channels are not split in halves.
+        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length, positions have several axes, some
+        layers are not rotated, or channels are not split in halves.
         """
         name = type(model).__name__
         kinds = ("", _kind(model))
-        found = [(part, kind) for part in model.modules() for kind in kinds if _frequencies(part, kind)]
+        found = [(part, kind) for part in _decoder(model).modules() for kind in kinds if _frequencies(part, kind)]
         if len(found) != 1:
             raise ValueError(f"{name} has {len(found)} rotary embeddings, expected one for all layers; {remedy}")
         ((embedding, kind),) = found
+        if _several_axes(model, embedding):
+            raise ValueError(
+                f"{name} rotates by positions of several axes (M-RoPE), which images have and a cache does not know; {remedy}"
+            )
         types: Any = getattr(embedding, "rope_type", "default")
         rope_type = types[kind] if isinstance(types, dict) else types
         if rope_type in ("dynamic", "longrope"):
@@ -135,6 +140,19 @@ def _added(one: Tensor, other: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """cos and sin, which lie along `axis`, of the sums of angles: a cosine costs more than the rotation it is for."""
     (cos, sin), (other_cos, other_sin) = (part.unbind(axis) for part in (one, other))
     return cos * other_cos - sin * other_sin, sin * other_cos + cos * other_sin
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The part that the cache is of: encoders of images or sound have embeddings of their own."""
+    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
+
+
+def _several_axes(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether images beside the text may have M-RoPE's rows, columns and times; in text alone all axes say the same."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    named = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
+    return text is not config and (named or getattr(embedding, "mrope_section", None) is not None)
 
 
 def _kind(model: nn.Module) -> str:

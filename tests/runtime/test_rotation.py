@@ -3,7 +3,17 @@
 import pytest
 import torch
 from toy_models import COMMON, HEADS_4_2_32, SLIDING, random_model
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calib.kernels.attend.reference import rotated_scores
@@ -91,3 +101,18 @@ def test_a_rotation_of_one_tensor_at_a_time():
     expected = model.generate(ids, past_key_values=DynamicCache(config=config), max_new_tokens=8)
     with compress(model, "streaming_llm") as cache:
         assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=8), expected)
+
+
+def test_the_rotation_of_an_image_encoder_is_not_the_decoders(model, rotation):
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    seeing = LlavaForConditionalGeneration(LlavaConfig(text_config=model.config, vision_config=vision))
+    assert torch.equal(Rotation.of(seeing, "use something else").frequencies, rotation.frequencies)
+
+
+def test_positions_of_several_axes():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+    config = Qwen2VLConfig(text_config=COMMON | HEADS_4_2_32 | {"rope_parameters": rope}, vision_config=vision)
+    with pytest.raises(ValueError, match=r"positions of several axes \(M-RoPE\).*; use something else"):
+        Rotation.of(Qwen2VLForConditionalGeneration(config), "use something else")
