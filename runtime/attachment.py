@@ -9,7 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from calib.runtime import attention
+from calib.runtime.cache_argument import cache_in
 from calib.runtime.graphs.step_graphs import replaying
+from calib.runtime.layer import CompressedLayer
 from calib.runtime.offload.speculator import Speculator
 from calib.runtime.paging.sequence_state import SequenceState
 
@@ -33,7 +35,8 @@ class Attachment:
         """`told` rows hear the token ids of every forward, where the model is given any; `speculator` are taken along. With
         `replays` the forward of a cache that has graphs is theirs."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self._told, self._replays, self._hooks = told is not None, replays, []
+        self._told, self._replays = told is not None, replays
+        self._hooks = [model.register_forward_pre_hook(_check_used, with_kwargs=True)]
         if replays:
             forwards = _replaying.setdefault(model, [])
             forwards.append(model.__dict__.get("forward"))
@@ -117,6 +120,14 @@ def _give_back(model: PreTrainedModel) -> None:
         del model.forward
     else:
         model.forward = own
+
+
+def _check_used(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
+    """Without its use, generate() gives a cache the whole text at every step, and all of it would be stored again."""
+    if named.get("use_cache") is False:
+        layers = getattr(cache_in(named), "layers", ())
+        if any(isinstance(layer, CompressedLayer) for layer in layers):
+            raise ValueError("use_cache=False with a compressed cache: pass use_cache=True, or leave out the cache")
 
 
 def _tell(told: "weakref.ref[SequenceState]", embedding: nn.Module, given: tuple[Any, ...]) -> None:

@@ -397,6 +397,14 @@ def test_output_attentions(model, cache):
     assert used_rightly(model, cache)
 
 
+def test_a_cache_that_is_not_to_be_used(model, cache):
+    """generate() would store the whole text at every step."""
+    with pytest.raises(ValueError, match=r"use_cache=False with a compressed cache: pass use_cache=True") as error:
+        model.generate(torch.arange(2, 11)[None], past_key_values=cache, use_cache=False, max_new_tokens=3)
+    message(error)
+    assert used_rightly(model, cache)
+
+
 def test_a_4d_mask(model, cache):
     mask = torch.zeros(1, 1, 9, 9)
     with pytest.raises(ValueError, match=r"4-D attention mask.*2-D padding mask") as error:
