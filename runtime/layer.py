@@ -68,6 +68,8 @@ class CompressedLayer(CacheLayerMixin):
     @with_ordinary_tensors
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Takes the new tokens and returns (self, self) for the attention function."""
+        if value_states.dtype.itemsize < key_states.dtype.itemsize:
+            value_states = value_states.to(key_states.dtype)  # of torch.autocast, under which RoPE makes keys float32
         # Also where a first forward was refused before anything was stored: the next may have other rows.
         if not self.is_initialized or not self.steps:
             self.lazy_initialization(key_states, value_states)

@@ -7,6 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+AUTOCAST = ("cuda", "cpu")  # where torch may be in that mode
+
 QKV = ParamSpec("QKV")
 Result = TypeVar("Result")
 
@@ -18,14 +20,18 @@ INFERENCE = (
 
 def with_ordinary_tensors(function: Callable[QKV, Result]) -> Callable[QKV, Result]:
     """`function` outside of `torch.inference_mode`: tensors made within can be changed in place only there, and a cache may be
-    filled under it and used outside."""
+    filled under it and used outside. Also outside of `torch.autocast`, which would narrow products that codes are made of."""
 
     @wraps(function)
     def ordinary(*args: QKV.args, **kwargs: QKV.kwargs) -> Result:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return ordinary(*args, **kwargs)
+        for device in AUTOCAST:
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return ordinary(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return ordinary
 

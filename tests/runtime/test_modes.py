@@ -1,4 +1,4 @@
-"""A cache in torch's modes: inference mode, gradients; and what a cache that is released, or is pickled, says."""
+"""A cache in torch's modes: inference mode, autocast, gradients; and what a cache that is released, or is pickled, says."""
 
 import copy
 import io
@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
+from calib.runtime.logits import Logits
 
 IDS = left_padded([60], seed=1)["input_ids"]
 STEP, MORE = IDS[:, :1], left_padded([45], seed=2)["input_ids"]
@@ -64,6 +65,35 @@ def test_rows_that_are_chosen_saved_and_copied_in_inference_mode_are_used_outsid
 
 def logits_of_rows(cache, model) -> list[torch.Tensor]:
     return [model(input_ids=ids.expand(2, -1), past_key_values=cache).logits for ids in (STEP, MORE, STEP)]
+
+
+# ---- autocast
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_under_autocast_a_cache_computes_as_without(model, case):
+    """The model's projections are narrow then; what is made of them is not: not a bit differs."""
+    draw, found = torch.Generator().manual_seed(1), []
+    columns = [ids.shape[1] for ids in FORWARDS]
+    given = [[torch.randn(1, heads, n, 32, generator=draw) for heads in (4, 2, 2)] for n in columns]
+    for narrow in (False, True):
+        with case.open(model) as cache, torch.autocast("cpu", torch.bfloat16, enabled=narrow), torch.no_grad():
+            for query, keys, values in given:
+                values = values.bfloat16() if narrow else values.bfloat16().float()
+                for layer in range(2):
+                    held, _ = cache.update(keys, values, layer)
+                    found.append(held.attend(query, None, Logits(32**-0.5, None, None)))
+    assert all(map(torch.equal, found[: len(found) // 2], found[len(found) // 2 :]))
+
+
+def test_a_model_generates_under_autocast(model):
+    """RoPE makes narrow keys float32 again, and values stay narrow."""
+    found = []
+    for cache in (DynamicCache(config=model.config), compress(model, "full")):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            found.append(model(input_ids=IDS, past_key_values=cache).logits.float())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.02 * float(found[0].abs().max()))
+    cache.release()
 
 
 # ---- gradients
