@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.capture.batches import CapturedBatch, TokenBatch, TokenBatches
 from calib.capture.corpus import Corpus, divide, text_files, text_sequences, token_hash
-from calib.capture.device_map import DeviceMap, MaxMemory, check_device_map, check_one_process
+from calib.capture.device_map import DeviceMap, MaxMemory, check_device_map, check_one_process, check_token_ids
 from calib.capture.generated import first_token, generated_sequences, sampled_text, spread
 from calib.capture.language_model import check_dtype, load, without_waiting_for_the_hub
 from calib.capture.shard import WHOLE
@@ -204,6 +204,8 @@ class CaptureData(LightningDataModule):
             texts = sampled_text(model, first_token(tokenizer), stretch, own * length // stretch, self.seed)
             train = spread(train, texts.reshape(own, length).cpu())
             origin |= {"sampled": own} | ({} if stretch == length else {"sampled_length": stretch})
+        for part in (train, heldout):
+            check_token_ids(model, part)
         if self.positions is not None:
             origin["positions"] = self.positions
         origin |= {

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
-from calib.errors import UsageError
+from calib.errors import RunError, UsageError
 from calib.runtime.messages.printable import printable
 
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]
@@ -38,6 +38,17 @@ def check_one_process(device_map: str | None, processes: int) -> None:
         raise UsageError(
             f"model.device_map={device_map} spreads one model over all devices, and each of {processes} processes needs a "
             "whole one of its own: give --trainer.devices 1, or no model.device_map"
+        )
+
+
+def check_token_ids(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """RunError where a token is none of the model's; a device would only say that an index is out of range."""
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    if tokens.numel() and (largest := int(tokens.max())) >= rows:
+        raise RunError(
+            f"the tokenizer gives token {largest}, and the model has only 0 ... {rows - 1}: "
+            "give it the tokenizer it was trained with"
         )
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from calib.capture.device_map import check_token_ids
 from calib.errors import RunError
 from calib.runtime import cache_argument
 
@@ -27,8 +28,10 @@ class Feed:
         """Logits [rows, tokens or 1, vocabulary] float32 of `tokens` [rows, tokens] int64.
 
         `mask` [rows, tokens] int64 marks real tokens; without it all are. Positions count the real tokens of a row.
-        `only_last` returns those of the last token alone. Raises RunError for a logit that is NaN.
+        `only_last` returns those of the last token alone. Raises RunError for a token that the model has not, and a logit that
+        is NaN.
         """
+        check_token_ids(self.model, tokens)
         new = torch.ones_like(tokens) if mask is None else mask
         self.mask = new if self.mask is None else torch.cat((self.mask, new), dim=1)
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from calib.capture.device_map import check_token_ids
 from calib.errors import RunError
 from calib.runtime import cache_argument
 
@@ -66,10 +67,11 @@ def generated(
 
     decode: a row's text, `decode(tokenizer, ids of the prompt, new ids)`; `alone` is lm-eval's.
 
-    Raises RunError for logits that are NaN.
+    Raises RunError for tokens that the model has not, and for logits that are NaN.
     """
     pad, first = pad_token(tokenizer), rows[0]
     tokens, mask = left_padded([row.context for row in rows], pad, model.device)
+    check_token_ids(model, tokens)
     ends = EndTexts(tokenizer, first.until, tokens.shape[1])
     made = model.generate(
         tokens,

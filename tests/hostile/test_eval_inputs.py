@@ -146,3 +146,17 @@ def test_weights_that_give_nan_fail_their_cells(tmp_path, capsys):
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     assert status == 1 and [cell["error"] for cell in cells] == ["RunError: the model's logits are NaN"] * 2
     assert not (tmp_path / "out" / "cells").exists()
+
+
+def test_a_tokenizer_of_another_model_fails_its_cells(tmp_path, capsys):
+    from toy_language_model import toy_model
+
+    small = toy_model()
+    small.resize_token_embeddings(40)
+    folder = str(save_toy(tmp_path / "small", model=small))
+    status, _ = ask(tmp_path, folder, capsys, {})
+    cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    assert status == 1 and {cell["error"].partition(" token ")[0] for cell in cells} == {
+        "RunError: the tokenizer gives"
+    }
+    assert all(cell["error"].endswith("0 ... 39: give it the tokenizer it was trained with") for cell in cells)

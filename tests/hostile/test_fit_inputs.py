@@ -157,6 +157,14 @@ def test_damaged_weights_name_layer_and_stream(toy, capsys, tmp_path, projection
     assert not Path("toy.calib.safetensors").exists()
 
 
+def test_a_tokenizer_of_another_model(toy, capsys, monkeypatch):
+    small = toy_model()
+    small.resize_token_embeddings(40)
+    monkeypatch.setattr("calib.capture.data.load", lambda *_, **__: (small, toy_tokenizer()))
+    line = refused(capsys, 1, words(toy))
+    assert line.startswith("the tokenizer gives token ") and "the model has only 0 ... 39" in line
+
+
 def test_an_output_that_cannot_be_written(toy, capsys, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     line = refused(capsys, 1, words(toy, "--output=file/toy.calib.safetensors"))
