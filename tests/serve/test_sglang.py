@@ -77,6 +77,16 @@ def test_engines_of_another_budget_share_the_folder(artifact, path, tmp_path):
     assert len(list(tmp_path.rglob("*.klt"))) == 2
 
 
+def test_engines_of_another_dtype_keep_each_others_pages(artifact, path, tmp_path):
+    pools = [pool_of(dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
+    for pool in pools:
+        pool.put(0, texts(artifact, 0, 1, pool.dtype)[0])
+    engines = [storage(path, tmp_path, pool) for pool in pools]
+    assert engines[0].batch_set_v1(KEYS[:1], slots(0), told(0)) == [True] and not engines[1].exists(KEYS[0])
+    assert engines[1].batch_set_v1(KEYS[:1], slots(0), told(0)) == [True]
+    assert all(one.batch_get_v1(KEYS[:1], slots(1), told(0)) == [True] for one in engines)
+
+
 def test_a_fine_tuned_model_of_another_name_shares_no_page(artifact, path, tmp_path):
     """SGLang's hashes are of tokens alone, and the artifact fits both."""
     pool = pool_of()
@@ -141,3 +151,5 @@ def test_bytes_of_no_shape_are_refused(path, tmp_path, call):
         getattr(Storage(config(path, tmp_path)), call)("aa")
     with pytest.raises(ValueError, match="no host pool"):
         Storage(config(path, tmp_path)).batch_get_v1(["aa"], slots(0))
+    with pytest.raises(ValueError, match="no host pool"):
+        Storage(config(path, tmp_path)).exists("aa")

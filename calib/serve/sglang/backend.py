@@ -48,16 +48,20 @@ class Storage(HiCacheStorage):
         self._starts = Starts(self._options.positions or self._model.positions)
         self._rank, self._world = config.tp_rank, config.tp_size
         self._refusals = Refusals(logger, "calib refuses a page")
-        identity = f"{self._model.identity} {config.model_name!r} {self._rank} {self._world}"
-        self._folder = BlobFolder(self._options.folder, identity, self._refusals)
+        self._identity = f"{self._model.identity} {config.model_name!r} {self._rank} {self._world}"
         self._pages: Pages | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes the memory that pages are read from and written to. Raises ValueError where it is not of this artifact's model."""
+        """Takes the memory that pages are read from and written to, and makes the folder.
+
+        Raises ValueError where the memory is not of this artifact's model, or the folder cannot be made.
+        """
         super().register_mem_pool_host(mem_pool_host)
         pages = Pages(mem_pool_host, self._model.layers, self._model.head_dim)
         slices = self._model.slices
         self._codec = slices.codec(slices.of_rank(pages.heads, self._world, self._rank))
+        identity = f"{self._identity} {pages.dtype}"  # a file is decoded to the dtype that it was coded from
+        self._folder = BlobFolder(self._options.folder, identity, self._refusals)
         self._chunks = StoredChunks(self._codec, self._folder, self._refusals)
         self._pages = pages
 
@@ -93,10 +97,12 @@ class Storage(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Whether the page's file is there; whether it can be used is seen when it is read."""
+        self._registered()
         return self._folder.has(key)
 
     def clear(self) -> None:
         """Removes all pages of the folder, other engines' as well."""
+        self._registered()
         self._folder.clear()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
