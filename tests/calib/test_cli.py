@@ -38,6 +38,11 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"calib {__version__}\n"
 
 
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "calib", "fitt"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("calib: error: unknown command 'fitt'")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
