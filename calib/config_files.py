@@ -32,11 +32,11 @@ def with_config_paths(words: Sequence[str], keys: Sequence[str]) -> Iterator[str
         is_value = not is_value and word in ("--config", "-c")
 
 
-def find_config(name: str) -> Path:
+def find_config(name: str, kind: str = "") -> Path:
     """The file `name`, or else the packaged configuration of that name.
 
     `llama2.yaml` and `configs/llama2.yaml` both mean the packaged one where the folder has none; `methods/kivi.yaml`
-    keeps its sub-folder.
+    keeps its sub-folder. `kind` is the sub-folder of what the caller reads, whose names a UsageError lists; fits have none.
     """
     if Path(name).exists():
         return Path(name)
@@ -46,7 +46,7 @@ def find_config(name: str) -> Path:
         candidate = packaged.joinpath(*parts[start:])
         if not Path(name).is_absolute() and ".." not in parts and candidate.is_file():
             return candidate
-    shipped = sorted(path.name for path in packaged.glob("*.yaml"))
+    shipped = sorted(str(path.relative_to(packaged)) for path in packaged.joinpath(kind).glob("*.yaml"))
     raise UsageError(f"no configuration file '{name}', neither here nor in the package (it ships {', '.join(shipped)})")
 
 

@@ -22,7 +22,7 @@ def read_method(word: str) -> tuple[str, dict[str, Any]]:
     """A method's name and options from `word`: a name, or a YAML file."""
     if not word.endswith((".yaml", ".yml")):
         return word, {}
-    content = read_yaml_file(find_config(word), "method's file")
+    content = read_yaml_file(find_config(word, "methods"), "method's file")
     if not isinstance(content, dict) or not isinstance(content.get("method"), str):
         raise UsageError(f"'{word}' must be a mapping whose key `method` is a name")
     return content.pop("method"), content

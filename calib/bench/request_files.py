@@ -15,7 +15,7 @@ from calib.evaluate.request_files import overrides
 def read_bench(files: Sequence[str], words: Sequence[str]) -> BenchRequest:
     """The request; raises UsageError in one line for whatever is wrong with it."""
     content: dict[str, Any] = {}
-    paths = [find_config(name) for name in files]
+    paths = [find_config(name, "bench") for name in files]
     for path in paths:
         content |= read_config(path, BenchRequest.known())
     content |= dict(overrides(words, BenchRequest.known(), LISTS))

@@ -27,7 +27,7 @@ def read_request(files: Sequence[str], words: Sequence[str]) -> Request:
 def read_requests(files: Sequence[str], words: Sequence[str]) -> dict[str, Request]:
     """The requests by the model's name, one under "" for a configuration of one model; raises UsageError as that does."""
     content: dict[str, Any] = {}
-    paths = [find_config(name) for name in files]
+    paths = [find_config(name, "eval") for name in files]
     for path in paths:
         content |= read_config(path, [*Request.known(), "models"])
     for key, value in overrides(words, known_keys()):

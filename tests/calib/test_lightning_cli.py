@@ -3,9 +3,12 @@
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule
 
+from calib.bench.request_files import read_bench
 from calib.config_files import find_config
 from calib.errors import UsageError
+from calib.evaluate.request_files import read_request
 from calib.lightning_cli import CalibCLI
+from calib.method_options import read_method
 
 
 class Model(LightningModule):
@@ -108,3 +111,18 @@ def test_packaged_configs_are_found_from_anywhere_and_local_ones_win(tmp_path):
         find_config("/llama2.yaml")
     with pytest.raises(UsageError, match="no configuration file"):
         find_config("../configs/llama2.yaml")
+
+
+@pytest.mark.parametrize(
+    ("read", "own", "other"),
+    [
+        (find_config, "tiny.yaml", "quick.yaml"),
+        (lambda name: read_request([name], []), "eval/quick.yaml", "tiny.yaml"),
+        (lambda name: read_bench([name], []), "bench/quick.yaml", "tiny.yaml"),
+        (read_method, "methods/kivi.yaml", "tiny.yaml"),
+    ],
+)
+def test_who_misses_a_config_is_told_of_those_that_the_command_reads(read, own, other):
+    with pytest.raises(UsageError) as error:
+        read("nothere.yaml")
+    assert own in str(error.value) and other not in str(error.value)
