@@ -1,10 +1,12 @@
 """Calibrated transform coding: every bit of a model's cache goes where the model's answers need it most."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
+from weakref import WeakSet
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.component_bits import ROLES, Allocation, Allocator
@@ -36,6 +38,8 @@ WINDOW, BLOCK = 64, 16  # tokens, without tiers
 TIERS_BLOCK = 100  # as in `zipcache`
 MOST_BYTES = 2**50  # of a budget
 EXACT_BYTES = 2  # of a value in the exact window, where a budget is in bytes
+
+_told: "WeakSet[Artifact]" = WeakSet()  # that they have no sizes
 
 
 @dataclass(frozen=True)
@@ -220,9 +224,12 @@ class Klt(Method):
         sized = Coding(rope, True, predict, predict if self.trellis is None else self.trellis, whole_words)
         if self.size or self.predict:
             return sized
-        streams = (stream for both in SIZED.items() for stream in both)
-        known = rope == "before" and all(artifact.has(f"{stream}.errors") for stream in streams)
+        known = rope == "before" and all(artifact.has(f"{stem}.errors") for stem in SIZED.values())
         if self.size is False or self.loss is not None or not known:
+            return plain
+        missing = next((stream for stream in SIZED if not artifact.has(f"{stream}.errors")), None)
+        if missing is not None:
+            _warn_without_sizes(artifact, missing)
             return plain
         return min(plain, sized, key=lambda coding: self._error(artifact, coding))
 
@@ -271,3 +278,14 @@ class Klt(Method):
 
     def _probes(self) -> Probes:
         return Probes(self.probes, self.probe_share)
+
+
+def _warn_without_sizes(artifact: Artifact, stream: str) -> None:
+    """Once of an artifact: it was fitted before there were sizes, or exported without them."""
+    if artifact not in _told:
+        _told.add(artifact)
+        warnings.warn(
+            f"the artifact has no tensors '{stream}.*', so klt codes components alone and loses more at the same bits; "
+            "run `calib fit` again, export these tensors too, or give size=False",
+            stacklevel=2,
+        )
