@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.supervise import STOPPED
 from benchmarks.gpu.targets import TARGETS, Target
 
 NOT_YET = "not yet measured"
+REWORDED = {"stopped: it took longer than it may": STOPPED}  # of files that are older than the word
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "optimum-quanto")
 
@@ -82,7 +84,7 @@ def _table(columns: Mapping[str, Records]) -> str:
 def _shown(target: Target, row: Mapping[str, Any]) -> str:
     """What was measured, and which limit that reaches."""
     if not row["measured"]:
-        return str(row["reason"]).replace("|", "/")
+        return REWORDED.get(row["reason"], str(row["reason"])).replace("|", "/")
     low, median, high = (target.shown(row["measured"][name]) for name in ("low", "median", "high"))
     return f"{median if low == high else f'{median} ({low} ... {high})'}, {row['reached']}"
 

@@ -14,6 +14,7 @@ from benchmarks.gpu.bench import Measurement
 # Seconds beside a measurement's own until it counts as hanging: its last turn, and the start of a process.
 GRACE = 20
 LEAST = 10  # seconds without which none is begun
+STOPPED = "stopped at its time limit"
 
 Record = dict[str, Any]
 
@@ -65,7 +66,7 @@ def _one_process(
                 line = lines.get(timeout=max(0.1, limit - time.monotonic()))
             except queue.Empty:
                 if under_way is not None:
-                    keep({"name": under_way, "reason": "stopped: it took longer than it may"})
+                    keep({"name": under_way, "reason": STOPPED})
                 return
             if line is None:
                 if under_way is not None:
