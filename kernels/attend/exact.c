@@ -14,12 +14,13 @@
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 /* `tokens` of each row and head; numbers of a token lie side by side. In place of keys there may be scores, float32
-   [items][R][tokens]. */
+   [items][R][scored], of each token or, with an index int32 [rows][tokens], of that number: -1 where its key counts. */
 typedef struct {
     const void *keys, *values;
     const float *scores;
+    const int32_t *index;
     int64_t key_row, key_head, key_token, value_row, value_head, value_token;
-    int32_t tokens;
+    int32_t tokens, scored;
 } Group;
 
 typedef struct {
@@ -66,14 +67,16 @@ INLINE void item_attention(const int R, const int kind, const Asked *asked, int 
         const Group *group = asked->groups + g;
         for (int t = 0; t < group->tokens; t++, at++) {
             int64_t key = row * group->key_row + head * group->key_head + t * group->key_token;
+            int number = !group->scores ? -1 : group->index ? group->index[(int64_t)row * group->tokens + t] : t;
             floats sums[MOST_ROWS];
             for (int r = 0; r < R; r++) sums[r] = (floats){0};
-            for (int d = 0; d < key_dim && !group->scores; d += LANES) {
+            for (int d = 0; d < key_dim && number < 0; d += LANES) {
                 floats part = numbers_at(kind, group->keys, key + d, key_dim - d);
                 for (int r = 0; r < R; r++) sums[r] += load(query + r * key_dim + d, key_dim - d) * part;
             }
             for (int r = 0; r < R; r++) {
-                float score = group->scores ? group->scores[((int64_t)item * R + r) * group->tokens + t] : sum_of(sums[r]);
+                float score =
+                    number < 0 ? sum_of(sums[r]) : group->scores[((int64_t)item * R + r) * group->scored + number];
                 if (asked->softcap > 0) score = tanhf(score / asked->softcap) * asked->softcap;
                 if (hidden && hidden[at]) score = -INFINITY;
                 scores[r * total + at] = score;

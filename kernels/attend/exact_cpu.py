@@ -23,11 +23,13 @@ class _Group(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("scores", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
             for name in ("key_row", "key_head", "key_token", "value_row", "value_head", "value_token")
         ),
         ("tokens", ctypes.c_int32),
+        ("scored", ctypes.c_int32),
     )
 
 
@@ -56,7 +58,6 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
         and 0 < query.shape[2] <= MOST_ROWS
         and max(query.shape[3], held[-1].shape[3]) <= MOST_CHANNELS
         and len(tokens.groups) <= GROUPS
-        and all(group.index is None for group in tokens.groups)
         and held[0].dtype in KINDS
         and (hidden is None or (hidden.shape[2] == 1 and hidden.is_contiguous()))
         and all(type(part) is Tensor and part.stride(3) == 1 and not part.requires_grad for part in (query, *held))
@@ -77,8 +78,9 @@ def attend_exact(
     )  # fmt: skip
     for number, group in enumerate(tokens.groups):
         of_keys = (0, 0, 0) if group.keys is None else group.keys.stride()[:3]
-        at = (None if part is None else _at(part) for part in (group.keys, group.values, group.scores))
-        request.groups[number] = _Group(*at, *of_keys, *group.values.stride()[:3], group.values.shape[2])
+        at = (None if part is None else _at(part) for part in (group.keys, group.values, group.scores, group.index))
+        scored = 0 if group.scores is None else group.scores.shape[3]
+        request.groups[number] = _Group(*at, *of_keys, *group.values.stride()[:3], group.values.shape[2], scored)
     for number, (top, mass, mixed) in enumerate(zip(*(kept[first::3] for first in (1, 2, 3)), strict=True)):
         request.top[number], request.mass[number], request.mixed[number] = map(_at, (top, mass, mixed))
     if tokens.hidden is not None:

@@ -152,7 +152,7 @@ class ExactGroup:
     """Tokens whose values are as the model made them: `values [rows, kv_heads, n, Dv]`, and `keys [rows, kv_heads, n, D]` or, where
     these are packed, their `scores`, float32 `[rows, kv_heads, R, n]`. Where some are packed both are given, of m keys `scores
     [rows, kv_heads, R, m]`, and `index`, int32 `[rows, n]`: a token's number among the scores, or -1 where its key counts. Other
-    keys need not be there. Of the first group alone, and on a GPU."""
+    keys need not be there. On a GPU of the first group alone."""
 
     values: Tensor
     keys: Tensor | None = None

@@ -84,12 +84,14 @@ INLINE void run_part(const int R, const Stream *keys, const Stream *values, int1
     if (wide > first_of_keys) sized_mix(R, keys, &run, head, scores, ROOM, room, mixed + first_of_keys, wide);
 }
 
-/* Scores of the keys ahead: those of every page or block that one of them lies in, of which they are kept. */
+/* Scores of the keys ahead: those of every page or block that one of them lies in, of which they are kept. A row that others are
+   ahead of has none behind the table's last page. */
 INLINE void scores_ahead(const int R, const Stream *keys, const Asked *asked, int row, int head) {
     enum { ROOM = MOST_PAGE + LANES };
     float scores[MOST_ROWS * ROOM], met[MOST_ROWS * MOST_CHANNELS], added[MOST_ROWS];
     int64_t item = (int64_t)row * asked->heads + head;
-    int first = asked->used[row], last = first + asked->ahead;
+    int first = asked->used[row], last = first + asked->ahead, slots = asked->width * asked->page;
+    if (last > slots) last = slots;
     const float *query = asked->query + item * R * keys->channels;
     meet(R, keys, asked, row, head, query, met, added);
     for (int page = first / asked->page; page * asked->page < last; page++) {

@@ -69,7 +69,7 @@ class OrderedTokens(LayerTokens):
             assert isinstance(part.mix, Attended)
             yield ExactSpan(self._exact_groups(plan, found, part.mix.ahead, keys, values))
             return
-        if plan.asked.fused:
+        if plan.asked.fused or self._meets_any_rows(query, plan):
             new = (ExactGroup(values, keys), *self._fetched_group())
             if self._meets_all_exact(query, new):
                 yield from self._by_kernels(scorer, plan, new)
@@ -136,6 +136,12 @@ class OrderedTokens(LayerTokens):
             and exact_supported(query.for_kernels[0], exact)
             and supported(query.given.shape[2], *self._streams, first_slots=True)
         )
+
+    def _meets_any_rows(self, query: GroupedQuery, plan: ReadPlan) -> bool:
+        """Whether the same kernels meet rows that hold whatever number of tokens, which an index and masks describe: of one query
+        each, which sees all of its row's first slots."""
+        sees_all = plan.back is None and self.fetched is None and not plan.trimmed
+        return sees_all and len(plan.asked.queries) == 1 and self._meets_first_slots(query)
 
     def _exact_groups(
         self, plan: ReadPlan, found: WindowKeys, ahead: Tensor | None, new_keys: Tensor, new_values: Tensor

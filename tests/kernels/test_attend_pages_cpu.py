@@ -200,6 +200,34 @@ def test_scores_of_keys_ahead(kind):
     assert_attended(found, attention(query, keys, values, span, constant), values.tokens, SCORES, FLOAT32_ATTENTION)
 
 
+def test_a_row_has_no_scores_ahead_behind_the_last_page():
+    """As many are asked for as a row needs that holds less."""
+    kind, shape, query = Kind(2, "channel", 32), (5, 2, 128, 48), drawn(2, 2, 3, 48) / 4
+    keys, values = laid_out(pages_of(kind, shape, 1)), laid_out(pages_of(kind, shape, 2))
+    wild = 10**9  # no page
+    span = span_of([[3, 0, wild], [1, 2, wild]], [250, 0])
+    span = replace(span, table=span.table[:, :2])
+    found = attended(query, keys, values, span, ahead=170).ahead
+    for row, count in ((0, 6), (1, 170)):
+        own = PageSpan(span.table[row : row + 1], span.used[row : row + 1])
+        alone = attended(query[row : row + 1], keys, values, own, ahead=count).ahead
+        assert torch.equal(found[row, ..., :count], alone[0])
+
+
+def test_an_index_says_which_exact_tokens_have_scores():
+    rows, heads, query_rows, dim, slots = 2, 2, 3, 20, 9
+    query, (keys, values) = drawn(rows, heads, query_rows, dim) / 4, drawn(2, rows, heads, slots, dim, seed=1)
+    scores = drawn(rows, heads, query_rows, 5, seed=2)
+    index = torch.tensor([[0, 4, -1, 2, -1, -1, 1, 3, -1], [-1] * 8 + [2]], dtype=torch.int32)
+    chosen = index[:, None, None].expand(-1, heads, query_rows, -1)
+    met = torch.where(chosen < 0, query @ keys.mT, scores.gather(-1, chosen.clamp(min=0).long()))
+    expected = met.double().softmax(-1) @ values.double()
+    tokens = ExactTokens((ExactGroup(values, keys, scores, index),))
+    assert operation.exact_supported(query, tokens)
+    found = operation.attend_exact(query, tokens, [])
+    assert (found.output.double() - expected).abs().max() <= FLOAT32_ATTENTION * expected.abs().max()
+
+
 @pytest.mark.parametrize("kind", [Kind(4, "token"), Kind(2, "channel", 32)], ids=str)
 def test_neither_threads_nor_other_rows_change_a_bit(kind):
     shape, query = (12, 2, 128, 64), drawn(3, 2, 3, 64) / 4
