@@ -33,13 +33,37 @@ class MassSlots:
 
 
 @dataclass(frozen=True)
+class ChunkWeights:
+    """Weight 1 of a probe row for the tokens of its own chunk, 0 of all else; made for some queries at a time.
+
+    `chunks` int64 `[rows, window + n]` is a number of each token's chunk, negative in slots that hold none; `probes` bool
+    `[rows, n]` says which of the new tokens' queries are probes.
+    """
+
+    chunks: Tensor
+    probes: Tensor
+
+    def of(self, queries: range) -> Tensor:
+        """float32 `[rows, len(queries), window + n]`."""
+        own = slice(queries.start, queries.stop)
+        asked = self.chunks[:, -self.probes.shape[1] :][:, own, None]
+        return ((asked == self.chunks[:, None]) & self.probes[:, own, None]).float()
+
+
+@dataclass(frozen=True)
 class Observed:
     """What is observed: the slots of the first tier, or of the window; with `weights [rows, n, window + n]`, with `weights
     [rows, n, 1]` for all tokens, or all rows alike. `into`: of a step that observes the window, where nothing of it is kept."""
 
     tier: bool
-    weights: Tensor | None = None
+    weights: Tensor | ChunkWeights | None = None
     into: MassSlots | None = None
+
+    def weights_of(self, queries: range) -> Tensor | None:
+        """The weights of some of the n queries."""
+        if isinstance(self.weights, ChunkWeights):
+            return self.weights.of(queries)
+        return None if self.weights is None else self.weights[:, queries.start : queries.stop]
 
 
 @dataclass(frozen=True)
@@ -61,8 +85,7 @@ class AttentionStats:
         window = last.shape[3] - count
         scores += [last[..., :window], last[..., window:]] if window else [last]
         weights: list[Tensor | None] = [None] * len(scores)
-        if observed.weights is not None:
-            own = observed.weights[:, queries.start : queries.stop]
+        if (own := observed.weights_of(queries)) is not None:
             weights = [own] * len(scores)
             if own.shape[2] > 1:
                 weights[-1] = own[..., plan.window :][..., plan.new]

@@ -16,7 +16,7 @@ from torch import Tensor
 from calib.kernels.put_tokens.operation import Put, put_tokens
 from calib.kernels.top_k.operation import divided
 from calib.kernels.upload import upload
-from calib.runtime.attend.attention_stats import MassSlots, Observed
+from calib.runtime.attend.attention_stats import ChunkWeights, MassSlots, Observed
 from calib.runtime.device.row_index import row_index
 from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.token_runs import TokenRuns
@@ -104,13 +104,14 @@ class ChunkStore(TieredStore):
         if not any(map(any, probes)):
             return None
         width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
-        weights = torch.zeros(len(rows), len(probes[0]), width + len(probes[0]))
-        for i, ((before, after, prompt), own) in enumerate(zip(spans, probes, strict=True)):
+        chunks = torch.full((len(rows), width + len(probes[0])), -1)
+        for own, (before, after, prompt) in zip(chunks, spans, strict=True):
             exact = self.tiering.exact(before, prompt)  # sinks are counted for nothing, whichever their chunk
-            chunk = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
-            looked = (chunk[exact:, None] == chunk) & torch.tensor(own)[:, None]
-            weights[i, :, :exact], weights[i, :, width:] = looked[:, :exact], looked[:, exact:]
-        return Observed(False, upload(weights, weights.dtype, device))
+            starts = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
+            own[:exact], own[width:] = starts[:exact], starts[exact:]
+        return Observed(
+            False, ChunkWeights(upload(chunks, torch.int64, device), upload(torch.tensor(probes), torch.bool, device))
+        )
 
     def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Observed:
         """The window and the new token, for the rows whose one query is a probe."""

@@ -11,6 +11,8 @@ from toy_models import left_padded, random_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calib.runtime import compress, special_token_ids
+from calib.runtime.attend.attend import QUERY_ROWS
+from calib.runtime.attend.attention_stats import ChunkWeights
 from calib.runtime.layer import CompressedLayer
 
 BLOCK = 32
@@ -215,3 +217,26 @@ def test_what_is_no_tokenizer_is_refused(model):
         compress(model, **asked, tokenizer=tokenizer_of(["a", "b"]))
     with pytest.raises(ValueError, match=r"special_ids=\[\]: give the ids, or the tokenizer that knows them: compress"):
         compress(model, **asked)
+
+
+@torch.no_grad()
+def test_weights_of_a_later_turn_are_made_for_some_of_its_queries(model, monkeypatch):
+    """For all of them they would take as much memory as the attention matrix."""
+    made, of = [], ChunkWeights.of
+    monkeypatch.setattr(ChunkWeights, "of", lambda weights, queries: made.append(queries) or of(weights, queries))
+    turn = torch.randint(0, 64, (2, QUERY_ROWS), generator=torch.Generator().manual_seed(0))
+    with compress(model, method="zipcache", recompress=BLOCK) as cache:
+        model(**left_padded([40, 25]), past_key_values=cache)
+        model(turn, past_key_values=cache)
+    layers = len(cache.compressed)
+    assert len(made) > layers
+    assert sum(map(len, made)) == layers * QUERY_ROWS
+    assert max(map(len, made)) < QUERY_ROWS
+
+
+def test_a_probe_weighs_the_tokens_of_its_own_chunk():
+    chunks, probes = torch.tensor([[0, 0, 4, 4, 4], [-1, 2, 2, 5, 5]]), torch.tensor([[True, False], [True, True]])
+    weights = ChunkWeights(chunks, probes)
+    wanted = torch.tensor([[[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]]).float()
+    assert torch.equal(weights.of(range(2)), wanted)
+    assert torch.equal(weights.of(range(1, 2)), wanted[:, 1:])
