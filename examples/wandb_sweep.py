@@ -37,7 +37,7 @@ def quality(settings: dict[str, Any], asked: argparse.Namespace) -> dict[str, fl
     evaluation, files = prepare(Request.of(content, "sweep")), CellFiles(asked.output / "cells")
     (cell,) = evaluation.cells
     key = evaluation.key(cell)
-    result = files.read(key) or measure(evaluation, [cell], files, lambda *_: None)[key]
+    result = files.read(key, cell.column) or measure(evaluation, [cell], files, lambda *_: None)[key]
     if "error" in result:
         raise RuntimeError(result["error"])
     return {**result["figures"], "bits_per_value": result["sizes"]["bits_per_value"]}

@@ -2,10 +2,12 @@
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from calib.runtime import attention
@@ -15,8 +17,17 @@ from calib.runtime.layer import CompressedLayer
 from calib.runtime.offload.speculator import Speculator
 from calib.runtime.paging.sequence_state import SequenceState
 
-# Holds on each model at this moment, and what its configs said before the first of them.
-_held: "weakref.WeakKeyDictionary[nn.Module, tuple[int, list[tuple[Any, str | None]]]]" = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Holds:
+    """Holds on a model at this moment: how many, what its configs said before the first of them, and the hook for all of them."""
+
+    saved: list[tuple[Any, str | None]]
+    check: RemovableHandle
+    number: int = 0
+
+
+_held: "weakref.WeakKeyDictionary[nn.Module, _Holds]" = weakref.WeakKeyDictionary()
 
 # Holds that replay, and what each model's `forward` was before the first of them: its class's, or one put in its place.
 _replaying: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()
@@ -35,8 +46,10 @@ class Attachment:
         """`told` rows hear the token ids of every forward, where the model is given any; `speculator` are taken along. With
         `replays` the forward of a cache that has graphs is theirs."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self._told, self._replays = told is not None, replays
-        self._hooks = [model.register_forward_pre_hook(_check_used, with_kwargs=True)]
+        self._told, self._replays, self._hooks = told is not None, replays, []
+        if model not in _held:
+            _held[model] = _Holds(_attached(model), model.register_forward_pre_hook(_check_used, with_kwargs=True))
+        _held[model].number += 1
         if replays:
             forwards = _replaying.setdefault(model, [])
             forwards.append(model.__dict__.get("forward"))
@@ -55,18 +68,6 @@ class Attachment:
                 # A forward through another cache, whose ids are not these rows', or one that failed.
                 model.base_model.register_forward_hook(partial(_forget, rows), always_call=True),
             ]
-        count, saved = _held.get(model, (0, []))
-        if not count:
-            attention.register()
-            parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-            configs = {id(part.config): part.config for part in parts}
-            saved = [(config, config._attn_implementation_internal) for config in configs.values()]
-            model.set_attn_implementation(attention.NAME)
-            # Encoders beside the decoder, of images or sound, attend in both directions and keep their own attention.
-            decoder = model.get_decoder()
-            attending = {id(part.config) for part in parts if _on_one_path(part, decoder)}
-            _put_back((config, implementation) for config, implementation in saved if id(config) not in attending)
-        _held[model] = (count + 1, saved)
 
     def release(self) -> None:
         """Ends the hold; harmless when repeated, or when the model is gone."""
@@ -77,11 +78,12 @@ class Attachment:
             return
         if self._replays:
             _give_back(model)
-        count, saved = _held.pop(model)
-        if count > 1:
-            _held[model] = (count - 1, saved)
-            return
-        _put_back(saved)
+        holds = _held[model]
+        holds.number -= 1
+        if not holds.number:
+            del _held[model]
+            holds.check.remove()
+            _put_back(holds.saved)
 
     @property
     def released(self) -> bool:
@@ -97,6 +99,20 @@ class Attachment:
 
     def _current(self) -> PreTrainedModel | None:
         return None if self._model is None else self._model()
+
+
+def _attached(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    """Gives the model our attention; each of its configs, and what it said before."""
+    attention.register()
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts}
+    saved = [(config, config._attn_implementation_internal) for config in configs.values()]
+    model.set_attn_implementation(attention.NAME)
+    # Encoders beside the decoder, of images or sound, attend in both directions and keep their own attention.
+    decoder = model.get_decoder()
+    attending = {id(part.config) for part in parts if _on_one_path(part, decoder)}
+    _put_back((config, implementation) for config, implementation in saved if id(config) not in attending)
+    return saved
 
 
 def _on_one_path(part: nn.Module, decoder: nn.Module) -> bool:

@@ -167,7 +167,7 @@ def test_a_tokenizer_of_another_model(toy, capsys, monkeypatch):
 
 def test_an_output_that_cannot_be_written(toy, capsys, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    line = refused(capsys, 1, words(toy, "--output=file/toy.calib.safetensors"))
+    line = refused(capsys, 2, words(toy, "--output=file/toy.calib.safetensors"))
     assert "cannot be written" in line
 
 

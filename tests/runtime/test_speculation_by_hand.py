@@ -208,7 +208,8 @@ def test_two_caches_of_one_model(model):
     for number, cache in enumerate(caches):
         cache.release()
         hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
-        assert hooks == (1, 1) if number == 0 else hooks == (0, 0)
+        # Speculating caches have one of each; one before a forward is shared by all caches.
+        assert hooks == [(1, 2), (0, 1), (0, 0)][number]
 
 
 def test_release_in_the_middle(model):
