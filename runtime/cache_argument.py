@@ -14,4 +14,5 @@ NAME = next(name for name in NAMES if name in GenerateDecoderOnlyOutput.__datacl
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among arguments by name; None where there is none."""
-    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+    cache, older = map(arguments.get, NAMES)
+    return older if cache is None else cache

@@ -69,8 +69,8 @@ def test_loss_and_bits_are_those_of_a_cache(method, subject, tokens):
                 layer.plan = layer.plan.__class__(**{**vars(layer.plan), "positions": True})
         arrived = {}
         update = cache.update
-        cache.update = lambda keys, values, layer, *rest: (
-            arrived.setdefault(layer, (keys, values)) and update(keys, values, layer, *rest)
+        cache.update = lambda keys, values, layer, **rest: (
+            arrived.setdefault(layer, (keys, values)) and update(keys, values, layer, **rest)
         )
         Feed(subject.model, cache)(tokens, only_last=True)
         artifact = subject.artifact

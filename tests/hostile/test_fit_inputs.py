@@ -69,7 +69,7 @@ def refused(capsys, status: int, arguments: list[str]) -> str:
         (["--seed_everything=true"], "seed_everything=True: must be a whole number from 0"),
         (["--seed_everything=-1"], "seed_everything=-1: must be a whole number from 0 to 4294967295"),
         (["--trainer.precision=bf16-mixed"], "trainer.precision='bf16-mixed': a fit reads every batch"),
-        (["--trainer.limit_train_batches=1"], "trainer.limit_train_batches=1: a fit reads every batch"),
+        (["--trainer.limit_train_batches=2"], "trainer.limit_train_batches=2: a fit reads every batch"),
         (["--trainer.fast_dev_run=true"], "trainer.fast_dev_run=True: a fit reads every batch"),
         (["--trainer.strategy=FSDP"], "trainer.strategy=fsdp splits the weights that are trained"),
         (["--trainer.strategy=fsdp_cpu_offload", "--plan"], "trainer.strategy=fsdp_cpu_offload splits the weights"),

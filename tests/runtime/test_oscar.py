@@ -182,6 +182,7 @@ def test_what_is_stored_is_the_papers(options):
             feed(cache, [tokens[number : number + 1]])
         held = [oracle.held_tokens(layer, 0) for layer in cache.compressed]
     asked = {"bits": 2, "group": 128, "key_clip": 0.96, "value_clip": 0.92} | options
+    odd = []
     for number, found in enumerate(held):
         assert sorted(found.positions[0].tolist()) == list(range(150))
         for stream, given, clip in (("keys", tokens.keys, "key_clip"), ("values", tokens.values, "value_clip")):
@@ -195,7 +196,9 @@ def test_what_is_stored_is_the_papers(options):
                 expected, border = coded(x[head][at[~exact]], turned[head], asked["bits"], group, asked[clip])
                 off = abs(own[head][~exact] - expected).max(-1) > FLOAT32_FOLD * abs(x[head]).max()
                 # A coordinate that float32 puts on the other side of a border, or whose scale float16 rounds otherwise.
-                assert off.mean() <= ODD_CODES * x.shape[-1] * 2 and (border[off].min(initial=0) < 1e-3)
+                assert border[off].min(initial=0) < 1e-3
+                odd.append(off)
+    assert np.concatenate(odd).mean() <= ODD_CODES * tokens.keys.shape[-1] * 2
 
 
 def test_a_token_has_the_same_codes_alone_and_in_a_batch():

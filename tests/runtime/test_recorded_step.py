@@ -51,9 +51,12 @@ def test_nothing_records_on_a_cpu():
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache"])
 def test_steps_are_recorded_block_after_block(method, live, monkeypatch):
-    """Every encoded block drops the graph of the steps before it, then the next block's is recorded into the same pool."""
+    """Every encoded block drops the graph of the steps before it, then the next block's is recorded into the same pool.
+
+    Of one layer: a second one is given tokens that differ in their last bits, sums of other shapes, and a code may then be another.
+    """
     monkeypatch.setattr(step_graphs, "recorder", lambda device: recorded_step.recorder(CUDA))
-    model, found, counts = random_model("llama"), [], []
+    model, found, counts = random_model("llama", num_hidden_layers=1), [], []
     for graphs in (False, True):
         with compress(model, method, graphs=graphs) as cache, torch.no_grad():
             ids = torch.randint(1, 100, (2, 40), generator=torch.Generator().manual_seed(6))
@@ -71,4 +74,4 @@ def test_steps_are_recorded_block_after_block(method, live, monkeypatch):
                 other.release()
         found.append(torch.stack(logits))
     assert set(counts) == {1, 2, 3} and len(live) == 1  # the pool's own, and at most one of each cache
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
