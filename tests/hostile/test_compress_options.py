@@ -204,9 +204,14 @@ def test_a_tensor_the_artifact_does_not_hold(model, method, missing):
     assert str(error.value).startswith("method")
 
 
-def captured(model):
+def refused_by_compress_and_fit(model, match):
     tokens = torch.ones(1, 4, dtype=torch.int64)
-    stream(model, tokens, tokens.bool(), tokens, lambda sample: None)
+    with pytest.raises(ValueError, match=match) as error:
+        compress(model, method="full")
+    message(error)
+    with pytest.raises(RunError, match=match) as error:
+        stream(model, tokens, tokens.bool(), tokens, lambda sample: None)
+    message(error)
 
 
 # --- models that cannot be compressed -----------------------------------------------------------------------------
@@ -252,12 +257,7 @@ def test_layers_that_share_keys_and_values():
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
     model = Gemma4ForCausalLM(Gemma4TextConfig(**shape, **heads, **kinds, num_kv_shared_layers=2)).eval()
-    with pytest.raises(ValueError, match=r"of their own \(num_kv_shared_layers=2\)") as error:
-        compress(model, method="rtn")
-    message(error)
-    with pytest.raises(RunError, match=r"of their own \(num_kv_shared_layers=2\)") as error:
-        captured(model)
-    message(error)
+    refused_by_compress_and_fit(model, r"of their own \(num_kv_shared_layers=2\)")
 
 
 def test_a_released_cache(model, cache):
@@ -309,12 +309,7 @@ def test_attention_sinks_are_refused_not_ignored():
         pad_token_id=0,
     )
     model = GptOssForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="GptOssForCausalLM has attention sinks as parameters") as error:
-        compress(model, method="full")
-    message(error)
-    with pytest.raises(RunError, match="GptOssForCausalLM has attention sinks as parameters") as error:
-        captured(model)
-    message(error)
+    refused_by_compress_and_fit(model, "GptOssForCausalLM has attention sinks as parameters")
 
 
 def test_attention_in_chunks_is_refused_before_anything_runs():
@@ -322,12 +317,7 @@ def test_attention_in_chunks_is_refused_before_anything_runs():
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 2}
     config = Llama4TextConfig(**shape, **heads, vocab_size=32, pad_token_id=0, attention_chunk_size=16)
     model = Llama4ForCausalLM(config).eval()
-    with pytest.raises(ValueError, match=r"attends in chunks \(attention_chunk_size=16\)") as error:
-        compress(model, method="full")
-    message(error)
-    with pytest.raises(RunError, match=r"attends in chunks \(attention_chunk_size=16\)") as error:
-        captured(model)
-    message(error)
+    refused_by_compress_and_fit(model, r"attends in chunks \(attention_chunk_size=16\)")
 
 
 def test_layers_that_share_keys_are_refused_in_a_line_where_no_configuration_tells():
