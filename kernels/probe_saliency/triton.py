@@ -152,19 +152,19 @@ def column_sums(
         own_query = query + row * query_row + head * query_head
         own_normalisers = normalisers + (row * kv_heads * group + head) * normalisers_head
         for at in tl.range(begin, met_by_all, STREAMED, num_stages=None if LIMITED else 1):
-            asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
-            logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
             own = at + tl.arange(0, STREAMED)
             below = tl.load(own_normalisers + own)
             apart = tl.load(positions + own, mask=own < probes, other=0)[None, :] - columns[:, None]
+            asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
+            logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
             counted = apart >= nearest
             if LIMITED:
                 counted = counted & (apart <= farthest)
             total += tl.sum(tl.where(counted, tl.exp2(logits * factor - below[None, :]), 0.0), 1)
         for at in range(met_by_all, stop, STREAMED):
+            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))  # on its way while products are made
             asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
             logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
-            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))
             total += tl.sum(tl.exp2(logits * factor - below[None, :]), 1)
     tl.store(mass + tl.cast(pair, tl.int64) * tokens + columns, total, mask=columns < tokens)
 
