@@ -6,6 +6,7 @@ written whole or not at all (`runtime/files/atomic_file.py`); nothing bounds the
 """
 
 import hashlib
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class BlobFolder:
 
     def has(self, key: str) -> bool:
         """Whether the blob's file is there; whether it can be used is seen when it is read."""
-        return self._path(key).exists()
+        return os.path.exists(self._path(key))  # not `Path.exists`, which raises where a folder may not be searched
 
     def read(self, key: str) -> bytes | None:
         """The blob, or None where it is not there or cannot be read."""

@@ -57,6 +57,28 @@ def test_a_full_disk_is_said_once_and_nothing_is_left(tmp_path, monkeypatch, cap
     assert not files(tmp_path, "*") and own.read("a") is None
 
 
+def test_a_folder_of_another_user_is_a_miss(tmp_path, monkeypatch, caplog):
+    """Engines of several users share a folder, and a subfolder that one has made keeps the others out."""
+    own = folder(tmp_path)
+    assert own.write("a", BLOB)
+    below = f"{own._path('a').parent}{os.sep}"
+
+    def keeping_out(call):
+        def asked(path, *args, **kwargs):
+            if os.fspath(path).startswith(below):
+                raise PermissionError(13, "Permission denied")
+            return call(path, *args, **kwargs)
+
+        return asked
+
+    with monkeypatch.context() as theirs, caplog.at_level(logging.WARNING):
+        for name in ("stat", "mkdir"):
+            theirs.setattr(os, name, keeping_out(getattr(os, name)))
+        assert not own.has("a") and not own.write("a", BLOB)
+    (record,) = caplog.records
+    assert "Permission denied" in record.getMessage() and own.has("a")
+
+
 def test_readers_beside_writers_see_a_whole_blob_or_none(tmp_path):
     own, seen, over = folder(tmp_path), set(), threading.Event()
     blobs = [torch.full((100_000,), value, dtype=torch.uint8) for value in range(4)]
