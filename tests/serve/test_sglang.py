@@ -145,6 +145,16 @@ def test_memory_of_another_model_is_refused(path, tmp_path, change, words):
     message(error)
 
 
+@pytest.mark.parametrize("name", ["draft", "swa", "mamba", "indexer"])
+def test_pools_beside_keys_and_values_are_refused(path, tmp_path, name):
+    """SGLang asks for their pages by calls of their own then (`batch_exists_v2`), and would store nothing at all."""
+    own = storage(path, tmp_path, pool_of())
+    own.register_mem_host_pool_v2(pool_of(), "kv")
+    with pytest.raises(ValueError, match=name) as error:
+        own.register_mem_host_pool_v2(pool_of(), name)
+    message(error)
+
+
 @pytest.mark.parametrize("call", ["get", "batch_get", "set", "batch_set"])
 def test_bytes_of_no_shape_are_refused(path, tmp_path, call):
     with pytest.raises(NotImplementedError, match="interface_v1"):

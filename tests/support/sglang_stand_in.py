@@ -21,6 +21,9 @@ class HiCacheStorage(ABC):
     def register_mem_pool_host(self, mem_pool_host):
         self.mem_pool_host = mem_pool_host
 
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name):
+        self.registered_pools = {host_pool_name: host_pool}
+
     @abstractmethod
     def get(self, key, target_location=None, target_sizes=None): ...
 

@@ -21,6 +21,7 @@ from calib.serve.stored_chunks import StoredChunks
 
 logger = logging.getLogger(__name__)
 
+KEYS_AND_VALUES = "kv"  # SGLang's name of their pool
 OTHER_INTERFACE = (
     'whole pages are asked for by batch_get_v1 and batch_set_v1; add "interface_v1": 1 to the extra config'
 )
@@ -64,6 +65,14 @@ class Storage(HiCacheStorage):
         self._folder = BlobFolder(self._options.folder, identity, self._refusals)
         self._chunks = StoredChunks(self._codec, self._folder, self._refusals)
         self._pages = pages
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """SGLang names its pools. Raises ValueError for one beside keys and values, such as a draft model's, which has no codes."""
+        if host_pool_name != KEYS_AND_VALUES:
+            raise ValueError(
+                f"the engine has a host pool {host_pool_name}, expected {KEYS_AND_VALUES} alone: what lies beside keys and values "
+                "is not stored; serve without a draft model, or with another backend"
+            )
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
