@@ -28,13 +28,16 @@ def move(layer: CacheLayerMixin, device: torch.device) -> None:
 
 
 def state_of(layer: Any) -> State:
-    """What the layer keeps, for a file; StateError for a layer of another kind."""
+    """What the layer needs of what it keeps, for a file; StateError for a layer of another kind."""
     if type(layer) is not DynamicSlidingWindowLayer:
         raise StateError(f"a {type(layer).__name__} beside the compressed layers cannot be saved")
     if not layer.is_initialized:
         return {}
     seen = int(layer.cumulative_length)
-    return {"keys": layer.keys, "values": layer.values, "dtype": named(layer.keys.dtype), "seen": seen}
+    # While past recording is on, a layer keeps tokens behind its window as well, until it is cropped.
+    first = max(0, layer.keys.shape[2] - layer.sliding_window + 1)
+    keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
+    return {"keys": keys, "values": values, "dtype": named(keys.dtype), "seen": seen}
 
 
 def restore(layer: Any, state: State, like: tuple[Tensor, Tensor], rows: int, seen: int) -> None:

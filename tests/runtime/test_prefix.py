@@ -12,7 +12,7 @@ from cases import BY_NAME, CASES, calibrated_artifact
 from layer_walk import Tokens, differing, feed, stored
 from one_line import message
 from safetensors import safe_open
-from toy_models import left_padded, random_model
+from toy_models import SLIDING, left_padded, random_model
 
 from calib.runtime import PrefixError, compress
 from calib.runtime.artifact.artifact import Artifact
@@ -120,6 +120,22 @@ def test_generation_goes_on(family, case, tmp_path):
             turn = {"input_ids": first, "attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
             expected, found = (model.generate(**turn, past_key_values=one) for one in (cache, again))
             assert torch.equal(expected, found) and same(cache, again)
+
+
+def test_a_turn_behind_prompt_lookup_is_saved(tmp_path):
+    """transformers leaves past recording on, and its sliding layers then keep more than their window."""
+    model, path, case = random_model("qwen3-mixed"), tmp_path / "prefix.safetensors", BY_NAME["kivi-2-short"]
+    with case.open(model) as cache, torch.no_grad():
+        cache.activate_past_recording()
+        model(**left_padded([90]), past_key_values=cache)
+        cache.crop(0)
+        model(left_padded([5])["input_ids"], past_key_values=cache)
+        (sliding,) = (layer for layer in cache.layers if layer not in cache.compressed)
+        assert sliding.keys.shape[2] == SLIDING - 1 + 5
+        cache.save(path)
+        with read(case, model, path) as again:
+            logits = [model(torch.tensor([[7]]), past_key_values=one).logits for one in (cache, again)]
+            torch.testing.assert_close(*logits)
 
 
 def test_one_kv_head_with_calibrated_thresholds(tmp_path):
