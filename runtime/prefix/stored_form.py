@@ -104,7 +104,10 @@ def _codec(cache: "CompressedCache", model: PreTrainedModel, bits: float, blob: 
     rotation = Rotation.of(model, WITHOUT)
     if blob is None:
         return Codec.from_artifact(artifact, bits, rotation=rotation)
-    return Codec.from_artifact(artifact, bits, blob.size, blob.predict, sinks=blob.sinks, rotation=rotation)
+    profile = "storage" if blob.joint else "heads"
+    return Codec.from_artifact(
+        artifact, bits, blob.size, blob.predict, sinks=blob.sinks, rotation=rotation, profile=profile
+    )
 
 
 def _meaning(codec: Codec) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import BY_NAME, CASES, calibrated_artifact
 from damaged_blobs import resealed
+from joint_chunks import with_storage
 from layer_walk import Tokens, differing, feed, stored
 from one_line import message
 from saved_prefixes import File
@@ -158,6 +159,21 @@ def test_in_16_bits(dtype, tmp_path):
         wanted = codec.decode(codec.encode(chunk_of(rows_of(model, [70])[0]), 0))
     with opened(BY_NAME["full"], model, prefix=path) as found:
         assert read_back(found, 0).dtype == dtype and torch.equal(read_back(found, 0), wanted)
+
+
+def test_in_the_profile_storage(model, artifact, tmp_path):
+    """Of an artifact of `calib fit --model.storage true`, whose codes stored chunks take."""
+    path, joint = tmp_path / "prefix.safetensors", with_storage(artifact)
+    codec = Codec.from_artifact(joint, bits=BITS)
+    assert codec.profile == "storage"
+    with opened(BY_NAME["full"], model, artifact=joint) as cache:
+        feed(cache, rows_of(model, [70]))
+        cache.save(path, storage_bits=BITS)
+    with opened(BY_NAME["full"], model, artifact=joint, prefix=path) as found:
+        assert torch.equal(read_back(found, 0), codec.decode(codec.encode(chunk_of(rows_of(model, [70])[0]), 0)))
+    with pytest.raises(PrefixError, match=r"storage\.basis' is not in this artifact") as error:
+        opened(BY_NAME["full"], model, prefix=path)
+    message(error)
 
 
 def test_generation_goes_on_as_from_these_keys_and_values(model, tmp_path):
