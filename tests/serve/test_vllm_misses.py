@@ -2,11 +2,14 @@
 
 import logging
 import os
+import threading
 import time
 
 import pytest
 import torch
 from vllm_serving import CHUNK, file_of, filled, request, wanted
+
+from calib.serve.stored_chunks import StoredChunks
 
 pytestmark = pytest.mark.arithmetic
 
@@ -89,6 +92,26 @@ def test_a_file_under_another_chunks_name_is_refused(serving, text):
     own = filled(writer, text)
     file_of(writer, own, 1).write_bytes(file_of(writer, own, 2).read_bytes())
     assert serving().engine.begin(request(text)) == CHUNK
+
+
+def test_what_waits_to_be_stored_is_dropped_when_the_folder_is_cleared(serving, tmp_path, text, monkeypatch):
+    """As behind an update of the weights: keys and values of the old ones would be served to the new ones."""
+    over, store = threading.Event(), StoredChunks.store
+
+    def slowly(self, *chunk):
+        over.wait()
+        return store(self, *chunk)
+
+    monkeypatch.setattr(StoredChunks, "store", slowly)
+    one, own = serving(), request(text)
+    assert one.engine.begin(own) == 0
+    one.engine.run(own, [text.shape[2]])
+    one.engine.finish(own)
+    assert one.engine.scheduler.reset_cache()
+    over.set()
+    one.engine.step({})
+    one.engine.close()
+    assert not files(tmp_path)
 
 
 def test_a_full_disk_is_said_once_and_the_engine_goes_on(serving, tmp_path, text, monkeypatch, caplog):

@@ -6,6 +6,7 @@ damaged, or of another artifact or budget is a miss: the engine computes its tok
 """
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -110,7 +111,7 @@ class CalibConnector(KVConnectorBase_V1):
 
     def reset_cache(self) -> bool:
         """Removes all chunks of the folder, other engines' as well."""
-        self._folder.clear()
+        self._scheduler.clear()
         return True
 
     # The workers'.
@@ -128,7 +129,12 @@ class CalibConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begins what the scheduler planned."""
-        for name, chunks in self._planned().loads.items():
+        planned = self._planned()
+        if planned.cleared:  # weights may have changed: what waited has been stored since, or would be
+            self._side().drop()
+            with suppress(OSError):  # `reset_cache` has said what cannot be removed
+                self._folder.clear()
+        for name, chunks in planned.loads.items():
             self._side().load(name, chunks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -71,6 +71,11 @@ class SchedulerSide:
         """A request is finished."""
         self._followed.pop(name, None)
 
+    def clear(self) -> None:
+        """Removes all chunks of the folder, other engines' as well, and has workers drop what they have not stored yet."""
+        self._folder.clear()
+        self._transfers.cleared = True
+
     def stored(self, request: Any, local: int) -> int:
         """Tokens that are stored behind the first `local` ones, which the engine has. The last token is always left to compute."""
         own = self.follow(request)

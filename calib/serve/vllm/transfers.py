@@ -24,7 +24,9 @@ class Chunk:
 
 @dataclass
 class Transfers(KVConnectorMetadata):
-    """Of one step: `loads` by request, each from its first chunk on, and `stores`, which the step's forward fills."""
+    """Of one step: `loads` by request, each from its first chunk on, and `stores`, which the step's forward fills. `cleared`: all
+    chunks were removed since the step before, so that none that waits to be stored may be."""
 
     loads: dict[str, list[Chunk]] = field(default_factory=dict)
     stores: list[Chunk] = field(default_factory=list)
+    cleared: bool = False

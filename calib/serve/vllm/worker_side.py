@@ -77,6 +77,13 @@ class WorkerSide:
             self._writer.submit(self._stored.store, file_key(chunk.key, self._heads), rows, chunk.start)
         )
 
+    def drop(self) -> None:
+        """Forgets the chunks that wait to be stored; waits for the one that is being stored."""
+        while self._stores:
+            store = self._stores.popleft()
+            if not store.cancel():
+                store.result()
+
     def close(self) -> None:
         """Waits until everything is stored."""
         self._reader.shutdown(cancel_futures=True)
