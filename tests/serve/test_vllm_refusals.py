@@ -6,7 +6,7 @@ import pytest
 import torch
 from one_line import message
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm_serving import BLOCK, BLOCKS, CHUNK, HEADS, NAMES, SPEC, D, config, filled, groups, request
 
 from calib.serve.vllm import connector as module
@@ -38,10 +38,11 @@ def test_what_cannot_be_served_is_one_line(path, tmp_path, change, words, role):
     message(error)
 
 
-def test_windows_and_groups_are_refused(path, tmp_path):
+def test_windows_groups_and_prompts_that_attend_both_ways_are_refused(path, tmp_path):
     window = groups(SlidingWindowSpec(**SPEC, sliding_window=64))
     two = SimpleNamespace(kv_cache_groups=groups().kv_cache_groups * 2)
-    for found in (window, two):
+    prefix = groups(FullAttentionSpec(**SPEC, non_causal=True))
+    for found in (window, two, prefix):
         with pytest.raises(ValueError, match="whole text") as error:
             CalibConnector(config(path, tmp_path), KVConnectorRole.SCHEDULER, found)
         message(error)

@@ -52,6 +52,7 @@ class FullAttentionSpec:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    non_causal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,10 +28,13 @@ def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
         or found.uses_mrope
         or len(groups) != 1
         or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        or groups[
+            0
+        ].kv_cache_spec.non_causal  # keys and values depend on what follows a chunk, which its key does not tell
     ):
         raise ValueError(
-            "the model has latent attention, positions of several axes, or layers that do not attend to the whole text, expected "
-            "plain attention in all layers; serve it with another connector"
+            "the model has latent attention, positions of several axes, or layers that attend to less than the whole text before a "
+            "token or to more, expected plain attention in all layers; serve it with another connector"
         )
     has = found.get_num_layers(parallel), found.get_total_num_kv_heads(), found.get_head_size()
     wanted = model.layers, model.kv_heads, model.head_dim
