@@ -1,4 +1,4 @@
-"""Blobs as files of one folder: what is not there, or cannot be read, is a miss; what cannot be written is said once.
+"""Blobs as files of one folder: what is not there, or cannot be read, is a miss; what cannot be read or written is said once.
 
 A file's name is a hash of what identifies the codec and of the engine's key, which is untrusted. So engines may share a folder, and
 one codec never meets another's files. They lie in subfolders by the name's first two digits, so that none gets long. Files are
@@ -41,10 +41,18 @@ class BlobFolder:
         return os.path.exists(self._path(key))  # not `Path.exists`, which raises where a folder may not be searched
 
     def read(self, key: str) -> bytes | None:
-        """The blob, or None where it is not there or cannot be read."""
+        """The blob, or None where it is not there, or cannot be read, which is said."""
         try:
             return self._path(key).read_bytes()
-        except OSError:
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._refusals.tell(
+                ValueError(
+                    f"a file of folder {self._folder} cannot be read ({error.strerror}), expected permission to read; remove it, "
+                    "or give another folder"
+                )
+            )
             return None
 
     def write(self, key: str, blob: Tensor) -> bool:

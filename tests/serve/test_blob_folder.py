@@ -79,6 +79,16 @@ def test_a_folder_of_another_user_is_a_miss(tmp_path, monkeypatch, caplog):
     assert "Permission denied" in record.getMessage() and own.has("a")
 
 
+def test_a_file_that_cannot_be_read_is_said_once(tmp_path, caplog):
+    own = folder(tmp_path)
+    for key in "ab":
+        own._path(key).mkdir(parents=True)  # whoever tests, and be it root, reads no folder
+    with caplog.at_level(logging.WARNING):
+        assert [own.read(key) for key in "abc"] == [None] * 3
+    (record,) = caplog.records
+    assert "cannot be read (Is a directory)" in record.getMessage() and "\n" not in record.getMessage()
+
+
 def test_readers_beside_writers_see_a_whole_blob_or_none(tmp_path):
     own, seen, over = folder(tmp_path), set(), threading.Event()
     blobs = [torch.full((100_000,), value, dtype=torch.uint8) for value in range(4)]
