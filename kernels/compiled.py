@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from functools import cache
@@ -36,6 +37,13 @@ def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
         return None
 
 
+@cache
+def library_of_rows(source: Path, rows: int) -> ctypes.CDLL | None:
+    """The same of a C file in which the number of query rows of a KV head is a constant. A model has one number or two; a library
+    for all of them took minutes to compile."""
+    return library(source, (f"-DROWS={rows}",))
+
+
 def _folder() -> Path:
     """Ours alone: a library that another user could write would run as us."""
     found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "calib" / "compiled"
@@ -50,13 +58,23 @@ def _compile(compiler: list[str], source: Path, kept: Path) -> None:
     handle, part = tempfile.mkstemp(suffix=".so", dir=kept.parent)
     os.close(handle)
     try:
-        subprocess.run(
-            [*compiler, str(source), "-o", part],
-            check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS,
-        )  # fmt: skip
+        _run([*compiler, str(source), "-o", part])
         os.replace(part, kept)
     finally:
         Path(part).unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> None:
+    """In a group of its own, which ends as a whole: a compiler that is late is a driver, whose children would go on."""
+    none = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True) as running:
+        try:
+            code = running.wait(SECONDS)
+        except BaseException:
+            os.killpg(running.pid, signal.SIGKILL)
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _processor() -> str:

@@ -1,6 +1,6 @@
 /* Attention's products with packed codes on a CPU, in one pass over the words: what `reference.py` says in plain torch.
 
-   Query rows are few, and a constant of the compiler. `cpu.py` says what shapes are. */
+   `cpu.py` says what shapes are. */
 
 #include "vectors.h"
 
@@ -31,11 +31,11 @@ static const int16_t *words_of(const Codes *codes, int item, int *count) {
 }
 
 /* Scores of `V` vectors of tokens, of which `left` are asked for and `room` are there, with the channels [from, until) of
-   `query [R][channels]`. */
-INLINE void scores_tile(const int R, const int V, const Codes *codes, const int16_t *words, int count, const float *query,
+   `query [ROWS][channels]`. */
+INLINE void scores_tile(const int V, const Codes *codes, const int16_t *words, int count, const float *query,
                         const float *start, int from, int until, float *out, int left, int room) {
-    floats sums[MOST_ROWS][VECTORS];
-    for (int r = 0; r < R; r++)
+    floats sums[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < V; v++) sums[r][v] = (floats){0} + start[r];
     for (int first = from / codes->wide * codes->wide; first < until; first += codes->wide) {
         int low = from > first ? from - first : 0, high = until - first < count ? until - first : count;
@@ -43,30 +43,30 @@ INLINE void scores_tile(const int R, const int V, const Codes *codes, const int1
         for (int w = low; w < high; w++) {
             floats tile[VECTORS];
             for (int v = 0; v < V; v++) tile[v] = codes_at(words + w * codes->word_stride + v * LANES, mask, room - v * LANES);
-            for (int r = 0; r < R; r++)
+            for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < V; v++) sums[r][v] += query[r * codes->channels + first + w] * tile[v];
         }
     }
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < V; v++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r][v], left - v * LANES);
 }
 
 /* The tokens [at, stop) of an item, one group of channels after the other. */
-INLINE void scores_unit(const int R, const Codes *codes, int item, int groups, int block, const float *query, const float *scales,
+static void scores_unit(const Codes *codes, int item, int groups, int block, const float *query, const float *scales,
                         const float *start, float *out, int at, int stop) {
-    float asked[MOST_ROWS * MOST_CHANNELS], folded[MOST_ROWS * MOST_CHANNELS], begin[MOST_ROWS] = {0};
+    float asked[ROWS * MOST_CHANNELS], folded[ROWS * MOST_CHANNELS], begin[ROWS] = {0};
     int channels = codes->channels, tokens = codes->tokens, blocks = tokens / block, done = -1, count;
     const int16_t *words = words_of(codes, item, &count);
-    const int V = R > 4 ? VECTORS / 2 : VECTORS;
-    for (int r = 0; r < R; r++)
+    const int V = ROWS > 4 ? VECTORS / 2 : VECTORS;
+    for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < channels; c++)
-            asked[r * channels + c] = query[((int64_t)item * R + r) * channels + c] * codes->units[c / codes->wide];
+            asked[r * channels + c] = query[((int64_t)item * ROWS + r) * channels + c] * codes->units[c / codes->wide];
     while (at < stop) {
         int own = at / block, end = (own + 1) * block < stop ? (own + 1) * block : stop;
         if (own != done) {
             const float *scale = scales + ((int64_t)item * blocks + own) * channels;
-            for (int r = 0; r < R; r++) {
-                begin[r] = start ? start[((int64_t)item * R + r) * blocks + own] : 0;
+            for (int r = 0; r < ROWS; r++) {
+                begin[r] = start ? start[((int64_t)item * ROWS + r) * blocks + own] : 0;
                 for (int c = 0; c < channels && scales; c++) folded[r * channels + c] = asked[r * channels + c] * scale[c];
             }
             done = own;
@@ -74,16 +74,16 @@ INLINE void scores_unit(const int R, const Codes *codes, int item, int groups, i
         const float *taken = scales ? folded : asked;
         int vectors = end - at >= V * LANES ? V : end - at >= 2 * LANES ? 2 : 1, room = tokens - at;
         for (int g = 0; g < groups; g++) {
-            float *to = out + ((int64_t)item * groups + g) * R * tokens + at;
+            float *to = out + ((int64_t)item * groups + g) * ROWS * tokens + at;
             int from = g * (channels / groups), until = from + channels / groups;
             if (vectors == V)
-                scores_tile(R, V, codes, words + at, count, taken, begin, from, until, to, V * LANES, V * LANES);
+                scores_tile(V, codes, words + at, count, taken, begin, from, until, to, V * LANES, V * LANES);
             else if (vectors == 2)
-                scores_tile(R, 2, codes, words + at, count, taken, begin, from, until, to, 2 * LANES, 2 * LANES);
+                scores_tile(2, codes, words + at, count, taken, begin, from, until, to, 2 * LANES, 2 * LANES);
             else if (room >= LANES)
-                scores_tile(R, 1, codes, words + at, count, taken, begin, from, until, to, end - at, LANES);
+                scores_tile(1, codes, words + at, count, taken, begin, from, until, to, end - at, LANES);
             else
-                scores_tile(R, 1, codes, words + at, count, taken, begin, from, until, to, end - at, room);
+                scores_tile(1, codes, words + at, count, taken, begin, from, until, to, end - at, room);
         }
         at += vectors * LANES < end - at ? vectors * LANES : end - at;
     }
@@ -92,9 +92,9 @@ INLINE void scores_unit(const int R, const Codes *codes, int item, int groups, i
 /* Ones, and behind them zeros: from MASK + LANES - n on there are n ones. */
 static const float MASK[2 * LANES] = {[0 ... LANES - 1] = 1};
 
-/* Sums over tokens of `weights [R]`, rows `tokens` apart, times the codes of a channel, and times `scales` of each block. */
-INLINE void mixture(const int R, const int V, const Codes *codes, const int16_t *words, int32_t mask, const float *weights,
-                    const float *scales, int block, floats sums[MOST_ROWS][VECTORS]) {
+/* Sums over tokens of `weights [ROWS]`, rows `tokens` apart, times the codes of a channel, and times `scales` of each block. */
+INLINE void mixture(const int V, const Codes *codes, const int16_t *words, int32_t mask, const float *weights,
+                    const float *scales, int block, floats sums[ROWS][VECTORS]) {
     int tokens = codes->tokens;
     for (int begin = 0; begin < tokens; begin += block) {
         int end = begin + block < tokens ? begin + block : tokens;
@@ -103,42 +103,42 @@ INLINE void mixture(const int R, const int V, const Codes *codes, const int16_t 
         for (; at + V * LANES <= end; at += V * LANES)
             for (int v = 0; v < V; v++) {
                 floats tile = codes_at(words + at + v * LANES, mask, LANES) * scale;
-                for (int r = 0; r < R; r++) sums[r][v] += load(weights + (int64_t)r * tokens + at + v * LANES, LANES) * tile;
+                for (int r = 0; r < ROWS; r++) sums[r][v] += load(weights + (int64_t)r * tokens + at + v * LANES, LANES) * tile;
             }
         for (; at + LANES <= end || (at < end && at + LANES <= tokens); at += LANES) {
             floats tile = codes_at(words + at, mask, LANES) * scale;
             if (end - at < LANES) tile *= load(MASK + LANES - (end - at), LANES);
-            for (int r = 0; r < R; r++) sums[r][0] += load(weights + (int64_t)r * tokens + at, LANES) * tile;
+            for (int r = 0; r < ROWS; r++) sums[r][0] += load(weights + (int64_t)r * tokens + at, LANES) * tile;
         }
         if (at < end) {
             floats tile = codes_at(words + at, mask, end - at) * scale;
-            for (int r = 0; r < R; r++) sums[r][0] += load(weights + (int64_t)r * tokens + at, end - at) * tile;
+            for (int r = 0; r < ROWS; r++) sums[r][0] += load(weights + (int64_t)r * tokens + at, end - at) * tile;
         }
     }
 }
 
 /* The channels of word `w` of an item. */
-INLINE void mix_unit(const int R, const Codes *codes, int item, int w, int groups, int block, const float *weights,
+static void mix_unit(const Codes *codes, int item, int w, int groups, int block, const float *weights,
                      const float *scales, float *out) {
     int channels = codes->channels, blocks = codes->tokens / block, count;
     const int16_t *words = words_of(codes, item, &count);
-    const int V = R > 4 ? VECTORS / 2 : VECTORS;
+    const int V = ROWS > 4 ? VECTORS / 2 : VECTORS;
     for (int field = 0, c = w; c < channels; field++, c += codes->wide) {
-        floats sums[MOST_ROWS][VECTORS] = {0};
-        const float *own = weights + ((int64_t)item * groups + c / (channels / groups)) * R * codes->tokens;
+        floats sums[ROWS][VECTORS] = {0};
+        const float *own = weights + ((int64_t)item * groups + c / (channels / groups)) * ROWS * codes->tokens;
         const float *scale = scales ? scales + (int64_t)item * blocks * channels + c : 0;
-        if (w < count) mixture(R, V, codes, words + w * codes->word_stride, codes->masks[field], own, scale, block, sums);
-        for (int r = 0; r < R; r++) {
+        if (w < count) mixture(V, codes, words + w * codes->word_stride, codes->masks[field], own, scale, block, sums);
+        for (int r = 0; r < ROWS; r++) {
             floats sum = sums[r][0];
             for (int v = 1; v < V; v++) sum += sums[r][v];
-            out[((int64_t)item * R + r) * channels + c] = sum_of(sum) * codes->units[field];
+            out[((int64_t)item * ROWS + r) * channels + c] = sum_of(sum) * codes->units[field];
         }
     }
 }
 
 /* Keys before RoPE: the codes of a tile and their sizes times `matrix [components + more][head_dim]`, turned by `cos` and `sin
-   [pairs][tokens]` and multiplied with `query [R][head_dim]`. Behind the components come the size, where there are sizes, and 1. */
-INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
+   [pairs][tokens]` and multiplied with `query [ROWS][head_dim]`. Behind the components come the size, where there are sizes, and 1. */
+static void turned_tile(const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
                         const float *sizes, const float *query, int head_dim, int pairs, const float *cos, const float *sin,
                         float *out, int left) {
     static const int wide = BATCH * LANES;
@@ -176,45 +176,45 @@ INLINE void turned_tile(const int R, const Codes *codes, const int16_t *words, i
             for (int v = 0; v < BATCH; v++) store(keys + (d + a) * wide + v * LANES, sums[a][v], LANES);
     }
     for (int v = 0; v < BATCH && left > v * LANES; v++) {
-        floats sums[MOST_ROWS];
-        for (int r = 0; r < R; r++) sums[r] = (floats){0};
+        floats sums[ROWS];
+        for (int r = 0; r < ROWS; r++) sums[r] = (floats){0};
         for (int p = 0; p < pairs; p++) {
             floats near = load(keys + p * wide + v * LANES, LANES), far = load(keys + (pairs + p) * wide + v * LANES, LANES);
             floats c = load(cos + (int64_t)p * codes->tokens + v * LANES, left - v * LANES);
             floats s = load(sin + (int64_t)p * codes->tokens + v * LANES, left - v * LANES);
             floats first = near * c - far * s, second = far * c + near * s;
-            for (int r = 0; r < R; r++) sums[r] += query[r * head_dim + p] * first + query[r * head_dim + pairs + p] * second;
+            for (int r = 0; r < ROWS; r++) sums[r] += query[r * head_dim + p] * first + query[r * head_dim + pairs + p] * second;
         }
         for (int d = 2 * pairs; d < head_dim; d++)
-            for (int r = 0; r < R; r++) sums[r] += query[r * head_dim + d] * load(keys + d * wide + v * LANES, LANES);
-        for (int r = 0; r < R; r++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r], left - v * LANES);
+            for (int r = 0; r < ROWS; r++) sums[r] += query[r * head_dim + d] * load(keys + d * wide + v * LANES, LANES);
+        for (int r = 0; r < ROWS; r++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r], left - v * LANES);
     }
 }
 
-/* out [items][groups][rows][tokens] = start + sum over a group's channels of query [items][rows][channels] scales [items][blocks]
-   [channels] code; `scales` and `start [items][rows][blocks]` may be NULL. A block has `block` tokens. */
-void code_scores(const Codes *codes, int rows, int groups, int block, const float *query, const float *scales, const float *start,
+/* out [items][groups][ROWS][tokens] = start + sum over a group's channels of query [items][ROWS][channels] scales [items][blocks]
+   [channels] code; `scales` and `start [items][ROWS][blocks]` may be NULL. A block has `block` tokens. */
+void code_scores(const Codes *codes, int groups, int block, const float *query, const float *scales, const float *start,
                  float *out, int threads) {
     int chunk = scales || start ? (block >= CHUNK ? block : CHUNK / block * block) : CHUNK;
     int chunks = (codes->tokens + chunk - 1) / chunk;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int unit = 0; unit < codes->items * chunks; unit++) {
         int item = unit / chunks, at = unit % chunks * chunk, stop = at + chunk < codes->tokens ? at + chunk : codes->tokens;
-        BY_ROWS(rows, scores_unit, codes, item, groups, block, query, scales, start, out, at, stop)
+        scores_unit(codes, item, groups, block, query, scales, start, out, at, stop);
     }
 }
 
-/* out [items][rows][channels] = sum over tokens of weights [items][groups][rows][tokens] of the channel's group, scales and code. */
-void code_mix(const Codes *codes, int rows, int groups, int block, const float *weights, const float *scales, float *out,
+/* out [items][ROWS][channels] = sum over tokens of weights [items][groups][ROWS][tokens] of the channel's group, scales and code. */
+void code_mix(const Codes *codes, int groups, int block, const float *weights, const float *scales, float *out,
               int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int unit = 0; unit < codes->items * codes->wide; unit++)
-        BY_ROWS(rows, mix_unit, codes, unit / codes->wide, unit % codes->wide, groups, block, weights, scales, out)
+        mix_unit(codes, unit / codes->wide, unit % codes->wide, groups, block, weights, scales, out);
 }
 
-/* out [items][rows][tokens] = query [items][rows][head_dim] R_t (codes, size, 1) matrix [heads][columns][head_dim]. Angles
+/* out [items][ROWS][tokens] = query [items][ROWS][head_dim] R_t (codes, size, 1) matrix [heads][columns][head_dim]. Angles
    [rows or 1][heads or 1][pairs][tokens] by their strides; sizes [items][tokens] or NULL. */
-void turned_scores(const Codes *codes, int rows, const float *query, int head_dim, const float *matrix, int columns,
+void turned_scores(const Codes *codes, const float *query, int head_dim, const float *matrix, int columns,
                    const float *sizes, const float *cos, const float *sin, int64_t angle_batch, int64_t angle_head, int pairs,
                    float *out, int threads) {
     int tiles = (codes->tokens + BATCH * LANES - 1) / (BATCH * LANES), heads = codes->heads;
@@ -230,9 +230,9 @@ void turned_scores(const Codes *codes, int rows, const float *query, int head_di
                     __builtin_prefetch(sin + angle + (int64_t)p * codes->tokens + v * LANES);
                 }
             const int16_t *words = words_of(codes, item, &count) + at;
-            BY_ROWS(rows, turned_tile, codes, words, count, matrix + (int64_t)head * head_dim * columns, columns,
-                    sizes ? sizes + item * codes->tokens + at : 0, query + item * rows * head_dim, head_dim, pairs, cos + angle,
-                    sin + angle, out + item * rows * codes->tokens + at, codes->tokens - at)
+            turned_tile(codes, words, count, matrix + (int64_t)head * head_dim * columns, columns,
+                        sizes ? sizes + item * codes->tokens + at : 0, query + item * ROWS * head_dim, head_dim, pairs, cos + angle,
+                        sin + angle, out + item * ROWS * codes->tokens + at, codes->tokens - at);
         }
     }
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from calib.kernels.compiled import library
+from calib.kernels.compiled import library_of_rows
 from calib.kernels.dispatch import prefers_compiled
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths, first_bits, pattern, words_per_token
@@ -45,7 +45,7 @@ def serves(rows: Tensor, words: Tensor, channels: int | None = None) -> bool:
         and prefers_compiled(rows.device)
         and _is_plain(rows)
         and _is_plain(words)
-        and library(SOURCE) is not None
+        and library_of_rows(SOURCE, rows.shape[2]) is not None
     )
 
 
@@ -73,8 +73,8 @@ def code_scores(
     codes = _codes(words, bits, counts, batch, heads, channels)
     scales = _of_all(scales, batch, heads, words.shape[-1], block)
     held = [None if part is None else part.contiguous() for part in (query, scales, start)]
-    _function("code_scores")(
-        codes, rows, groups, block or words.shape[-1], *map(_at, (*held, out)), torch.get_num_threads()
+    _function("code_scores", rows)(
+        codes, groups, block or words.shape[-1], *map(_at, (*held, out)), torch.get_num_threads()
     )
     return out
 
@@ -97,7 +97,7 @@ def code_mix(
     codes = _codes(words, bits, counts, batch, heads, channels)
     scales = _of_all(scales, batch, heads, words.shape[-1], block)
     held = [None if part is None else part.contiguous() for part in (weights, scales)]
-    _function("code_mix")(codes, rows, groups, block or tokens, *map(_at, (*held, out)), torch.get_num_threads())
+    _function("code_mix", rows)(codes, groups, block or tokens, *map(_at, (*held, out)), torch.get_num_threads())
     return out
 
 
@@ -122,8 +122,8 @@ def turned_scores(
     query, matrix, cos, sin = (part.contiguous() for part in (query, matrix.mT, cos, sin))
     sizes = None if sizes is None else sizes.contiguous()
     strides = [0 if cos.ndim < axis or cos.shape[-axis] == 1 else cos.stride(-axis) for axis in (4, 3)]
-    _function("turned_scores")(
-        codes, rows, _at(query), head_dim, _at(matrix), matrix.shape[-2], _at(sizes), _at(cos), _at(sin), *strides, cos.shape[-2],
+    _function("turned_scores", rows)(
+        codes, _at(query), head_dim, _at(matrix), matrix.shape[-2], _at(sizes), _at(cos), _at(sin), *strides, cos.shape[-2],
         _at(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -143,17 +143,17 @@ def _at(part: Tensor | None) -> int | None:
 
 
 @cache
-def _function(name: str) -> "ctypes._NamedFuncPointer":
-    found = library(SOURCE)
+def _function(name: str, rows: int) -> "ctypes._NamedFuncPointer":
+    found = library_of_rows(SOURCE, rows)
     assert found is not None
     function = getattr(found, name)
     pointer, whole, stride = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     codes = ctypes.POINTER(_Codes)
     function.argtypes = {
-        "code_scores": [codes, whole, whole, whole, pointer, pointer, pointer, pointer, whole],
-        "code_mix": [codes, whole, whole, whole, pointer, pointer, pointer, whole],
+        "code_scores": [codes, whole, whole, pointer, pointer, pointer, pointer, whole],
+        "code_mix": [codes, whole, whole, pointer, pointer, pointer, whole],
         "turned_scores": [
-            codes, whole, pointer, whole, pointer, whole, pointer, pointer, pointer, stride, stride, whole, pointer, whole,
+            codes, pointer, whole, pointer, whole, pointer, pointer, pointer, stride, stride, whole, pointer, whole,
         ],
     }[name]  # fmt: skip
     function.restype = None

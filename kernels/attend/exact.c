@@ -14,7 +14,7 @@
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 /* `tokens` of each row and head; numbers of a token lie side by side. In place of keys there may be scores, float32
-   [items][R][scored], of each token or, with an index int32 [rows][tokens], of that number: -1 where its key counts. */
+   [items][ROWS][scored], of each token or, with an index int32 [rows][tokens], of that number: -1 where its key counts. */
 typedef struct {
     const void *keys, *values;
     const float *scores;
@@ -25,12 +25,12 @@ typedef struct {
 
 typedef struct {
     Group groups[GROUPS];
-    const float *top[MOST_PARTS], *mass[MOST_PARTS], *mixed[MOST_PARTS]; /* [items][R], and [items][R][value_dim] */
-    const float *query;                                                  /* [items][R][key_dim] */
+    const float *top[MOST_PARTS], *mass[MOST_PARTS], *mixed[MOST_PARTS]; /* [items][ROWS], and [items][ROWS][value_dim] */
+    const float *query;                                                  /* [items][ROWS][key_dim] */
     const uint8_t *hidden; /* of each row and head: tokens of all groups that it does not see; or NULL */
     int64_t hidden_row, hidden_head;
-    float *out;               /* [items][R][value_dim] */
-    float *told, *normaliser; /* [items][R][tokens of all groups] and [items][R], where they are asked for */
+    float *out;               /* [items][ROWS][value_dim] */
+    float *told, *normaliser; /* [items][ROWS][tokens of all groups] and [items][ROWS], where they are asked for */
     int32_t rows, heads, key_dim, value_dim, parts, kind;
     float softcap;
 } Asked;
@@ -50,16 +50,16 @@ static int tokens_of(const Asked *asked) {
     return total;
 }
 
-INLINE void item_attention(const int R, const int kind, const Asked *asked, int item, float *scores) {
+INLINE void item_attention(const int kind, const Asked *asked, int item, float *scores) {
     int row = item / asked->heads, head = item % asked->heads, total = tokens_of(asked), at = 0;
     int key_dim = asked->key_dim, value_dim = asked->value_dim;
-    const float *query = asked->query + (int64_t)item * R * key_dim;
+    const float *query = asked->query + (int64_t)item * ROWS * key_dim;
     const uint8_t *hidden = asked->hidden ? asked->hidden + row * asked->hidden_row + head * asked->hidden_head : 0;
-    float top[MOST_ROWS], mass[MOST_ROWS];
-    for (int r = 0; r < R; r++) {
+    float top[ROWS], mass[ROWS];
+    for (int r = 0; r < ROWS; r++) {
         top[r] = -1e38f, mass[r] = 0;
         for (int part = 0; part < asked->parts; part++) {
-            float other = asked->top[part][item * R + r];
+            float other = asked->top[part][item * ROWS + r];
             top[r] = other > top[r] ? other : top[r];
         }
     }
@@ -68,15 +68,15 @@ INLINE void item_attention(const int R, const int kind, const Asked *asked, int 
         for (int t = 0; t < group->tokens; t++, at++) {
             int64_t key = row * group->key_row + head * group->key_head + t * group->key_token;
             int number = !group->scores ? -1 : group->index ? group->index[(int64_t)row * group->tokens + t] : t;
-            floats sums[MOST_ROWS];
-            for (int r = 0; r < R; r++) sums[r] = (floats){0};
+            floats sums[ROWS];
+            for (int r = 0; r < ROWS; r++) sums[r] = (floats){0};
             for (int d = 0; d < key_dim && number < 0; d += LANES) {
                 floats part = numbers_at(kind, group->keys, key + d, key_dim - d);
-                for (int r = 0; r < R; r++) sums[r] += load(query + r * key_dim + d, key_dim - d) * part;
+                for (int r = 0; r < ROWS; r++) sums[r] += load(query + r * key_dim + d, key_dim - d) * part;
             }
-            for (int r = 0; r < R; r++) {
+            for (int r = 0; r < ROWS; r++) {
                 float score =
-                    number < 0 ? sum_of(sums[r]) : group->scores[((int64_t)item * R + r) * group->scored + number];
+                    number < 0 ? sum_of(sums[r]) : group->scores[((int64_t)item * ROWS + r) * group->scored + number];
                 if (asked->softcap > 0) score = tanhf(score / asked->softcap) * asked->softcap;
                 if (hidden && hidden[at]) score = -INFINITY;
                 scores[r * total + at] = score;
@@ -84,54 +84,54 @@ INLINE void item_attention(const int R, const int kind, const Asked *asked, int 
             }
         }
     }
-    if (asked->told) memcpy(asked->told + (int64_t)item * R * total, scores, sizeof(float) * R * total);
-    float *out = asked->out + (int64_t)item * R * value_dim;
-    memset(out, 0, sizeof(float) * R * value_dim);
+    if (asked->told) memcpy(asked->told + (int64_t)item * ROWS * total, scores, sizeof(float) * ROWS * total);
+    float *out = asked->out + (int64_t)item * ROWS * value_dim;
+    memset(out, 0, sizeof(float) * ROWS * value_dim);
     for (int part = 0; part < asked->parts; part++)
-        for (int r = 0; r < R; r++) {
-            float share = expf(asked->top[part][item * R + r] - top[r]);
-            const float *mixed = asked->mixed[part] + ((int64_t)item * R + r) * value_dim;
-            mass[r] += asked->mass[part][item * R + r] * share;
+        for (int r = 0; r < ROWS; r++) {
+            float share = expf(asked->top[part][item * ROWS + r] - top[r]);
+            const float *mixed = asked->mixed[part] + ((int64_t)item * ROWS + r) * value_dim;
+            mass[r] += asked->mass[part][item * ROWS + r] * share;
             for (int d = 0; d < value_dim; d++) out[r * value_dim + d] += mixed[d] * share;
         }
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < ROWS; r++)
         for (int t = 0; t < total; t++) {
             scores[r * total + t] = expf(scores[r * total + t] - top[r]);
             mass[r] += scores[r * total + t];
         }
-    for (int r = 0; r < R && asked->normaliser; r++) asked->normaliser[(int64_t)item * R + r] = top[r] + logf(mass[r]);
+    for (int r = 0; r < ROWS && asked->normaliser; r++) asked->normaliser[(int64_t)item * ROWS + r] = top[r] + logf(mass[r]);
     for (int d = 0; d < value_dim; d += LANES) {
-        floats sums[MOST_ROWS];
-        for (int r = 0; r < R; r++) sums[r] = load(out + r * value_dim + d, value_dim - d);
+        floats sums[ROWS];
+        for (int r = 0; r < ROWS; r++) sums[r] = load(out + r * value_dim + d, value_dim - d);
         at = 0;
         for (int g = 0; g < GROUPS; g++) {
             const Group *group = asked->groups + g;
             int64_t value = row * group->value_row + head * group->value_head + d;
             for (int t = 0; t < group->tokens; t++, at++) {
                 floats part = numbers_at(kind, group->values, value + t * group->value_token, value_dim - d);
-                for (int r = 0; r < R; r++) sums[r] += scores[r * total + at] * part;
+                for (int r = 0; r < ROWS; r++) sums[r] += scores[r * total + at] * part;
             }
         }
-        for (int r = 0; r < R; r++) store(out + r * value_dim + d, sums[r] / (mass[r] > 1e-38f ? mass[r] : 1e-38f), value_dim - d);
+        for (int r = 0; r < ROWS; r++) store(out + r * value_dim + d, sums[r] / (mass[r] > 1e-38f ? mass[r] : 1e-38f), value_dim - d);
     }
 }
 
-INLINE void item_of(const int R, const Asked *asked, int item, float *scores) {
+static void item_of(const Asked *asked, int item, float *scores) {
     if (asked->kind == FLOAT32)
-        item_attention(R, FLOAT32, asked, item, scores);
+        item_attention(FLOAT32, asked, item, scores);
     else if (asked->kind == BFLOAT16)
-        item_attention(R, BFLOAT16, asked, item, scores);
+        item_attention(BFLOAT16, asked, item, scores);
     else
-        item_attention(R, FLOAT16, asked, item, scores);
+        item_attention(FLOAT16, asked, item, scores);
 }
 
 /* Returns 0, or -1 where there is no memory. */
-int attend_exact(const Asked *asked, int R, int threads) {
+int attend_exact(const Asked *asked, int threads) {
     int items = asked->rows * asked->heads, total = tokens_of(asked);
-    float *scores = malloc(sizeof(float) * ((int64_t)items * R * total + 1));
+    float *scores = malloc(sizeof(float) * ((int64_t)items * ROWS * total + 1));
     if (!scores) return -1;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int item = 0; item < items; item++) BY_ROWS(R, item_of, asked, item, scores + (int64_t)item * R * total)
+    for (int item = 0; item < items; item++) item_of(asked, item, scores + (int64_t)item * ROWS * total);
     free(scores);
     return 0;
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.packed_pages import Attended, ExactAttention, ExactTokens
-from calib.kernels.compiled import library
+from calib.kernels.compiled import library_of_rows
 from calib.kernels.dispatch import prefers_compiled
 
 SOURCE = Path(__file__).with_name("exact.c")
@@ -61,7 +61,7 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
         and held[0].dtype in KINDS
         and (hidden is None or (hidden.shape[2] == 1 and hidden.is_contiguous()))
         and all(type(part) is Tensor and part.stride(3) == 1 and not part.requires_grad for part in (query, *held))
-        and library(SOURCE) is not None
+        and library_of_rows(SOURCE, query.shape[2]) is not None
     )
 
 
@@ -91,7 +91,7 @@ def attend_exact(
     normaliser = query.new_empty(rows, heads, asked, 1) if told else None
     if scores is not None and normaliser is not None:
         request.told, request.normaliser = _at(scores), _at(normaliser)
-    if _function()(request, asked, torch.get_num_threads()):
+    if _function(asked)(request, torch.get_num_threads()):
         raise MemoryError("no memory for the scores of exact tokens")
     return ExactAttention(out, normaliser, scores)
 
@@ -101,9 +101,9 @@ def _at(part: Tensor) -> int:
 
 
 @cache
-def _function() -> Any:
-    found = library(SOURCE)
+def _function(rows: int) -> Any:
+    found = library_of_rows(SOURCE, rows)
     assert found is not None
-    found.attend_exact.argtypes = [ctypes.POINTER(_Asked), ctypes.c_int, ctypes.c_int]
+    found.attend_exact.argtypes = [ctypes.POINTER(_Asked), ctypes.c_int]
     found.attend_exact.restype = ctypes.c_int
     return found.attend_exact

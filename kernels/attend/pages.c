@@ -25,10 +25,10 @@ typedef struct {
 static int value_columns(const Stream *values) { return values->channels + (values->sizes ? 1 : 0); }
 static int key_columns(const Stream *keys, const Fold *fold) { return fold && fold->table ? keys->channels + 1 : 0; }
 
-/* `scores [R]` of a run, `stride` apart, become weights: e^(score - the largest), 0 behind the last token. */
-INLINE void weigh(const int R, float *scores, int stride, int tokens, const float *constant, float softcap, float *top, float *mass) {
+/* `scores [ROWS]` of a run, `stride` apart, become weights: e^(score - the largest), 0 behind the last token. */
+static void weigh(float *scores, int stride, int tokens, const float *constant, float softcap, float *top, float *mass) {
     int padded = (tokens + LANES - 1) / LANES * LANES;
-    for (int r = 0; r < R; r++) {
+    for (int r = 0; r < ROWS; r++) {
         float *own = scores + r * stride;
         for (int t = tokens; t < padded; t++) own[t] = -1e38f;
         floats most = (floats){0} - 1e38f, sum = {0};
@@ -59,66 +59,66 @@ INLINE void weigh(const int R, float *scores, int stride, int tokens, const floa
 }
 
 /* One run of a row's pages: the largest score, the mass and the mixture of each query row. */
-INLINE void run_part(const int R, const Stream *keys, const Stream *values, int16_t *down, const Turn *turn, const Asked *asked,
+static void run_part(const Stream *keys, const Stream *values, int16_t *down, const Turn *turn, const Asked *asked,
                      int row, int head, int first, const float *matrix, const float *angles, Run run, float *part, int wide) {
     enum { ROOM = RUN + BATCH * LANES };
-    float scores[MOST_ROWS * ROOM], room[MOST_ROWS * ROOM], met[MOST_ROWS * MOST_CHANNELS], added[MOST_ROWS];
+    float scores[ROWS * ROOM], room[ROWS * ROOM], met[ROWS * MOST_CHANNELS], added[ROWS];
     int dim = turn ? turn->head_dim : keys->channels;
     int64_t item = (int64_t)row * asked->heads + head;
-    const float *query = asked->query + item * R * dim;
+    const float *query = asked->query + item * ROWS * dim;
     Stream of_keys, of_values;
     if (keys->trellis) of_keys = put_down(keys, &run, head, down), keys = &of_keys;
     if (values->trellis) of_values = put_down(values, &run, head, down + (int64_t)keys->channels * RUN), values = &of_values;
-    if (!turn) meet(R, keys, asked, row, head, query, met, added);
+    if (!turn) meet(keys, asked, row, head, query, met, added);
     for (int number = 0; number < run.count; number++) {
         int slot = number * run.page, tokens = run.tokens - slot < run.page ? run.tokens - slot : run.page;
         if (turn)
-            turned_page(R, keys, turn, &run, number, head, matrix, angles, query, first + slot, tokens, scores + slot, ROOM);
+            turned_page(keys, turn, &run, number, head, matrix, angles, query, first + slot, tokens, scores + slot, ROOM);
         else
-            page_scores(R, keys, &run, number, head, query, met, tokens, scores + slot, ROOM);
+            page_scores(keys, &run, number, head, query, met, tokens, scores + slot, ROOM);
     }
-    weigh(R, scores, ROOM, run.tokens, turn ? 0 : added, asked->softcap, part, part + R);
-    float *mixed = part + 2 * R;
-    run_mix(R, values, &run, head, scores, ROOM, room, mixed, wide);
+    weigh(scores, ROOM, run.tokens, turn ? 0 : added, asked->softcap, part, part + ROWS);
+    float *mixed = part + 2 * ROWS;
+    run_mix(values, &run, head, scores, ROOM, room, mixed, wide);
     int first_of_keys = value_columns(values);
-    if (wide > first_of_keys) sized_mix(R, keys, &run, head, scores, ROOM, room, mixed + first_of_keys, wide);
+    if (wide > first_of_keys) sized_mix(keys, &run, head, scores, ROOM, room, mixed + first_of_keys, wide);
 }
 
 /* Scores of the keys ahead: those of every page or block that one of them lies in, of which they are kept. A row that others are
    ahead of has none behind the table's last page. */
-INLINE void scores_ahead(const int R, const Stream *keys, const Asked *asked, int row, int head) {
+static void scores_ahead(const Stream *keys, const Asked *asked, int row, int head) {
     enum { ROOM = MOST_PAGE + LANES };
-    float scores[MOST_ROWS * ROOM], met[MOST_ROWS * MOST_CHANNELS], added[MOST_ROWS];
+    float scores[ROWS * ROOM], met[ROWS * MOST_CHANNELS], added[ROWS];
     int64_t item = (int64_t)row * asked->heads + head;
     int first = asked->used[row], last = first + asked->ahead, slots = asked->width * asked->page;
     if (last > slots) last = slots;
-    const float *query = asked->query + item * R * keys->channels;
-    meet(R, keys, asked, row, head, query, met, added);
+    const float *query = asked->query + item * ROWS * keys->channels;
+    meet(keys, asked, row, head, query, met, added);
     for (int page = first / asked->page; page * asked->page < last; page++) {
         int slot = page * asked->page, tokens = last - slot < asked->page ? last - slot : asked->page;
         Run own = {asked->table + row * asked->table_row + page, 1, asked->page, tokens};
-        page_scores(R, keys, &own, 0, head, query, met, tokens, scores, ROOM);
+        page_scores(keys, &own, 0, head, query, met, tokens, scores, ROOM);
         for (int t = first > slot ? first - slot : 0; t < tokens; t++)
-            for (int r = 0; r < R; r++)
-                asked->ahead_scores[(item * R + r) * asked->ahead + slot + t - first] = scores[r * ROOM + t] + added[r];
+            for (int r = 0; r < ROWS; r++)
+                asked->ahead_scores[(item * ROWS + r) * asked->ahead + slot + t - first] = scores[r * ROOM + t] + added[r];
     }
 }
 
 /* The parts of an item's runs as one, mixtures of components as channels where they are to be. */
-static void join(const Stream *keys, const Stream *values, const Fold *fold, const Asked *asked, int R, int64_t item,
+static void join(const Stream *keys, const Stream *values, const Fold *fold, const Asked *asked, int64_t item,
                  const float *parts, int runs, int64_t size, int wide) {
     int row = item / asked->heads, head = item % asked->heads;
     int dim = fold ? fold->head_dim : values->channels;
-    for (int r = 0; r < R; r++) {
+    for (int r = 0; r < ROWS; r++) {
         float top = -1e38f, mass = 0, mixed[2 * MOST_CHANNELS + 2] = {0};
         for (int run = 0; run < runs; run++) top = parts[run * size + r] > top ? parts[run * size + r] : top;
         for (int run = 0; run < runs; run++) {
             const float *part = parts + run * size;
             float share = expf(part[r] - top);
-            mass += part[R + r] * share;
-            for (int c = 0; c < wide; c++) mixed[c] += part[2 * R + r * wide + c] * share;
+            mass += part[ROWS + r] * share;
+            for (int c = 0; c < wide; c++) mixed[c] += part[2 * ROWS + r * wide + c] * share;
         }
-        int64_t out = item * R + r;
+        int64_t out = item * ROWS + r;
         asked->top[out] = top, asked->mass[out] = mass;
         float *to = asked->mixed + out * dim;
         if (!fold) {
@@ -158,11 +158,11 @@ static int pages_of(const Asked *asked, int used) {
 }
 
 /* See `Asked`; `turn` and `fold` may be NULL. Returns 0, or -1 where there is no memory. */
-int attend_pages(const Stream *keys, const Stream *values, const Turn *turn, const Fold *fold, const Asked *asked, int R,
+int attend_pages(const Stream *keys, const Stream *values, const Turn *turn, const Fold *fold, const Asked *asked,
                  int threads) {
     int least = pages_of(asked, 0), runs = (asked->width + least - 1) / least, items = asked->rows * asked->heads;
     int wide = value_columns(values) + key_columns(keys, fold);
-    int64_t size = (int64_t)R * (2 + wide);
+    int64_t size = (int64_t)ROWS * (2 + wide);
     int dim = turn ? turn->head_dim : 0, columns = keys->channels + (keys->sizes ? 2 : 1);
     int64_t turning = (int64_t)asked->heads * columns * dim + (turn ? 2 * turn->pairs * STRIDE : 0);
     float *parts = malloc(sizeof(float) * ((int64_t)items * runs * size + turning));
@@ -184,19 +184,19 @@ int attend_pages(const Stream *keys, const Stream *values, const Turn *turn, con
             float *part = parts + unit * size;
             if (tokens <= 0 || failed) {
                 memset(part, 0, sizeof(float) * size);
-                for (int r = 0; r < R; r++) part[r] = -1e38f;
+                for (int r = 0; r < ROWS; r++) part[r] = -1e38f;
                 continue;
             }
             Run run = {asked->table + row * asked->table_row + page, (tokens + asked->page - 1) / asked->page, asked->page, tokens};
-            BY_ROWS(R, run_part, keys, values, down, turn, asked, row, head, page * asked->page,
-                    matrices + (int64_t)head * columns * dim, angles, run, part, wide)
+            run_part(keys, values, down, turn, asked, row, head, page * asked->page,
+                     matrices + (int64_t)head * columns * dim, angles, run, part, wide);
         }
 #pragma omp for schedule(static)
         for (int item = 0; item < (asked->ahead ? items : 0); item++)
-            BY_ROWS(R, scores_ahead, keys, asked, item / asked->heads, item % asked->heads)
+            scores_ahead(keys, asked, item / asked->heads, item % asked->heads);
 #pragma omp for schedule(static)
         for (int item = 0; item < items; item++)
-            join(keys, values, fold, asked, R, item, parts + (int64_t)item * runs * size, runs, size, wide);
+            join(keys, values, fold, asked, item, parts + (int64_t)item * runs * size, runs, size, wide);
         free(down);
     }
     free(parts);

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.packed_pages import EXACT, STRIDE, Attended, CodeFold, PackedStream, PageSpan, RopeTables
-from calib.kernels.compiled import library
+from calib.kernels.compiled import library_of_rows
 from calib.kernels.dispatch import prefers_compiled
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths, first_bits, pattern, words_per_token
@@ -88,7 +88,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and values.parameters is not None):
         return False
-    return all(map(_is_read, (keys, values))) and library(SOURCE) is not None
+    return all(map(_is_read, (keys, values))) and library_of_rows(SOURCE, query_rows) is not None
 
 
 def _is_read(stream: PackedStream) -> bool:
@@ -143,14 +143,12 @@ def attend_pages(
         span.table.shape[1], ahead, softcap or 0.0, _at(top), _at(mass), _at(mixed), _at(scores),
     )  # fmt: skip
     turn = None if rope_tables is None else _turn(keys, rope_tables)
-    function = _function()
-    found = function(
+    found = _function(asked)(
         _stream(keys, query if rope_tables is None else None),
         _stream(values, query if fold is None else None),
         turn,
         None if fold is None else _fold(fold),
         request,
-        asked,
         torch.get_num_threads(),
     )
     if found:
@@ -230,10 +228,10 @@ def _fold(fold: CodeFold) -> _Fold:
 
 
 @cache
-def _function() -> Any:
-    found = library(SOURCE)
+def _function(rows: int) -> Any:
+    found = library_of_rows(SOURCE, rows)
     assert found is not None
     pointers = (ctypes.POINTER(kind) for kind in (_Stream, _Stream, _Turn, _Fold, _Asked))
-    found.attend_pages.argtypes = [*pointers, ctypes.c_int, ctypes.c_int]
+    found.attend_pages.argtypes = [*pointers, ctypes.c_int]
     found.attend_pages.restype = ctypes.c_int
     return found.attend_pages

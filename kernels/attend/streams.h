@@ -65,7 +65,7 @@ static const int16_t *words_at(const Stream *stream, const Run *run, int number,
 }
 
 /* Sizes of a page's tokens: 2^((i - 5) / 2), i four bits; head h in word h % words. */
-INLINE void sizes_at(const Stream *stream, int page, int head, int tokens, float *out) {
+static void sizes_at(const Stream *stream, int page, int head, int tokens, float *out) {
     int64_t own = page * stream->sizes_page + head % stream->size_words * stream->sizes_word;
     int first = 4 * (head / stream->size_words);
     for (int at = 0; at < tokens; at += LANES) {

@@ -40,8 +40,8 @@ static void put_together(const Stream *keys, const Turn *turn, int head, float *
 }
 
 /* Keys of codes: `matrix [components + more][head_dim]` times s c, then s where there are sizes, and 1; turned by their distance from
-   where the query was turned back to, `cos` and `sin [pairs][STRIDE]`, and multiplied with `query [R][head_dim]`. */
-INLINE void turned_tile(const int R, const Stream *keys, const Turn *turn, const int16_t *words, int count, const float *matrix,
+   where the query was turned back to, `cos` and `sin [pairs][STRIDE]`, and multiplied with `query [ROWS][head_dim]`. */
+static void turned_tile(const Stream *keys, const Turn *turn, const int16_t *words, int count, const float *matrix,
                         const float *sizes, const float *query, const float *cos, const float *sin, float *out, int stride,
                         int left) {
     static const int wide = BATCH * LANES;
@@ -65,8 +65,8 @@ INLINE void turned_tile(const int R, const Stream *keys, const Turn *turn, const
         for (int v = 0; v < BATCH; v++)
             store(tile + own * wide + v * LANES, sizes && more == keys->channels ? size[v] : (floats){0} + 1, LANES);
     }
-    floats found[MOST_ROWS][BATCH];
-    for (int r = 0; r < R; r++)
+    floats found[ROWS][BATCH];
+    for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < BATCH; v++) found[r][v] = (floats){0};
     int p = 0;
     for (; p + NEAR <= pairs; p += NEAR) {
@@ -85,7 +85,7 @@ INLINE void turned_tile(const int R, const Stream *keys, const Turn *turn, const
             for (int v = 0; v < BATCH; v++) {
                 floats c = load(cos + (p + a) * STRIDE + v * LANES, LANES), s = load(sin + (p + a) * STRIDE + v * LANES, LANES);
                 floats one = near[a][v] * c - far[a][v] * s, two = far[a][v] * c + near[a][v] * s;
-                for (int r = 0; r < R; r++) found[r][v] += query[r * dim + p + a] * one + query[r * dim + pairs + p + a] * two;
+                for (int r = 0; r < ROWS; r++) found[r][v] += query[r * dim + p + a] * one + query[r * dim + pairs + p + a] * two;
             }
     }
     for (; p < pairs; p++)
@@ -98,22 +98,22 @@ INLINE void turned_tile(const int R, const Stream *keys, const Turn *turn, const
             }
             floats c = load(cos + p * STRIDE + v * LANES, LANES), s = load(sin + p * STRIDE + v * LANES, LANES);
             floats one = near * c - far * s, two = far * c + near * s;
-            for (int r = 0; r < R; r++) found[r][v] += query[r * dim + p] * one + query[r * dim + pairs + p] * two;
+            for (int r = 0; r < ROWS; r++) found[r][v] += query[r * dim + p] * one + query[r * dim + pairs + p] * two;
         }
     for (int d = 2 * pairs; d < dim; d++)
         for (int v = 0; v < BATCH; v++) {
             floats channel = {0};
             for (int k = 0; k < own; k++) channel += axes[k][d] * load(tile + k * wide + v * LANES, LANES);
-            for (int r = 0; r < R; r++) found[r][v] += query[r * dim + d] * channel;
+            for (int r = 0; r < ROWS; r++) found[r][v] += query[r * dim + d] * channel;
         }
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < BATCH; v++) store(out + r * stride + v * LANES, found[r][v], LANES);
 }
 
 /* Scores of the first `tokens` of a page whose first slot is `slot` of its row. */
-INLINE void turned_page(const int R, const Stream *keys, const Turn *turn, const Run *run, int number, int head, const float *matrix,
+static void turned_page(const Stream *keys, const Turn *turn, const Run *run, int number, int head, const float *matrix,
                         const float *angles, const float *query, int slot, int tokens, float *out, int stride) {
-    float sizes[MOST_PAGE + LANES], asked[MOST_ROWS * MOST_CHANNELS];
+    float sizes[MOST_PAGE + LANES], asked[ROWS * MOST_CHANNELS];
     int count, dim = turn->head_dim, pairs = turn->pairs;
     const int16_t *words = words_at(keys, run, number, head, &count);
     if (keys->sizes) sizes_at(keys, run->pages[number], head, tokens, sizes);
@@ -121,7 +121,7 @@ INLINE void turned_page(const int R, const Stream *keys, const Turn *turn, const
         int here = (slot + at) % STRIDE;
         if (!at || !here) { /* the query turned back to where this stretch of positions begins */
             const float *cos = turn->coarse + (int64_t)((slot + at) / STRIDE) * 2 * pairs, *sin = cos + pairs;
-            for (int r = 0; r < R; r++) {
+            for (int r = 0; r < ROWS; r++) {
                 const float *from = query + r * dim;
                 float *to = asked + r * dim;
                 for (int p = 0; p < pairs; p++) {
@@ -131,7 +131,7 @@ INLINE void turned_page(const int R, const Stream *keys, const Turn *turn, const
                 for (int d = 2 * pairs; d < dim; d++) to[d] = from[d];
             }
         }
-        turned_tile(R, keys, turn, words + at, count, matrix, keys->sizes ? sizes + at : 0, asked, angles + here,
+        turned_tile(keys, turn, words + at, count, matrix, keys->sizes ? sizes + at : 0, asked, angles + here,
                     angles + pairs * STRIDE + here, out + at, stride, tokens - at);
     }
 }

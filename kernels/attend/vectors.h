@@ -1,7 +1,9 @@
 /* Vectors of float32, and codes as they lie in words.
 
    A vector is a register. Tokens lie last, so it is `LANES` tokens of one channel. A field is masked where it lies in its word, and
-   the factor that it meets is divided by 2^(its first bit), which is exact: one operation fewer for every code. */
+   the factor that it meets is divided by 2^(its first bit), which is exact: one operation fewer for every code.
+
+   `ROWS` is how many query rows a KV head has: a constant (`compiled.library_of_rows`), so that sums of all rows lie in registers. */
 
 #pragma once
 
@@ -14,7 +16,6 @@
 #define LANES 8
 #endif
 #define VECTORS 4 /* of a tile at most: its sums lie in registers, 32 of 16 numbers, or 16 of 8 */
-#define MOST_ROWS 8
 #define MOST_CHANNELS 512
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -100,16 +101,3 @@ INLINE float sum_of(floats x) {
     for (int lane = 0; lane < LANES; lane++) sum += x[lane];
     return sum;
 }
-
-/* Calls `function` with the number of rows as a constant. */
-#define BY_ROWS(rows, function, ...)                    \
-    switch (rows) {                                     \
-        case 1: function(1, __VA_ARGS__); break;        \
-        case 2: function(2, __VA_ARGS__); break;        \
-        case 3: function(3, __VA_ARGS__); break;        \
-        case 4: function(4, __VA_ARGS__); break;        \
-        case 5: function(5, __VA_ARGS__); break;        \
-        case 6: function(6, __VA_ARGS__); break;        \
-        case 7: function(7, __VA_ARGS__); break;        \
-        case 8: function(8, __VA_ARGS__); break;        \
-    }

@@ -1,6 +1,7 @@
 """Products with codes by compiled C: those of float64, a row alone as in a batch; and by plain torch where C cannot serve."""
 
 import os
+import select
 import shutil
 import stat
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from calib.kernels import compiled
-from calib.kernels.attend import cpu, products, reference
+from calib.kernels.attend import cpu, pages_cpu, products, reference
 from calib.kernels.pack.heads import spread_heads
 from calib.kernels.pack.reference import planes, unpack_columns, words_per_token
 
@@ -170,24 +171,54 @@ def test_blocks_that_do_not_make_up_the_tokens_are_refused():
         cpu.code_mix(drawn(2, 3, 1, 3, 100), words, 2, 64, block=32, scales=scales)
 
 
+def forget():
+    """What this process has loaded."""
+    compiled.library.cache_clear()
+    compiled.library_of_rows.cache_clear()
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """No library yet, and an empty folder for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.library.cache_clear()
+    forget()
     yield tmp_path / "calib" / "compiled"
-    compiled.library.cache_clear()
+    forget()
 
 
 @there
 @pytest.mark.full
 def test_a_library_is_compiled_once_and_found_again(fresh, monkeypatch):
-    assert compiled.library(cpu.SOURCE) is not None
+    assert compiled.library_of_rows(cpu.SOURCE, 3) is not None
     (kept,) = fresh.iterdir()
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
-    compiled.library.cache_clear()
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-    assert compiled.library(cpu.SOURCE) is not None and list(fresh.iterdir()) == [kept]
+    forget()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
+    assert compiled.library_of_rows(cpu.SOURCE, 3) is not None and list(fresh.iterdir()) == [kept]
+
+
+@there
+@pytest.mark.full
+def test_a_library_is_of_one_number_of_query_rows(fresh):
+    """With a form of every function for each number it took minutes to compile; the file grows as these do."""
+    assert compiled.library_of_rows(pages_cpu.SOURCE, 4) is not None
+    (kept,) = fresh.iterdir()
+    assert kept.stat().st_size < 200_000
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes")
+def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_path):
+    """They would go on, and make the next one late."""
+    monkeypatch.setenv("CC", str(tmp_path / "late"))
+    monkeypatch.setattr(compiled, "SECONDS", 1)
+    script, pipe = tmp_path / "late", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    script.write_text(f"#!/bin/sh\nsleep 60 > {pipe} &\nwait\n")
+    script.chmod(0o755)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert compiled.library_of_rows(cpu.SOURCE, 3) is None and not list(fresh.iterdir())
+    assert select.select([reader], [], [], 5)[0] == [reader] and os.read(reader, 1) == b""  # nobody can write any more
+    os.close(reader)
 
 
 @pytest.mark.parametrize("compiler", [None, "fails", "writes nothing that loads"])
@@ -199,7 +230,7 @@ def test_without_a_working_compiler_there_is_no_library(fresh, monkeypatch, tmp_
         script = tmp_path / "cc"
         script.write_text(f"#!{sys.executable}\nraise SystemExit({int(compiler == 'fails')})\n")
         script.chmod(0o755)
-    assert compiled.library(cpu.SOURCE) is None
+    assert compiled.library_of_rows(cpu.SOURCE, 3) is None
     assert not [path for path in fresh.glob("*") if compiler == "fails"]
     words, query = tile(2, 64, 32), drawn(2, 3, 3, 64)
     assert torch.equal(products.code_scores(query, words, 2), reference.code_scores(query, words, 2))
@@ -210,4 +241,4 @@ def test_without_a_working_compiler_there_is_no_library(fresh, monkeypatch, tmp_
 def test_a_folder_that_others_may_write_is_not_trusted(fresh):
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
-    assert compiled.library(cpu.SOURCE) is None and not list(fresh.iterdir())
+    assert compiled.library_of_rows(cpu.SOURCE, 3) is None and not list(fresh.iterdir())
