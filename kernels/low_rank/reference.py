@@ -16,13 +16,16 @@ def power_iteration(residual: Tensor, start: Tensor, loops: int) -> Tensor:
 
     Every loop multiplies by R^T R and orthonormalises. A residual of rank below r gets any basis of the rest.
     """
-    basis, (tokens, width) = start, residual.shape[-2:]
+    lead, (tokens, width) = residual.shape[:-2], residual.shape[-2:]
+    # One axis of matrices, so that a product is one operation: rounds are many, and a block's matrices small.
+    rows, basis = residual.reshape(-1, tokens, width), start.expand(*lead, -1, -1).reshape(-1, width, start.shape[-1])
+    columns = rows.mT
     # Thin products read R twice a round; R^T R, where it is small, then serves all rounds.
-    moments = residual.mT @ residual if tokens > width and width <= NARROW else None
+    moments = torch.bmm(columns, rows) if tokens > width and width <= NARROW else None
     for _ in range(loops):
-        product = residual.mT @ (residual @ basis) if moments is None else moments @ basis
+        product = torch.bmm(columns, torch.bmm(rows, basis)) if moments is None else torch.bmm(moments, basis)
         basis = torch.linalg.qr(product).Q
-    return basis
+    return basis.view(*lead, *basis.shape[1:])
 
 
 def low_rank_scores(query: Tensor, basis: Tensor, coefficients: Tensor) -> Tensor:

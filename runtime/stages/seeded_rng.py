@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
+
+from calib.kernels.upload import upload
 
 WORD = 2**32 - 1
 WHOLE = 2**32
@@ -24,10 +27,18 @@ class SeededRng:
 
     def at(self, position: Number) -> Number:
         """In [0, 2^32) for a position, or for each of a tensor of int64 positions."""
+        return _mixed((position & WORD) ^ self._of_head(self.head))
+
+    def of_heads(self, heads: int, positions: Tensor) -> Tensor:
+        """The same of the first `heads` heads, `[heads, n]`."""
+        own = upload([self._of_head(head) for head in range(heads)], torch.int64, positions.device)
+        return _mixed((positions & WORD) ^ own[:, None])
+
+    def _of_head(self, head: int) -> int:
         mixed = 0
-        for word in (self.seed & WORD, (self.seed >> 32) & WORD, self.layer, self.head):
+        for word in (self.seed & WORD, (self.seed >> 32) & WORD, self.layer, head):
             mixed = (_mixed(mixed ^ word) * 5 + 0xE6546B64) & WORD
-        return _mixed((position & WORD) ^ mixed)
+        return mixed
 
 
 def _mixed(x: Number) -> Number:

@@ -94,6 +94,27 @@ def test_no_matrix_depends_on_those_beside_it():
         torch.testing.assert_close(alone[0, 0], together[0, head], rtol=0, atol=1e-5)
 
 
+class Counted(TorchDispatchMode):
+    """Operations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [20, 300], ids=["thin", "moments"])
+def test_a_round_is_its_products_and_a_basis(tokens):
+    """Of a block's small matrices the views around a product take longer than it does."""
+    x, start, counts = randn(1, 4, tokens, 64), randn(4, 64, 3, seed=1), []
+    for loops in (2, 12):
+        with Counted() as counted:
+            power_iteration(x, start, loops)
+        counts.append(counted.number)
+    assert counts[1] - counts[0] == 10 * (3 if tokens == 20 else 2)
+
+
 # --- attention
 
 

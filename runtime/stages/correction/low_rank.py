@@ -132,5 +132,4 @@ class LowRank:
     def _start(self, heads: int, width: int, rank: int, device: torch.device) -> Tensor:
         """Numbers in [-1, 1), `[heads, width, rank]`; a head's do not depend on how many there are."""
         positions = torch.arange(width * rank, device=device)
-        own = [replace(self.rng, head=head).at(positions) for head in range(heads)]
-        return (torch.stack(own).double() / 2**31 - 1).float().view(heads, width, rank)
+        return (self.rng.of_heads(heads, positions).double() / 2**31 - 1).float().view(heads, width, rank)
