@@ -28,9 +28,7 @@ def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
         or found.uses_mrope
         or len(groups) != 1
         or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-        or groups[
-            0
-        ].kv_cache_spec.non_causal  # keys and values depend on what follows a chunk, which its key does not tell
+        or groups[0].kv_cache_spec.non_causal  # what follows a chunk changes it, and its key does not tell that
     ):
         raise ValueError(
             "the model has latent attention, positions of several axes, or layers that attend to less than the whole text before a "
