@@ -52,14 +52,16 @@ class Search:
         """The least loss within a budget, of which `fetched` bits are taken; UsageError where none is within it, with what
         there is."""
         left = budget - fetched
-        found = [setting for positions in self._groups() if (setting := self._allocated(positions, left)) is not None]
-        if not found:
+        found = [self._allocated(positions, left) for positions in self._groups()]
+        found.append(self.uniform(left))  # where an edge of a hull has no room, filling greedily may do worse
+        within = [setting for setting in found if setting is not None]
+        if not within:
             low, high = (end + fetched for end in self.reach())
             raise UsageError(
                 f"--bits {budget:g}: '{self.method}' takes {low:.3f} ... {high:.3f} bits per value with the options there are to "
                 "choose; give a budget of at least the first, or fix fewer options"
             )
-        return min(found, key=lambda setting: (setting.loss, setting.mean_bits))
+        return min(within, key=lambda setting: (setting.loss, setting.mean_bits))
 
     def uniform(self, budget: float) -> Setting | None:
         """The same candidate in every layer, the least loss within a budget; None where none is within it."""

@@ -16,8 +16,8 @@ from calib.runtime import compress, special_token_ids
 from calib.runtime.completed import completed
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.tune.allocation import cheapest, hull
-from calib.tune.candidates import candidates
-from calib.tune.measure import Subject, measure
+from calib.tune.candidates import Candidate, candidates
+from calib.tune.measure import Measured, Subject, measure
 from calib.tune.result import Search
 
 LENGTH = 160
@@ -158,6 +158,14 @@ def test_allocation_beside_every_allocation():
             loss = sum(map(list.__getitem__, errors, cheapest(costs, errors, spent)))
             assert loss == pytest.approx(sum(map(list.__getitem__, errors, pick)))
     assert sum(gaps) / len(gaps) < 1.05
+
+
+def test_no_single_setting_is_better():
+    """Three layers that the steepest edge of the first leaves no room: one setting for all loses less within the same budget."""
+    bits, loss = [[1.0, 2.0, 4.0]] * 3, [[15.0, 6.0, 0.0], [18.0, 12.0, 0.0], [19.0, 13.0, 4.0]]
+    assert cheapest(bits, loss, 2.0) == [2, 0, 0]
+    search = Search("rtn", [Candidate(0, {}, {"bits": n}, {}) for n in (1, 2, 4)], Measured(range(3), bits, loss))
+    assert search.at(2.0).loss == search.uniform(2.0).loss == 31
 
 
 def test_hull():
