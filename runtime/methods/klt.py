@@ -39,7 +39,7 @@ TIERS_BLOCK = 100  # as in `zipcache`
 MOST_BYTES = 2**50  # of a budget
 EXACT_BYTES = 2  # of a value in the exact window, where a budget is in bytes
 
-_told: "WeakSet[Artifact]" = WeakSet()  # that they have no sizes
+_told: "WeakSet[Artifact]" = WeakSet()  # that they lack a stream
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,11 @@ class Klt(Method):
         known = rope == "before" and all(artifact.has(f"{stem}.errors") for stem in SIZED.values())
         if self.size is False or self.loss is not None or not known:
             return plain
-        missing = next((stream for stream in SIZED if not artifact.has(f"{stream}.errors")), None)
+        wanted = (*SIZED, PREDICTED) if self.predict is None else SIZED
+        missing = next((stream for stream in wanted if not artifact.has(f"{stream}.errors")), None)
         if missing is not None:
-            _warn_without_sizes(artifact, missing)
+            _warn_without(artifact, missing)
+        if missing in SIZED:
             return plain
         return min(plain, sized, key=lambda coding: self._error(artifact, coding))
 
@@ -280,12 +282,16 @@ class Klt(Method):
         return Probes(self.probes, self.probe_share)
 
 
-def _warn_without_sizes(artifact: Artifact, stream: str) -> None:
-    """Once of an artifact: it was fitted before there were sizes, or exported without them."""
+def _warn_without(artifact: Artifact, stream: str) -> None:
+    """Once of an artifact: it was fitted before there was such a stream, or exported without it."""
     if artifact not in _told:
         _told.add(artifact)
+        predicted = stream == PREDICTED
+        does, remedy = (
+            ("predicts no values", "predict=False") if predicted else ("codes components alone", "size=False")
+        )
         warnings.warn(
-            f"the artifact has no tensors '{stream}.*', so klt codes components alone and loses more at the same bits; "
-            "run `calib fit` again, export these tensors too, or give size=False",
+            f"the artifact has no tensors '{stream}.*', so klt {does} and loses more at the same bits; "
+            f"run `calib fit` again, export these tensors too, or give {remedy}",
             stacklevel=2,
         )

@@ -402,23 +402,25 @@ def test_sizes_and_predictions_are_used_where_they_lower_the_predicted_error(art
 @pytest.mark.parametrize(
     ("options", "without", "told"),
     [
-        ({}, "klt.sized", 1),
-        ({"size": False}, "klt.sized", 0),
-        ({"loss": 0.3}, "klt.sized", 0),  # which is without sizes in any case
-        ({}, "klt.before", 0),
-        ({}, None, 0),
+        ({}, "klt.sized", "no tensors 'keys.klt.sized.*', so klt codes components alone"),
+        ({"size": False}, "klt.sized", None),
+        ({"loss": 0.3}, "klt.sized", None),  # which is without sizes in any case
+        ({}, "klt.predicted", "no tensors 'values.klt.predicted.*', so klt predicts no values"),
+        ({"predict": False}, "klt.predicted", None),
+        ({}, "klt.before", None),
+        ({}, None, None),
     ],
 )
-def test_an_artifact_without_sizes_is_told_of_once(model, artifact, options, without, told):
+def test_an_artifact_without_sizes_or_predictions_is_told_of_once(model, artifact, options, without, told):
     tensors = {name: tensor for name, tensor in artifact.tensors.items() if not without or without not in name}
     known = Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
             compress(model, "klt", artifact=known, **options).release()
-    messages = [str(one.message) for one in found if "size=False" in str(one.message)]
-    assert len(messages) == told
-    assert all("no tensors 'keys.klt.sized.*'" in message and "calib fit" in message for message in messages)
+    messages = [str(one.message) for one in found if "the artifact has no tensors" in str(one.message)]
+    assert len(messages) == (told is not None)
+    assert all(told in message and "calib fit" in message for message in messages)
 
 
 def test_of_random_tokens_sizes_raise_the_predicted_error(artifact):
