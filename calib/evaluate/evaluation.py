@@ -58,8 +58,8 @@ class Evaluation:
         return self.request.methods
 
     def key(self, cell: Cell) -> str:
-        """The cell's key in `CellFiles`."""
-        return cell.key(self.base)
+        """The cell's key in `CellFiles`: of what runs are compared by (`base`), the tokenizer and the packages that answer."""
+        return cell.key({**self.base, "tokenizer": self.tokenizer, "packages": cell.entry.packages})
 
 
 def prepare(request: Request) -> Evaluation:

@@ -1,10 +1,10 @@
 """Cells of an earlier run that need not be measured again, by what its `results.json` says of them.
 
-From the file every cell's key is made anew as `Evaluation.key` makes it: model, dtype, device, seed, batch size, versions;
-method, options, the column's settings, the artifact. A cell of this run whose key is among them is taken over, with where it
-comes from. Two more things that figures depend on are in no key, and compared here: the tokenizer, and packages that answer
-(`Entry.packages`). A package whose version a file does not say counts as another one. Of a tokenizer runs of earlier
-releases say nothing; there the same weights and configuration have to do, and a note says so.
+From the file every cell's key is made anew as `Cell.key` makes it of `Evaluation.base`: model, dtype, device, seed, batch size,
+versions; method, options, the column's settings, the artifact. A cell of this run whose key is among them is taken over, with
+where it comes from. Two more things that figures depend on are compared here, since not every file says them: the tokenizer, and
+packages that answer (`Entry.packages`). A package whose version a file does not say counts as another one. Of a tokenizer runs of
+earlier releases say nothing; there the same weights and configuration have to do, and a note says so.
 
 Not in the file, and so not compared: the code itself. A release number stands for it.
 """
@@ -98,11 +98,11 @@ def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection
     named = {(cell["name"], cell["column"]): cell for cell in earlier.content["cells"]}
     found, reasons = TakenOver(), dict[str, list[str]]()
     for cell in evaluation.cells:
-        key = evaluation.key(cell)
-        theirs = known.get(key) or named.get((cell.entry.label, cell.column.title))
+        key, told = evaluation.key(cell), cell.key(evaluation.base)
+        theirs = known.get(told) or named.get((cell.entry.label, cell.column.title))
         if theirs is None:
             continue
-        reason = why_not(cell, theirs, earlier) or (None if key in known else "it differs in what cannot be told")
+        reason = why_not(cell, theirs, earlier) or (None if told in known else "it differs in what cannot be told")
         if reason is None:
             found.results[key] = result_of(theirs, earlier)
         elif key not in finished:

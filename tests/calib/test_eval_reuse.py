@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import yaml
+from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from toy_language_model import save_toy, toy_model, toy_tokenizer
 from toy_run import toy_run
@@ -153,6 +155,7 @@ def test_a_file_of_something_else_is_refused(model, earlier, tmp_path, measured,
 
 
 FEW = [("few", "2 lines"), ("few", "perplexity")]
+EVERY = [("everything", "2 lines"), ("everything", "perplexity"), *FEW]
 
 
 @pytest.mark.parametrize(
@@ -222,12 +225,28 @@ def test_a_package_that_answers_is_told_with_its_version(model, tmp_path, measur
     said["optimum-quanto"] = "0.2.7"
     assert ask(folders[2], model, {}, "--reuse", str(file)) == 2
     assert "optimum-quanto 0.2.6 (now 0.2.7)" in capsys.readouterr().err
+    # Of its own finished cells none is taken, either.
+    assert ask(folders[0], model, {}) == 0 and measured == FEW[:1] + EVERY
 
 
 def test_a_file_of_an_earlier_release_says_nothing_of_its_tokenizer(model, earlier, tmp_path, measured, capsys):
     file = changed(earlier, tmp_path, lambda run: run["model"].pop("tokenizer") and run["config"].pop("products"))
     assert ask(tmp_path, model, {}, "--reuse", file) == 0 and not measured
     assert f"calib: {file} does not say what its tokenizer was" in capsys.readouterr().out
+
+
+def test_finished_cells_are_those_of_their_tokenizer(model, tmp_path, measured):
+    """Two tokenizers of the same folder and weights make other tokens of the same text."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    assert ask(tmp_path, str(folder), {}) == 0
+    before = results(tmp_path)
+    measured.clear()
+    other = toy_tokenizer()
+    other.backend_tokenizer.normalizer = Lowercase()
+    other.save_pretrained(folder)
+    assert ask(tmp_path, str(folder), {}) == 0 and measured == EVERY
+    assert results(tmp_path)["model"]["tokenizer"] != before["model"]["tokenizer"]
 
 
 def test_a_tokenizer_is_told_by_its_words_and_by_how_it_parts_them():
