@@ -16,7 +16,7 @@ from calib.bench.peak import Peak
 from calib.bench.request import BenchRequest, title_of
 from calib.capture.language_model import load
 from calib.evaluate.entries import Given
-from calib.evaluate.evaluation import VERSIONS, read_artifact, usable_device
+from calib.evaluate.evaluation import VERSIONS, check_model, read_artifact, usable_device
 from calib.runtime.artifact.fingerprint import fingerprint
 
 
@@ -102,6 +102,7 @@ def prepare(request: BenchRequest) -> BenchModel:
         for context in request.contexts:
             with entry.refusing():
                 entry.close(entry.open(given, title_of(context)))
+    check_model(artifact, model)
     return BenchModel(request, given, digest, attention)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from calib import __version__
-from calib.artifact_name import artifact_file, load_artifact
+from calib.artifact_name import artifact_file, load_artifact, refused_as_usage
 from calib.capture.language_model import load
 from calib.capture.model_files import find_model
 from calib.errors import UsageError
@@ -84,6 +85,7 @@ def prepare(request: Request) -> Evaluation:
     given = Given(model, request.seed, artifact, identity, tokenizer)
     for cell in cells:
         cell.entry.check(given, cell.column)
+    check_model(artifact, model)
     base = {
         "config_hash": identity["config_hash"],
         "weights": identity["weights"],
@@ -115,6 +117,13 @@ def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
     packaged = Path(find_model(str(Path(name).parent))) / Path(name).name
     path = packaged if packaged.is_file() else artifact_file(name)
     return load_artifact(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_model(artifact: Artifact | None, model: PreTrainedModel) -> None:
+    """Raises UsageError for an artifact of another model, whether a row reads it or none does."""
+    if artifact is not None:
+        with refused_as_usage():
+            artifact.check(model)
 
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from toy_language_model import save_text, save_toy
+from toy_language_model import save_text, save_toy, toy_model
 
 from calib import cli
 from calib.evaluate.entries import MethodEntry, PeerEntry
@@ -15,6 +15,8 @@ from calib.evaluate.entries.peer import PEERS
 from calib.evaluate.request_files import read_request
 from calib.evaluate.tasks import TASKS as TASKS_THERE_ARE
 from calib.evaluate.tasks import retrieval
+from calib.runtime import Artifact
+from calib.runtime.artifact.fingerprint import fingerprint
 from calib.runtime.methods import METHODS as METHODS_THERE_ARE
 
 METHODS = [
@@ -207,6 +209,16 @@ def test_a_damaged_cell_is_measured_again(config, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("cannot be used") == 3 and "3 cells, 0 of them finished before" in shown
     assert without_seconds(again) == without_seconds(document)
+
+
+def test_an_artifact_of_another_model_is_refused(config, tmp_path, capsys):
+    """Also where no row reads it."""
+    file = tmp_path / "other.calib.safetensors"
+    Artifact({}, fingerprint(toy_model(seed=1)), {}).save(file)
+    assert cli.main(["eval", "--config", config, "--output", str(tmp_path / "out"), "--artifact", str(file)]) == 2
+    assert (
+        "weights" in (error := capsys.readouterr().err) and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    )
 
 
 def test_only_some_rows(config, tmp_path):
