@@ -102,8 +102,9 @@ def optional(value: object, fits: Callable[[object], bool]) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that can be drawn; JSON's true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    """Whether it is a number that can be drawn, the ratio of two of them as well; JSON's true and false are none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and (value == 0 or 1e-150 < abs(value) < 1e150)
 
 
 def is_sizes(value: object) -> bool:
