@@ -30,7 +30,7 @@ def bench(request: BenchRequest, output: Path, command: str) -> int:
     """
     bench_model = prepare(request)
     output.mkdir(parents=True, exist_ok=True)  # before anything is measured: a folder that cannot be made costs no run
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     left = (TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, *left, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=work(bench_model))

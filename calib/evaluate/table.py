@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from calib.evaluate.cache_size import is_encoded
 from calib.evaluate.cell import Cell, Result
@@ -22,23 +23,25 @@ SPEED_PERIOD = 600  # seconds the time left is judged by: methods differ in spee
 def print_table(evaluation: Evaluation, results: Mapping[str, Result]) -> None:
     """Methods by columns, grouped as they were asked for."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # Names are the user's, and what stands in brackets is no mark-up of rich's: `kivi [2 bits]`.
     table.add_column("method", no_wrap=True)
     nothing = unsolved(document(evaluation, results))
     for column in evaluation.columns:
-        table.add_column(marked("\n".join(names(column)), nothing, column.title), justify="right", no_wrap=True)
+        heading = marked("\n".join(names(column)), nothing, column.title)
+        table.add_column(Text(heading), justify="right", no_wrap=True)
         table.add_column("bits\n(paper)", justify="right", no_wrap=True)
     group = ""
     for name, label, cells in rows(evaluation, results):
         if name != group:
             table.add_section()
-            table.add_row(f"[bold]{name}[/bold]")
+            table.add_row(Text(name, style="bold"))
             group = name
         found = {cell.column.title: result for cell, result in cells}
         parts = [label]
         for column in evaluation.columns:
             result = found.get(column.title)
             parts += [brief(column, result), bits(result)]
-        table.add_row(*(part.replace("[", r"\[") for part in parts))
+        table.add_row(*map(Text, parts))
     console, needed = Console(), Console(width=WIDEST).measure(table).maximum
     # A narrower terminal wraps lines rather than losing figures.
     (console if console.width >= needed else Console(width=needed)).print(table)
@@ -73,7 +76,7 @@ class CellProgress(Progress):
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         super().__init__(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             TimeElapsedColumn(),

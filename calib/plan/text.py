@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from calib.bench.byte_sizes import spoken_size
 from calib.layer_groups.grouping import in_words
@@ -169,7 +170,7 @@ def drawn(title: str, headings: str, rows: Sequence[Sequence[str]], words: int =
     for number, heading in enumerate(headings.split(",")):
         table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names are the user's: `kivi [2 bits]` is no mark-up of rich's
     page = io.StringIO()
     Console(file=page, width=WIDTH, highlight=False, color_system=None).print(table)
     return "\n".join([wrapped(title), *(line.rstrip() for line in page.getvalue().splitlines() if line.strip())])

@@ -212,6 +212,21 @@ def test_a_damaged_cell_is_measured_again(config, tmp_path, capsys):
     assert without_seconds(again) == without_seconds(document)
 
 
+def test_names_with_brackets_are_names(config, tmp_path, monkeypatch, capsys):
+    """And no mark-up of the library that draws tables and bars, which leaves `[such]` out and ends at `[/such]`."""
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    file, names = tmp_path / "brackets.yaml", ("[Low bits]", "rtn [2 bits]", "text [/such]")
+    methods = [{"group": names[0]}, {"name": names[1], "method": "rtn", "bits": 2}]
+    content = {"methods": methods, "tasks": [{**TASKS[1], "title": names[2]}]}
+    file.write_text(yaml.safe_dump({**yaml.safe_load(Path(config).read_text()), **content}))
+    assert run(str(file), tmp_path / "out")[0] == 0
+    told = capsys.readouterr()
+    assert all(name in told.out for name in names) and names[2] in told.err
+    assert cli.main(["eval", "--config", str(file), "--plan"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in names[1:])
+
+
 def test_an_artifact_of_another_model_is_refused(config, tmp_path, capsys):
     """Also where no row reads it."""
     file = tmp_path / "other.calib.safetensors"
