@@ -210,7 +210,8 @@ def test_answers_of_a_column_that_failed_or_is_not_there(folder, tmp_path, cases
         (lambda c: c["columns"][0]["settings"].update(lines=4), "answers another cases"),
         (lambda c: c.update(format=2), "its format is none of ours (1)"),
         (lambda c: c.pop("versions"), "it has no versions"),
-        (lambda c: c["columns"][1].pop("bytes"), "columns[1] has not as many parts, bytes, values"),
+        (lambda c: c["columns"][1].pop("bytes"), "columns[1] has no lists of as many parts, bytes, values"),
+        (lambda c: c["columns"][1].update(bytes=5), "columns[1] has no lists of as many parts, bytes, values"),
     ],
 )
 def test_other_answers_are_refused(folder, tmp_path, cases, given, capsys, change, text):

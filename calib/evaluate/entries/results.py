@@ -108,5 +108,6 @@ def check(content: object) -> None:
     for position, column in enumerate(content["columns"]):
         if not isinstance(column, dict) or not isinstance(column.get("title"), str) or "settings" not in column:
             raise ValueError(f"columns[{position}] has no title or settings")
-        if "error" not in column and len({len(column.get(name) or ()) for name in PER_BATCH}) != 1:
-            raise ValueError(f"columns[{position}] has not as many {', '.join(PER_BATCH)}")
+        counts = {len(part) if isinstance(part := column.get(name), list) else None for name in PER_BATCH}
+        if "error" not in column and (len(counts) != 1 or None in counts):
+            raise ValueError(f"columns[{position}] has no lists of as many {', '.join(PER_BATCH)}")
