@@ -43,7 +43,7 @@ def requests(content: Mapping[str, Any], name: str) -> dict[str, Request]:
             if key not in ("name", *KEYS):
                 raise UsageError(unknown(f"models.{key}", [f"models.{known}" for known in ("name", *KEYS)]))
         label = str(own.get("name") or PurePath(own["model"]).name)
-        if label in found or PurePath(label).name != label or label == "..":
+        if label in found or PurePath(label).name != label or label in ("", ".."):
             raise UsageError(
                 f"models[{position}] is called {printable(label)}: give it a `name` of its own, fit for a folder"
             )

@@ -71,6 +71,7 @@ def test_one_model_is_as_ever(folders, tmp_path):
         (["a/x", "b/x"], "models[1] is called 'x': give it a `name` of its own"),
         ([{"name": "../x", "model": "x"}], "models[0] is called '../x'"),
         ([{"name": "..", "model": "x"}], "models[0] is called '..'"),
+        ([".", "x"], "models[0] is called ''"),
     ],
 )
 def test_refused(tmp_path, capsys, models, text):
