@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
 
 PROJECT = "calib"
@@ -84,8 +85,16 @@ class OfflineFirstWandbLogger(WandbLogger):
         try:
             action()
         except Exception as error:
-            self._failed = True
-            warnings.warn(f"W&B stopped logging: {' '.join(str(error).split())}", stacklevel=3)
+            if not self._failed:  # the run did not begin, which was told
+                self._failed = True
+                warnings.warn(f"W&B stopped logging: {' '.join(str(error).split())}", stacklevel=3)
+
+    @property
+    def experiment(self) -> Any:
+        """W&B's run; one that takes nothing in where it has not begun: a Trainer asks for it too, and would end with the error."""
+        if self._experiment is None:
+            self._try(lambda: super(OfflineFirstWandbLogger, self).experiment)
+        return DummyExperiment() if self._experiment is None else self._experiment
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:

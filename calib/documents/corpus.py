@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from calib.errors import RunError, UsageError
+from calib.runtime.messages.printable import printable
 
 # WikiText keeps the spacing of its tokeniser: `role @-@ playing`, `Japan , it`. Written text has none of it.
 JOINED = re.compile(r" @([-,.])@ ")
@@ -71,7 +72,13 @@ class TextSource:
             ) from error
         if self.column not in rows.column_names:
             raise UsageError(f"{self.label} has no column '{self.column}' (one of {', '.join(rows.column_names)})")
-        return "".join(row if row.endswith("\n") else f"{row}\n" for row in rows[self.column])
+        texts = ["" if row is None else row for row in rows[self.column]]  # data sets hold nulls for empty texts
+        if (other := next((row for row in texts if not isinstance(row, str)), None)) is not None:
+            raise UsageError(
+                f"{self.label}: column '{self.column}' holds {printable(other)}, expected text; name another one "
+                f"(of {', '.join(rows.column_names)})"
+            )
+        return "".join(text if text.endswith("\n") else f"{text}\n" for text in texts)
 
 
 def read_file(path: Path) -> str:

@@ -127,14 +127,14 @@ def check_strategy(asked: Any) -> None:
 
 
 def merging_strategy(trainer: Trainer) -> MergingStrategy | None:
-    """What the stages' Trainers use in place of DDP; None in a single process.
+    """What the stages' Trainers use in place of DDP, of one process as well; None without it in a single process.
 
     Raises UsageError for another one that Lightning runs in several processes.
     """
+    if isinstance(trainer.strategy, DDPStrategy):
+        return MergingStrategy()
     if trainer.world_size == 1:
         return None
-    if not isinstance(trainer.strategy, DDPStrategy):
-        raise UsageError(
-            f"trainer.strategy={type(trainer.strategy).__name__}: a fit in several processes runs with strategy 'ddp' or 'auto'"
-        )
-    return MergingStrategy()
+    raise UsageError(
+        f"trainer.strategy={type(trainer.strategy).__name__}: a fit in several processes runs with strategy 'ddp' or 'auto'"
+    )

@@ -1,5 +1,7 @@
 """Corpora: seeded, disjoint, packed to one length, and refused in one line."""
 
+import json
+
 import pytest
 import torch
 from toy_language_model import save_text, save_toy, toy_model, toy_tokenizer
@@ -8,6 +10,7 @@ from calib.capture.batches import TokenBatches
 from calib.capture.corpus import divide, pack, text_blocks, text_sequences
 from calib.capture.data import CaptureData
 from calib.capture.generated import generated_sequences, sampled_text
+from calib.documents.corpus import TextSource
 from calib.errors import UsageError
 
 
@@ -177,6 +180,17 @@ def test_a_data_set_with_splits(toy, tmp_path, monkeypatch):
     _, _, same_split = CaptureData(str(toy), **options).load()
     assert not set(tokenizer.decode(same_split.heldout[:, 1:].flatten())) & set("0123456789")
     assert "heldout" not in same_split.origin
+
+
+def test_a_column_with_nulls_is_read_and_one_of_numbers_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    rows = [{"text": "one", "n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}, {"text": "four\n", "n": 4}]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert TextSource(name=str(folder), natural_spacing=False).read() == "one\n\n\nfour\n"
+    with pytest.raises(UsageError, match=r"column 'n' holds 1, expected text; name another one \(of text, n\)"):
+        TextSource(name=str(folder), column="n").read()
 
 
 def test_length_is_cut_to_what_the_model_was_made_for(toy, tmp_path):

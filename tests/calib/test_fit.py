@@ -314,6 +314,11 @@ def test_llama2_config_typed_in_any_folder_works_with_a_local_model_and_text(toy
     assert artifact.clip_bits == (1, 2, 3, 4)
 
 
+def test_ddp_of_one_process_is_a_fit_like_any_other(toy, fitted, tmp_path):
+    assert main(words(toy, "--trainer.strategy=ddp", "--trainer.logger=false")) == 0
+    assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
+
+
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(toy, fitted, tmp_path):
     """Batches are shared out, statistics merged at the end of a stage: minima, maxima and samples exactly."""

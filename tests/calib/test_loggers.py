@@ -5,8 +5,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import wandb
 from calib_wandb_file import only_run
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 from toy_language_model import save_text, save_toy
 
 from calib.cli import main
@@ -130,6 +134,27 @@ def test_a_logger_that_breaks_warns_once_and_is_silent(tmp_path, monkeypatch):
         logger.log_file(tmp_path / "nowhere", "calibration")
         logger.log_hyperparams({"a": 1})
         logger.close()
+
+
+def test_a_run_that_does_not_begin_ends_no_trainer(tmp_path, monkeypatch):
+    """A key and no network: the Trainer asks for W&B's run as well, outside of what the logger looks after."""
+
+    def unreachable(**_):
+        raise OSError("no such host")
+
+    monkeypatch.setattr("wandb.init", unreachable)
+    logger = run_logger(tmp_path / "run", "name")
+    trainer = Trainer(
+        logger=logger, max_steps=1, enable_checkpointing=False, enable_model_summary=False, accelerator="cpu"
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        logger.log_hyperparams({"a": 1})
+        trainer.fit(BoringModel(), train_dataloaders=DataLoader([torch.ones(32)]))
+        logger.log_table("t", ["a"], [[1]])
+        logger.close()
+    assert [str(one.message) for one in told if "W&B" in str(one.message)] == ["W&B stopped logging: no such host"]
+    assert trainer.global_step == 1
 
 
 def test_wandb_that_does_not_start_is_replaced(tmp_path, monkeypatch):
