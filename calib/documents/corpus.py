@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from calib.errors import RunError, UsageError
-from calib.runtime.messages.printable import printable
+from calib.runtime.messages.printable import printable, shortened
 
 # WikiText keeps the spacing of its tokeniser: `role @-@ playing`, `Japan , it`. Written text has none of it.
 JOINED = re.compile(r" @([-,.])@ ")
 BEFORE = re.compile(r" ([,.;:!?%)\]}]|'s\b|'t\b|'re\b|'ve\b|'d\b|'ll\b|'m\b|n't\b)")
 AFTER = re.compile(r"([(\[{$£]) ")
+REASON = 300  # characters of what the library says
 QUOTED = re.compile(r'(^| )" ([^"\n]*?) "(?= |$)', re.MULTILINE)
 
 
@@ -65,9 +66,12 @@ class TextSource:
 
         try:
             rows = datasets.load_dataset(self.name, self.config, split=self.split)
-        except Exception as error:  # the hub's failures come in many types; each means "not available"
+        except (
+            Exception
+        ) as error:  # of many types; only its words tell a missing configuration or split from a missing network
+            reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", REASON)
             raise RunError(
-                f"cannot get {self.label} from the Hugging Face hub ({type(error).__name__}); "
+                f"cannot get {self.label} ({reason}); check its name, config and split; "
                 "without network give local text files instead: text: [FILE, ...]"
             ) from error
         if self.column not in rows.column_names:

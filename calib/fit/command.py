@@ -20,7 +20,7 @@ from calib.fit.head_losses import factors, head_losses, reweighted
 from calib.fit.loss_curve import BITS, loss_curve
 from calib.fit.metrics import fit_metrics
 from calib.fit.options import FitCLI
-from calib.fit.provenance import provenance, settings
+from calib.fit.provenance import provenance, settings, versions
 from calib.fit.shard_file import ShardFile
 from calib.fit.shards import Round, arrange, base_of, in_words, merge_shards, stages_of, write_shard
 from calib.fit.stage import Stage
@@ -65,6 +65,7 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
     merge_shards(calibration, rounds, canonical_json.plain(shared, "settings"))
     plan = {
         **shared,
+        **{f"version of {name}": version for name, version in versions().items()},
         "trainer.devices": cli.trainer.world_size,
         **({"shard": str(cli.shard)} if cli.shard else {}),
         **({"base": base_of(rounds)} if rounds else {}),

@@ -11,7 +11,7 @@ from calib.capture.corpus import divide, pack, text_blocks, text_sequences
 from calib.capture.data import CaptureData
 from calib.capture.generated import generated_sequences, sampled_text
 from calib.documents.corpus import TextSource
-from calib.errors import UsageError
+from calib.errors import RunError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,8 @@ def test_a_column_with_nulls_is_read_and_one_of_numbers_refused(tmp_path, monkey
     assert TextSource(name=str(folder), natural_spacing=False).read() == "one\n\n\nfour\n"
     with pytest.raises(UsageError, match=r"column 'n' holds 1, expected text; name another one \(of text, n\)"):
         TextSource(name=str(folder), column="n").read()
+    with pytest.raises(RunError, match=r"cannot get .* nope \(ValueError: .*nope.*train.*\); check its name"):
+        TextSource(name=str(folder), split="nope").read()
 
 
 def test_length_is_cut_to_what_the_model_was_made_for(toy, tmp_path):

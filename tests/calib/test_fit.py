@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,18 @@ def test_a_finished_run_is_not_run_again(toy, fitted, tmp_path, monkeypatch):
     Path("out/toy.calib.safetensors").unlink()
     assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
+
+
+def test_a_run_does_not_go_on_under_other_software(toy, tmp_path, monkeypatch, capsys):
+    """The artifact names the versions that measured it, and half of it would be by others."""
+    with monkeypatch.context() as cut:
+        cut.setattr("calib.fit.command.fit_dictionaries", lambda *_: (_ for _ in ()).throw(RuntimeError("cut")))
+        assert main(words(toy, "--trainer.logger=false")) == 1
+    other = {"torch": "0.1"}
+    monkeypatch.setattr("calib.fit.provenance.version", lambda name: other.get(name) or version(name))
+    capsys.readouterr()
+    assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 2
+    assert f"had version of torch = {version('torch')}, now it is 0.1: give it" in capsys.readouterr().err
 
 
 def test_checkpoints_hold_no_language_model(toy, tmp_path):
