@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
 LINE = 600  # characters of what a parser says
+# A class that was named and not built, among all else that its place may hold: its name, and why.
+CLASS = re.compile(r"Problem with given class_path '(?:[\w.]*\.)?(\w+)':\s*(.+?)\n\s*(?:- |Given )", re.DOTALL)
 
 
 def unknown(key: str, keys: Sequence[str]) -> str:
@@ -36,6 +38,8 @@ def explain(message: str, keys: Sequence[str]) -> str:
         if found[3].strip() == "None":
             return f"'{found[1]}' must be given (expected {plain_types(found[2])})"
         return f"invalid value {printable(found[3].strip())} for '{found[1]}' (expected {plain_types(found[2])})"
+    if found := CLASS.search(message):
+        return shortened(f"{found[1]}: {' '.join(found[2].split())}", LINE)
     if found := re.match(r'Parser key "([\w.]+)":.*Subtypes: \[(.+?)\]\n.*Given value: (.*)', message, re.DOTALL):
         value = found[3].strip().splitlines()[0]
         return f"invalid value {shortened(value, LENGTH)} for '{found[1]}' (expected {plain_types(found[2]).replace(', ', ' or ')})"

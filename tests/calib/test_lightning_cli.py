@@ -73,6 +73,8 @@ def test_print_config_and_help_leave_with_status_0(capsys):
         (["--model.bits"], "--model.bits: expected one argument"),
         (["stray"], "unexpected argument 'stray'"),
         (["--trainer.accelerator", "abacus"], "trainer: You selected an invalid accelerator name"),
+        (["--trainer.logger", "CSVLogger"], "CSVLogger: the following arguments are required: save_dir"),
+        (["--trainer.callbacks", "Timer", "--trainer.callbacks.odd", "3"], "Timer: Option 'odd' is not accepted"),
         (["--config", "nowhere.yaml"], "no configuration file 'nowhere.yaml', neither here nor in the package"),
     ],
 )
