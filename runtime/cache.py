@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
-from calib.runtime import sliding_layer
+from calib.runtime import layer_beside
 from calib.runtime.attachment import Attachment
 from calib.runtime.cache_argument import NAME, cache_in
 from calib.runtime.files.state import State, StateError, branch, pages_in, tensor_like, whole
@@ -31,8 +31,8 @@ from calib.runtime.prefix import prefix
 
 
 class CompressedCache(Cache):
-    """A transformers `Cache` whose attention layers are compressed. In a model that has both sliding and other layers, the
-    sliding ones stay as transformers makes them.
+    """A transformers `Cache` whose attention layers are compressed. Sliding layers beside others, and layers that have states in
+    place of keys and values, stay as transformers makes them.
 
     Made by `compress`. `release()`, or leaving the `with` block, gives the model its own attention back. The cache keeps no
     reference to the model.
@@ -117,14 +117,15 @@ class CompressedCache(Cache):
         if isinstance(layer, CompressedLayer):
             return layer.update(key_states, value_states)
         states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        sliding_layer.let_go(layer)
+        layer_beside.let_go(layer)
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
         """Confirms the last forward without its newest `-tokens_to_remove` columns (0: all of it).
 
         Only while past recording is on can anything be removed; transformers turns it on for prompt lookup and
-        assisted decoding. Raises ValueError for more columns than the last forward had, or for a positive number.
+        assisted decoding. Raises ValueError for more columns than the last forward had, for a positive number, and where a
+        layer has a state that they went into.
         """
         removed, drafts = -int(tokens_to_remove), self.sequences.unconfirmed  # older releases count in a tensor
         if removed < 0:
@@ -134,14 +135,20 @@ class CompressedCache(Cache):
                 f"cannot remove {removed} tokens, at most the {drafts} of the last forward that are not stored yet; "
                 "call cache.activate_past_recording() before a forward whose tokens may be taken back"
             )
+        if removed and not self.is_croppable:
+            raise ValueError(
+                f"cannot remove {removed} tokens: this model has recurrent layers, whose states they went into; "
+                "copy.deepcopy(cache) before a forward whose tokens may be taken back"
+            )
         self.sequences.confirm(removed)
         self._forget()
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.seen -= removed
-            elif self.sequences.recording and layer.is_initialized:  # else transformers' layers refuse even crop(0)
+            # Else transformers' layers refuse even crop(0).
+            elif self.sequences.recording and layer.is_croppable and layer_beside.kept(layer):
                 layer.crop(-removed)
-                sliding_layer.let_go(layer)
+                layer_beside.let_go(layer)
 
     def to(self, device: torch.device | str | int) -> "CompressedCache":
         """Moves everything stored to `device`, in place, and returns the cache; the model's next forward must run there.
@@ -157,7 +164,7 @@ class CompressedCache(Cache):
             if isinstance(layer, CompressedLayer):
                 layer.to(target)
             else:
-                sliding_layer.move(layer, target)
+                layer_beside.move(layer, target)
         for table in self.sequences.all_tables:
             table.leave_devices()
         self._forget()
@@ -166,11 +173,10 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forgets every token; the cache can be used again, for any batch."""
         for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
-                # Dropped first: older releases would only overwrite them with zeros and go on behind those.
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-        super().reset()
+            if isinstance(layer, CompressedLayer):
+                layer.reset()
+            else:
+                layer_beside.empty(layer)
         self.sequences.clear()
         self.input_ids = None
         self._forget()
@@ -204,7 +210,7 @@ class CompressedCache(Cache):
     def state(self) -> State:
         """Everything stored, as a tree."""
         layers = {
-            str(number): layer.state() if isinstance(layer, CompressedLayer) else sliding_layer.state_of(layer)
+            str(number): layer.state() if isinstance(layer, CompressedLayer) else layer_beside.state_of(layer)
             for number, layer in enumerate(self.layers)
         }
         speculative: State = (
@@ -228,7 +234,7 @@ class CompressedCache(Cache):
             if isinstance(layer, CompressedLayer):
                 layer.restore(own, like(number), *seen)
             else:
-                sliding_layer.restore(layer, own, like(number), len(self.sequences.lengths), *seen)
+                layer_beside.restore(layer, own, like(number), len(self.sequences.lengths), *seen)
         if self.speculator is not None and "guess" in state:
             tokens = torch.zeros(len(self.sequences.lengths), dtype=torch.int64, device=like(0)[0].device)
             self.speculator.tokens = tensor_like(state, "guess", tokens)
@@ -252,7 +258,7 @@ class CompressedCache(Cache):
             if isinstance(layer, CompressedLayer):
                 layer.permute(indices, kept)
             else:
-                layer.batch_select_indices(indices)
+                layer.reorder_cache(indices)  # selects rows as well; layers with states know no other
 
     def _forget(self) -> None:
         """What was guessed or recorded for the next step."""
@@ -325,9 +331,7 @@ class CompressedCache(Cache):
         kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
         kinds["uncompressed"] = sum(
-            2 * layer.keys.numel() * layer.keys.element_size()
-            for layer in others
-            if getattr(layer, "keys", None) is not None
+            part.numel() * part.element_size() for layer in others for part in layer_beside.kept(layer)
         )
         stores = [layer.store for layer in self.compressed if layer.store is not None]
         on_host = measure([store.on_host() for store in stores])

@@ -36,8 +36,9 @@ class Memory:
             counts with the tokens that it keeps.
         tokens: real tokens stored, of all rows together.
         encoded_tokens: how many of them have left the exact window.
-        compressed_layers: attention layers that are compressed; the others slide and stay as transformers makes them.
-        layers: attention layers in all.
+        compressed_layers: attention layers that are compressed; the others slide or have states, and stay as transformers
+            makes them.
+        layers: layers in all.
         overflowed_outliers: entries beyond an artifact's outlier thresholds that found no slot, and are quantised like others.
     """
 
@@ -80,7 +81,7 @@ class Memory:
         return f"{share}{self.bits_per_value:.2f} bits per value"
 
     def _share(self) -> str:
-        return f"; {self.compressed_layers} of {self.layers} layers are compressed, the others slide"
+        return f"; {self.compressed_layers} of {self.layers} layers are compressed, the others stay as transformers keeps them"
 
 
 def nothing_encoded(tokens: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.utils import ModelOutput
 
 from calib.runtime.cache_argument import cache_in
@@ -24,9 +24,18 @@ class Speculator:
     """
 
     def __init__(self, sequences: SequenceState, layers: list[CacheLayerMixin]) -> None:
-        """The cache's sequences and its layers; layers that are not compressed drop the speculative token themselves."""
+        """The cache's sequences and its layers; layers that are not compressed drop the speculative token themselves.
+
+        Raises ValueError where one cannot.
+        """
         self.sequences = sequences
         self.others = [layer for layer in layers if not isinstance(layer, CompressedLayer)]
+        for layer in self.others:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                raise ValueError(
+                    "every step would take a speculative token along, and recurrent layers of this model "
+                    f"({type(layer).__name__}) keep it in their states; pass speculative=False"
+                )
         self.tokens: Tensor | None = None
         self._taken_along = self._first_is_under_way = False
         self._held: list[int] = []

@@ -116,7 +116,7 @@ def test_measured_is_predicted_in_a_model_of_both_kinds_of_layers(name):
             assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
             assert memory.by_kind["uncompressed"] == rows * window
             assert (memory.compressed_layers, memory.layers) == (1, 2)
-            assert str(memory).endswith("; 1 of 2 layers are compressed, the others slide")
+            assert str(memory).endswith("; 1 of 2 layers are compressed, the others stay as transformers keeps them")
 
         model(**left_padded([100, 200]), past_key_values=cache)
         check_share(2)  # after a prompt as well, whose other tokens are gone

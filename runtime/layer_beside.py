@@ -1,30 +1,51 @@
-"""transformers' own sliding layers, which stay as they are beside compressed ones: what a cache does to them that they do not."""
+"""transformers' own layers, which stay as they are beside compressed ones: sliding windows, and layers with states in place of
+keys and values (Qwen3-Next, LFM2, Granite 4). What a cache does to them that they do not."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from calib.runtime.files.state import State, StateError, named, tensor_like
 
 
-def let_go(layer: CacheLayerMixin) -> None:
+def kept(layer: Any) -> list[Tensor]:
+    """What the layer keeps of the tokens that it has seen."""
+    states = [getattr(layer, name, {}) for name in ("conv_states", "recurrent_states")]
+    parts = [
+        getattr(layer, "keys", None),
+        getattr(layer, "values", None),
+        *(part for own in states for part in own.values()),
+    ]
+    return [part for part in parts if part is not None]
+
+
+def let_go(layer: Any) -> None:
     """Copies what the layer keeps out of a larger tensor, such as a whole prompt, which can then be freed."""
-    for name in ("keys", "values") if layer.is_initialized else ():
+    for name in ("keys", "values") if getattr(layer, "keys", None) is not None else ():
         kept = getattr(layer, name)
         # In a decode step transformers cuts off one token: not worth a copy.
         if kept.untyped_storage().nbytes() > 1.02 * kept.numel() * kept.element_size():
             setattr(layer, name, kept.clone())
 
 
-def move(layer: CacheLayerMixin, device: torch.device) -> None:
+def move(layer: Any, device: torch.device) -> None:
     """Moves what the layer keeps to `device`."""
-    if layer.is_initialized:
-        for name in ("keys", "values", "_sliding_window_tensor"):
-            if isinstance(getattr(layer, name, None), Tensor):
-                setattr(layer, name, getattr(layer, name).to(device))
-        layer.device = device
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: moved(own) for name, own in part.items()}
+        return part.to(device) if isinstance(part, Tensor) else part
+
+    if kept(layer):
+        vars(layer).update(moved(vars(layer)), device=device)
+
+
+def empty(layer: Any) -> None:
+    """Makes the layer as it was made: its own `reset` keeps tensors, and with them the number of rows."""
+    made_with = {name: getattr(layer, name) for name in ("sliding_window", "number_of_states") if hasattr(layer, name)}
+    vars(layer).update(vars(type(layer)(**made_with)))
 
 
 def state_of(layer: Any) -> State:
