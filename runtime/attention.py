@@ -4,6 +4,9 @@ A mask function of the same name is mandatory: without it transformers passes no
 silently wrong. Ours keeps the 2-D padding mask, because a batch x query x key mask at 8 x 32k is 8.6 GB; anything that
 is not plain causal or sliding attention is refused. Where the model runs without our cache (or with its own sliding
 layers beside ours), keys and values are tensors and get exact attention here.
+
+Under torch.compile both run as always, and the rest of the model is compiled: what a step does with pages and lists differs from
+step to step, and would be traced again for minutes.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +34,7 @@ UNKNOWN = {"s_aux": "attention sinks", "position_bias": "a position bias", "indi
 _known: dict[tuple[tuple[Any, ...], int], bool] = {}
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -97,6 +101,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return (weights @ value.float().repeat_interleave(groups, 1)).to(query.dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def padding_mask(
     batch_size: int,
     q_length: int,

@@ -101,6 +101,7 @@ class CompressedCache(Cache):
         """The layers that this cache compresses."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:

@@ -1,0 +1,33 @@
+"""torch.compile around a compressed cache: the model is compiled, attention over what the cache holds is not traced."""
+
+import pytest
+import torch
+from toy_models import generate, left_padded, random_model
+
+from calib.runtime import attention, compress
+
+
+@pytest.fixture
+def graphs():
+    """Those that torch.compile makes."""
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("kivi", {"residual": 32}), ("specache", {"k": 16, "residual": 32})], ids=str
+)
+def test_the_model_is_compiled_around_the_cache(method, options, graphs):
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    inputs, model = left_padded([40, 31]), random_model("llama", num_hidden_layers=1)
+    with compress(model, method, **options) as cache:
+        expected = generate(model, inputs, cache, max_new_tokens=3).sequences
+    model.forward = torch.compile(model.forward, backend=keep)
+    with compress(model, method, **options) as cache:
+        assert torch.equal(generate(model, inputs, cache, max_new_tokens=3).sequences, expected)
+    traced = [node for graph in graphs for node in graph.graph.nodes if attention.__file__ in (node.stack_trace or "")]
+    assert graphs and not traced
