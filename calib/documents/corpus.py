@@ -66,9 +66,7 @@ class TextSource:
 
         try:
             rows = datasets.load_dataset(self.name, self.config, split=self.split)
-        except (
-            Exception
-        ) as error:  # of many types; only its words tell a missing configuration or split from a missing network
+        except Exception as error:  # of many types: only its words tell a missing split from a missing network
             reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", REASON)
             raise RunError(
                 f"cannot get {self.label} ({reason}); check its name, config and split; "
