@@ -28,7 +28,7 @@ OPTIONS = {
 }
 
 # The same in a whole replayed step, however many layers there are.
-MOST_REPLAYED = {"kivi": 115, "rtn": 106, "zipcache": 68, "gear": 60, "mikv": 83, "h2o": 61}
+MOST_REPLAYED = {"kivi": 115, "rtn": 106, "zipcache": 68, "gear": 60, "mikv": 83, "h2o": 63}
 
 
 def own_calls(work) -> int:
