@@ -67,6 +67,15 @@ def run(argv: Sequence[str]) -> int:
 def read_prompt(asked: argparse.Namespace) -> tuple[str, str | None]:
     """The prompt as given, from its file, or a generated list of lines to remember; of the latter the answer, too."""
     if asked.prompt is not None:
+        try:
+            asked.prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that no text has
+            from calib.runtime.messages.printable import printable  # imports torch
+
+            raise UsageError(
+                f"--prompt {printable(asked.prompt)}: character {error.start} is not UTF-8; give UTF-8 text, "
+                "or a file of it as --prompt-file"
+            ) from error
         return str(asked.prompt), None
     if asked.prompt_file is not None:
         try:

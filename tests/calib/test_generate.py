@@ -96,6 +96,7 @@ def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
         (["--artifact", "nope"], "artifact 'nope' is no file"),
         (["--prompt-file", "nope"], "cannot read the prompt file 'nope'"),
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "caf\udce9"], "--prompt 'caf\\udce9': character 3 is not UTF-8"),
         (["--device", "nope"], "invalid value 'nope' for 'device' (such as cpu or cuda)"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--max-new-tokens", "x"], "invalid int value: 'x'"),
