@@ -24,10 +24,10 @@ def kept(layer: Any) -> list[Tensor]:
 def let_go(layer: Any) -> None:
     """Copies what the layer keeps out of a larger tensor, such as a whole prompt, which can then be freed."""
     for name in ("keys", "values") if getattr(layer, "keys", None) is not None else ():
-        kept = getattr(layer, name)
+        part = getattr(layer, name)
         # In a decode step transformers cuts off one token: not worth a copy.
-        if kept.untyped_storage().nbytes() > 1.02 * kept.numel() * kept.element_size():
-            setattr(layer, name, kept.clone())
+        if part.untyped_storage().nbytes() > 1.02 * part.numel() * part.element_size():
+            setattr(layer, name, part.clone())
 
 
 def move(layer: Any, device: torch.device) -> None:
