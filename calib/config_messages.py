@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
 LINE = 600  # characters of what a parser says
-# A class that was named and not built, among all else that its place may hold: its name, and why.
+# A class that was named but could not be built, within a message about all types that the option takes: its name, and why.
 CLASS = re.compile(r"Problem with given class_path '(?:[\w.]*\.)?(\w+)':\s*(.+?)\n\s*(?:- |Given )", re.DOTALL)
 
 

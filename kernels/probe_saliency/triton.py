@@ -162,7 +162,7 @@ def column_sums(
                 counted = counted & (apart <= farthest)
             total += tl.sum(tl.where(counted, tl.exp2(logits * factor - below[None, :]), 0.0), 1)
         for at in range(met_by_all, stop, STREAMED):
-            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))  # on its way while products are made
+            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))  # loads while the products are computed
             asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
             logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
             total += tl.sum(tl.exp2(logits * factor - below[None, :]), 1)
