@@ -87,8 +87,8 @@ def named(launch: Launch, taken: Iterable[str]) -> str:
 
 def group_seconds(group: Mapping[str, Any], kernel: Mapping[str, Any], device: Device) -> dict[str, float]:
     """Seconds of all launches of a kernel by each limit: bytes at the rate of a copy, what keeps schedulers busy where programs are
-    spread evenly, and what programs need alone times the rounds in which they follow each other."""
-    lanes = device.multiprocessors * SCHEDULERS * device.hertz
+    spread evenly over as many multiprocessors as there are programs, and what programs need alone times the rounds in which they
+    follow each other."""
     clocks: dict[str, float] = {}
     alone = 0.0
     for part, turns in group["turns"].items():
@@ -99,9 +99,10 @@ def group_seconds(group: Mapping[str, Any], kernel: Mapping[str, Any], device: D
     programs, room = sum(group["grids"]), device.multiprocessors * kernel["programs"]
     rounds = sum(-(-grid // room) for grid in group["grids"])
     pipe, most = max(clocks.items(), key=lambda item: item[1])
+    busy = sum(most * grid / programs / min(grid, device.multiprocessors) for grid in group["grids"])
     return {
         "bytes": group["bytes"] / device.copied(1.0),
-        pipe: most / lanes,
+        pipe: busy / SCHEDULERS / device.hertz,
         "waits": alone / programs * rounds / device.hertz,
     }
 

@@ -23,7 +23,7 @@ Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as it lies in a 
 ONCE, TURN, HEAD, EDGE, INSIDE = "once", "turn", "head", "edge", "inside"
 COUNT, COLLECT, DIGIT = "count", "collect", "digit"
 SCORED = ("row_normalisers", "column_sums")
-COPIED = "put"
+COPIED, CHOSEN = "put", "rows_of_probes"
 PROJECTED, SELECTED = "project", "largest"
 EXTREMES, MEASURED = "channel_extremes", "channel_numbers"
 # Of kernels with two loops that have no other inside: the shorter one, the longer one, and what is around them.
@@ -152,6 +152,9 @@ def elements_of(launch: Launch) -> int:
         return int(given["tokens"] * grid[0])
     if launch["kernel"] == MEASURED:
         return int(2 * (given["parts"] + given["asked"]) * prod(grid) * given["D"])
+    if launch["kernel"] == CHOSEN:  # programs of a head follow each other
+        heads = grid[0] // -(-given["probes"] // given["OWNED"])
+        return int(heads * given["probes"] * ((given["D"] if given["CHOSEN"] else 0) + given["SUMMED"]))
     return int(given["total"] * grid[1] * grid[2] * given["D"])
 
 
@@ -164,6 +167,10 @@ def bytes_of_launch(launch: Launch) -> int:
         return sum(
             size * (2 if name.startswith("TOKENS") else 1) for name, size in tensors.items() if "INTO" not in name
         )
+    if launch["kernel"] == CHOSEN:  # of what it reads as much as it writes
+        values = launch["values"]
+        written = (tensors["asked"] if values["CHOSEN"] else 0) + (tensors["normalisers"] if values["SUMMED"] else 0)
+        return 2 * written + tensors["positions"]
     given = {"X", "x", "x_1"} & tensors.keys()
     widths = {launch["types"][name] for name in given - {"x_1"}}
     # What is not asked for has another tensor in its stead.

@@ -27,7 +27,7 @@ def attention_mass(
         keys: `[rows, kv_heads, T, D]`.
         positions: int64 `[n]` on the host, rising: the position of each probe row among the keys.
         scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own position are seen.
-        behind: a row counts for the tokens that it is so many places behind (least and most); None: for all that it sees.
+        behind: a row counts for the tokens that it is so many positions behind (least and most); None: for all that it sees.
 
     Returns:
         float32 `[rows, kv_heads, T]`.

@@ -6,6 +6,7 @@ by one factor, inside the exponential.
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -60,6 +61,35 @@ def vectors(base, stride, start, stop, D: tl.constexpr, COUNT: tl.constexpr, WID
 def capped(products, cap, CAPPED: tl.constexpr):
     """tanh(x) of x = products * cap / (2 log2 e), or the products as they are."""
     return 1.0 - 2.0 / (tl.exp2(products * cap) + 1.0) if CAPPED else products
+
+
+@triton.jit(do_not_specialize=["probes", "sums_row", "sums_head"])
+def rows_of_probes(
+    query, positions, sums, asked, normalisers,
+    query_row, query_head, query_token, sums_row, sums_head, normalisers_head,
+    probes, heads, unit,
+    D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """The probes' rows as the passes read them; a program for a tile of probes of a head.
+
+    CHOSEN: `query` and `sums` have a row for every token; `asked [rows, heads, probes, D]` gets those of the probes.
+    SUMMED: `normalisers` get what `row_normalisers` would give, from `sums`, the logarithms of sums of exponentials.
+    """
+    tiles = tl.cdiv(probes, OWNED)
+    pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    own = tl.program_id(0) % tiles * OWNED + tl.arange(0, OWNED)
+    row, head, there = pair // heads, pair % heads, own < probes
+    source = tl.cast(own, tl.int64)
+    if CHOSEN:
+        source = tl.load(positions + own, mask=there, other=0).to(tl.int64)
+        channels = tl.arange(0, WIDTH)
+        inside = there[:, None] & (channels < D)[None, :]
+        pointers = query + row * query_row + head * query_head + source[:, None] * query_token + channels[None, :]
+        to = asked + (pair * probes + own[:, None]) * D + channels[None, :]
+        tl.store(to, tl.load(pointers, mask=inside), mask=inside)
+    if SUMMED:
+        summed = tl.load(sums + row * sums_row + head * sums_head + source, mask=there, other=float("inf"))
+        tl.store(normalisers + pair * normalisers_head + own, summed * unit)
 
 
 # Lengths, and where the spans begin behind the positions, differ from prompt to prompt: no kernel is compiled again for them.
@@ -185,9 +215,9 @@ def attention_mass(
     normalisers: Tensor | None = None,
 ) -> Tensor:
     """What `reference.attention_mass` gives, up to the rounding of float32."""
-    (rows, kv_heads, tokens, channels), (heads, probes) = keys.shape, query.shape[1:3]
+    (rows, kv_heads, tokens, channels), heads, probes = keys.shape, query.shape[1], len(positions)
     mass = torch.empty(rows, kv_heads, tokens, dtype=torch.float32, device=keys.device)
-    if not mass.numel() or not query.numel():
+    if not (probes and mass.numel() and query.numel()):
         return mass.zero_()
     query, keys = (part if part.stride(3) == 1 else part.contiguous() for part in (query, keys))
     # How many tokens behind a token a probe lies that counts for it.
@@ -196,31 +226,48 @@ def attention_mass(
         nearest, farthest = max(nearest, behind[0]), min(farthest, behind[1])
     tiles = tiles_of(channels, keys.dtype, capability_of(keys.device))
     askers, owners = triton.cdiv(probes, tiles.owned), triton.cdiv(tokens, tiles.owned)
-    whole = (rows, heads, askers * tiles.owned)
+    of_rows = torch.empty(rows, heads, askers * tiles.owned, dtype=torch.float32, device=keys.device)
     numbers = _uploaded(positions, torch.arange(owners + 1) * tiles.owned, nearest, farthest, keys.device)
     factor, cap = scale * LOG2_E, 0.0
     if softcap is not None:
         factor, cap = softcap * LOG2_E, 2 * LOG2_E * scale / softcap
-    strides, group = (*query.stride()[:3], *keys.stride()[:3]), heads // kv_heads
+    group = heads // kv_heads
     known = _constants(channels, keys.dtype, tiles) | {"CAPPED": softcap is not None}
     known |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with torch.cuda.device_of(keys):
+        query = _of_probes(query, numbers, normalisers, of_rows, probes, tiles)
+        strides = (*query.stride()[:3], *keys.stride()[:3])
         if normalisers is None:
-            of_rows = torch.empty(whole, dtype=torch.float32, device=keys.device)
             launch(
                 row_normalisers, (askers * rows * heads,),
                 query, keys, numbers, of_rows, *strides,
                 probes, tokens, heads, group, sliding or 0, factor, cap, SLIDING=sliding is not None, **known,
             )  # fmt: skip
-        else:
-            of_rows = torch.full(whole, torch.inf, dtype=torch.float32, device=keys.device)
-            torch.mul(normalisers, LOG2_E, out=of_rows[..., :probes])
         launch(
             column_sums, (owners * rows * kv_heads,),
             query, keys, numbers, numbers[probes:], of_rows, mass, *strides, of_rows.stride(1),
             probes, tokens, kv_heads, group, nearest, farthest, factor, cap, LIMITED=farthest < tokens, **known,
         )  # fmt: skip
     return mass
+
+
+def _of_probes(
+    query: Tensor, positions: Tensor, sums: Tensor | None, normalisers: Tensor, probes: int, tiles: Tiles
+) -> Tensor:
+    """The probes' rows of `query`, which has them alone or a row for every token; `normalisers` are written where `sums` of the
+    same rows are known."""
+    (rows, heads, _, channels), chosen = query.shape, query.shape[2] != probes
+    if not chosen and sums is None:
+        return query
+    asked = torch.empty(rows, heads, probes, channels, dtype=query.dtype, device=query.device) if chosen else query
+    known = normalisers if sums is None else sums if sums.stride(2) == 1 else sums.contiguous()
+    launch(
+        rows_of_probes, (normalisers.shape[2] // tiles.owned * rows * heads,),
+        query, positions, known, asked, normalisers, *query.stride()[:3], *known.stride()[:2], normalisers.stride(1),
+        probes, heads, LOG2_E, D=channels, WIDTH=_width(channels), OWNED=tiles.owned, CHOSEN=chosen,
+        SUMMED=sums is not None, num_warps=tiles.warps,
+    )  # fmt: skip
+    return asked
 
 
 def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, device: torch.device) -> Tensor:
@@ -233,7 +280,7 @@ def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, dev
 def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:
     return {
         "D": channels,
-        "WIDTH": max(16, triton.next_power_of_2(channels)),
+        "WIDTH": _width(channels),
         "OWNED": tiles.owned,
         "STREAMED": tiles.streamed,
         "PRECISION": "ieee" if dtype == torch.float32 else None,
@@ -241,24 +288,43 @@ def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, obj
     }
 
 
+def _width(channels: int) -> int:
+    return max(16, triton.next_power_of_2(channels))
+
+
 def _specialisation(
-    kernel: object, channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER, **constants: object
+    kernel: Any, channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER, **constants: object
 ) -> Specialisation:
     """As the launch calls it for vectors that begin at multiples of 16 numbers."""
     name, tiles = (
         {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
         tiles_of(channels, dtype, capability),
     )
-    types = dict.fromkeys(("query", "keys"), f"*{name}") | dict.fromkeys(("normalisers", "mass"), "*fp32")
-    types |= dict.fromkeys(("positions", "spans"), "*i32") | dict.fromkeys(("factor", "cap"), "fp32")
-    counts = ("probes", "tokens", "heads", "kv_heads", "group", "sliding", "nearest", "farthest")
+    types = dict.fromkeys(("query", "keys", "asked"), f"*{name}") | dict.fromkeys(
+        ("sums", "normalisers", "mass"), "*fp32"
+    )
+    types |= dict.fromkeys(("positions", "spans"), "*i32") | dict.fromkeys(("factor", "cap", "unit"), "fp32")
+    counts = (
+        "probes",
+        "tokens",
+        "heads",
+        "kv_heads",
+        "group",
+        "sliding",
+        "nearest",
+        "farthest",
+        "sums_row",
+        "sums_head",
+    )
     strides = ("query_row", "query_head", "query_token", "key_row", "key_head", "key_token", "normalisers_head")
     types |= dict.fromkeys(counts, "i32") | dict.fromkeys(strides, "i32:16")
     known = _constants(channels, dtype, tiles) | {"CAPPED": False, "WIDE": False} | constants
+    known = {own: known[own] for own in kernel.arg_names if own in known}
     return Specialisation(kernel, types, known, tiles.warps, tiles.stages)
 
 
 SPECIALISATIONS = {
+    "chosen rows, fp16, 128": _specialisation(rows_of_probes, 128, torch.float16, CHOSEN=True, SUMMED=True),
     "rows, fp16, 128": _specialisation(row_normalisers, 128, torch.float16, SLIDING=False),
     "columns, fp16, 128": _specialisation(column_sums, 128, torch.float16, LIMITED=False),
     "rows, fp16, 128, before Hopper": _specialisation(row_normalisers, 128, torch.float16, AMPERE, SLIDING=False),

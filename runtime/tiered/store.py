@@ -10,7 +10,6 @@ from torch import Tensor
 from calib.kernels.magnitude import largest_magnitude
 from calib.kernels.probe_saliency.operation import attention_mass
 from calib.kernels.to_half import HALF_MAX
-from calib.kernels.upload import upload
 from calib.runtime.attend.attend import attend, attend_observed
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.prompt_attention import is_prompt, prompt, prompt_normalised
@@ -204,9 +203,6 @@ class TieredStore(ABC):
         float32 `[kv_heads, T]`."""
         logits, (query, keys, _) = request.logits, request.given.of_rows(range(i, i + 1))
         normalisers = None if request.normalisers is None else request.normalisers[i : i + 1]
-        if len(probes) < keys.shape[2]:
-            chosen = upload(probes, torch.int64, query.device)
-            query, normalisers = query[:, :, chosen], None if normalisers is None else normalisers[:, :, chosen]
         behind = None if within is None else (0, within - 1)
         return attention_mass(query, keys, probes, logits.scale, logits.softcap, logits.sliding, behind, normalisers)[0]
 

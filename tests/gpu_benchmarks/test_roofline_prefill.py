@@ -112,6 +112,8 @@ def test_launches_of_a_kernel_by_hand():
     assert found["special"] == pytest.approx(2 * (80 * 8 + 400 * 80) / (40 * 1e9))
     assert "issue" not in found, "the pipe that has most to do is named alone"
     assert found["waits"] == pytest.approx((80 * 600 + 400 * 100) / 80 * 5 / 1e9)
+    few = group_seconds(group | {"grids": [4]}, {"parts": parts, "warps": 2, "programs": 2}, SMALL)
+    assert few["special"] == pytest.approx(found["special"] * 10 / 4), "6 of 10 multiprocessors have nothing to do"
 
 
 def test_a_method_by_hand():
@@ -294,3 +296,13 @@ def test_bytes_of_a_launch_are_those_of_the_tokens_that_it_encodes(monkeypatch):
         )
         table = 2 * (2 * 128 * 4 + (2 * 128 + 4) * given["FIELDS"] * given["W"]) + 3 * 4
         assert bytes_of_launch(launch) == width * 2 * coded * 128 + 2 * coded * given["row_words"] + table
+
+
+def test_bytes_of_probes_are_those_of_the_rows_that_are_chosen(monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    (launch,) = [vars(one) for one in prefill_of("zipcache", {}, HEADS, 300).ours if one.kernel == "rows_of_probes"]
+    probes, owned = launch["values"]["probes"], launch["values"]["OWNED"]
+    assert 0 < probes == len(launch["probes"]) <= owned
+    assert elements_of(launch) == HEADS.heads * probes * (128 + 1)
+    read = 2 * HEADS.heads * (probes * 128 * 2 + owned * 4)  # and written
+    assert bytes_of_launch(launch) == read + launch["tensors"]["positions"]

@@ -41,6 +41,14 @@ for tokens, probes in ((1, 1), (16, 16), (137, 35), (512, 48), (1000, 1), (1001,
     attention_mass(query, keys, torch.arange(tokens - probes, tokens), 0.1, *options)
 """
 
+CHOSEN = """
+from calib.kernels.probe_saliency.triton import attention_mass
+
+for tokens, probes in ((16, 15), (137, 35), (512, 48), (1000, 1), (1001, 100), (1003, 102), (4096, 409)):
+    keys, query = torch.zeros(1, 2, tokens, 80).half(), torch.zeros(1, 4, tokens, 80).half()
+    attention_mass(query, keys, torch.arange(tokens - probes, tokens), 0.1, normalisers=torch.zeros(1, 4, tokens))
+"""
+
 ENCODED = """
 from calib.kernels.quantise.prologue import Prologue
 from calib.kernels.quantise.triton import encode_fixed, encode_uniform
@@ -78,6 +86,11 @@ def test_probe_saliency_is_compiled_once_for_all_lengths(options):
     """But for `behind`, of which a prompt that is shorter than it has none."""
     found = variants(f"options = {options}\n{MASS}")
     assert found == {"row_normalisers": 1, "column_sums": 1 if options == "()" else 2}
+
+
+@pytest.mark.full
+def test_probes_are_chosen_by_one_program_for_all_lengths():
+    assert variants(CHOSEN) == {"rows_of_probes": 1, "column_sums": 1}
 
 
 @pytest.mark.full

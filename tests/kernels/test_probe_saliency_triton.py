@@ -106,6 +106,32 @@ def test_rows_whose_sums_are_known(softcap, sliding, behind, dtype, monkeypatch)
     assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
 
 
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("width", "probes"), [(32, 1), (80, 130), (128, 299)])
+def test_rows_are_chosen_from_those_of_all_keys(width, probes, dtype, summed, monkeypatch):
+    """By a kernel, to the same bits as where the caller chooses them."""
+    _, keys, positions = drawn(2, 4, 2, 300, width, probes, dtype)
+    query = amid_nan(2, 4, 300, width, seed=3, dtype=dtype)
+    sums = amid_nan(2, 4, 300, 1, seed=4, dtype=torch.float32)[..., 0] if summed else None
+    if summed:
+        monkeypatch.setattr(triton, "row_normalisers", None)
+    own = None if sums is None else sums[:, :, positions]
+    expected = triton.attention_mass(query[:, :, positions], keys, positions, 0.5, normalisers=own)
+    assert torch.equal(triton.attention_mass(query, keys, positions, 0.5, normalisers=sums), expected)
+    assert expected.isfinite().all() and expected.any()
+
+
+@pytest.mark.parametrize("forced", ["triton", "reference"])
+def test_the_operation_takes_rows_of_all_keys(forced, monkeypatch):
+    monkeypatch.setenv("CALIB_KERNELS", forced)
+    _, keys, positions = drawn(1, 2, 1, 50, 32, 9, torch.float16)
+    query = amid_nan(1, 2, 50, 32, seed=3, dtype=torch.float16)
+    found = operation.attention_mass(query, keys, positions, 0.5)
+    expected = reference.attention_mass(query[:, :, positions], keys, positions, 0.5)
+    assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
+
+
 def test_probes_without_a_query_for_many_tiles():
     query, keys, _ = drawn(1, 1, 1, 500, 32, 4, torch.float16)
     for positions in ([0, 1, 2, 3], [0, 0, 499, 499], [127, 128, 129, 440], [130, 131, 300, 301]):

@@ -36,9 +36,9 @@ def rows_scored(monkeypatch, model, method: str, tokens: int, **options) -> int:
     """Query rows that are scored in a prompt, over all layers."""
     counts = []
 
-    def counting(query, *rest):
-        counts.append(query.shape[2])
-        return operation.attention_mass(query, *rest)
+    def counting(query, keys, positions, *rest):
+        counts.append(len(positions))
+        return operation.attention_mass(query, keys, positions, *rest)
 
     monkeypatch.setattr(store, "attention_mass", counting)
     with compress(model, method, **options) as cache, torch.no_grad():

@@ -24,6 +24,7 @@ WRITTEN = {
     "_attend": ("top", "mass", "mixed"),
     "token_groups": ("words", "parameters", "words_1", "parameters_1"),
     "by_planes": ("words", "parameters"),
+    "rows_of_probes": ("asked", "normalisers"),
     "row_normalisers": ("normalisers",),
     "column_sums": ("mass",),
     "sum_rows": tuple(f"MASS_{i}" for i in range(4)),
