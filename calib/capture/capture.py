@@ -56,7 +56,7 @@ class _Batch:
         self.before_rope: Tensor | None = None
 
     def project(self, module: nn.Module, _: object, output: Tensor) -> None:
-        """Forward hook of a layer's `k_norm`, or `k_proj` where there is none: its output becomes the attention's key."""
+        """Forward hook of the `source_of_keys` of a layer: its output becomes the attention's key."""
         self.before_rope = output
 
     def receive(
@@ -121,6 +121,14 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
             yield module
 
 
+def source_of_keys(module: nn.Module) -> nn.Module | None:
+    """The module whose output RoPE turns into the layer's keys; None where projections are fused, or keys normed behind RoPE."""
+    if hasattr(module, "key_layernorm"):  # HunYuan
+        return None
+    sources = (getattr(module, name, None) for name in ("k_norm", "k_layernorm", "k_proj"))
+    return next((source for source in sources if source is not None), None)
+
+
 @contextmanager
 def capturing(model: PreTrainedModel, mask: Tensor, positions: Tensor, index: Tensor, sink: Sink) -> Iterator[None]:
     """Switches the model's attention to ours, for one forward pass over these tokens, and back whatever happens."""
@@ -142,8 +150,7 @@ def capturing(model: PreTrainedModel, mask: Tensor, positions: Tensor, index: Te
     try:
         for module in modules:
             module._calib_receive = partial(batch.receive, module)
-            source = getattr(module, "k_norm", None) or getattr(module, "k_proj", None)
-            if source is not None:
+            if (source := source_of_keys(module)) is not None:
                 handles.append(source.register_forward_hook(batch.project))
         for config in configs:
             config._attn_implementation_internal = NAME

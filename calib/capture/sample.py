@@ -19,7 +19,7 @@ class LayerSample:
         queries: `[batch, query_heads, tokens, head_dim]`, after RoPE.
         keys: `[batch, kv_heads, tokens, head_dim]`, after RoPE: what a cache stores.
         keys_before_rope: the same shape, before RoPE (after the key norm where there is one); None where the model
-            has no key projection of its own (fused projections).
+            has no key projection of its own (fused projections) or norms keys behind RoPE.
         values: `[batch, kv_heads, tokens, head_dim]`.
         mask: bool `[batch, tokens]`, True for real tokens; padding enters no statistic.
         positions: int64 `[batch, tokens]`, the positions RoPE used.

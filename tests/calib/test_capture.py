@@ -5,18 +5,22 @@ import weakref
 
 import pytest
 import torch
-from toy_language_model import CONFIGS, toy_model
-from transformers import DynamicCache
+from toy_language_model import CONFIGS, SIZES, toy_model
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from calib.capture.attention import NAME
 from calib.capture.capture import attention_modules, stream
+from calib.capture.reservoir import priorities
 from calib.capture.sample import SINKS
 from calib.errors import RunError
+from calib.fit.calibration import model_shape
 from calib.runtime.attention import exact_attention
 from calib.runtime.logits import Logits
-from calib.statistics.transformed_streams import coded
+from calib.runtime.rotation import Rotation
+from calib.statistics.transformed_streams import coded, unrotated
+from calib.statistics.vector_samples import VectorSamples
 
 TOKENS = 40
 
@@ -69,6 +73,38 @@ def test_keys_before_rope_become_keys_by_the_models_own_rotation(kind):
         cos, sin = rotary(sample.keys, sample.positions, *kinds)
         _, rotated = apply_rotary_pos_emb(sample.queries, sample.keys_before_rope, cos, sin)
         torch.testing.assert_close(rotated, sample.keys, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("lfm2", {"layer_types": ["full_attention"] * 3}),
+        ("stablelm", {"qk_layernorm": True, "hidden_size": 128}),
+        ("hunyuan_v1_dense", {}),
+    ],
+)
+def test_vectors_of_dictionaries_are_the_keys_of_a_cache_whatever_a_model_calls_its_key_norm(model_type, settings):
+    """HunYuan norms keys behind RoPE: what a cache unrotates there is no module's output."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | settings)).eval()
+    for name, parameter in model.named_parameters():
+        if "layernorm.weight" in name or "layernorm.norms" in name:
+            parameter.data.uniform_(0.5, 2)
+    rotation, kept = (
+        Rotation.of(model, ""),
+        VectorSamples(model_shape(model), 0, 10_000, torch.float32, lambda: rotation),
+    )
+    order = priorities(0, torch.arange(2 * 2 * TOKENS)).argsort()
+    expected = {}
+
+    def sink(sample):
+        kept.observe(sample)
+        expected[sample.layer] = unrotated(sample.keys, sample.positions, rotation).transpose(1, 2).flatten(0, 2)[order]
+
+    stream(model, *batch(), sink)
+    assert len(expected) == 3
+    for layer, keys in expected.items():
+        torch.testing.assert_close(kept.vectors(layer)["keys"], keys, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
