@@ -18,7 +18,7 @@ from calib.kernels.upload import upload
 from calib.runtime.messages.printable import printable
 
 # In these layers that do not slide have no RoPE; SmolLM3's modules say it themselves (`use_rope`).
-ROTATED_WHERE_SLIDING = frozenset({"afmoe", "exaone4", "exaone_moe", "flint", "kolibri1"})
+ROTATED_WHERE_SLIDING = frozenset({"afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ def _not_rotated(model: nn.Module) -> list[int]:
     config = config.get_text_config(decoder=True)
     slides = config.model_type in ROTATED_WHERE_SLIDING and getattr(config, "sliding_window", None) is not None
     kinds: list[str] = config.layer_types if slides else []
-    plain = {layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"}
+    plain = {layer for layer, kind in enumerate(kinds) if kind == "full_attention"}
     modules: Iterator[Any] = model.modules()
     return sorted(plain | {part.layer_idx for part in modules if getattr(part, "use_rope", None) in (0, False)})
 
