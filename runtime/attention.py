@@ -114,13 +114,14 @@ def padding_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """The 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding."""
-    if mask_function is not causal_mask_function and not _is_sliding(
-        mask_function, getattr(config, "sliding_window", None)
+    held = q_offset + q_length
+    if mask_function is not causal_mask_function and not _is_known(
+        mask_function, getattr(config, "sliding_window", None), batch_size, held
     ):
         raise ValueError(
-            "this model's attention is neither causal nor a sliding window, and a compressed cache knows no other pattern"
+            "this model's attention is neither causal nor a sliding window here (tokens of an image or a prefix see later "
+            "ones), and a compressed cache knows no other pattern; release it and run this prompt with the cache of transformers"
         )
-    held = q_offset + q_length
     if kv_offset + kv_length > held:  # attention takes the newest key to be the newest query's
         raise ValueError(
             f"a static cache hands over {kv_length} keys, of which {held} are there, and attention while a compressed cache is "
@@ -129,27 +130,34 @@ def padding_mask(
     return None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
 
 
-def _is_sliding(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Whether the function is causal attention over the last `window` tokens."""
-    if window is None:
-        return False
+def _is_known(mask_function: Callable[..., Any], window: int | None, rows: int, held: int) -> bool:
+    """Whether the function is causal attention over the last `window` tokens; what differs from text to text, such as where images
+    lie, may also be nothing but causal in this one of `held` tokens."""
     # Every forward makes its function anew. One that is made alike is not asked again: a recorded step asks nothing.
     made = tuple(_parts(mask_function))
+    device = next((part.device for part in made if isinstance(part, Tensor)), None)
+    if device is not None:
+        return any(_shows_the_last(mask_function, last, rows, held, device) for last in {held, window or held})
+    if window is None:
+        return False
     if not all(isinstance(part, CodeType | int) for part in made):
-        return _shows_the_last(mask_function, window)
+        return _shows_the_last(mask_function, window, 1, window + 10)
     if (made, window) not in _known:
-        _known[made, window] = _shows_the_last(mask_function, window)
+        _known[made, window] = _shows_the_last(mask_function, window, 1, window + 10)
     return _known[made, window]
 
 
-def _shows_the_last(mask_function: Callable[..., Any], window: int) -> bool:
-    """The function's answers at the positions where patterns differ."""
-    query, zero = torch.tensor(window + 8), torch.tensor(0)
-    asked = (8, 9, window + 8, window + 9)
-    return all(
-        bool(mask_function(zero, zero, query, torch.tensor(position))) is (8 < position <= window + 8)
-        for position in asked
-    )
+def _shows_the_last(
+    mask_function: Callable[..., Any], window: int, rows: int, held: int, device: torch.device | None = None
+) -> bool:
+    """The function's answers for each of `held` tokens, at the positions where patterns differ."""
+    row, query = torch.arange(rows, device=device)[:, None], torch.arange(held, device=device)
+    for offset in (-window, 1 - window, 0, 1):
+        key = (query + offset).clamp(0, held - 1)
+        expected = (key > query - window) & (key <= query)
+        if not bool((mask_function(row, torch.zeros_like(row), query, key) == expected).all()):
+            return False
+    return True
 
 
 def _parts(part: Any) -> Iterator[Any]:

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy_models import random_model
-from transformers import StaticCache
+from toy_models import COMMON, HEADS_4_2_32, generate, left_padded, random_model
+from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, StaticCache
 from transformers.masking_utils import (
     and_masks,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    or_masks,
     packed_sequence_mask_function,
     sliding_window_causal_mask_function,
 )
@@ -57,6 +59,43 @@ def test_others_are_refused(other):
     for _ in range(2):
         with pytest.raises(ValueError, match="neither causal nor a sliding window"):
             asked(other())
+
+
+@pytest.mark.parametrize("pattern", [causal_mask_function, sliding_window_causal_mask_function(WINDOW)])
+@pytest.mark.parametrize("columns", [[], [17], [1, 2], [20, 21, 22]], ids=str)
+def test_tokens_of_an_image_are_known_where_none_sees_a_later_one(pattern, columns):
+    """Models that may see images say of every text which columns are of one; two texts, the second without."""
+    images = torch.full((2, 40), -1)
+    images[0, columns] = 0
+
+    def mask():
+        function = or_masks(pattern, blockwise_overlay(images))
+        return padding_mask(2, 30, 40, 10, mask_function=function, config=CONFIG)
+
+    if len(columns) < 2:
+        assert mask() is None
+        return
+    with pytest.raises(ValueError, match="tokens of an image or a prefix see later ones") as error:
+        mask()
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_sees_images_answers_a_text_as_without_the_cache():
+    """Its processor says of the text, too, that no token is of an image."""
+    text = {**COMMON, **HEADS_4_2_32, "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sight |= {"image_size": 28, "patch_size": 14}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=sight)).eval()
+    inputs = left_padded([50, 31])
+    kinds = torch.zeros_like(inputs["input_ids"])
+    expected = generate(model, inputs, DynamicCache(config=model.config.get_text_config()), token_type_ids=kinds)
+    with compress(model, "full") as cache:
+        found = generate(model, inputs, cache, token_type_ids=kinds)
+        cache.reset()
+        kinds[:, 20:24] = 1
+        with pytest.raises(ValueError, match="neither causal nor a sliding window"):
+            generate(model, inputs, cache, token_type_ids=kinds)
+    assert torch.equal(found.sequences, expected.sequences)
 
 
 def test_a_model_without_a_window_has_no_such_pattern():
