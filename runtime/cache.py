@@ -121,6 +121,23 @@ class CompressedCache(Cache):
         layer_beside.let_go(layer)
         return states
 
+    @property
+    def _is_user_defined(self) -> bool:
+        """For transformers: the cache outlives `generate`, which says so before its first forward.
+
+        Past recording of an earlier `generate` ends there: transformers turns it on for drafts and never off, and the next prompt
+        would wait as a draft, whole, and layers beside would keep every token from then on.
+        """
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, _: bool) -> None:
+        if self.sequences.recording:
+            self.crop(0)
+            for layer in self.layers:
+                if layer.is_croppable:
+                    layer.record_past = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Confirms the last forward without its newest `-tokens_to_remove` columns (0: all of it).
 

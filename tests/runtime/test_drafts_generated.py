@@ -9,7 +9,7 @@ from cases import BY_NAME, CASES
 from in_turn import in_turn
 from layer_walk import Tokens, decoded, differing, forwards, stored
 from release_limits import NO_SLIDING_DRAFTS, drafts_may_slide
-from toy_models import left_padded, random_model
+from toy_models import SLIDING, left_padded, random_model
 from transformers import DynamicCache
 
 from calib.runtime import compress
@@ -133,3 +133,32 @@ def test_plain_generation_goes_on_after_drafts(model):
     for before, after in zip(held, now, strict=True):
         for old, new in zip(before[0][:2], after[0][:2], strict=True):
             assert torch.equal(new[:, :packed], old[:, :packed])
+
+
+def test_the_next_generation_holds_no_drafts(model):
+    """Past recording, which transformers turns on for drafts, is over: a prompt is stored at once, and a cache speculates again."""
+    text, columns = left_padded([40])["input_ids"].repeat(1, 4), []
+    with compress(model, "specache", k=16, residual=32) as cache:
+        found = model.generate(
+            text, past_key_values=cache, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=4
+        )
+        counting = model.register_forward_pre_hook(
+            lambda _, __, named: columns.append((named["input_ids"].shape[1], cache.sequences.unconfirmed)),
+            with_kwargs=True,
+        )
+        turn = torch.cat([found, text[:, :50]], 1)
+        model.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        counting.remove()
+        assert cache.sequences.lengths == [turn.shape[1] + 3]
+    assert columns == [(51, 0), (1, 0), (2, 0), (2, 0), (2, 0)]  # the first guess is made from the true token alone
+
+
+@pytest.mark.skipif(not drafts_may_slide(), reason=NO_SLIDING_DRAFTS)
+def test_layers_beside_keep_their_window_alone_after_drafts():
+    model, text = random_model("qwen3-mixed"), left_padded([40])["input_ids"].repeat(1, 4)
+    with compress(model, "full") as cache:
+        for drafts in (4, None):
+            options = {"prompt_lookup_num_tokens": drafts} if drafts else {}
+            text = model.generate(text, past_key_values=cache, max_new_tokens=30, do_sample=False, **options)
+        assert cache.layers[1].keys.shape[2] == SLIDING - 1
+    assert torch.equal(text, model.generate(text[:, :160], max_new_tokens=60, do_sample=False))
