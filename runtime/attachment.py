@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -139,11 +139,20 @@ def _give_back(model: PreTrainedModel) -> None:
 
 
 def _check_used(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
-    """Without its use, generate() gives a cache the whole text at every step, and all of it would be stored again."""
-    if named.get("use_cache") is False:
-        layers = getattr(cache_in(named), "layers", ())
-        if any(isinstance(layer, CompressedLayer) for layer in layers):
-            raise ValueError("use_cache=False with a compressed cache: pass use_cache=True, or leave out the cache")
+    """What generate() does to a cache that it is not to use: it gives the whole text at every step, and all of it would be stored
+    again. And of a text shorter than what the cache holds it gives no token at all."""
+    unused, tokens = named.get("use_cache") is False, named.get("input_ids")
+    if not (unused or (isinstance(tokens, Tensor) and not tokens.shape[-1])):
+        return
+    cache = cache_in(named)
+    if not any(isinstance(layer, CompressedLayer) for layer in getattr(cache, "layers", ())):
+        return
+    if unused:
+        raise ValueError("use_cache=False with a compressed cache: pass use_cache=True, or leave out the cache")
+    raise ValueError(
+        f"the cache holds {cache.get_seq_length()} columns, and the text has no more: no token is new; give the whole "
+        "conversation with its new turn, or call cache.reset() before another text"
+    )
 
 
 def _tell(told: "weakref.ref[SequenceState]", embedding: nn.Module, given: tuple[Any, ...]) -> None:

@@ -395,6 +395,24 @@ def test_a_cache_that_is_not_to_be_used(model, cache):
     assert used_rightly(model, cache)
 
 
+@pytest.mark.parametrize("length", [3, 10])
+def test_a_shorter_text_on_a_cache_that_holds_another(length):
+    """Such as the second call of a pipeline: of the new text nothing would be left behind what the cache holds."""
+    model = random_model("llama")
+    with compress(model, "kivi") as cache:
+        model.generate(torch.arange(2, 22)[None], past_key_values=cache, max_new_tokens=3)
+        with pytest.raises(
+            ValueError, match=r"the cache holds 22 columns, and the text has no more: .* cache\.reset\(\)"
+        ) as error:
+            model.generate(torch.arange(2, 2 + length)[None], past_key_values=cache, max_new_tokens=3)
+        assert "\n" not in str(error.value) and cache.get_seq_length() == 22
+        cache.reset()
+        assert model.generate(torch.arange(2, 2 + length)[None], past_key_values=cache, max_new_tokens=3).shape == (
+            1,
+            length + 3,
+        )
+
+
 def test_a_4d_mask(model, cache):
     mask = torch.zeros(1, 1, 9, 9)
     with pytest.raises(ValueError, match=r"4-D attention mask.*2-D padding mask") as error:
