@@ -1,5 +1,6 @@
 """Which models no compressed cache serves, by what their configuration and modules say: told before anything runs."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,7 +12,8 @@ CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
 def why_unserved(model: PreTrainedModel) -> str | None:
     """The reason in a line, with the remedy; None for a model that can be served."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder or any(getattr(config, key, None) for key in CROSS_ATTENTION):
+    named = any(getattr(config, key, None) for key in CROSS_ATTENTION)
+    if model.config.is_encoder_decoder or named or _has(model.get_decoder().named_modules(), "encoder_attn"):
         return (
             f"{name} attends to another sequence (an encoder, cross-attention); only the cache of a decoder "
             "that attends to itself alone can be compressed"
@@ -36,7 +38,7 @@ def why_unserved(model: PreTrainedModel) -> str | None:
             f"{name} attends in chunks (attention_chunk_size={getattr(config, 'attention_chunk_size', None)}), and a "
             "compressed cache knows only causal attention and sliding windows; run this model with the cache of transformers"
         )
-    if _has_sinks(model.get_decoder()):
+    if _has(model.get_decoder().named_parameters(), "sinks"):
         return (
             f"{name} has attention sinks as parameters, which attention over packed rows does not know; "
             "run this model with the cache of transformers"
@@ -44,6 +46,6 @@ def why_unserved(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _has_sinks(decoder: Any) -> bool:
-    """Whether its attention modules have a parameter by the name that every model of transformers gives it."""
-    return any(parameter.rpartition(".")[2] == "sinks" for parameter, _ in decoder.named_parameters())
+def _has(parts: Iterable[tuple[str, Any]], name: str) -> bool:
+    """Whether one of these modules or parameters has the name that every model of transformers gives it."""
+    return any(part.rpartition(".")[2] == name for part, _ in parts)

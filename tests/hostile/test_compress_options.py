@@ -28,6 +28,8 @@ from transformers import (
     MambaForCausalLM,
     MiniCPM3Config,
     MiniCPM3ForCausalLM,
+    WhisperConfig,
+    WhisperForCausalLM,
     xLSTMConfig,
     xLSTMForCausalLM,
 )
@@ -232,6 +234,15 @@ def test_a_model_with_an_encoder():
         ValueError, match=r"BartForConditionalGeneration attends to another sequence.*itself alone"
     ) as error:
         compress(model, method="kivi")
+    message(error)
+
+
+def test_a_decoder_without_its_encoder():
+    """WhisperForCausalLM: its configuration speaks of no encoder, and its layers ask for one's output."""
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = WhisperForCausalLM(WhisperConfig(vocab_size=60, d_model=16, pad_token_id=0, **sizes))
+    with pytest.raises(ValueError, match=r"WhisperForCausalLM attends to another sequence.*itself alone") as error:
+        compress(model, method="full")
     message(error)
 
 
