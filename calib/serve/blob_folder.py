@@ -5,6 +5,7 @@ one codec never meets another's files. They lie in subfolders by the name's firs
 written whole or not at all (`runtime/files/atomic_file.py`); nothing bounds the folder's size.
 """
 
+import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from calib.runtime.files.atomic_file import write_atomically
+from calib.runtime.files.atomic_file import remove_abandoned, write_atomically
 from calib.serve.refusals import Refusals
 
 SUFFIX = ".klt"
@@ -29,6 +30,9 @@ class BlobFolder:
 
     def __init__(self, folder: str, identity: str, refusals: Refusals) -> None:
         self._folder, self._identity, self._refusals = Path(folder), identity, refusals
+        self._swept = set[
+            Path
+        ]()  # subfolders from which went what killed writers left: the same key may never come again
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -37,8 +41,13 @@ class BlobFolder:
             ) from error
 
     def has(self, key: str) -> bool:
-        """Whether the blob's file is there; whether it can be used is seen when it is read."""
-        return os.path.exists(self._path(key))  # not `Path.exists`, which raises where a folder may not be searched
+        """Whether the blob's file is there, and may be read, else that is said; whether it can be used is seen when it is read."""
+        path = self._path(key)
+        if os.access(path, os.R_OK):
+            return True
+        if os.path.exists(path):  # not `Path.exists`, which raises where a folder may not be searched
+            self._cannot_be_read(os.strerror(errno.EACCES))
+        return False
 
     def read(self, key: str) -> bytes | None:
         """The blob, or None where it is not there, or cannot be read, which is said."""
@@ -47,18 +56,19 @@ class BlobFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._refusals.tell(
-                ValueError(
-                    f"a file of folder {self._folder} cannot be read ({error.strerror}), expected permission to read; remove it, "
-                    "or give another folder"
-                )
-            )
+            self._cannot_be_read(str(error.strerror))
             return None
 
     def write(self, key: str, blob: Tensor) -> bool:
         """Stores a blob, uint8 `[bytes]` in host memory; whether it could be."""
+        path = self._path(key)
+        if path.parent not in self._swept:
+            remove_abandoned(path.parent)
+            self._swept.add(path.parent)
+        if not os.access(path, os.R_OK):  # its permissions would be those of the new file
+            self.remove(key)
         try:
-            write_atomically(self._path(key), blob.numpy().tobytes())
+            write_atomically(path, blob.numpy().tobytes())
         except OSError as error:
             self._refusals.tell(
                 ValueError(
@@ -78,6 +88,14 @@ class BlobFolder:
         """Removes all blobs of the folder, other engines' as well."""
         for path in self._folder.glob(f"*/*{SUFFIX}"):
             path.unlink(missing_ok=True)
+
+    def _cannot_be_read(self, why: str) -> None:
+        self._refusals.tell(
+            ValueError(
+                f"a file of folder {self._folder} cannot be read ({why}), expected permission to read; remove it, or give another "
+                "folder"
+            )
+        )
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(f"{self._identity} {key}".encode()).hexdigest()

@@ -1,5 +1,6 @@
 """What is refused is said in an engine's log, once for each reason: stores ask for thousands of chunks."""
 
+import re
 import threading
 from logging import Logger
 
@@ -18,9 +19,10 @@ class Refusals:
         self._lock = threading.Lock()
 
     def tell(self, error: Exception) -> None:
-        """Warns of `error`, unless one like it was told before."""
+        """Warns of `error`, unless one that differs in numbers alone was told before."""
+        reason = re.sub(r"\w*\d\w*", "0", str(error))
         with self._lock:
-            if str(error) in self._told:
+            if reason in self._told:
                 return
-            self._told.add(str(error))
+            self._told.add(reason)
         self._logger.warning("%s: %s", self._what, error)

@@ -71,6 +71,24 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     _fsync(target.parent)
 
 
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Removes what writers that are gone left in `folder`: whatever can be locked.
+
+    Of writers to `name`, or to a long name that begins alike; None: of all, for a folder in which nobody but us writes.
+    """
+    begins = ".+" if name is None else re.escape(name[:NAME])
+    pattern = re.compile(rf"\.{begins}\.[0-9a-f]{{12}}\.tmp")
+    with suppress(OSError):  # a folder that may not be listed
+        for found in [Path(entry) for entry in os.scandir(folder) if pattern.fullmatch(entry.name)]:
+            with suppress(OSError):
+                lock = os.open(found, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(found, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
 def _file_named(path: str | os.PathLike[str]) -> Path:
     """The file to write, links followed, with the folders before it made."""
     _check_name(path)
@@ -94,9 +112,9 @@ def _check_name(path: str | os.PathLike[str]) -> None:
 def _unfinished(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, locked, and gone afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(target)
+    remove_abandoned(target.parent, target.name)
     lock = None
-    while lock is None:  # another's `_remove_abandoned` may have come between making and locking
+    while lock is None:  # another's `remove_abandoned` may have come between making and locking
         folder = target.with_name(f".{target.name[:NAME]}.{secrets.token_hex(6)}.tmp")
         folder.mkdir()
         lock = _locked(folder)
@@ -123,20 +141,6 @@ def _locked(folder: Path) -> int | None:
         return found
     os.close(found)
     return None
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Removes what writers to `target`, or to a long name that begins alike, left that are gone: whatever can be locked."""
-    name = re.compile(rf"\.{re.escape(target.name[:NAME])}\.[0-9a-f]{{12}}\.tmp")
-    with suppress(OSError):  # a folder that may not be listed
-        for found in [Path(entry) for entry in os.scandir(target.parent) if name.fullmatch(entry.name)]:
-            with suppress(OSError):
-                lock = os.open(found, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(found, ignore_errors=True)
-                finally:
-                    os.close(lock)
 
 
 def _fsync(path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from one_line import message
 
+from calib.runtime.files.atomic_file import atomically
 from calib.serve.blob_folder import SUFFIX, BlobFolder
 from calib.serve.refusals import Refusals
 
@@ -72,8 +73,9 @@ def test_a_folder_of_another_user_is_a_miss(tmp_path, monkeypatch, caplog):
         return asked
 
     with monkeypatch.context() as theirs, caplog.at_level(logging.WARNING):
-        for name in ("stat", "mkdir"):
+        for name in ("stat", "mkdir", "unlink"):
             theirs.setattr(os, name, keeping_out(getattr(os, name)))
+        theirs.setattr(os, "access", lambda path, mode: not os.fspath(path).startswith(below))
         assert not own.has("a") and not own.write("a", BLOB)
     (record,) = caplog.records
     assert "Permission denied" in record.getMessage() and own.has("a")
@@ -87,6 +89,47 @@ def test_a_file_that_cannot_be_read_is_said_once(tmp_path, caplog):
         assert [own.read(key) for key in "abc"] == [None] * 3
     (record,) = caplog.records
     assert "cannot be read (Is a directory)" in record.getMessage() and "\n" not in record.getMessage()
+
+
+def test_a_file_that_may_not_be_read_is_a_miss_that_is_said_once_and_stored_again(tmp_path, monkeypatch, caplog):
+    """As of another user, in a folder that may be read: planned, it would be computed again at every request."""
+    own = folder(tmp_path)
+    for key in "ab":
+        assert own.write(key, BLOB)
+        own._path(key).chmod(0)
+    closed = [own._path(key).stat().st_ino for key in "ab"]
+
+    def may(path, mode, call=os.access):  # root may read all
+        return call(path, mode) and os.stat(path).st_mode & 0o400 > 0
+
+    monkeypatch.setattr(os, "access", may)
+    with caplog.at_level(logging.WARNING):
+        assert not own.has("a") and not own.has("b") and not own.has("c")
+    (record,) = caplog.records
+    assert "cannot be read (Permission denied)" in record.getMessage() and "\n" not in record.getMessage()
+    assert own.write("a", BLOB[:3]) and own.has("a") and own.read("a") == BLOB[:3].numpy().tobytes()
+    assert own._path("a").stat().st_ino not in closed and own._path("b").stat().st_ino in closed
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_file_beside_it(tmp_path):
+    own = folder(tmp_path)
+    beside = own._path("a").with_name("another's")
+    left = beside.with_name(f".{'0' * 50}.0123456789ab.tmp")
+    left.mkdir(parents=True)
+    (left / "half").write_bytes(b"half")
+    with atomically(beside) as live:
+        live.write_bytes(b"live")
+        assert own.write("a", BLOB) and not left.exists() and live.exists()
+    assert beside.read_bytes() == b"live"
+
+
+def test_a_reason_is_said_once_whatever_its_numbers(caplog):
+    told = Refusals(logging.getLogger("refusals"), "calib refuses a chunk")
+    said = ["begins at 64, expected 128", "of artifact 9a3f", "of no artifact"]
+    with caplog.at_level(logging.WARNING):
+        for text in (said[0], "begins at 192, expected 0", said[1], "of artifact ff01", said[2]):
+            told.tell(ValueError(text))
+    assert [record.getMessage() for record in caplog.records] == [f"calib refuses a chunk: {text}" for text in said]
 
 
 def test_readers_beside_writers_see_a_whole_blob_or_none(tmp_path):

@@ -100,5 +100,5 @@ class Engine:
         self.free += own
 
     def close(self):
-        for connector in (self.scheduler, *self.workers):
+        for connector in (*self.workers, self.scheduler):
             connector.shutdown()

@@ -157,9 +157,12 @@ class CalibConnector(KVConnectorBase_V1):
         return self._side().failed()
 
     def shutdown(self) -> None:
-        """Waits until everything is stored."""
+        """Waits until everything is stored. An engine ends its workers first, and then its scheduler."""
         if self._worker is not None:
             self._worker.close()
+        if self._role == KVConnectorRole.SCHEDULER:
+            with suppress(OSError):  # `reset_cache` has said what cannot be removed
+                self._scheduler.close()
 
     def _heads(self, rank: int) -> range:
         """The KV heads of a rank; ranks share one where there are more of them than heads."""

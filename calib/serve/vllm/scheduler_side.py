@@ -76,6 +76,11 @@ class SchedulerSide:
         self._folder.clear()
         self._transfers.cleared = True
 
+    def close(self) -> None:
+        """After the workers, which store what waits: where no step has told them of `clear`, that goes as well."""
+        if self._transfers.cleared:
+            self._folder.clear()
+
     def stored(self, request: Any, local: int) -> int:
         """Tokens that are stored behind the first `local` ones, which the engine has. The last token is always left to compute."""
         own = self.follow(request)
