@@ -2,28 +2,33 @@
 
 The library lies in `$XDG_CACHE_HOME/calib/compiled` (`~/.cache`), under a name made of its source, the headers beside it, the
 compiler and the processor: another machine that shares the folder has its own. `$CC`, `cc`, `gcc` or `clang` compiles it; where
-there is none, or it fails, there is no library and plain torch serves. OpenMP's functions are those that torch has loaded, so
-threads are shared."""
+there is none, or it fails, there is no library, and plain torch serves, which is said. OpenMP's functions are those that torch has
+loaded, so threads are shared."""
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 OPTIONS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-march=native")
 SECONDS = 120  # that a compiler gets
 
+logger = logging.getLogger(__name__)
+
 
 @cache
 def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """The functions of a C file, compiled with `more` options, or None where this machine does not compile it."""
-    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
+    compiler = _compiler()
     if compiler is None:
         return None
     try:
@@ -33,7 +38,11 @@ def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
         if not kept.exists():
             _compile([compiler, *OPTIONS, *more], source, kept)
         return ctypes.CDLL(str(kept))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # no home, no room, no OpenMP ...
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no room, no OpenMP ...
+        why = " ".join(str(error).split())
+        logger.warning(
+            f"{source.name} is not compiled ({why}); plain torch serves, which is slower; give a C compiler as $CC"
+        )
         return None
 
 
@@ -42,6 +51,15 @@ def library_of_rows(source: Path, rows: int) -> ctypes.CDLL | None:
     """The same of a C file in which the number of query rows of a KV head is a constant. A model has one number or two; a library
     for all of them took minutes to compile."""
     return library(source, (f"-DROWS={rows}",))
+
+
+@cache
+def _compiler() -> str | None:
+    named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
+    found = next(filter(None, map(shutil.which, named)), None)
+    if found is None:
+        logger.info("no C compiler is found (cc, gcc, clang or $CC); plain torch serves, which is slower")
+    return found
 
 
 def _folder() -> Path:
@@ -55,6 +73,11 @@ def _folder() -> Path:
 
 def _compile(compiler: list[str], source: Path, kept: Path) -> None:
     """Under another name first: processes that start together find a whole library or none."""
+    for left in kept.parent.glob("tmp*.so"):  # of processes that were killed; a live one has replaced its own by then
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - 5 * SECONDS:
+                left.unlink()
+    logger.info("%s is compiled for this processor, which takes seconds, once; %s keeps it", source.name, kept.parent)
     handle, part = tempfile.mkstemp(suffix=".so", dir=kept.parent)
     os.close(handle)
     try:
@@ -70,11 +93,13 @@ def _run(command: list[str]) -> None:
     with subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True) as running:
         try:
             code = running.wait(SECONDS)
-        except BaseException:
+        except BaseException as error:
             os.killpg(running.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                error.cmd = command[0]  # a message is one short line
             raise
     if code:
-        raise subprocess.CalledProcessError(code, command)
+        raise subprocess.CalledProcessError(code, command[0])
 
 
 def _processor() -> str:

@@ -1,5 +1,6 @@
 """Products with codes by compiled C: those of float64, a row alone as in a batch; and by plain torch where C cannot serve."""
 
+import logging
 import os
 import select
 import shutil
@@ -175,6 +176,7 @@ def forget():
     """What this process has loaded."""
     compiled.library.cache_clear()
     compiled.library_of_rows.cache_clear()
+    compiled._compiler.cache_clear()
 
 
 @pytest.fixture
@@ -199,6 +201,18 @@ def test_a_library_is_compiled_once_and_found_again(fresh, monkeypatch):
 
 @there
 @pytest.mark.full
+def test_what_a_killed_process_left_goes_with_the_next_library(fresh):
+    assert compiled.library_of_rows(cpu.SOURCE, 3) is not None
+    left, live = fresh / "tmpabcdefgh.so", fresh / "tmphgfedcba.so"
+    for path in (left, live):
+        path.write_bytes(b"")
+    os.utime(left, (0, 0))
+    assert compiled.library_of_rows(cpu.SOURCE, 2) is not None
+    assert not left.exists() and live.exists() and len(list(fresh.iterdir())) == 3
+
+
+@there
+@pytest.mark.full
 def test_a_library_is_of_one_number_of_query_rows(fresh):
     """With a form of every function for each number it took minutes to compile; the file grows as these do."""
     assert compiled.library_of_rows(pages_cpu.SOURCE, 4) is not None
@@ -207,7 +221,7 @@ def test_a_library_is_of_one_number_of_query_rows(fresh):
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes")
-def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_path):
+def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_path, caplog):
     """They would go on, and make the next one late."""
     monkeypatch.setenv("CC", str(tmp_path / "late"))
     monkeypatch.setattr(compiled, "SECONDS", 1)
@@ -216,13 +230,19 @@ def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_
     script.write_text(f"#!/bin/sh\nsleep 60 > {pipe} &\nwait\n")
     script.chmod(0o755)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    assert compiled.library_of_rows(cpu.SOURCE, 3) is None and not list(fresh.iterdir())
+    with caplog.at_level(logging.INFO, "calib"):
+        assert compiled.library_of_rows(cpu.SOURCE, 3) is None and not list(fresh.iterdir())
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in told] == ["INFO", "WARNING"] and not [text for _, text in told if "\n" in text]
+    assert (
+        "codes.c is compiled for this processor" in told[0][1] and f"{script}' timed out after 1 seconds" in told[1][1]
+    )
     assert select.select([reader], [], [], 5)[0] == [reader] and os.read(reader, 1) == b""  # nobody can write any more
     os.close(reader)
 
 
 @pytest.mark.parametrize("compiler", [None, "fails", "writes nothing that loads"])
-def test_without_a_working_compiler_there_is_no_library(fresh, monkeypatch, tmp_path, compiler):
+def test_without_a_working_compiler_there_is_no_library(fresh, monkeypatch, tmp_path, caplog, compiler):
     """And the products are there all the same."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -230,7 +250,11 @@ def test_without_a_working_compiler_there_is_no_library(fresh, monkeypatch, tmp_
         script = tmp_path / "cc"
         script.write_text(f"#!{sys.executable}\nraise SystemExit({int(compiler == 'fails')})\n")
         script.chmod(0o755)
-    assert compiled.library_of_rows(cpu.SOURCE, 3) is None
+    with caplog.at_level(logging.INFO, "calib"):
+        assert compiled.library_of_rows(cpu.SOURCE, 3) is None
+    said = caplog.records[-1]
+    assert ("no C compiler is found" if compiler is None else "codes.c is not compiled (") in said.getMessage()
+    assert said.levelname == ("INFO" if compiler is None else "WARNING") and "\n" not in said.getMessage()
     assert not [path for path in fresh.glob("*") if compiler == "fails"]
     words, query = tile(2, 64, 32), drawn(2, 3, 3, 64)
     assert torch.equal(products.code_scores(query, words, 2), reference.code_scores(query, words, 2))
