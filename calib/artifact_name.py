@@ -1,4 +1,4 @@
-"""What a command is given as its artifact: a file, or a name on the Hugging Face hub."""
+"""What a command is given as its artifact: a file, a folder that holds one, or a name on the Hugging Face hub."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,8 @@ def load_artifact(path: Path) -> "Artifact":
 
 
 def artifact_file(name: str) -> Path:
-    """The file on this machine, downloaded where `name` is `owner/name` of the hub and nothing is called so here.
+    """The file on this machine: the only one of a folder, downloaded where `name` is `owner/name` of the hub and nothing is called
+    so here.
 
     Raises UsageError for what can be neither, and `ArtifactError` for what the hub does not give.
     """
@@ -40,9 +41,11 @@ def artifact_file(name: str) -> Path:
         return Path(name)
     from calib.runtime.hub.find import find, is_hub_name
 
+    if os.path.isdir(name):
+        with refused_as_usage():
+            return find(name)
     if os.path.exists(name) or "/" not in name or not is_hub_name(name):
-        found = "is a folder" if os.path.isdir(name) else "is no file"
-        raise UsageError(f"artifact '{name}' {found}, expected an artifact; `calib fit` writes one")
+        raise UsageError(f"artifact '{name}' is no file, expected an artifact; `calib fit` writes one")
     from calib.capture.language_model import without_waiting_for_the_hub
 
     with without_waiting_for_the_hub():

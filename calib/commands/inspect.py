@@ -24,7 +24,9 @@ ENDINGS = (".html", ".htm")
 def run(argv: Sequence[str]) -> int:
     """Prints the artifact named in `argv`; raises `UsageError` for a wrong request or a file that is refused."""
     parser = Parser(prog="calib inspect", description="Show what an artifact of `calib fit` holds, after checking it.")
-    parser.add_argument("artifact", metavar="ARTIFACT", help="the .calib.safetensors file, or a name on the hub")
+    parser.add_argument(
+        "artifact", metavar="ARTIFACT", help="the .calib.safetensors file, its folder, or a name on the hub"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     form.add_argument(
@@ -62,7 +64,8 @@ def check_output(output: str, artifact: Path) -> None:
     """UsageError where the page would be no page, or replace an artifact named by mistake."""
     if not output.lower().endswith(ENDINGS) or os.path.isdir(output):
         raise UsageError(f"--html {output}: must name a file that ends in {ENDINGS[0]}")
-    if os.path.exists(output) and os.path.samefile(output, artifact):
+    written = os.path.realpath(output)  # of `missing/../a.html` too
+    if os.path.exists(written) and os.path.samefile(written, artifact):
         raise UsageError(f"--html {output}: is the artifact itself; name another file")
 
 

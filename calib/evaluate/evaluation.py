@@ -127,9 +127,14 @@ def check_model(artifact: Artifact | None, model: PreTrainedModel) -> None:
 
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
-    """The cells of the rows whose label fits one of `patterns` (`h2o*`); all without a pattern."""
+    """The cells of the rows whose label fits one of `patterns` (`h2o*`); all without a pattern. Raises UsageError for none."""
     fits = {entry.label for entry in fitting(evaluation.entries, patterns)}
-    return [cell for cell in evaluation.cells if cell.entry.label in fits]
+    found = [cell for cell in evaluation.cells if cell.entry.label in fits]
+    if not found:
+        raise UsageError(
+            f"no cells: {', '.join(sorted(fits))} can be asked no column's questions; give other methods or tasks"
+        )
+    return found
 
 
 def fitting(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:

@@ -190,9 +190,11 @@ def say(line: str) -> None:
 
 @rank_zero_only
 def save_config(cli: FitCLI, folder: Path) -> None:
-    """Writes the resolved configuration into the run's folder."""
+    """Writes the resolved configuration into the run's folder: of a run that goes on as well, what begins the same one anew."""
     folder.mkdir(parents=True, exist_ok=True)
-    cli.parser.save(cli.config, folder / "config.yaml", overwrite=True, multifile=False)
+    config = cli.config.clone()
+    config.ckpt_path = None
+    cli.parser.save(config, folder / "config.yaml", overwrite=True, multifile=False)
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -106,7 +106,9 @@ def chosen(names: Iterable[str], where: str) -> str:
     if not found:
         raise ArtifactError(f"{where}: holds no {NAME} and no NAME.{NAME}, expected one; `calib fit` writes it")
     listed = shortened(", ".join(found[:4]), LONGEST) + (", ..." if len(found) > 4 else "")
-    raise ArtifactError(f"{where}: holds {len(found)} artifacts ({listed}) and no {NAME}; choose one with filename=")
+    raise ArtifactError(
+        f"{where}: holds {len(found)} artifacts ({listed}) and no {NAME}; name one of these files (in Python with filename=)"
+    )
 
 
 def cached_names(api: HfApi, repo_id: str, revision: str | None, cache_dir: str | Path | None) -> list[str]:

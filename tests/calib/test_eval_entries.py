@@ -113,6 +113,19 @@ def test_only_real_tokens_of_the_cache_itself_count(given):
     assert seen.tokens() == 10 and not given.model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("words", [[], ["--only", "theirs"]])
+def test_a_run_of_no_cells_is_refused(folder, tmp_path, capsys, words):
+    """It wrote a report of nothing, over one of an earlier run."""
+    methods = METHODS if words else METHODS[1:]
+    assert (
+        evaluated(folder, tmp_path, methods, *words, tasks=[{"task": "distortion", "length": 40, "sequences": 2}])[0]
+        == 2
+    )
+    err = capsys.readouterr().err
+    assert "no cells: theirs can be asked no column's questions" in err and err.count("\n") == 1
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
 def test_columns_that_read_pages_are_not_asked_of_others(folder, tmp_path):
     tasks = [*TASKS, {"task": "distortion", "length": 40, "sequences": 2}]
     _, document = evaluated(folder, tmp_path, METHODS, tasks=tasks)

@@ -149,6 +149,20 @@ def test_json_of_a_tensor_without_entries(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "a")]) == 0
 
 
+def test_a_folder_with_one_artifact_is_that_artifact(path, capsys):
+    assert main(["inspect", str(path), "--json"]) == 0
+    of_file = capsys.readouterr().out
+    assert main(["inspect", str(path.parent), "--json"]) == 0
+    assert capsys.readouterr().out == of_file
+    toy_artifact().save(path.parent / "other.calib.safetensors")
+    assert main(["inspect", str(path.parent)]) == 2
+    err = capsys.readouterr().err
+    assert (
+        "holds 2 artifacts (other.calib.safetensors, toy.calib.safetensors)" in err and "name one of these files" in err
+    )
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -156,7 +170,7 @@ def test_json_of_a_tensor_without_entries(tmp_path, capsys):
         (["{path}", "more"], "unrecognized arguments: more"),
         (["{path}", "--jsno"], "unrecognized arguments: --jsno"),
         (["{path}.missing"], "is no file, expected an artifact"),
-        (["{folder}"], "is a folder, expected an artifact"),
+        (["{folder}/.."], "holds no calib.safetensors and no NAME.calib.safetensors, expected one"),
         (["{path}", "--html", "{path}"], "must name a file that ends in .html"),
         (["{path}", "--html", "{folder}"], "must name a file that ends in .html"),
         (["{path}", "--html", ""], "must name a file that ends in .html"),

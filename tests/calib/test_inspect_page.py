@@ -195,10 +195,11 @@ def test_a_page_is_replaced_whole_or_not_at_all(path, capsys, monkeypatch):
     assert sorted(path.parent.iterdir()) == [output, path]
 
 
-def test_the_page_never_replaces_the_artifact(path, capsys):
+@pytest.mark.parametrize("name", ["a.html", "missing/../a.html"])
+def test_the_page_never_replaces_the_artifact(path, capsys, name):
     (path.parent / "a.html").symlink_to(path)
     before = path.read_bytes()
-    assert main(["inspect", str(path), "--html", str(path.parent / "a.html")]) == 2
+    assert main(["inspect", str(path), "--html", str(path.parent / name)]) == 2
     assert "is the artifact itself; name another file" in capsys.readouterr().err
     assert path.read_bytes() == before
 

@@ -60,3 +60,11 @@ def test_nothing_is_overwritten(whole, tmp_path):
         export(tmp_path, "keys.*", output="whole.safetensors")
     assert "exists already" in message(error)
     assert (tmp_path / "whole.safetensors").read_bytes() == before
+
+
+def test_a_name_by_way_of_a_missing_folder_is_no_way_around(whole, tmp_path):
+    """Missing folders are made, and then `missing/../whole` is the file itself."""
+    before = (tmp_path / "whole.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="exists already"):
+        export(tmp_path, "keys.*", output="missing/../whole.safetensors")
+    assert (tmp_path / "whole.safetensors").read_bytes() == before

@@ -5,6 +5,7 @@ fifth of what a fit with dictionaries writes.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     asked = parse(argv)
     path = artifact_file(asked.artifact)
     whole = load_artifact(path)
-    if Path(asked.output).exists():
+    if os.path.exists(os.path.realpath(asked.output)):  # of `missing/../a` too, which is written as `a`
         raise UsageError(f"--output {asked.output}: exists already; choose a name that is free")
     part = part_of(whole, asked.tensors)
     part.save(asked.output)
