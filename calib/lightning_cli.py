@@ -10,6 +10,7 @@ import argparse
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from yaml import YAMLError
+from yaml import SafeDumper, YAMLError
 
 from calib.config_files import known_keys, with_config_paths
-from calib.config_messages import explain
+from calib.config_messages import CLASS, explain
 from calib.errors import UsageError
 from calib.loggers import run_logger
 from calib.runtime.messages.printable import LENGTH, shortened
@@ -55,6 +56,9 @@ class CalibCLI(LightningCLI):
     ) -> None:
         quiet_lightning()
         set_loader("yaml", counted(get_loader("yaml")), (YAMLError,))
+        SafeDumper.add_multi_representer(
+            Enum, lambda dumper, one: dumper.represent_data(one.value)
+        )  # as Timer's interval
         self.command = command
         super().__init__(
             model_class,
@@ -101,6 +105,15 @@ class CalibCLI(LightningCLI):
             raise UsageError(f"cannot read the configuration: nested deeper than {DEPTH} levels") from error
         except (ValueError, TypeError, OSError, YAMLError) as error:
             raise UsageError(f"cannot read the configuration: {' '.join(str(error).split())}") from error
+
+    def instantiate_classes(self) -> None:
+        """Builds what was parsed; a class that was named and cannot be built, as without its package, is a usage error."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if CLASS.search(str(error)) is None:
+                raise
+            raise UsageError(explain(str(error), ())) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds a Trainer that logs to `run_logger` below its root folder (`runs/COMMAND` unless set).

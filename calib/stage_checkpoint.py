@@ -79,8 +79,12 @@ class StageCheckpoint(SignalCallback):
             leave()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the stage that has ended."""
+        """Saves the stage that has ended. Raises UsageError where a callback has ended it, such as Timer."""
         if self.gather is not None:
+            if trainer.should_stop:
+                raise UsageError(
+                    "trainer.callbacks: one of them ended a stage early, and a fit reads every batch; leave it out"
+                )
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:

@@ -230,6 +230,17 @@ def test_a_finished_run_is_not_run_again(toy, fitted, tmp_path, monkeypatch):
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
 
 
+def test_a_callback_that_ends_a_stage_early_ends_the_fit(toy, tmp_path, capsys):
+    """It wrote an artifact of no batches at all, with errors of 0, and checkpoints of finished stages."""
+    timer = "--trainer.callbacks=Timer"
+    assert main(words(toy, "--trainer.logger=false", timer, "--trainer.callbacks.duration=00:00:00:00")) == 2
+    err = capsys.readouterr().err
+    assert "calib: error: trainer.callbacks: one of them ended a stage early" in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists() and not list((tmp_path / "runs").rglob("*.ckpt"))
+    (callback,) = yaml.safe_load((tmp_path / "runs/toy/config.yaml").read_text())["trainer"]["callbacks"]
+    assert callback["init_args"]["interval"] == "step"  # which could not be written, and ended the fit
+
+
 def test_a_run_does_not_go_on_under_other_software(toy, tmp_path, monkeypatch, capsys):
     """The artifact names the versions that measured it, and half of it would be by others."""
     with monkeypatch.context() as cut:

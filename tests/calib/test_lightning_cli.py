@@ -2,6 +2,7 @@
 
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning_utilities.core.imports import RequirementCache
 
 from calib.bench.request_files import read_bench
 from calib.config_files import find_config
@@ -80,6 +81,15 @@ def test_print_config_and_help_leave_with_status_0(capsys):
 )
 def test_mistakes_on_the_command_line(words, message):
     assert message in refused(*words)
+
+
+def test_a_logger_without_its_package_is_told_in_its_own_words(monkeypatch):
+    for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
+        monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard.{name}", RequirementCache("no-such-package"))
+    told = refused("--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "x")
+    assert (
+        told.startswith("TensorBoardLogger: Neither `tensorboard` nor `tensorboardX` is available") and len(told) < 300
+    )
 
 
 @pytest.mark.parametrize(
