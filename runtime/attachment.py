@@ -1,5 +1,6 @@
 """A cache's hold on its model: while one lasts, the model's attention is ours; after the last it is exactly as before."""
 
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ class _Holds:
     number: int = 0
 
 
+# Threads may share a model; whoever holds this may drop another cache, whose end comes in between.
+_changing = threading.RLock()
+
 _held: "weakref.WeakKeyDictionary[nn.Module, _Holds]" = weakref.WeakKeyDictionary()
 
 # Holds that replay, and what each model's `forward` was before the first of them: its class's, or one put in its place.
@@ -47,14 +51,15 @@ class Attachment:
         `replays` the forward of a cache that has graphs is theirs."""
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
         self._told, self._replays, self._hooks = told is not None, replays, []
-        if model not in _held:
-            _held[model] = _Holds(_attached(model), model.register_forward_pre_hook(_check_used, with_kwargs=True))
-        _held[model].number += 1
-        if replays:
-            forwards = _replaying.setdefault(model, [])
-            forwards.append(model.__dict__.get("forward"))
-            if len(forwards) == 1:
-                model.forward = replaying(model.forward)
+        with _changing:
+            if model not in _held:
+                _held[model] = _Holds(_attached(model), model.register_forward_pre_hook(_check_used, with_kwargs=True))
+            _held[model].number += 1
+            if replays:
+                forwards = _replaying.setdefault(model, [])
+                forwards.append(model.__dict__.get("forward"))
+                if len(forwards) == 1:
+                    model.forward = replaying(model.forward)
         if speculator is not None:
             ours = weakref.ref(speculator)
             self._hooks += [
@@ -71,19 +76,20 @@ class Attachment:
 
     def release(self) -> None:
         """Ends the hold; harmless when repeated, or when the model is gone."""
-        model, self._model = self._current(), None
-        for hook in self._hooks:
-            hook.remove()
-        if model is None or model not in _held:
-            return
-        if self._replays:
-            _give_back(model)
-        holds = _held[model]
-        holds.number -= 1
-        if not holds.number:
-            del _held[model]
-            holds.check.remove()
-            _put_back(holds.saved)
+        with _changing:
+            model, self._model = self._current(), None
+            for hook in self._hooks:
+                hook.remove()
+            if model is None or model not in _held:
+                return
+            if self._replays:
+                _give_back(model)
+            holds = _held[model]
+            holds.number -= 1
+            if not holds.number:
+                del _held[model]
+                holds.check.remove()
+                _put_back(holds.saved)
 
     @property
     def released(self) -> bool:

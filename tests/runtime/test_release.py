@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tolerances import LOGITS
 from toy_models import COMMON, HEADS_4_2_32, NEW, generate, left_padded, random_model
 from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
-from calib.runtime import compress
+from calib.runtime import attachment, compress
 
 
 def state_of(model):
@@ -96,6 +98,26 @@ def test_a_cache_does_not_keep_its_model_alive(wanted):
     assert reference() is None
     assert cache.memory().measured_bytes > 0
     cache.release()
+
+
+def test_threads_that_share_a_model_leave_it_as_before(monkeypatch):
+    model = random_model("llama")
+    before, took = state_of(model), attachment._attached
+
+    def slowly(*given):  # as for a model of many parts
+        found = took(*given)
+        time.sleep(0.002)
+        return found
+
+    monkeypatch.setattr(attachment, "_attached", slowly)
+
+    def hold(_):
+        for _ in range(20):
+            compress(model, "full").release()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(hold, range(4)))
+    assert state_of(model) == before
 
 
 def test_without_our_cache_an_attached_model_attends_exactly():
