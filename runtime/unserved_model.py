@@ -8,6 +8,9 @@ from transformers import PreTrainedModel
 # What a configuration says when a decoder attends to another sequence as well.
 CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
 
+# What all layers must share: a cache has one shape of attention. A configuration that varies one of them raises where it is read.
+SHARED = ("num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank")
+
 
 def why_unserved(model: PreTrainedModel) -> str | None:
     """The reason in a line, with the remedy; None for a model that can be served."""
@@ -17,6 +20,11 @@ def why_unserved(model: PreTrainedModel) -> str | None:
         return (
             f"{name} attends to another sequence (an encoder, cross-attention); only the cache of a decoder "
             "that attends to itself alone can be compressed"
+        )
+    if varied := sorted({*SHARED} & {*(getattr(config, "per_layer_attributes", None) or ())}):
+        return (
+            f"{name} has attention of another shape from layer to layer ({', '.join(varied)}), and a compressed cache knows one; "
+            "run this model with the cache of transformers"
         )
     if not hasattr(config, "num_attention_heads"):
         return (

@@ -24,6 +24,8 @@ from transformers import (
     GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MiniCPM3Config,
@@ -261,6 +263,16 @@ def test_latent_attention():
     with pytest.raises(ValueError, match=r"MiniCPM3ForCausalLM has latent attention \(kv_lora_rank=8\)") as error:
         compress(model, method="rtn")
     message(error)
+
+
+def test_layers_of_other_shapes():
+    """Their configuration raises where one number of heads is asked for."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
+    if not hasattr(model.config, "per_layer_config"):
+        pytest.skip("this release of transformers has no such configurations")
+    model.config.per_layer_config = {1: {"num_key_value_heads": 1}}
+    refused_by_compress_and_fit(model, r"of another shape from layer to layer \(num_key_value_heads\)")
 
 
 def test_layers_that_share_keys_and_values():
