@@ -21,9 +21,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Saves; a run that is killed leaves the checkpoint before."""
-        with saving(), atomically(path) as temporary:
-            torch.save(checkpoint, temporary)
+        """Saves; a run that is killed leaves the checkpoint before. Raises RunError where the disk does not allow it."""
+        try:
+            with saving(), atomically(path) as temporary, open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            reason = error if isinstance(error, OSError) else error.__context__  # torch tells of positions in the file
+            if not isinstance(reason, OSError):
+                raise
+            raise RunError(
+                f"the checkpoint {path} cannot be written ({reason.strerror}); make room, then --ckpt_path last goes on from "
+                "the one before"
+            ) from error
 
 
 class SignalCallback(Callback):

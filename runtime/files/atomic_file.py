@@ -25,10 +25,10 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     A link is followed: the file it names is replaced and the link stays. A file that is replaced keeps its permissions; what is no
     file (a folder, a pipe, a device, a name that ends in a slash) is refused. Missing folders are made. On any failure nothing
     temporary is left and `path` is as it was; a process killed outright leaves `path` as it was too, and what it had written until
-    the next one writes there. Raises `OSError`.
+    the next one writes there. Raises `OSError`, which names `path` where the system names no file, as of a full disk.
     """
     target = _file_named(path)
-    with _unfinished(target) as folder:
+    with _named(path), _unfinished(target) as folder:
         temporary = folder / target.name
         # O_EXCL and 0o666: the permissions the user's umask gives any new file.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -87,6 +87,16 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
                     shutil.rmtree(found, ignore_errors=True)
                 finally:
                     os.close(lock)
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def _file_named(path: str | os.PathLike[str]) -> Path:

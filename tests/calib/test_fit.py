@@ -230,6 +230,20 @@ def test_a_finished_run_is_not_run_again(toy, fitted, tmp_path, monkeypatch):
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
 
 
+def test_a_full_disk_in_the_middle_of_a_checkpoint_is_told_and_leaves_nothing(toy, tmp_path):
+    """torch says "unexpected pos 64 vs 0"."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "from calib.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    asked = [sys.executable, "-c", code, *words(toy, "--trainer.logger=false")]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    told = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "the checkpoint" in told and "cannot be written (File too large); make room" in told
+    assert [path.name for path in (tmp_path / "runs/toy").iterdir()] == ["config.yaml"]
+
+
 def test_a_callback_that_ends_a_stage_early_ends_the_fit(toy, tmp_path, capsys):
     """It wrote an artifact of no batches at all, with errors of 0, and checkpoints of finished stages."""
     timer = "--trainer.callbacks=Timer"

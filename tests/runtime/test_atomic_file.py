@@ -133,3 +133,13 @@ def test_what_is_written_is_found_under_the_name_that_was_given(tmp_path):
     path = tmp_path / "a" / "b" / ".." / "c"
     write_atomically(path, b"whole")
     assert path.read_bytes() == b"whole"
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/report\.md'"):
+        write_atomically(tmp_path / "report.md", b"whole")
+    assert not list(tmp_path.iterdir())
