@@ -185,7 +185,7 @@ def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, mon
     assert not (tmp_path / "out").exists()
     assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
     # Whoever gives that file to another fit would go on with this one.
-    assert yaml.safe_load((tmp_path / "runs/toy/config.yaml").read_text())["ckpt_path"] is None
+    assert yaml.safe_load((tmp_path / "runs/toy/config.yaml").read_text()).get("ckpt_path") is None
     assert [name for name in run if name != "cut"] == ["statistics"] * 4 + ["sensitivity"] * 4 + ["clip"] * 2 + [
         "evaluate"
     ]
