@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from yaml import SafeDumper, YAMLError
+from yaml import Node, SafeDumper, YAMLError
 
 from calib.config_files import known_keys, with_config_paths
 from calib.config_messages import CLASS, explain
@@ -28,6 +28,10 @@ from calib.loggers import run_logger
 from calib.runtime.messages.printable import LENGTH, shortened
 from calib.stage_checkpoint import AtomicCheckpointIO
 from calib.yaml_input import DEPTH, RefusedYamlError, check_yaml
+
+
+def _value_of(dumper: SafeDumper, one: Enum) -> Node:
+    return dumper.represent_data(one.value)
 
 
 class CalibCLI(LightningCLI):
@@ -56,9 +60,7 @@ class CalibCLI(LightningCLI):
     ) -> None:
         quiet_lightning()
         set_loader("yaml", counted(get_loader("yaml")), (YAMLError,))
-        SafeDumper.add_multi_representer(
-            Enum, lambda dumper, one: dumper.represent_data(one.value)
-        )  # as Timer's interval
+        SafeDumper.add_multi_representer(Enum, _value_of)  # such as Timer's interval
         self.command = command
         super().__init__(
             model_class,

@@ -30,9 +30,8 @@ class BlobFolder:
 
     def __init__(self, folder: str, identity: str, refusals: Refusals) -> None:
         self._folder, self._identity, self._refusals = Path(folder), identity, refusals
-        self._swept = set[
-            Path
-        ]()  # subfolders from which went what killed writers left: the same key may never come again
+        # Where what killed writers left is gone: a writer removes what others left of its own name, and a key may never come again.
+        self._swept: set[Path] = set()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
