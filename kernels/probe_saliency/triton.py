@@ -16,6 +16,7 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.dispatch import AMPERE, HOPPER, capability_of
 from calib.kernels.launch import launch
+from calib.kernels.probe_saliency.probe_rows import rows_of_probes, side_by_side, width_of
 from calib.kernels.upload import upload
 
 LOG2_E = 1.4426950408889634
@@ -61,35 +62,6 @@ def vectors(base, stride, start, stop, D: tl.constexpr, COUNT: tl.constexpr, WID
 def capped(products, cap, CAPPED: tl.constexpr):
     """tanh(x) of x = products * cap / (2 log2 e), or the products as they are."""
     return 1.0 - 2.0 / (tl.exp2(products * cap) + 1.0) if CAPPED else products
-
-
-@triton.jit(do_not_specialize=["probes", "sums_row", "sums_head"])
-def rows_of_probes(
-    query, positions, sums, asked, normalisers,
-    query_row, query_head, query_token, sums_row, sums_head, normalisers_head,
-    probes, heads, unit,
-    D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
-):  # fmt: skip
-    """The probes' rows as the passes read them; a program for a tile of probes of a head.
-
-    CHOSEN: `query` and `sums` have a row for every token; `asked [rows, heads, probes, D]` gets those of the probes.
-    SUMMED: `normalisers` get what `row_normalisers` would give, from `sums`, the logarithms of sums of exponentials.
-    """
-    tiles = tl.cdiv(probes, OWNED)
-    pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
-    own = tl.program_id(0) % tiles * OWNED + tl.arange(0, OWNED)
-    row, head, there = pair // heads, pair % heads, own < probes
-    source = tl.cast(own, tl.int64)
-    if CHOSEN:
-        source = tl.load(positions + own, mask=there, other=0).to(tl.int64)
-        channels = tl.arange(0, WIDTH)
-        inside = there[:, None] & (channels < D)[None, :]
-        pointers = query + row * query_row + head * query_head + source[:, None] * query_token + channels[None, :]
-        to = asked + (pair * probes + own[:, None]) * D + channels[None, :]
-        tl.store(to, tl.load(pointers, mask=inside), mask=inside)
-    if SUMMED:
-        summed = tl.load(sums + row * sums_row + head * sums_head + source, mask=there, other=float("inf"))
-        tl.store(normalisers + pair * normalisers_head + own, summed * unit)
 
 
 # Lengths, and where the spans begin behind the positions, differ from prompt to prompt: no kernel is compiled again for them.
@@ -235,7 +207,7 @@ def attention_mass(
     known = _constants(channels, keys.dtype, tiles) | {"CAPPED": softcap is not None}
     known |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with torch.cuda.device_of(keys):
-        query = _of_probes(query, numbers, normalisers, of_rows, probes, tiles)
+        query = side_by_side(query, numbers, normalisers, of_rows, probes, tiles.owned, LOG2_E)
         strides = (*query.stride()[:3], *keys.stride()[:3])
         if normalisers is None:
             launch(
@@ -251,25 +223,6 @@ def attention_mass(
     return mass
 
 
-def _of_probes(
-    query: Tensor, positions: Tensor, sums: Tensor | None, normalisers: Tensor, probes: int, tiles: Tiles
-) -> Tensor:
-    """The probes' rows of `query`, which has them alone or a row for every token; `normalisers` are written where `sums` of the
-    same rows are known."""
-    (rows, heads, _, channels), chosen = query.shape, query.shape[2] != probes
-    if not chosen and sums is None:
-        return query
-    asked = torch.empty(rows, heads, probes, channels, dtype=query.dtype, device=query.device) if chosen else query
-    known = normalisers if sums is None else sums if sums.stride(2) == 1 else sums.contiguous()
-    launch(
-        rows_of_probes, (normalisers.shape[2] // tiles.owned * rows * heads,),
-        query, positions, known, asked, normalisers, *query.stride()[:3], *known.stride()[:2], normalisers.stride(1),
-        probes, heads, LOG2_E, D=channels, WIDTH=_width(channels), OWNED=tiles.owned, CHOSEN=chosen,
-        SUMMED=sums is not None, num_warps=tiles.warps,
-    )  # fmt: skip
-    return asked
-
-
 def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, device: torch.device) -> Tensor:
     """The probes' positions, and behind them the spans of the tiles of keys between `edges`: int32, without waiting."""
     begin = torch.searchsorted(positions, edges + nearest)
@@ -280,16 +233,12 @@ def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, dev
 def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:
     return {
         "D": channels,
-        "WIDTH": _width(channels),
+        "WIDTH": width_of(channels),
         "OWNED": tiles.owned,
         "STREAMED": tiles.streamed,
         "PRECISION": "ieee" if dtype == torch.float32 else None,
         "WIDE": INTERPRETED and dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
     }
-
-
-def _width(channels: int) -> int:
-    return max(16, triton.next_power_of_2(channels))
 
 
 def _specialisation(
