@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.logits import Logits
 from calib.runtime.modes import INFERENCE, wants_gradients
+from calib.runtime.untraced import untraced
 
 # No "flash", "sdpa" or "/" in the name: transformers reads meaning into them.
 NAME = "calib_packed"
@@ -34,7 +35,7 @@ UNKNOWN = {"s_aux": "attention sinks", "position_bias": "a position bias", "indi
 _known: dict[tuple[tuple[Any, ...], int], bool] = {}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -101,7 +102,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return (weights @ value.float().repeat_interleave(groups, 1)).to(query.dtype)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def padding_mask(
     batch_size: int,
     q_length: int,

@@ -28,6 +28,7 @@ from calib.runtime.offload.speculator import Speculator
 from calib.runtime.paging import stored_sequence_state
 from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.prefix import prefix
+from calib.runtime.untraced import untraced
 
 
 class CompressedCache(Cache):
@@ -101,7 +102,7 @@ class CompressedCache(Cache):
         """The layers that this cache compresses."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ import torch
 from toy_models import generate, left_padded, random_model
 
 from calib.runtime import attention, compress
+from calib.runtime.untraced import REASON
 
 
 @pytest.fixture
@@ -31,3 +32,10 @@ def test_the_model_is_compiled_around_the_cache(method, options, graphs):
         assert torch.equal(generate(model, inputs, cache, max_new_tokens=3).sequences, expected)
     traced = [node for graph in graphs for node in graph.graph.nodes if attention.__file__ in (node.stack_trace or "")]
     assert graphs and not traced
+
+
+def test_a_whole_graph_is_refused_with_the_reason(graphs):
+    model = random_model("llama", num_hidden_layers=1)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with compress(model, "kivi") as cache, pytest.raises(torch._dynamo.exc.Unsupported, match=REASON):
+        compiled(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
