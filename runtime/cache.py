@@ -5,6 +5,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from calib.runtime.held_tier import HeldTier
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import KINDS, Memory, measure
 from calib.runtime.messages.printable import printable
+from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.modes import with_ordinary_tensors
 from calib.runtime.offload.speculator import Speculator
 from calib.runtime.paging import stored_sequence_state
@@ -146,7 +148,12 @@ class CompressedCache(Cache):
         assisted decoding. Raises ValueError for more columns than the last forward had, for a positive number, and where a
         layer has a state that they went into.
         """
-        removed, drafts = -int(tokens_to_remove), self.sequences.unconfirmed  # older releases count in a tensor
+        try:
+            removed, drafts = -index(tokens_to_remove), self.sequences.unconfirmed  # older releases count in a tensor
+        except TypeError as error:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, a whole number, got {printable(tokens_to_remove)}"
+            ) from error
         if removed < 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {-removed}; say {removed}")
         if removed > drafts:
@@ -263,12 +270,26 @@ class CompressedCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, in place; the copies share pages until one is written."""
+        """Repeats each row `repeats` times, in place; the copies share pages until one is written.
+
+        Raises ValueError for less than one time.
+        """
+        check_whole("repeats", repeats, least=1, wanted="a whole number, at least 1")
         self.batch_select_indices(torch.arange(len(self.sequences.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`, in that order."""
-        kept = self.sequences.permute(indices.tolist())
+        """Keeps the rows `indices`, in that order; an empty cache has none, and stays empty.
+
+        Raises ValueError, and changes nothing, for what is no tensor of the numbers of its rows.
+        """
+        rows = len(self.sequences.lengths)
+        sources = indices.tolist() if isinstance(indices, Tensor) and indices.dim() == 1 else []
+        if rows and not (sources and all(type(source) is int and 0 <= source < rows for source in sources)):
+            raise ValueError(
+                f"rows are chosen by a tensor of one axis with whole numbers 0 ... {rows - 1}, at least one, got "
+                f"{printable(indices)}"
+            )
+        kept = self.sequences.permute(sources)
         if self.speculator is not None:
             self.speculator.permute(indices)
         if self.input_ids is not None:

@@ -66,8 +66,9 @@ def compress(
             f"artifact must be an Artifact, got {printable(artifact)}; "
             "Artifact.load(path) or Artifact.from_pretrained(name) gives one"
         )
-    if type(graphs) is not bool:
-        raise ValueError(f"graphs must be True or False, got {printable(graphs)}")
+    for name, flag in (("graphs", graphs), ("allow_finetuned", allow_finetuned)):
+        if type(flag) is not bool:
+            raise ValueError(f"{name} must be True or False, got {printable(flag)}")
     if type(seed) is not int:
         raise ValueError(f"seed must be a whole number, got {printable(seed)}")
     if not model._can_set_attn_implementation():

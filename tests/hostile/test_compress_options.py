@@ -1,5 +1,7 @@
 """Every wrong request to `compress` and to its cache gets one line that names the value and what to do, and stores nothing."""
 
+import copy
+
 import pytest
 import torch
 from cases import calibrated_artifact
@@ -140,6 +142,13 @@ def test_an_artifact_must_be_loaded(model, artifact):
     with pytest.raises(ValueError, match=r"artifact must be an Artifact, got .*Artifact\.load") as error:
         compress(model, method="kivi", artifact=artifact)
     assert repr(artifact) in message(error)
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_a_finetuned_relative_is_allowed_or_not(model, wrong):
+    with pytest.raises(ValueError, match="allow_finetuned must be True or False, got") as error:
+        compress(model, method="kivi", allow_finetuned=wrong)
+    message(error)
 
 
 @pytest.mark.parametrize("seed", ["0", 1.5, None, True])
@@ -485,6 +494,51 @@ def test_only_the_last_forward_can_be_taken_back(model, cache):
     message(error)
     cache.crop(-4)
     assert cache.get_seq_length() == 9 and cache.sequences.lengths == [9]
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 0.5, float("inf"), torch.tensor([1, 2])])
+def test_only_a_number_of_tokens_can_be_taken_back(model, cache, wrong):
+    model(**left_padded([9]), past_key_values=cache)
+    with pytest.raises(ValueError, match="minus the number of tokens to remove, a whole number, got") as error:
+        cache.crop(wrong)
+    message(error)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0], None, [0, 2], [-1], [True, False], [0.0], [], [[0], [1]], 0], ids=lambda wrong: str(wrong)
+)
+@pytest.mark.parametrize("by", ["batch_select_indices", "reorder_cache"])
+def test_rows_are_chosen_by_their_numbers(model, cache, by, wrong):
+    inputs = left_padded([9, 200])
+    model(**inputs, past_key_values=cache)
+    expected = copy.deepcopy(cache)
+    asked = wrong if wrong in ([0], None) else torch.tensor(wrong)
+    with pytest.raises(
+        ValueError, match=r"a tensor of one axis with whole numbers 0 ... 1, at least one, got"
+    ) as error:
+        getattr(cache, by)(asked)
+    message(error)
+    step = {
+        "input_ids": torch.ones(2, 1, dtype=torch.int64),
+        "attention_mask": left_padded([10, 201])["attention_mask"],
+    }
+    assert torch.equal(model(**step, past_key_values=cache).logits, model(**step, past_key_values=expected).logits)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", None, True])
+def test_rows_are_repeated_whole_times(model, cache, wrong):
+    model(**left_padded([9]), past_key_values=cache)
+    with pytest.raises(ValueError, match="repeats must be a whole number, at least 1, got") as error:
+        cache.batch_repeat_interleave(wrong)
+    message(error)
+    assert cache.sequences.lengths == [9]
+
+
+def test_an_empty_cache_has_no_rows_to_choose(model, cache):
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(3)
+    model(**left_padded([9]), past_key_values=cache)
+    assert cache.sequences.lengths == [9]
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", torch.float16, None])
