@@ -85,7 +85,7 @@ WRONG_OPTIONS = [
     ("kivi", {"residual": {"keys": 128, "values": 0}}, ["residual of values must be", "got 0", "'rtn'"]),
     ("kivi", {"residual": {"keys": 128, "values": 64}}, ["values would be encoded before the keys"]),
     ("kivi", {"group": 24}, ["24", "divide"]),
-    ("kivi", {"group": 64}, ["64 channels", "does not divide 32"]),
+    ("kivi", {"group": 64}, ["64 channels", "does not divide 32", "a divisor of 32 as the option group"]),
     ("kivi", {"group": 3}, ["3", "divide"]),
     *(("kivi", {"group": group}, ["group", repr(group)]) for group in (0, -32, 1.5, "32", None, True)),
     *(("kivi", {"residual": size}, ["residual", repr(size), "'rtn'"]) for size in (0, -1, 1.5, "128", None, True)),

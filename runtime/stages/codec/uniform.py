@@ -225,7 +225,10 @@ class UniformQuant(Codec):
         sizes = (self.group[0] or tokens, self.group[1] or channels)
         for size, whole, axis in ((sizes[0], tokens, "tokens"), (sizes[1], channels, "channels")):
             if whole % size:
-                raise ValueError(f"a group of {size} {axis} does not divide {whole} {axis}; use a divisor of {whole}")
+                raise ValueError(
+                    f"a group of {size} {axis} does not divide {whole} {axis}; give a divisor of {whole} as the option group (of "
+                    "corrections: residual_group)"
+                )
         return sizes
 
 
