@@ -74,6 +74,8 @@ class Artifact:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Artifact":
         """Reads and checks everything before anything can be used; raises `ArtifactError` that begins with the path."""
+        if not isinstance(path, str | os.PathLike):
+            raise ArtifactError(f"got {printable(path)}, expected the path of an artifact; `calib fit` writes one")
         try:
             if os.path.exists(path) and not os.path.isfile(path):
                 kind = "a folder" if os.path.isdir(path) else "not a regular file"

@@ -74,7 +74,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def _check_spelling(path: str | os.PathLike[str]) -> None:
-    """Raises StateError for a path that safetensors writes and does not open again."""
+    """Raises StateError for what is no path, and for one that safetensors writes and does not open again."""
+    if not isinstance(path, str | os.PathLike):
+        raise StateError("is no path; name a file of `cache.save`")
     if any(
         "\ud800" <= character <= "\udfff" for character in os.fspath(path)
     ):  # a byte that is no UTF-8, as Python has it

@@ -34,6 +34,7 @@ from torch import Tensor
 from calib.kernels.attend.operation import STRIDE
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import coding_of
+from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import check_flag
 from calib.runtime.methods.klt import BITS, Klt
@@ -164,6 +165,12 @@ class Codec:
         """
         artifact = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
+        if bits is None:  # of `klt` the default
+            raise ValueError("bits must be a number above 0, got None")
+        if not isinstance(rotation, Rotation | None):
+            raise ValueError(
+                f"rotation must be a Rotation, got {printable(rotation)}; `Rotation.of(model, '')` gives one"
+            )
         klt = Klt(bits=bits, size=size, predict=predict, trellis=trellis, sinks=sinks)
         profile = profile_of(profile, artifact, klt, chosen)
         check_whole("sinks", sinks, 0, "a whole number from 0", most=MOST_SINKS)
@@ -293,6 +300,8 @@ class Codec:
         return exact_tokens(header.tokens, header.start, header.sinks, False)
 
     def _tokens_of(self, chunk: Tensor) -> int:
+        if not isinstance(chunk, Tensor):
+            raise ValueError(f"the chunk is a {type(chunk).__name__}, expected a tensor; convert it")
         width = len(self.heads) * self.head_dim
         shape = tuple(chunk.shape)
         if len(shape) != 4 or shape[:2] != (2, self.layers) or shape[3] != width or not 1 <= shape[2] <= MOST:

@@ -22,6 +22,12 @@ def good(tmp_path_factory) -> bytes:
 # ---- no file at all
 
 
+@pytest.mark.parametrize("path", [None, 7, b"a"])
+def test_what_is_no_path(path):
+    with pytest.raises(ArtifactError, match="expected the path of an artifact; `calib fit` writes one"):
+        Artifact.load(path)
+
+
 def test_missing_file(tmp_path):
     assert "no such file" in refused(tmp_path / "nothing")
 

@@ -385,6 +385,7 @@ def test_what_is_no_prefix_is_refused(saved, tmp_path):
         (tmp_path / "a.calib.safetensors", "is no saved cache"),
         (tmp_path, "is a folder"),
         (tmp_path / "none.safetensors", "No such file"),
+        (7, "is no path; name a file"),
     ):
         with pytest.raises(PrefixError, match=told) as caught:
             read(case, model, path)
@@ -404,6 +405,8 @@ def test_what_cannot_be_saved_is_refused_and_an_old_file_stays(saved, tmp_path, 
             cache.save(old, input_ids=ids)
     with pytest.raises(PrefixError, match="cannot be written"):
         cache.save(tmp_path / "old.safetensors" / "below")
+    with pytest.raises(PrefixError, match="cannot be saved: is no path"):
+        cache.save(None)
 
     def fails(*_):
         raise OSError(28, "No space left on device")

@@ -315,6 +315,8 @@ def test_positions_turn_keys_as_the_model_does(name):
     ("options", "message"),
     [
         ({"bits": 0}, "bits must be a number above 0, got 0"),
+        ({"bits": None}, "bits must be a number above 0, got None"),
+        ({"rotation": "llama"}, "rotation must be a Rotation, got 'llama'"),
         ({"bits": 9}, "bits must be a number from 0.25"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
         ({"size": False, "predict": True}, "predict=True with size=False"),
@@ -361,6 +363,8 @@ def test_chunks_that_it_refuses(model, artifact):
     for wrong in (chunk[:, :1], chunk[0], chunk[..., :32], chunk[:, :, :0], torch.cat([chunk, chunk])):
         with pytest.raises(ValueError, match=r"the chunk has shape \(.*\), expected \[2, 2, tokens, 64\]"):
             codec.encode(wrong, 0)
+    with pytest.raises(ValueError, match="the chunk is a ndarray, expected a tensor"):
+        codec.encode(chunk.float().numpy(), 0)
     with pytest.raises(ValueError, match=r"the chunk is torch\.float64, expected float32, float16 or bfloat16"):
         codec.encode(chunk.double(), 0)
     for start in (-1, True, 1.0, 2**30):
