@@ -110,14 +110,19 @@ class CompressedCache(Cache):
     ) -> tuple[Any, Any]:
         """Hands new tokens to their layer; an uncompressed sliding layer keeps only its window.
 
-        Raises ValueError for a cache that was released.
+        Raises ValueError for a cache that was released, and for a layer that its model has not.
         """
         if self._attachment is not None and self._attachment.released:
             raise ValueError(
                 "this cache was released, and its model attends by itself again; make another by compress(model, ...), with "
                 "prefix=path where this one was saved"
             )
-        layer = self.layers[layer_idx]
+        try:
+            layer = self.layers[layer_idx]
+        except IndexError as error:
+            raise ValueError(
+                f"this cache has {len(self.layers)} layers, and a model asks for layer {layer_idx}; use a cache for each model"
+            ) from error
         if isinstance(layer, CompressedLayer):
             return layer.update(key_states, value_states)
         states: tuple[Any, Any] = super().update(key_states, value_states, layer_idx, *args, **kwargs)

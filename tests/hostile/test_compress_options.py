@@ -548,6 +548,14 @@ def test_a_cache_moves_to_devices_only(cache, wrong):
     message(error)
 
 
+def test_a_cache_of_a_model_with_fewer_layers(model, cache):
+    larger = random_model("llama", num_hidden_layers=len(cache.layers) + 1)
+    told = f"this cache has {len(cache.layers)} layers, and a model asks for layer {len(cache.layers)}; use a cache for each"
+    with compress(larger, method="kivi"), pytest.raises(ValueError, match=told) as error:
+        larger(**left_padded([9]), past_key_values=cache)
+    message(error)
+
+
 def test_the_wrong_cache_while_attached_is_only_exact(model):
     inputs = left_padded([30])
     expected = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
