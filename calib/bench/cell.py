@@ -147,7 +147,8 @@ class Cell:
         base = {kind: taken.get(self.baseline) for kind, taken in self.seconds.items()} | {
             "decode": self.paired.get(name)
         }
-        ratios = {kind: speedup(beside, own[kind]) for kind, beside in base.items() if beside}
+        # A baseline that failed on the way has no figure for the later turns.
+        ratios = {kind: speedup(x, own[kind]) for kind, x in base.items() if x and len(x) == len(own[kind])}
         # The baseline's second row is the same cache again: it is timed alone.
         alone = self.cache_bytes.get(name)
         return {

@@ -215,6 +215,24 @@ def test_without_its_baseline_the_others_are_still_measured(bench, monkeypatch):
     assert [row["speedup"] for row in document["cells"] if "seconds" in row] == [{}, {}]
 
 
+def test_a_baseline_that_fails_between_two_prefills_leaves_the_others_without_ratios(bench, monkeypatch):
+    prefills, prefill = [], OpenCache.prefill
+
+    def raising(row):
+        prefills.extend([0] if row.entry.label == "all" else [])
+        if (
+            row.entry.label == "all" and len(prefills) > 4
+        ):  # warm-up, alone, and the first turn of it and of "all again"
+            raise torch.OutOfMemoryError("full")
+        return prefill(row)
+
+    monkeypatch.setattr(OpenCache, "prefill", raising)
+    status, document = bench(contexts=[40])
+    assert status == 0
+    assert [row["name"] for row in document["cells"] if "error" in row] == ["all", "all again"]
+    assert [row["speedup"] for row in document["cells"] if "seconds" in row] == [{}, {}]
+
+
 def test_logits_that_are_no_numbers_fail_the_row(bench, monkeypatch):
     forward = OpenCache.forward
     monkeypatch.setattr(
