@@ -15,11 +15,13 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities import rank_zero_only
+
+from calib.runtime.files.atomic_file import atomically
 
 PROJECT = "calib"
 Rows = Sequence[Sequence[float | int | str]]
@@ -50,13 +52,33 @@ def logged_in() -> bool:
     return wandb.api.api_key is not None
 
 
-class OfflineFirstWandbLogger(WandbLogger):
+class Observer:
+    """What cannot end a run: the first thing that goes wrong is one warning, and from there on nothing is logged."""
+
+    title: ClassVar[str]  # of the logger, in the warning
+    _failed = False
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        """Runs `action` unless logging has failed before."""
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            if not self._failed:  # the run did not begin, which was told
+                self._failed = True
+                warnings.warn(f"{self.title} stopped logging: {' '.join(str(error).split())}", stacklevel=3)
+
+
+class OfflineFirstWandbLogger(Observer, WandbLogger):
     """WandbLogger that asks for no key, sends nothing unless the user has logged in, and cannot end a run.
 
     Args:
         folder: receives `wandb/offline-run-*`, which `wandb sync` uploads later.
         name: the run's name.
     """
+
+    title = "W&B"
 
     def __init__(self, folder: Path, name: str) -> None:
         import wandb
@@ -76,18 +98,6 @@ class OfflineFirstWandbLogger(WandbLogger):
         )
         super().__init__(name=name, save_dir=folder, project=PROJECT, settings=settings)
         self._wandb_init.pop("anonymous", None)  # W&B warns about it even when it is None
-        self._failed = False
-
-    def _try(self, action: Callable[[], Any]) -> None:
-        """Runs `action` unless logging has failed before; the first failure is one warning."""
-        if self._failed:
-            return
-        try:
-            action()
-        except Exception as error:
-            if not self._failed:  # the run did not begin, which was told
-                self._failed = True
-                warnings.warn(f"W&B stopped logging: {' '.join(str(error).split())}", stacklevel=3)
 
     @property
     def experiment(self) -> Any:
@@ -149,24 +159,55 @@ class OfflineFirstWandbLogger(WandbLogger):
             self._try(wandb.teardown)
 
 
-class TableCSVLogger(CSVLogger):
+class TableCSVLogger(Observer, CSVLogger):
     """CSVLogger with the two methods of the W&B logger: tables are CSV files, files are copied beside them."""
+
+    title = "CSV"
+
+    @property
+    def experiment(self) -> Any:
+        """The writer of metrics; one that takes nothing in where its folder cannot be made."""
+        if self._experiment is None:
+            self._try(lambda: super(TableCSVLogger, self).experiment)
+        return DummyExperiment() if self._experiment is None else self._experiment
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
+        """Records the configuration."""
+        self._try(lambda: super(TableCSVLogger, self).log_hyperparams(params))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Records scalars at a step; the file is written every 100 steps and by `save`."""
+        self._try(lambda: super(TableCSVLogger, self).log_metrics(dict(metrics), step))
 
     @rank_zero_only
     def log_table(self, key: str, columns: list[str], data: Rows) -> None:
         """Writes `KEY.csv` (slashes in `key` become dashes) into the run's log folder."""
-        folder = Path(self.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{key.replace('/', '-')}.csv").open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *data])
+
+        def write() -> None:
+            folder = Path(self.log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{key.replace('/', '-')}.csv").open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([columns, *data])
+
+        self._try(write)
 
     @rank_zero_only
     def log_file(self, path: Path, kind: str) -> None:
         """Copies the file into the run's log folder, under `KIND-<first digits of its SHA-256>-NAME`."""
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-        folder = Path(self.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / f"{kind}-{digest}-{path.name}")
+
+        def copy() -> None:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+            with atomically(Path(self.log_dir) / f"{kind}-{digest}-{path.name}") as temporary:
+                shutil.copyfile(path, temporary)
+
+        self._try(copy)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Writes the metrics that are pending; the Trainer asks for it when a stage ends."""
+        self._try(super().save)
 
     @rank_zero_only
     def close(self) -> None:

@@ -136,6 +136,35 @@ def test_a_logger_that_breaks_warns_once_and_is_silent(tmp_path, monkeypatch):
         logger.close()
 
 
+@pytest.mark.parametrize("full", ["open", "os.makedirs", "shutil.copyfile"])
+def test_csv_files_on_a_full_disk_end_no_run(tmp_path, monkeypatch, full):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    (tmp_path / "file.txt").write_text("content")
+    logger = run_logger(tmp_path / "run", "name")
+
+    def broken(*_, **__):
+        raise OSError(28, "no room")
+
+    if full == "open":
+        monkeypatch.setattr(logger._fs, "open", broken)
+    else:
+        monkeypatch.setattr(full, broken)
+    trainer = Trainer(
+        logger=logger, max_steps=1, enable_checkpointing=False, enable_model_summary=False, accelerator="cpu"
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        logger.log_hyperparams({"a": 1})
+        trainer.fit(BoringModel(), DataLoader(torch.zeros(4, 32)))
+        logger.log_metrics({"x": 1.0})
+        logger.log_table("t", ["a"], [[1]])
+        logger.log_file(tmp_path / "file.txt", "calibration")
+        logger.close()
+    (line,) = [str(one.message) for one in told if "stopped" in str(one.message)]
+    assert line.startswith("CSV stopped logging: [Errno 28] no room")
+    assert not list((tmp_path / "run").rglob("*file.txt*"))
+
+
 def test_a_run_that_does_not_begin_ends_no_trainer(tmp_path, monkeypatch):
     """A key and no network: the Trainer asks for W&B's run as well, outside of what the logger looks after."""
 
