@@ -177,7 +177,7 @@ class TableCSVLogger(Observer, CSVLogger):
         self._try(lambda: super(TableCSVLogger, self).log_hyperparams(params))
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Records scalars at a step; the file is written every 100 steps and by `save`."""
         self._try(lambda: super(TableCSVLogger, self).log_metrics(dict(metrics), step))
 

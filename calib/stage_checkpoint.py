@@ -12,6 +12,8 @@ from calib.errors import RunError, UsageError
 from calib.interrupts import agreed, leave, pending, saving, take_back
 from calib.runtime.files.atomic_file import atomically
 
+ENDED_EARLY = "trainer.callbacks: one of them ended a stage early, and a fit reads every batch; leave it out"
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name beside it and renames.
@@ -91,9 +93,7 @@ class StageCheckpoint(SignalCallback):
         """Saves the stage that has ended. Raises UsageError where a callback has ended it, such as Timer."""
         if self.gather is not None:
             if trainer.should_stop:
-                raise UsageError(
-                    "trainer.callbacks: one of them ended a stage early, and a fit reads every batch; leave it out"
-                )
+                raise UsageError(ENDED_EARLY)
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:

@@ -20,7 +20,7 @@ from calib.interrupts import held
 from calib.neural_dict.dictionary import FIGURES, NeuralDictionary, Task
 from calib.neural_dict.module import PARTS, NeuralDictionaries
 from calib.neural_dict.options import DictionaryOptions
-from calib.stage_checkpoint import StageCheckpoint, load_checkpoint
+from calib.stage_checkpoint import ENDED_EARLY, StageCheckpoint, load_checkpoint
 
 STAGE = "dictionaries"
 
@@ -67,7 +67,8 @@ def train(
         resume: go on from the checkpoint where there is one; otherwise it is removed.
 
     Raises:
-        UsageError: fewer samples than atoms, no held-out vector, more pairs than channels, or a checkpoint of other settings.
+        UsageError: fewer samples than atoms, no held-out vector, more pairs than channels, a checkpoint of other settings, or a
+            callback of the Trainer that ended the training.
         RunError: a checkpoint that cannot be read.
     """
     for task in tasks:
@@ -81,6 +82,8 @@ def train(
         trainer = make_trainer(STAGE, [StageCheckpoint(path, PARTS)])
         with held():
             trainer.fit(module, train_dataloaders=module.left())
+        if module.left():
+            raise UsageError(ENDED_EARLY)
     return {dictionary.task.name: result(dictionary) for dictionary in module.all()}
 
 

@@ -53,6 +53,17 @@ def test_an_interrupted_run_resumes_to_the_same_bits(straight, tmp_path, steps):
     assert same(found, straight)
 
 
+@pytest.mark.parametrize("steps", [12, 15])
+def test_a_callback_that_ends_the_training_is_refused_and_it_goes_on_without(straight, tmp_path, steps):
+    class EndAfter(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop |= batch_idx == steps
+
+    with pytest.raises(UsageError, match=r"trainer\.callbacks: one of them ended a stage early"):
+        fit(tmp_path, make=lambda stage, callbacks: make_trainer(stage, [*callbacks, EndAfter()]))
+    assert same(fit(tmp_path, resume=True), straight)
+
+
 @pytest.mark.full
 def test_a_killed_process_resumes_to_the_same_bits(straight, tmp_path):
     code = (
