@@ -26,6 +26,7 @@ from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
 from calib.runtime.paging.pages import TIER_PAGE_TOKENS
+from calib.runtime.paging.window import STEP
 from calib.runtime.stages.codec import Codec, MixedQuant
 from calib.runtime.stages.saliency import Normalised, Probes
 from calib.runtime.stages.tiering import RatioTiers
@@ -176,13 +177,13 @@ class Klt(Method):
         """Of the cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables."""
         assert self.context is not None
         tiering = self._tiering()
-        exact = min(self.context, self.sinks + tiering.window + tiering.block)
+        exact = min(-(-self.context // STEP) * STEP, self.sinks + tiering.window + tiering.block)
         pages = -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
         width, tables = 0, 0  # bytes of a token's codes and sizes in all layers
         for both in zip(*(allocation.streams[role] for role in ROLES), strict=True):
             keys, values = (len(own.widths) * max(own.counts) for own in both)
             width += 2 * (sum(sum(own.counts) for own in both) + coding.size_bytes(heads))
-            tables += 2 * (4 + 8 * channels) + (4 * channels + 8) * (keys + values)
+            tables += 2 * (4 + 12 * channels) + (4 * channels + 8) * (keys + values)
             if coding.size:
                 tables += 4 * (keys + values)  # weights that tell a token's size
             if coding.trellis:
@@ -190,7 +191,8 @@ class Klt(Method):
             if coding.predict:
                 tables += 2 * keys * channels + 4 * channels
         row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * width
-        return self.batch * row + heads * tables
+        turns = 4 * channels if coding.rope == "before" else 0  # at most: RoPE's frequencies, which all heads share
+        return self.batch * row + heads * tables + turns
 
     def _within_bytes(self, found: Allocator, coding: Coding) -> Allocation:
         assert self.bytes is not None

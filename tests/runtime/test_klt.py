@@ -229,6 +229,20 @@ def test_a_budget_in_bytes_holds_and_is_used(model, artifact, coding):
     assert 0.9 * budget < memory.measured_bytes == memory.predicted_bytes <= budget
 
 
+@pytest.mark.parametrize("rope", ["before", "after"])
+@pytest.mark.parametrize("context", [40, 300])
+def test_bytes_are_those_of_the_cache(model, artifact, rope, context):
+    """A table of each head was not counted, nor, of a short context, the whole room of its exact tokens."""
+    method = Klt(bytes=10**7, context=context, rope=rope)
+    coding = method.coding(artifact)
+    (allocation,) = method.allocations(artifact, coding)
+    cache = compress(model, "klt", artifact=artifact, bits=8, rope=rope)
+    cache.release()
+    feed(cache, [Tokens.random(model, context, seed=2)])
+    counted = method.bytes_of(allocation, coding, *artifact.tensor("keys.klt.mean").shape)
+    assert cache.memory().measured_bytes == counted
+
+
 def test_a_budget_in_loss_is_read_off_the_curve(artifact):
     """The curve of the toy artifact: an error of .01 costs .004 nats; of keys after RoPE three times as much."""
     assert error_at(artifact, 0.004) == pytest.approx(0.01) and loss_at(artifact, 0.01) == pytest.approx(0.004)
