@@ -86,7 +86,11 @@ def compress(
     if not wrapped:  # every layer slides: compress them all, and give back the pages that the window has left behind
         wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
     if not wrapped:
-        raise ValueError(f"{type(model).__name__} has no attention layer with a plain key-value cache to compress")
+        hybrid = "hybrid" in (getattr(config, "layer_types", None) or ())
+        has = "a recurrent state in every attention layer" if hybrid else "no attention layer"
+        raise ValueError(
+            f"{type(model).__name__} has {has}, and so no plain key-value cache to compress; run it with the cache of transformers"
+        )
     geometry = Geometry.of(config)
     plans = completed({i: built.plan(i, geometry, artifact) for i in wrapped}, model, tokenizer)
     for plan in plans.values():

@@ -7,6 +7,8 @@ import torch
 from toy_models import COMMON, HEADS_4_2_32, generate, left_padded
 from transformers import (
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Qwen3NextConfig,
@@ -47,6 +49,14 @@ def with_states(model):
     if isinstance(model, Lfm2ForCausalLM):
         pytest.skip("convolutions alone")
     return model
+
+
+def test_a_layer_with_a_state_beside_its_keys_is_refused_for_that():
+    """Its attention layers are there, and plain: what stands in the way is the state."""
+    states = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    model = FalconH1ForCausalLM(FalconH1Config(**{**COMMON, **HEADS_4_2_32, **states}))
+    with pytest.raises(ValueError, match="FalconH1ForCausalLM has a recurrent state in every attention layer"):
+        compress(model, "full")
 
 
 @pytest.mark.parametrize(
