@@ -134,6 +134,9 @@ def _longer(named: dict[str, Any]) -> dict[str, Any]:
     for name in ("position_ids", "cache_position"):
         if isinstance(named.get(name), Tensor):
             longer[name] = torch.cat([named[name], named[name] + 1], -1)
+    for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):  # the token's, as in generate()
+        if isinstance(named.get(name), Tensor):
+            longer[name] = torch.cat([named[name], named[name][..., -1:]], -1)
     if named.get("logits_to_keep"):
         longer["logits_to_keep"] = named["logits_to_keep"] + 1
     return longer

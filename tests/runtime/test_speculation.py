@@ -12,7 +12,14 @@ from contract.architectures import BY_NAME
 from contract.modes import Heard
 from tolerances import LOGITS
 from toy_models import NEW, generate, left_padded, random_model
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from calib.runtime import compress
 
@@ -197,6 +204,19 @@ def test_outputs_have_a_column_a_step(model):
         torch.testing.assert_close(torch.stack(mine), torch.stack(other), atol=LOGITS, rtol=0)
     for mine, other in ((found.logits, full.logits), (found.scores, full.scores)):
         torch.testing.assert_close(torch.stack(mine), torch.stack(other), atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_guess_has_the_type_of_its_token(rows):
+    """GPT-2 adds the embedding of a type to each token's; of two rows the types of one step would be those of one row's two."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 101, "n_positions": 256, "initializer_range": 0.15}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0)).eval()
+    inputs = left_padded([90] * rows)
+    types = torch.arange(2, 2 + rows)[:, None].expand(-1, 90)
+    found, full = both(model, lambda cache: generate(model, inputs, cache, token_type_ids=types))
+    assert torch.equal(found.sequences, full.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(full.logits), atol=LOGITS, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLING, SAMPLING | {"num_return_sequences": 2}, {"repetition_penalty": 1.5}])
