@@ -50,6 +50,7 @@ def test_generate(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith("error: bits must be a whole number 1 ... 8, got 99")
 
 
+@pytest.mark.full
 def test_summarise_batch(monkeypatch, capsys):
     short = ("--max-new-tokens", "12", "--fetch", "16")
     together = run(monkeypatch, capsys, "summarise_batch", *short)
@@ -91,6 +92,7 @@ def sweep(folder: Path) -> list[str]:
     return ["--sweep", str(folder / "small.yaml"), "--cases", "2", "--output", str(folder / "out")]
 
 
+@pytest.mark.full
 def test_wandb_sweep(monkeypatch, capsys, tmp_path):
     pytest.importorskip("lightning")
     monkeypatch.setenv("WANDB_MODE", "disabled")

@@ -63,6 +63,7 @@ def circle(edges: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of", [str, room])
 def test_no_import_comes_back_to_where_it_began(of: Callable[[str], str]):
     edges: dict[str, set[str]] = {}

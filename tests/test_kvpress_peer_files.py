@@ -35,6 +35,7 @@ def run(monkeypatch, *words):
     return kvpress.main([str(word) for word in words])
 
 
+@pytest.mark.full
 def test_the_results_are_what_the_project_reads(cases, tmp_path, model, monkeypatch, capsys):
     out = tmp_path / "made" / "none.json"
     assert kvpress.main([str(cases), "--press", "none", "--out", str(out)]) == 0
@@ -47,6 +48,7 @@ def test_the_results_are_what_the_project_reads(cases, tmp_path, model, monkeypa
     assert "exact 0.000, log p -" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_several_presses_write_a_file_each(cases, tmp_path, monkeypatch):
     words = ["--ratio", "0.5", "--option", "label=x", "--attention", "eager", "--out", tmp_path / "out"]
     assert run(monkeypatch, cases, "--press", "KnormPress", "--press", "AdaKVPress:KnormPress", *words) == 0

@@ -41,6 +41,7 @@ def test_the_same_seed_asks_the_same():
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.full
 def test_lm_eval_reads_what_it_writes(tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     from calib.evaluate.lm_eval.named_task import NamedTask, known_tasks
@@ -54,6 +55,7 @@ def test_lm_eval_reads_what_it_writes(tmp_path):
     assert task.metrics == ["accuracy", "perplexity"]
 
 
+@pytest.mark.full
 def test_a_text_without_a_case_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("One sentence. Another.")
     assert "give a longer text" in written(tmp_path, "text.txt").stderr and not (tmp_path / "last_word.yaml").exists()

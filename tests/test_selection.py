@@ -1,4 +1,4 @@
-"""A quick run has every test function, and every kind of store in every second one."""
+"""A quick run has every test function that is not marked, and every kind of store in every sixth one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import CASES
 from contract.cell import Cell
-from selection import FEW, INTERPRETED, QUICK_TURNS, SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
+from selection import QUICK_TURNS, SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
 from store_kinds import kinds
 
 from calib.runtime.offload.plan import STORES as OFFLOAD_STORES
@@ -45,9 +45,9 @@ def test_every_store_and_codec_is_of_a_kind_that_some_case_has():
 
 
 @pytest.mark.parametrize("of", [lambda case: case, lambda case: case.name, lambda case: Cell(case.name, "m", "a")])
-def test_of_cases_one_of_every_second_kind_is_taken_and_the_others_for_another_function(of):
+def test_of_cases_one_of_every_sixth_kind_is_taken_and_the_others_for_another_function(of):
     cases, found = [of(case) for case in CASES], []
-    for number in range(8):
+    for number in range(40):
         taken = few(product(f"test_{number}", case=cases, length=[1, 20, 300]))
         assert abs(len(taken) - len(set(kinds().values())) / QUICK_TURNS) < 1
         assert len(set(map(kind, taken))) == len(taken)
@@ -56,17 +56,12 @@ def test_of_cases_one_of_every_second_kind_is_taken_and_the_others_for_another_f
     assert {*found} == {*kinds().values()}
 
 
-def test_of_other_parameters_a_few_are_taken_and_every_value_before_one_a_second_time():
-    taken = few(product(bits=[1, 2, 4, 8], group=["a", "b"]))
-    assert len(taken) == FEW
-    assert len({item.callspec.params["bits"] for item in taken}) == FEW
-    assert {item.callspec.params["group"] for item in taken} == {"a", "b"}
-    assert len(few(product(bits=[1]))) == 1
-    assert len(few(product(f"{INTERPRETED[0]}test_words.py::test", bits=[1, 2, 4, 8]))) == 1
+def test_of_other_parameters_one_set_is_taken():
+    assert len(few(product(bits=[1, 2, 4, 8], group=["a", "b"]))) == 1
 
 
-def test_a_sample_has_every_fifth_kind_in_turn_and_every_value_and_another_case_for_another_function():
-    functions = [in_turn(product(f"test_{number}", case=CASES, length=[1, 20, 300])) for number in range(240)]
+def test_a_sample_has_every_tenth_kind_in_turn_and_every_value_and_another_case_for_another_function():
+    functions = [in_turn(product(f"test_{number}", case=CASES, length=[1, 20, 300])) for number in range(1000)]
     share = len(set(kinds().values())) / TURNS
     for taken in functions:
         assert share - 1 < len(set(map(kind, taken))) and len(taken) <= share + 3
@@ -93,7 +88,7 @@ def test_a_sample_of_other_parameters_has_some_and_every_value():
     taken = in_turn(product(bits=[1, 2, 4, 8, 16, 32], group=["a", "b"]))
     assert {item.callspec.params["bits"] for item in taken} == {1, 2, 4, 8, 16, 32}
     assert {item.callspec.params["group"] for item in taken} == {"a", "b"}
-    assert len(taken) == 6 and len(in_turn(product(group=["a", "b"], flag=[True, False, None]))) == SOME
+    assert len(taken) == 6 and len(in_turn(product(group=["a", "b"], flag=[True, False, None]))) == 3
     assert len(in_turn(product(bits=[1]))) == 1
 
 

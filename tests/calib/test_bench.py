@@ -120,6 +120,7 @@ class Clock:
         monkeypatch.setattr(interleave, "interleaved", interleaved)
 
 
+@pytest.mark.full
 def test_times_are_the_clocks_and_ratios_are_taken_turn_by_turn(bench, monkeypatch):
     Clock(monkeypatch)
     _, document = bench(contexts=[40], batches=[3], methods=[*METHODS[:2], {"name": "kivi", "method": "kivi"}], turns=3)
@@ -143,6 +144,7 @@ def test_another_baseline(bench, monkeypatch):
     assert rows(document, name="all")[0]["speedup"]["decode"] == pytest.approx([4.0] * 3)
 
 
+@pytest.mark.full
 def test_rows_take_turns_in_another_order_each_time(bench, monkeypatch):
     calls, decoded = [], OpenCache.decode
 
@@ -175,6 +177,7 @@ def failing(monkeypatch, error, label="rtn-2", context=72, when=lambda row: True
     return caches
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", [False, True])
 def test_a_row_out_of_memory_is_told_and_freed(bench, monkeypatch, capsys, tmp_path, late):
     error = torch.OutOfMemoryError("CUDA out of memory. | Tried to\nallocate 9 GiB")
@@ -233,6 +236,7 @@ def test_a_baseline_that_fails_between_two_prefills_leaves_the_others_without_ra
     assert [row["speedup"] for row in document["cells"] if "seconds" in row] == [{}, {}]
 
 
+@pytest.mark.full
 def test_logits_that_are_no_numbers_fail_the_row(bench, monkeypatch):
     forward = OpenCache.forward
     monkeypatch.setattr(
@@ -245,6 +249,7 @@ def test_logits_that_are_no_numbers_fail_the_row(bench, monkeypatch):
     }
 
 
+@pytest.mark.full
 def test_caches_that_do_not_fit_together_are_measured_in_smaller_groups(bench, monkeypatch):
     groups, together, clock = [], cells.Cell.together, Clock(monkeypatch)
 

@@ -234,6 +234,7 @@ def test_a_try_that_fails_otherwise_is_told(bench_model, monkeypatch):
     }
 
 
+@pytest.mark.full
 def test_a_limit_that_holds_no_row_is_said(folder, tmp_path, capsys):
     content = {
         "model": folder,

@@ -27,6 +27,7 @@ def output(queries, keys, values, row, window) -> torch.Tensor:
     return mixed / sum(weights)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 10])
 @pytest.mark.parametrize("form", forms(32), ids=lambda form: f"{form.stream}-{form.name}")
 def test_clip_errors_against_a_loop(form, window):

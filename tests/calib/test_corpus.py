@@ -78,6 +78,7 @@ def test_fewer_sequences_than_asked_keep_the_proportion_and_are_told():
     assert notes == ["the corpus some.txt fills 8 of the 16 sequences asked for: 6 are measured, 2 held out"]
 
 
+@pytest.mark.full
 def test_generated_text_is_half_retrieval_half_sampled_and_seeded():
     model, tokenizer = toy_model(), toy_tokenizer()
     state = torch.random.get_rng_state()
@@ -227,6 +228,7 @@ def test_refusals(toy, options, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_share_of_a_text_is_sampled_from_the_model(toy, tmp_path):
     text = str(save_text(tmp_path / "text.txt"))
 

@@ -17,6 +17,7 @@ from calib.evaluate.tasks.distortion import Distortion
 DECIBELS = 1e-3
 
 
+@pytest.mark.full
 def test_batches_do_not_matter():
     one, three = (figures("zipcache", column=lambda size=size: column_of(model(), batch_size=size)) for size in (1, 3))
     assert one == pytest.approx(three, abs=DECIBELS)
@@ -59,6 +60,7 @@ def test_words():
     assert column().brief(found | {"distance": 12.345}) == "12.35"
 
 
+@pytest.mark.full
 def test_a_model_whose_layers_round_differently_with_another_cache():
     """With a soft cap our attention is not SDPA's: what a layer is given must be what this cache was given."""
     layers = ["full_attention", "sliding_attention", "full_attention"]

@@ -56,6 +56,7 @@ def without_seconds(document):
     return {**document, "cells": [{**cell, "seconds": 0} for cell in document["cells"]]}
 
 
+@pytest.mark.full
 def test_a_run_writes_every_cell_and_a_page(config, tmp_path, capsys):
     status, document = run(config, tmp_path / "out")
     assert status == 0
@@ -168,6 +169,7 @@ def test_a_failing_cell_is_told_and_the_others_count(config, tmp_path, monkeypat
     assert "9 cells, 8 of them finished before" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("part", "name", "value", "said"),
     [
@@ -198,6 +200,7 @@ def test_an_altered_cell_is_measured_again(config, tmp_path, capsys, part, name,
     assert status == 0 and without_seconds(again) == without_seconds(document)
 
 
+@pytest.mark.full
 def test_a_damaged_cell_is_measured_again(config, tmp_path, capsys):
     _, document = run(config, tmp_path / "out", "--only", "everything")
     damaged = sorted((tmp_path / "out" / "cells").glob("*.json"))
@@ -237,6 +240,7 @@ def test_an_artifact_of_another_model_is_refused(config, tmp_path, capsys):
     )
 
 
+@pytest.mark.full
 def test_only_some_rows(config, tmp_path):
     _, document = run(config, tmp_path / "out", "--only", "rtn*")
     assert {cell["name"] for cell in document["cells"]} == {"rtn-2"}
@@ -265,6 +269,7 @@ def test_two_rows_that_ask_the_same_are_measured_once(config, tmp_path, capsys):
     assert [cell["figures"] for cell in a] == [cell["figures"] for cell in b]
 
 
+@pytest.mark.full
 def test_corrections_are_one_mapping_or_one_for_each_column(config, tmp_path):
     whole = {"outliers": 0.05}
     content = yaml.safe_load(Path(config).read_text())

@@ -53,6 +53,7 @@ def test_the_full_cache_agrees_with_itself(kind):
     assert found["sequences"] == 3 and found["tokens"] == 96
 
 
+@pytest.mark.full
 def test_it_agrees_in_16_bits_too():
     model = toy_model().to(torch.bfloat16)
     found = figures(column(model), model, "full")

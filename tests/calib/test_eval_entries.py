@@ -65,6 +65,7 @@ def test_the_dynamic_cache_says_what_our_full_one_says(folder, tmp_path):
     assert cells["theirs", "3 lines"]["sizes"]["bits_per_value"] >= 32
 
 
+@pytest.mark.full
 def test_special_probes_are_those_of_the_models_tokenizer(folder, tmp_path):
     ids = list(special_token_ids(AutoTokenizer.from_pretrained(folder)))
     own = {"method": "zipcache", "recompress": 20, "tiers": [[4, 0.5], [1, 0.5]], "probes": "special"}
@@ -126,6 +127,7 @@ def test_a_run_of_no_cells_is_refused(folder, tmp_path, capsys, words):
     assert not (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.full
 def test_columns_that_read_pages_are_not_asked_of_others(folder, tmp_path):
     tasks = [*TASKS, {"task": "distortion", "length": 40, "sequences": 2}]
     _, document = evaluated(folder, tmp_path, METHODS, tasks=tasks)
@@ -188,6 +190,7 @@ def cases(folder, tmp_path):
     return json.loads((tmp_path / "c.json").read_text())
 
 
+@pytest.mark.full
 def test_written_cases_are_the_columns_and_answers_to_them_are_a_row(folder, tmp_path, cases, given):
     assert [column["kind"] for column in cases["columns"]] == ["answers", "text"]
     lines = columns(given)[0].batches()
@@ -264,6 +267,7 @@ def test_rows_of_a_list():
         ResultsEntry.of("x", "", {"bits": 2}, "file")
 
 
+@pytest.mark.full
 def test_agreement_of_a_peer_is_the_same_beside_a_live_cache_of_ours(given, monkeypatch):
     """Answers of the full cache that are not kept are computed again meanwhile, with our attention on the model."""
     found = []

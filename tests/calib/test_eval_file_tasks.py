@@ -80,6 +80,7 @@ def test_a_template_makes_other_cells(evaluate):
     assert "2 cells, 2 of them finished before" in evaluate(task)[1].out
 
 
+@pytest.mark.full
 def test_pass_keys_sentences_and_functions(evaluate, larger, tmp_path):
     one = {"prompt": 'def one():\n    return 1\n\n\nSAID = """', "entry_point": "one"}
     tests = [{**one, "test": f'"""\n\n\ndef check(one):\n    assert one() == {number}'} for number in (1, 2)]

@@ -74,6 +74,7 @@ def measured(monkeypatch):
     return found
 
 
+@pytest.mark.full
 def test_a_fresh_clone_goes_on_from_a_committed_file(model, earlier, tmp_path, measured, capsys):
     more = [*METHODS, {"name": "some", "method": "rtn", "bits": 4}]
     assert ask(tmp_path, model, {"methods": more}, "--reuse", str(earlier)) == 0
@@ -189,6 +190,7 @@ def test_a_cell_that_is_another_is_measured(model, earlier, tmp_path, measured, 
     assert [cell["figures"] for cell in now["cells"]] == [cell["figures"] for cell in then["cells"]]
 
 
+@pytest.mark.full
 def test_an_artifact_is_told_by_its_bytes(model, tmp_path, measured, capsys):
     """The same file gives its cells, another of the same name does not."""
     calibrated = {"methods": [METHODS[0], {"name": "given", "method": "full", "artifact": True}]}
@@ -207,6 +209,7 @@ def test_an_artifact_is_told_by_its_bytes(model, tmp_path, measured, capsys):
     assert "given (2 lines), given (perplexity): another artifact" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_package_that_answers_is_told_with_its_version(model, tmp_path, measured, monkeypatch, capsys):
     """One that a file does not name may have been any."""
     said = {"optimum-quanto": "0.2.6"}
@@ -235,6 +238,7 @@ def test_a_file_of_an_earlier_release_says_nothing_of_its_tokenizer(model, earli
     assert f"calib: {file} does not say what its tokenizer was" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_finished_cells_are_those_of_their_tokenizer(model, tmp_path, measured):
     """Two tokenizers of the same folder and weights make other tokens of the same text."""
     folder = tmp_path / "model"

@@ -130,6 +130,7 @@ def test_positions_count_real_tokens(model):
     assert seen == [[[0, 0, 1], [0, 1, 2]], [[2], [3]]]
 
 
+@pytest.mark.full
 def test_the_limit_and_the_longest_context(model):
     (column,) = build_task("retrieval", {"lines": [2], "cases": 9}).columns(subject(model, limit=3))
     assert column.rows == 3 and column.settings["cases"] == 3

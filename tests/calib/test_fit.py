@@ -120,6 +120,7 @@ def test_the_ranges_are_those_of_a_plain_forward_pass(toy, fitted):
             torch.testing.assert_close(artifact.tensors[f"{stream}.high"][layer], x.amax((0, 2)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_bytes_and_prints_a_table(toy, fitted, tmp_path, capsys):
     assert main(words(toy, output="elsewhere/other name.safetensors")) == 0
     assert (tmp_path / "elsewhere/other name.safetensors").read_bytes() == fitted.read_bytes()
@@ -140,6 +141,7 @@ def test_the_same_seed_gives_the_same_bytes_and_prints_a_table(toy, fitted, tmp_
     assert len(tables[0].read_text().splitlines()) == 4
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_bytes(toy, fitted, tmp_path):
     assert main(words(toy, "--seed_everything=1", "--trainer.logger=false")) == 0
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() != fitted.read_bytes()
@@ -230,6 +232,7 @@ def test_a_finished_run_is_not_run_again(toy, fitted, tmp_path, monkeypatch):
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
 
 
+@pytest.mark.full
 def test_a_full_disk_in_the_middle_of_a_checkpoint_is_told_and_leaves_nothing(toy, tmp_path):
     """torch says "unexpected pos 64 vs 0"."""
     code = (
@@ -255,6 +258,7 @@ def test_a_callback_that_ends_a_stage_early_ends_the_fit(toy, tmp_path, capsys):
     assert callback["init_args"]["interval"] == "step"  # which could not be written, and ended the fit
 
 
+@pytest.mark.full
 def test_a_run_does_not_go_on_under_other_software(toy, tmp_path, monkeypatch, capsys):
     """The artifact names the versions that measured it, and half of it would be by others."""
     with monkeypatch.context() as cut:
@@ -267,6 +271,7 @@ def test_a_run_does_not_go_on_under_other_software(toy, tmp_path, monkeypatch, c
     assert f"had version of torch = {version('torch')}, now it is 0.1: give it" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_checkpoints_hold_no_language_model(toy, tmp_path):
     assert main(words(toy, "--trainer.logger=false")) == 0
     for stage in STAGES:
@@ -354,6 +359,7 @@ def test_llama2_config_typed_in_any_folder_works_with_a_local_model_and_text(toy
     assert artifact.clip_bits == (1, 2, 3, 4)
 
 
+@pytest.mark.full
 def test_ddp_of_one_process_is_a_fit_like_any_other(toy, fitted, tmp_path):
     assert main(words(toy, "--trainer.strategy=ddp", "--trainer.logger=false")) == 0
     assert (tmp_path / "out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()

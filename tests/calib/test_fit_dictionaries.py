@@ -136,6 +136,7 @@ def test_each_layer_for_itself_and_all_layers_together(toy, tmp_path, capsys):
         assert torch.equal(apart.tensor(kind), together.tensor(kind))
 
 
+@pytest.mark.full
 def test_without_dictionaries_the_rest_is_the_same(toy, fitted, tmp_path, capsys):
     assert main(words(toy, "--model.dictionary.atoms=0")) == 0
     some, whole = Artifact.load("toy.safetensors"), Artifact.load(fitted)

@@ -13,6 +13,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_fit_needs_no_configuration_and_says_at_once_what_it_does(toy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     load, said = capture_data.load, []

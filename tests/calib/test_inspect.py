@@ -76,6 +76,7 @@ def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path, caps
     assert "?[2Jgone?next [red]x[/red]" in out
 
 
+@pytest.mark.full
 def test_what_is_too_long_for_a_table_is_cut(tmp_path, capsys):
     """A text of megabytes, and two thousand layers with metrics of their own each, which would be two hundred million cells."""
     layers = [{f"{row}/{number}": 1.0 for number in range(50)} for row in range(2000)]

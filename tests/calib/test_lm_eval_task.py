@@ -113,6 +113,7 @@ def test_what_a_column_says_of_itself(model, folder):
     assert choice.brief(made) == f"{made['accuracy']:.3f} {made['accuracy_norm']:.3f}"
 
 
+@pytest.mark.full
 def test_chat_templates_are_lm_evals(model, folder, monkeypatch):
     for what in ("add_env_info", "get_git_commit_hash"):  # seconds, for notes on the machine
         monkeypatch.setattr(f"lm_eval.evaluator.{what}", lambda *given: None)
@@ -161,6 +162,7 @@ def test_a_tasks_own_examples_hold_where_none_are_asked_for(model, tmp_path):
     assert [columns(model, zero, CHOICE, few_shot=n)[0].settings["few_shot"] for n in (None, 1)] == [0, 0]
 
 
+@pytest.mark.full
 def test_nothing_is_drawn_from_the_processs_generators(model, folder):
     def states():
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
@@ -283,6 +285,7 @@ def test_an_unknown_name_is_told_the_nearest(model, folder, monkeypatch):
         assert text in message(error)
 
 
+@pytest.mark.full
 def test_a_run_with_lm_eval_tasks_goes_on_where_it_was(folder, tmp_path, capsys):
     model = str(save_toy(tmp_path / "model"))
     methods = [{"name": "full", "method": "full"}, {"name": "kivi-2", "method": "kivi", **KIVI}]

@@ -117,6 +117,7 @@ SPEAKING += (
 MODULES = ("kernels/ahead_of_time.py",)  # `python -m`
 
 
+@pytest.mark.full
 def test_library_code_does_not_print():
     printing = {
         str(path.relative_to(ROOT))

@@ -35,6 +35,7 @@ def test_every_group_ends_below_its_centroids_with_unit_atoms(straight):
         assert found.epochs == OPTIONS.epochs
 
 
+@pytest.mark.full
 def test_a_dictionary_depends_on_the_seed_and_its_own_task_alone(straight, tmp_path):
     assert same(fit(tmp_path), straight)
     assert same(fit(tmp_path, tasks()[1:2]), {"keys.1": straight["keys.1"]})
@@ -43,6 +44,7 @@ def test_a_dictionary_depends_on_the_seed_and_its_own_task_alone(straight, tmp_p
     assert not torch.equal(fit(tmp_path, [renamed])["keys.7"].atoms, straight["keys.1"].atoms)
 
 
+@pytest.mark.full
 def test_groups_trained_side_by_side_are_those_trained_alone(straight, tmp_path):
     before = torch.get_num_threads()
     try:

@@ -37,6 +37,7 @@ class CutAfter(Callback):
             raise Cut
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [3, 8, 13, 31])
 def test_an_interrupted_run_resumes_to_the_same_bits(straight, tmp_path, steps):
     with pytest.raises(Cut):

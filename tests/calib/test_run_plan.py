@@ -63,6 +63,7 @@ def run(command, folder, model, content):
     return json.loads((folder / "out" / "results.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("prompt", "after"), [(90, 60), (60, 1)])
 def test_tokens_behind_a_prompt_weigh_what_was_planned(method, prompt, after, model):
@@ -127,6 +128,7 @@ def test_a_bench_holds_what_was_planned(model, tmp_path):
         assert law["per_row"] > own["cache"]["per_row"]  # activations as well
 
 
+@pytest.mark.full
 def test_nothing_is_loaded_and_a_configuration_is_enough(model, tmp_path, monkeypatch, capsys):
     """Neither weights nor a tokenizer; columns that ask by a chat template, and text that would be sampled."""
     folder = tmp_path / "nothing"
@@ -170,6 +172,7 @@ def test_another_device_has_no_time_and_memory_of_its_own(model, tmp_path, capsy
     )
 
 
+@pytest.mark.full
 def test_llama_2_by_hand(tmp_path, monkeypatch):
     """4 rows of 3,900 tokens and 68 more, which fill 31 pages, on a GPU that is not there; the batch that fits 80 GiB."""
     monkeypatch.setattr(run_time, "usable_device", refuse_cuda)
@@ -257,6 +260,7 @@ def test_wrong_words(command, words, text, model, tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.full
 def test_a_plan_that_cannot_be_written(model, tmp_path, capsys):
     assert ask("bench", tmp_path, model, BENCH, "--plan", "--plan_json", str(tmp_path)) == 1
     assert "cannot be written" in capsys.readouterr().err

@@ -139,6 +139,7 @@ def test_a_model_partly_on_disk_gives_the_same_artifact(toy, dtype):
     Artifact.load("spread.safetensors").check(AutoModelForCausalLM.from_pretrained(toy / "llama", dtype=dtype))
 
 
+@pytest.mark.full
 @needs_accelerate
 def test_nothing_of_a_model_in_memory(toy):
     """Its first parameter is nowhere, so `model.device` says nothing of where tokens go in."""

@@ -118,6 +118,7 @@ def test_bits_of_a_budget_are_those_of_its_prompt(subject, tokens):
     assert search.measured.bits[0][0] == pytest.approx((32 + 32 / 64) * 48 / LENGTH)
 
 
+@pytest.mark.full
 def test_one_batch_or_three(subject, tokens):
     one, three = (
         search_of("zipcache", {"ratio": 0.2, "clip": 1.0}, subject, tokens.split(size)).measured for size in (3, 1)

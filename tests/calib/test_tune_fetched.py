@@ -60,6 +60,7 @@ def tune(toy: Path, *more: str) -> int:
     return cli.main(["tune", "--method", "specache", *words, *SMALL, *more])
 
 
+@pytest.mark.full
 def test_k_and_the_copy_share_a_budget(toy, capsys):
     """The copy has what the pairs leave of it, layer by layer, and a cache holds both."""
     assert tune(toy, "--bits", "5", "3", "--bandwidth", "0.05", "--step_ms", "0.4", "--context", "200") == 0

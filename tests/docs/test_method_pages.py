@@ -104,6 +104,7 @@ def test_what_a_code_of_each_width_costs(model):
     assert bits == 8
 
 
+@pytest.mark.full
 def test_bits_of_csr_as_published():
     """Of the embedded model's shapes, whatever its dictionaries hold."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "artifacts/tiny-llama", dtype="bfloat16")

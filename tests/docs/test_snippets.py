@@ -77,6 +77,7 @@ def local_tasks(monkeypatch, folder):
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **asked: evaluate(**asked, task_manager=manager))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_snippets_of_a_document_run(document, sandbox, given, hub, tmp_path, monkeypatch):
     for package in PACKAGES.get(document, ()):

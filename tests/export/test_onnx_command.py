@@ -103,6 +103,7 @@ def test_a_wrong_request_is_one_line(words, status, text, artifact, tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_every_method_has_a_graph_or_is_refused_by_name(artifact, tmp_path, capsys):
     from calib.export.onnx.parts import WITH_GRAPHS
 

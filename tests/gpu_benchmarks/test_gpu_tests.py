@@ -19,6 +19,7 @@ def test_none(): pass
 """
 
 
+@pytest.mark.full
 def test_outcomes(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(SOME)
     found = gpu_tests.run(20, tmp_path / "log", str(tmp_path))

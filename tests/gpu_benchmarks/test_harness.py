@@ -198,6 +198,7 @@ def test_inputs_leave_no_trace_in_the_l2():
 # --- the command ---
 
 
+@pytest.mark.full
 def test_without_a_gpu_there_is_one_line():
     before = sorted(report.RESULTS.iterdir())
     done = subprocess.run(

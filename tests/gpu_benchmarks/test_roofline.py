@@ -161,6 +161,7 @@ def test_lists_by_hand():
     )
 
 
+@pytest.mark.full
 def test_turns_of_a_tile_and_a_stretch():
     """Drawn instead of worked out."""
     of_keys, of_values = AT_ONCE[SCORES], 32 * AT_ONCE[MIXTURES]

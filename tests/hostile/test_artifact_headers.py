@@ -125,6 +125,7 @@ def test_numbers_of_a_model_that_none_has(tmp_path, good, number):
     assert "expected a whole number from 1 to 4096" in short(tmp_path / "a", data)
 
 
+@pytest.mark.full
 def test_too_many_tensors(tmp_path, good):
     header, body = split(good)
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}

@@ -98,6 +98,7 @@ def test_what_must_be_given(toy, capsys):
     assert "'model.path' must be given (expected str)" in refused(capsys, 2, arguments)
 
 
+@pytest.mark.full
 def test_a_corpus_that_is_empty_short_or_unreadable(toy, capsys, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.txt").write_text(" \n\n \t\n")
@@ -171,6 +172,7 @@ def test_an_output_that_cannot_be_written(toy, capsys, tmp_path):
     assert "cannot be written" in line
 
 
+@pytest.mark.full
 def test_resuming_with_other_settings_or_a_damaged_checkpoint(toy, capsys, tmp_path):
     assert main(words(toy)) == 0
     Path("toy.calib.safetensors").unlink()
@@ -183,6 +185,7 @@ def test_resuming_with_other_settings_or_a_damaged_checkpoint(toy, capsys, tmp_p
     assert "without --ckpt_path last" in line
 
 
+@pytest.mark.full
 def test_nothing_to_resume_starts_anew_and_says_so(toy, capsys):
     assert main(words(toy, "--ckpt_path=last")) == 0
     assert "no unfinished run in runs/toy; starting anew" in capsys.readouterr().out

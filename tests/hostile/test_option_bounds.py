@@ -43,6 +43,7 @@ def test_corrections_have_an_end_too(option):
         build("kivi", {"corrections": {option: 10**18}})
 
 
+@pytest.mark.full
 def test_a_window_longer_than_any_text_answers_at_once():
     """The lengths at which the two streams' schedules are compared do not grow with the window."""
     model, inputs = random_model("llama"), left_padded([40, 30])

@@ -172,6 +172,7 @@ def test_what_lies_at_the_edge_is_taken(model, method, options):
         assert cache.memory().host_bytes > 0
 
 
+@pytest.mark.full
 def test_corrections_are_those_of_the_low_bit_copy(model):
     """The same wherever they are said."""
     found, corrections = [], {"outliers": 0.05}
@@ -190,6 +191,7 @@ def test_corrections_are_those_of_the_low_bit_copy(model):
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

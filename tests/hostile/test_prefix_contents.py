@@ -208,6 +208,7 @@ def test_what_is_forged_is_refused(bases, tmp_path, name):
         assert told in refused(base, tmp_path / "forged", file.data())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["zipcache-corrected", "mikv-corrected", "gear", "kivi-corrected", "specache", "h2o"])
 @pytest.mark.parametrize("size", [LARGEST, -LARGEST])
 def test_the_largest_numbers_that_are_accepted_give_finite_logits(tmp_path, case, size):

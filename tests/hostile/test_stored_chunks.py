@@ -114,6 +114,7 @@ def test_positions_and_counts_out_of_range_are_refused_where_all_lengths_agree(r
     assert "the blob has 0 tokens" in refused(resealed(bytes(data)))
 
 
+@pytest.mark.full
 def test_blobs_of_other_codecs_are_refused(refused, blob, model):
     artifact = calibrated_artifact(model)
     changed = {**artifact.tensors, "keys.klt.before.mean": artifact.tensors["keys.klt.before.mean"] + 1e-3}

@@ -145,6 +145,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch():
         assert torch.equal(products.code_mix(weights[one], words[one], 2, 64), mixed[one])
 
 
+@pytest.mark.full
 def test_what_c_does_not_serve_goes_by_plain_torch(monkeypatch):
     words, query = tile(2, 64, 32), drawn(2, 3, 3, 64)
     monkeypatch.setattr(cpu, "code_scores", lambda *_, **__: pytest.fail("served"))

@@ -91,6 +91,7 @@ class Asked:
         assert alone.normaliser is None and alone.scores is None and torch.equal(alone.output, found.bfloat16())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("query_rows", "dims", "softcap", "parts"),

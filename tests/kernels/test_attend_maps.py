@@ -34,6 +34,7 @@ def mapped(pages, rows, scale, zero, divides):
     return replace(pages.stream, map=ChannelMap(scales, zeros, divides)), tokens.expand(rows, *pages.tokens.shape)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kinds", ["fixed token", "token channel", "channel fixed"])
 @pytest.mark.parametrize(
     ("scale", "zero", "divides"),
@@ -61,6 +62,7 @@ def test_maps_of_channels(kinds, scale, zero, divides):
         assert_attended(part, expected, tokens[1][row], SPLIT_SCORES, FLOAT32_ATTENTION)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_query_as_the_model_made_it_is_scaled_in_the_kernels(dtype):
     """Bit for bit what the scaled query gives; exact tokens' output is in the query's dtype."""

@@ -82,6 +82,7 @@ def test_components_become_channels(sized, components, channels, behind):
     torch.testing.assert_close(found[2].double(), wanted.flatten(0, 1), rtol=1e-5, atol=3e-5)
 
 
+@pytest.mark.full
 def test_runs_wait_to_be_joined(monkeypatch):
     """Where mixtures are of channels already; plain torch joins them as the kernel does."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")

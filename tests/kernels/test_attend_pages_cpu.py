@@ -249,6 +249,7 @@ def test_neither_threads_nor_other_rows_change_a_bit(kind):
             assert all(torch.equal(getattr(one, name)[row], getattr(alone, name)[0]) for one in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("query_rows", "key_dim", "value_dim", "softcap"), [(1, 64, 64, None), (3, 20, 36, 5.0), (8, 128, 128, None)]

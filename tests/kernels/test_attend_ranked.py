@@ -44,6 +44,7 @@ def assert_same(query, keys, values, span, *, precise, softcap=None, constant=No
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precise", [True, False])
 @pytest.mark.parametrize(
     ("keys", "values", "ranks", "channels"),
@@ -75,6 +76,7 @@ def test_kernel(keys, values, ranks, channels, precise, monkeypatch):
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_row_has_vectors_of_its_own(monkeypatch):
     """And what slots hold that are not in use has no part, be it NaN."""
     monkeypatch.setattr(triton, "_programs", lambda device: 64)

@@ -136,6 +136,7 @@ def test_values(keys, values, query_rows, precise, monkeypatch):
     assert_attended(found, attention(query, keys, values, span, constant), values.tokens, of_scores, of_output)
 
 
+@pytest.mark.full
 def test_values_with_coefficients_and_predictions_besides(monkeypatch):
     """All columns that a mixture can have, of several parts: channels, sizes, coefficients, keys' codes."""
     monkeypatch.setattr(triton, "_programs", lambda device: 64)
@@ -177,6 +178,7 @@ def test_keys(own, values, channels, rotated, query_rows, mixes, precise, monkey
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_keys_with_all_that_a_span_says(programs, monkeypatch):
     """Rows of different length, one of which holds nothing, tokens in any order, hidden slots, a bias, a sliding window of two
@@ -195,6 +197,7 @@ def test_keys_with_all_that_a_span_says(programs, monkeypatch):
     turned.check(turned.query(3, 4), span, 0, 211, precise=False, softcap=3.0, scored=programs == 1)
 
 
+@pytest.mark.full
 def test_what_lies_in_unused_slots_has_no_part():
     turned, found = Turned(NARROW, MIXED, 32, 32), []
     fold = turned.predicted()[1]
@@ -211,6 +214,7 @@ def test_what_lies_in_unused_slots_has_no_part():
             assert torch.equal(getattr(found[0], name), getattr(other, name)), name
 
 
+@pytest.mark.full
 def test_a_row_is_attended_alike_alone_and_beside_others():
     """Bit for bit, where both are one part."""
     turned = Turned(MIXED, WIDE, 32, 32)

@@ -124,6 +124,7 @@ def test_sliding_window(columns, placed):
     assert_same(query, keys, values, span, precise=True, scored=placed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", [1, 2])
 def test_hidden_slots(heads):
     keys, values = pair(FEW, Kind(2, "token", 4))
@@ -179,6 +180,7 @@ def test_sizes_of_values(kind, size, precise):
     assert_same(asked(keys), keys, values, whole(keys, [2, 1], used=[100]), precise=precise)
 
 
+@pytest.mark.full
 def test_parameters_that_all_heads_share():
     for kind in (Kind(4, "fixed"), FOUR, FEW):
         keys, values = pair(kind, kind, shared=True)
@@ -186,6 +188,7 @@ def test_parameters_that_all_heads_share():
         assert_same(asked(keys), keys, values, whole(keys, [2, 1]), precise=True)
 
 
+@pytest.mark.full
 def test_groups_of_tokens_that_are_no_power_of_two():
     keys, values = pair(Kind(4, "channel", 48), Kind(2, "channel", 32))
     assert_same(asked(keys), keys, values, whole(keys, [2, 1], used=[150]), precise=True)

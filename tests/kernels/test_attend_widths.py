@@ -61,6 +61,7 @@ def assert_same(query, keys, values, span, *, constant=None, softcap=None, score
     assert_attended(found, expected, values.tokens, *tolerances(keys, values, precise))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precise", [True, False])
 @pytest.mark.parametrize(("keys", "values"), CASES, ids=str)
 def test_kernel(keys, values, precise, monkeypatch):
@@ -74,6 +75,7 @@ def test_kernel(keys, values, precise, monkeypatch):
     assert_same(query, keys, values, span, constant=constant, precise=precise, scored=number % 2 == 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_kernel_with_all_that_a_stretch_says(programs, monkeypatch):
     """Rows of different length, hidden slots, positions behind a sliding window of two columns, a constant and a capped score."""

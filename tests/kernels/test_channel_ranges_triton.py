@@ -65,6 +65,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return True
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,6 +85,7 @@ def test_the_same_bits(shape, group, kind, dtype, kept):
     assert same(triton.measured(*given), reference.measured(*given))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [96, 256])
 @pytest.mark.parametrize("tokens", [1, 17, 410])
 def test_parts_of_any_number_of_tokens(tokens, width, monkeypatch):

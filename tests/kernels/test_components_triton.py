@@ -35,6 +35,7 @@ def test_blocks_are_those_of_the_stages(widths, counts, kind, monkeypatch):
     assert same(basis, codecs(widths, counts)[kind], tokens_of(basis, 37, torch.float32, rows=1), monkeypatch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["trellis", "sized trellis"])
 def test_components_of_a_trellis(kind, monkeypatch):
     """They are stored, two rows of them, and the search begins with them."""
@@ -52,6 +53,7 @@ def test_heads_of_many_channels(channels, dtype, monkeypatch):
     assert same(basis, codecs(widths, counts)["sized"], tokens_of(basis, 40, dtype, rows=1), monkeypatch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["uniform", "sized"])
 def test_numbers_of_any_size(kind, monkeypatch):
     """Tokens beyond every channel's reach, among them the infinite, and ones that are nearly 0."""
@@ -68,6 +70,7 @@ def test_numbers_of_any_size(kind, monkeypatch):
     assert same(unmoved, codecs(widths, counts)[kind], x.clamp(-1, 1) * 2.0**-120, monkeypatch)
 
 
+@pytest.mark.full
 def test_sizes_between_two(monkeypatch):
     """Tokens all along the way from one size to the next, so that many lie close to where the nearest one changes."""
     widths, counts = (2, 2, 2, 2), (2, 2)
@@ -84,6 +87,7 @@ def test_few_tokens_or_none(tokens, monkeypatch):
     assert same(basis, codecs(widths, counts)["sized"], tokens_of(basis, tokens, torch.float32), monkeypatch)
 
 
+@pytest.mark.full
 def test_a_part_of_a_larger_tensor(monkeypatch):
     """Every second token, and channels that do not lie side by side."""
     widths, counts = (5, 5, 5), (2, 2)

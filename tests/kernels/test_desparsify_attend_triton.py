@@ -245,6 +245,7 @@ def test_what_the_kernel_does_not_serve_is_left_to_plain_torch(case, monkeypatch
         assert torch.equal(mine, other)
 
 
+@pytest.mark.full
 def test_runs_may_wait_to_be_joined(monkeypatch):
     """For the launch that meets exact tokens as well: a part with its runs, and otherwise one that is whole."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")

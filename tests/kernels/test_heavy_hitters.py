@@ -100,6 +100,7 @@ def test_the_lightest_loses(form, name, seed, monkeypatch):
         assert torch.equal(one.into, field) and torch.equal(own, gone) and own.dtype == one.into.dtype
 
 
+@pytest.mark.full
 def test_a_row_of_a_batch_as_alone(monkeypatch):
     """Bit by bit; and of more slots than a program looks at together."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")

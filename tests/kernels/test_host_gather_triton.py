@@ -65,6 +65,7 @@ def test_entries_that_all_hold_a_token():
     check_exchange(held, chosen, 100)
 
 
+@pytest.mark.full
 def test_the_largest_block_that_a_program_compares():
     draw = torch.Generator().manual_seed(0)
     held, chosen = (drawn(draw, 1, 1, triton.MOST // 2 + 3, 700, 0.8) for _ in range(2))

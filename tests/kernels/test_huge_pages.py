@@ -49,6 +49,7 @@ def test_room_is_of_the_shape_and_type_asked_for(rows: int, dtype: torch.dtype):
     assert bool((room == 3).all())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(huge_pages.ADVICE is None, reason="needs a system that takes advice on huge pages (Linux)")
 def test_what_is_large_is_asked_for_with_huge_pages_and_given_back(blocks: "weakref.WeakSet[Block]"):
     like = torch.empty(0)

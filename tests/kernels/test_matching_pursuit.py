@@ -131,6 +131,7 @@ def test_a_repeated_atom_adds_up(form):
 # --- what is left never grows
 
 
+@pytest.mark.full
 @settings(max_examples=examples(150), deadline=None)
 @given(problems())
 def test_what_is_left_never_grows(problem):

@@ -136,6 +136,7 @@ def test_no_position_lies_outside_the_dictionary():
     assert torch.equal(alone[0], index[2:]) and torch.equal(alone[1], coefficient[2:])
 
 
+@pytest.mark.full
 def test_a_vector_has_the_same_bits_in_any_company(monkeypatch):
     x, atoms = normal(140, 80, 100)
     index, coefficient = triton.matching_pursuit(x, atoms, 4)

@@ -32,6 +32,7 @@ def spread(x: Tensor, coefficient: Tensor) -> np.ndarray:
     return FLOAT32_FOLD * (x.double().norm(dim=-1) + coefficient.double().norm(dim=-1)).numpy()
 
 
+@pytest.mark.full
 @settings(max_examples=examples(100), deadline=None)
 @given(problems())
 def test_what_is_left_never_grows_from_step_to_step(problem):

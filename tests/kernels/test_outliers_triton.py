@@ -153,6 +153,7 @@ def test_lists_of_rows(page, channels, asked, delta, in_few):
         assert_scores(query, terms, chosen, TABLE, used, page, scale=0.3, map_scale=randn(2, 1, 1, channels, seed=7))
 
 
+@pytest.mark.full
 def test_lists_of_rows_from_a_later_token():
     """Slot 0 is the 40th token of its segment, as under a sliding window, or lies behind many stretches."""
     own, dense = of_rows(2, 40_192, 60_000, 16, 3)
@@ -174,6 +175,7 @@ def test_a_list_ends_where_its_room_does():
     assert found.isfinite().all() and found[..., :150].any() and not found[..., 150:].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize(("page", "wide", "rank"), [(20, 2, 2), (20, 4, 0), (48, 6, 3), (100, 2, 1)])
 def test_lists_of_pages(page, wide, rank, programs, monkeypatch):
@@ -190,6 +192,7 @@ def test_lists_of_pages(page, wide, rank, programs, monkeypatch):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("across", [True, False])
 @pytest.mark.parametrize(("page", "wide", "asked"), [(64, 7, 4), (20, 40, 1), (16, 2, 9)])
 def test_outliers_of_tokens_among_keys(page, wide, asked, across):
@@ -207,6 +210,7 @@ def test_coefficients_alone():
     assert_scores(randn(2, HEADS, 2, 32, seed=1), PageTerms(**held), slots_of(dense, TABLE), TABLE, used, 20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_a_row_is_the_same_alone(programs, monkeypatch):
     """Bit for bit, and twice, however many programs share its tokens."""

@@ -132,6 +132,7 @@ def test_the_operation_takes_rows_of_all_keys(forced, monkeypatch):
     assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
 
 
+@pytest.mark.full
 def test_probes_without_a_query_for_many_tiles():
     query, keys, _ = drawn(1, 1, 1, 500, 32, 4, torch.float16)
     for positions in ([0, 1, 2, 3], [0, 0, 499, 499], [127, 128, 129, 440], [130, 131, 300, 301]):

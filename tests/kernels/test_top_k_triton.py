@@ -86,6 +86,7 @@ def test_a_part_of_a_larger_tensor():
     assert torch.equal(triton.top_k(part, 9), expected(part, 9))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [128, None])
 def test_scores_between_two_ends(kind, tile, monkeypatch):

@@ -103,6 +103,7 @@ def test_a_codec_takes_components_of_any_dtype(dtype, monkeypatch):
     assert torch.equal(words, quant.encode(y)["words"])
 
 
+@pytest.mark.full
 def test_what_c_does_not_serve_goes_by_plain_torch(monkeypatch):
     widths, counts = (4, 4, 3, 2, 2, 1), (2, 1)
     y, weights = components(widths, counts), weights_of(widths, counts)

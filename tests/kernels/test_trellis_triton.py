@@ -33,6 +33,7 @@ def test_words_are_those_of_plain_torch(widths, counts, spread, monkeypatch):
     assert same(y, widths, counts, weights_of(widths, counts))
 
 
+@pytest.mark.full
 def test_levels_that_are_equally_near():
     """Components in the middle between two levels, tokens of zeros, and weights that are all alike or 0."""
     widths, counts = (3, 2, 2, 1), (5, 2)
@@ -43,6 +44,7 @@ def test_levels_that_are_equally_near():
         assert same(y, widths, counts, own)
 
 
+@pytest.mark.full
 def test_what_is_no_number():
     widths, counts = (4, 3, 1), (2, 3)
     y = components(widths, counts, 1, 20)

@@ -56,6 +56,7 @@ def test_more_tokens_than_a_tile(model, name):
     check_next(cache, [tokens[TILE_TOKENS + 501 :]])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["full", "kivi-2-short", "kivi-2-calibrated", "rtn-4"])
 @pytest.mark.parametrize("rows", [20, TILE_TOKENS // PAGE_TOKENS + 3])
 @pytest.mark.parametrize("level", [True, False], ids=["level", "ragged"])
@@ -125,6 +126,7 @@ def test_any_pair_of_schedules_is_attended(model, keys, values, stages):
         at = [start + n for start, n in zip(at, counts, strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stages", ["uniform", "calibrated"])
 @pytest.mark.parametrize(("keys", "values"), SCHEDULES, ids=str)
 def test_rows_of_one_length_are_attended_step_by_step(model, keys, values, stages):

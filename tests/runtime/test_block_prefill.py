@@ -30,6 +30,7 @@ def ids_of(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return left_padded([length] * rows, seed)["input_ids"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("positions", ["cache", "original"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
 def test_one_forward_is_chunk_after_chunk(family, positions):
@@ -60,6 +61,7 @@ def test_a_short_prompt_is_exact_and_a_long_one_is_not(model):
         assert torch.equal(*found) == same
 
 
+@pytest.mark.full
 def test_a_row_does_not_depend_on_its_neighbours_or_its_padding(model):
     """Rows end within a chunk, at its end, and before others begin a chunk at all."""
     lengths = [150, 37, 96, 5]

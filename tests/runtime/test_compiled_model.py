@@ -16,6 +16,7 @@ def graphs():
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "options"), [("kivi", {"residual": 32}), ("specache", {"k": 16, "residual": 32})], ids=str
 )

@@ -29,6 +29,7 @@ def decoded(model, options) -> torch.Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))) and "CC" not in os.environ, reason="no C compiler"
 )

@@ -41,6 +41,7 @@ def tables_in(part) -> Iterator[SharedTable]:
             yield from tables_in(inner)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_deep_copy_goes_its_own_way(model, case):
     inputs = left_padded([150, 40])

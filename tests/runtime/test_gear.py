@@ -156,6 +156,7 @@ def test_rows_of_a_ragged_batch(scenario):
     walk_beside(scenario, ROUNDS, rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", [gear("pages"), gear("pages", gqa=1, **PAPER), gear("pages", **UNIFORM)], ids=str)
 def test_a_prompt_of_several_tiles(scenario, monkeypatch):
     """What its record lists is met tile by tile: 300 tokens, 128 or 64 at a time."""

@@ -77,6 +77,7 @@ def excess(options: dict[str, Any], seed: int, sizes: list[int]) -> tuple[list[f
 KIVI = {"backbone": "kivi"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize(
     "options",

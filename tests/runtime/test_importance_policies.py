@@ -202,6 +202,7 @@ def generated(case, model, inputs, count: int = 25):
     return cache
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_among_padding_keeps_what_it_keeps_alone(name):
     """Each row by its own ids; padding looks like a special token."""

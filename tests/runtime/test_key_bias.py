@@ -183,6 +183,7 @@ def logits_behind(model, ids: torch.Tensor, prompt: int, **options) -> torch.Ten
     return torch.cat(steps, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "gain"), [("rtn", 2.5), ("kivi", 1.2)])
 def test_folding_takes_most_of_the_error(model, name, gain):
     """Root mean square of the logits' error, which the range of the bias makes where every key has it."""
@@ -195,6 +196,7 @@ def test_folding_takes_most_of_the_error(model, name, gain):
     assert errors["kept"] > gain * errors["folded"], errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sliding", [False, True])
 def test_fine_codes_give_the_full_caches_logits(model, sliding):
     """What is folded comes back: at 8 bits logits are nearly the exact cache's, and with the bias in every key they are not.
@@ -252,6 +254,7 @@ def test_where_kernels_read_pages_a_folded_bias_is_read_without_them(model, monk
     assert all(torch.allclose(one, expected, atol=LOGITS) for one in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["rtn", "kivi"])
 def test_replayed_steps(model, name, monkeypatch):
     monkeypatch.setattr(step_graphs, "recorder", lambda device: Tape)

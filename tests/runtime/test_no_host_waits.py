@@ -75,6 +75,7 @@ def watched_layers(monkeypatch) -> list[HostWaits]:
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", cases())
 def test_no_step_waits(case, monkeypatch):
     """Rows that begin a block, close one, fill a budget and contest for it in different steps; pages begin."""

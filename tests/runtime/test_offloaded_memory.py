@@ -55,6 +55,7 @@ def check(memory: Memory, lengths: list[int]) -> int:
     return pages
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("k", [0, 7, 32, 50, 5000])
 @pytest.mark.parametrize("lengths", [[1], [300], [40, 150, 129]], ids=str)
@@ -84,6 +85,7 @@ def test_specache_is_a_low_bit_copy_and_k_rows(model, lengths, k, bits):
         assert kinds["tables"] <= 4 * rows * (2 * whole(max(now), PAGE_TOKENS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speculative", [True, False], ids=["ahead", "late"])
 def test_specache_beside_its_low_bit_copy_alone(model, speculative):
     """Of the device nothing but the fetched tokens and page numbers is added to what `kivi` weighs."""
@@ -100,6 +102,7 @@ def test_specache_beside_its_low_bit_copy_alone(model, speculative):
         assert mine.by_kind["fetched"] == LAYERS * (HEADS * 2 * entries * (PAIR + 4) + 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("positions", ["cache", "original"])
 @pytest.mark.parametrize("lengths", [[1], [300], [40, 150, 129]], ids=str)
 def test_infllm_is_its_tokens_its_representatives_and_what_was_fetched(model, lengths, positions):
@@ -124,6 +127,7 @@ def test_infllm_is_its_tokens_its_representatives_and_what_was_fetched(model, le
         assert memory.predicted_bytes == sum(kinds[kind] for kind in parts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [[1], [300], [40, 150, 129]], ids=str)
 def test_offload_has_nothing_on_the_device(model, lengths):
     for _, memory, now in told(model, lengths, 140, 20, method="offload"):
@@ -132,6 +136,7 @@ def test_offload_has_nothing_on_the_device(model, lengths):
         assert memory.marginal_bits == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["specache", "infllm"])
 @pytest.mark.parametrize("family", ["qwen3-mixed", "gemma2"])
 def test_layers_beside_that_slide(method, family):

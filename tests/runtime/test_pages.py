@@ -248,6 +248,7 @@ def test_a_window_is_a_ring():
     assert torch.equal(window.in_order([2], 0, 5), tokens[:1, :, :5])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stored_words_never_change(model, case):
     """What is encoded stays as it is, and so do the numbers it was encoded with. Slots that are used again hold other
@@ -305,6 +306,7 @@ def kept_by_position(case, name: str, *moments: tuple[dict[str, torch.Tensor], i
         assert torch.equal(field[0][head, old], field[1][head, new])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_beams_share_pages_until_they_part(model, case):
     """Copy on write seen from outside: each row holds what it would hold alone, and full pages are counted once."""

@@ -134,6 +134,7 @@ def filled(model, name, options, artifact=None):
     return cache
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "both", "of_keys", "of_values"), HOLD, ids=str)
 def test_keys_are_stored_by_their_setting_and_values_by_theirs(model, name, both, of_keys, of_values):
     """Bit for bit those of caches that have the setting for both streams."""

@@ -132,6 +132,7 @@ def check(walk: Walk) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", a_part(SPECACHE))
 def test_specache(scenario: Scenario):
     walk = Walk(scenario).run()

@@ -163,6 +163,7 @@ def test_extremes_by_channel_are_of_the_same_tokens_alone(monkeypatch):
     assert own.of_channels(other) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["zipcache", "mikv"])
 def test_a_layer_reads_what_it_measures_once(method, monkeypatch):
     """What is measured over a whole prompt follows from the extremes that were asked for before attention, with the same bits."""

@@ -93,6 +93,7 @@ def test_parameters_beyond_16_bits_come_back_as_wide_as_they_were(model, name, t
             assert same(cache, again)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [

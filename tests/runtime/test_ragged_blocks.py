@@ -54,6 +54,7 @@ def test_a_row_is_stored_as_if_it_were_alone(model, case):
                 assert torch.equal(found[name], part), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["klt-short", "zipcache-short", "zipcache-before-rope"])
 def test_blocks_of_all_rows_are_one_group(model, name, monkeypatch):
     """Whatever lies before them."""

@@ -49,6 +49,7 @@ def fields(store, tier: int, stream: str) -> dict[str, tuple[torch.Tensor, int]]
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", ["keys", "values"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_overwritten_word_changes_the_output(model, case, stream):

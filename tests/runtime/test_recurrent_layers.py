@@ -59,6 +59,7 @@ def test_a_layer_with_a_state_beside_its_keys_is_refused_for_that():
         compress(model, "full")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 16}], ids=str
 )
@@ -144,6 +145,7 @@ def test_tokens_are_not_taken_back_from_a_state(with_states):
         assert cache.get_seq_length() == 60
 
 
+@pytest.mark.full
 def test_speculation_is_refused_in_a_line(model):
     with pytest.raises(ValueError, match="pass speculative=False") as error:
         compress(model, "specache", k=16)

@@ -33,6 +33,7 @@ def run(cache, rows: list[Tokens], prompts: list[int], columns: int | None = Non
     return [torch.cat([layer[number][0] for layer in outputs], 1) for number in range(len(cache.compressed))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, [torch.float32, torch.bfloat16]))
 def test_a_row_is_stored_alike_alone_in_a_batch_and_under_padding(case, dtype):
     model = random_model("llama", dtype)

@@ -46,6 +46,7 @@ def walk(case: Case, lengths: tuple[int, int]) -> None:
         feed(cache, [own[length + start : length + stop] for own, length in zip(tokens, lengths, strict=True)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [(200, 200), (200, 160)], ids=["rows of one length", "rows of two"])
 def test_what_all_layers_share_is_there_on_each_device(lengths):
     """In stores of every kind."""

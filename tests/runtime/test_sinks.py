@@ -92,6 +92,7 @@ def complete(options: dict[str, Any], prompt: int, length: int) -> int:
     return 0 if newest < first else newest - (newest - first) % block
 
 
+@pytest.mark.full
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("sliding", [None, SLIDING])
 @pytest.mark.parametrize("plan", [plan for name, plan in PLANS.items() if name != "csr tiers"], ids=[*PLANS][:-1])
@@ -229,6 +230,7 @@ def test_a_sink_is_never_fetched(scenario, monkeypatch):
     assert walk.tally.ties <= 1 + walk.tally.choices / 200
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 5}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_exact_tiers_answer_as_the_full_cache_does(family, asked):
@@ -239,6 +241,7 @@ def test_exact_tiers_answer_as_the_full_cache_does(family, asked):
             assert torch.equal(generate(model, inputs, cache, max_new_tokens=40, **asked).sequences, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["codes", "tiers", "csr tiers"])
 def test_replayed_steps_are_those_that_run_one_by_one(plan, monkeypatch):
     monkeypatch.setattr(step_graphs, "recorder", lambda device: Tape)

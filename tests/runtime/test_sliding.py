@@ -186,6 +186,7 @@ def test_ragged_batches_and_beams(model, name):
     assert sum(int((mine == other).sum()) for mine, other in zip(together, alone, strict=True)) >= 60
 
 
+@pytest.mark.full
 def test_beams_under_a_window_shorter_than_the_exact_one():
     """48 tokens are seen and 128 are exact: whole pages are empty while rows still share others."""
     model, inputs = random_model("mistral-sliding"), left_padded([300, 190])
@@ -200,6 +201,7 @@ def test_beams_under_a_window_shorter_than_the_exact_one():
     assert torch.equal(*answers)
 
 
+@pytest.mark.full
 def test_full_beyond_the_window_is_the_dynamic_cache(model):
     inputs = left_padded([700, 90, 320])
     expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=150)

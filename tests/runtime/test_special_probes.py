@@ -97,6 +97,7 @@ def test_a_prompt_without_any_special_token_goes_by_position(model):
         assert torch.equal(kept, keys[:, :10])
 
 
+@pytest.mark.full
 def test_blocks_have_probes_by_position(model):
     """A prompt shorter than a block is the beginning of one, and what is generated has no say: as random+recent."""
     inputs, held = ragged([20, 9]), []
@@ -219,6 +220,7 @@ def test_what_is_no_tokenizer_is_refused(model):
         compress(model, **asked)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_weights_of_a_later_turn_are_made_for_some_of_its_queries(model, monkeypatch):
     """For all of them they would take as much memory as the attention matrix."""

@@ -72,6 +72,7 @@ MODES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wanted", [EVERYTHING, LATE], ids=["ahead", "late"])
 @pytest.mark.parametrize("mode", MODES)
 def test_with_room_for_all_every_mode_gives_the_tokens_of_the_full_cache(model, mode, wanted):
@@ -82,6 +83,7 @@ def test_with_room_for_all_every_mode_gives_the_tokens_of_the_full_cache(model, 
     assert torch.equal(*both(model, run, wanted))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speculative", [True, False], ids=["ahead", "late"])
 @pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
 def test_without_room_it_is_the_low_bit_copy_alone(model, mode, speculative):
@@ -125,6 +127,7 @@ def test_rows_that_end_early(model):
         assert (full[:, -1] == 0).any() or full.shape[1] < max(RAGGED) + 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wanted", [EVERYTHING, LATE], ids=["ahead", "late"])
 def test_several_turns_on_one_cache(model, wanted):
     """Turns of one token and of many; the later ones ragged, so that padding lies inside the rows."""
@@ -142,6 +145,7 @@ def test_several_turns_on_one_cache(model, wanted):
     assert torch.equal(*both(model, run, wanted))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["prompt lookup", "assisted"])
 def test_drafts_through_a_speculative_cache(model, way):
     """Guesses rest while drafts are tried."""
@@ -156,6 +160,7 @@ def test_drafts_through_a_speculative_cache(model, way):
     assert torch.equal(*both(model, run))
 
 
+@pytest.mark.full
 def test_streamers_hear_every_token_in_order(model):
     heard = Heard()
     with compress(model, **EVERYTHING) as cache:
@@ -175,6 +180,7 @@ class Enough(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.count)
 
 
+@pytest.mark.full
 def test_stopping_criteria_and_processors_see_true_tokens_alone(model):
     def run(cache):
         enough = Enough(max(RAGGED) + 9)
@@ -192,6 +198,7 @@ def test_stopping_criteria_and_processors_see_true_tokens_alone(model):
     assert torch.equal(*both(model, run))
 
 
+@pytest.mark.full
 def test_outputs_have_a_column_a_step(model):
     def run(cache):
         asked = {"output_scores": True, "output_hidden_states": True}
@@ -219,6 +226,7 @@ def test_a_guess_has_the_type_of_its_token(rows):
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(full.logits), atol=LOGITS, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, SAMPLING, SAMPLING | {"num_return_sequences": 2}, {"repetition_penalty": 1.5}])
 @pytest.mark.parametrize("k", [8, 1000])
 def test_custom_generate_is_the_same_loop(model, options, k):

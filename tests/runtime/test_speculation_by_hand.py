@@ -82,6 +82,7 @@ CALLS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", CALLS)
 @torch.no_grad()
 def test_a_token_at_a_time(model, text, way, monkeypatch):
@@ -113,6 +114,7 @@ def test_ways_of_calling_may_alternate(model, text):
         assert cache.sequences.lengths == [at]
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_what_is_known_of_the_guess(model, text):
     """It is what the model likes best behind the step's true token and the last guess; the first of all behind the true
@@ -131,6 +133,7 @@ def test_what_is_known_of_the_guess(model, text):
             speculative = expected
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_row_with_padding_is_guessed_as_alone(model):
     """Guesses stand behind their own row's true token, whatever the padding."""
@@ -168,6 +171,7 @@ def test_guesses_move_with_their_rows(model):
     branch.release()
 
 
+@pytest.mark.full
 def test_a_copy_in_the_middle_goes_on_alike(model):
     inputs = left_padded([120, 60])
     with compress(model, **SOME) as cache:
@@ -185,6 +189,7 @@ def test_a_copy_in_the_middle_goes_on_alike(model):
     branch.release()
 
 
+@pytest.mark.full
 def test_two_caches_of_one_model(model):
     """By turns: each goes on with its own guess, and says what it says alone."""
     inputs, options = left_padded([120, 60]), [SOME, SOME | {"bits": 4}, {"method": "kivi", "residual": 32}]
@@ -270,6 +275,7 @@ def test_an_interrupted_step(model, text, error, where, forward):
         assert not cache.sequences.speculating
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
 @torch.no_grad()
 def test_arguments_without_names(family):

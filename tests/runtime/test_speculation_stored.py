@@ -87,6 +87,7 @@ def replayed(model, low: dict, recorded: Recorded):
     return cache
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speculative", [True, False], ids=["ahead", "late"])
 @pytest.mark.parametrize(
     ("wanted", "low"),
@@ -117,6 +118,7 @@ def test_true_tokens_are_stored_as_without_guesses(model, wanted, low, speculati
             assert mine and not differing(mine, other)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_guess_is_kept_nowhere(model, recorded):
     """No number of a guess's key or value is found in any tensor of the cache, but what a true token has as well."""
@@ -137,6 +139,7 @@ def test_a_guess_is_kept_nowhere(model, recorded):
         assert torch.isin(true, stored).float().mean() > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-sliding", "qwen3-mixed"])
 @torch.no_grad()
 def test_a_guess_beside_it_leaves_a_step_as_it_is(family, monkeypatch):
@@ -176,6 +179,7 @@ def test_a_guess_beside_it_leaves_a_step_as_it_is(family, monkeypatch):
     assert TopTokensStore.attend is attend
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speculative", [True, False], ids=["ahead", "late"])
 @pytest.mark.parametrize("k", [3, 40, 1000])
 @torch.no_grad()

@@ -100,6 +100,7 @@ def test_replayed_steps_are_those_that_run_one_by_one(case: Case, family: str):
                     assert unequal <= (tensor.numel() // 100 if number else 0), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "options", "lengths", "count"),
     [
@@ -121,6 +122,7 @@ def test_a_row_takes_a_page_that_is_not_there_yet(model, method, options, length
     alike([found[0][1]], [found[1][1]])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched again"])
 @pytest.mark.parametrize("lengths", [[176], [107, 595]], ids=str)
 def test_a_sliding_window_has_given_back_every_page(lengths, graphs, monkeypatch):
@@ -210,6 +212,7 @@ def test_hidden_states_are_answers_too(model):
     alike(*both(model, run))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "mikv"])
 def test_beams_copies_and_chunks_in_between(model, method):
     def run(cache):
@@ -227,6 +230,7 @@ def test_beams_copies_and_chunks_in_between(model, method):
     alike(*both(model, run, method))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "gear"])
 def test_a_copy_behind_every_step(model, method):
     """Behind those that run as always, are recorded and are replayed: each goes on as the cache does."""
@@ -269,6 +273,7 @@ def test_embeddings_instead_of_ids(model):
     alike(*both(model, run))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["mikv", "h2o"])
 def test_a_budget_that_becomes_full(model, method):
     """From then on somebody leaves it in every step, which is another step than before."""
@@ -276,6 +281,7 @@ def test_a_budget_that_becomes_full(model, method):
     alike(*both(model, lambda cache: steps(model, cache, 80), method, **sizes))
 
 
+@pytest.mark.full
 def test_a_recorded_step_serves_behind_one_that_encodes_into_memory_that_is_there(model):
     """What is replayed is what runs one by one; of 55 steps two are not, and those that encode blocks of 8."""
     logits = []
@@ -297,6 +303,7 @@ class Nothing:
         """No launch."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "others"), [("rtn", 5), ("kivi", 11), ("gear", 19), ("zipcache", 6), ("mikv", 5), ("h2o", 2)]
 )
@@ -312,6 +319,7 @@ def test_most_steps_are_replayed(model, method, others, monkeypatch):
         assert cache.graphs.replays >= 260 - others
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "klt-short"])
 def test_a_prefix_is_the_same_with_graphs_and_without(model, method, tmp_path):
     """Though memory for a whole window and some pages more is there; and that is foretold."""

@@ -119,6 +119,7 @@ def test_a_tape_launches_what_the_layer_would(case: Case, lengths, monkeypatch):
     assert launched >= STEPS or case.name not in TAPED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "length"), WIDER.values(), ids=list(WIDER))
 def test_a_row_takes_a_free_page_beyond_the_room(case: Case, length: int, monkeypatch):
     """Page numbers are wider from that step on, in memory of their own, and no table has more pages in all."""

@@ -166,6 +166,7 @@ def test_with_all_operations(name, kernels, both):
     assert kernels <= set(mine.launched)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rank", "scored"),
     [("gear_l", 4, False), pytest.param("gear-calibrated", 4, True, marks=pytest.mark.slow)],
@@ -233,6 +234,7 @@ def test_sizes_and_predictions(changes, mixed, monkeypatch, both):
     assert all(arguments["KEY_SIZES"] is not None and arguments["VALUE_SIZES"] is not None for arguments in own)
 
 
+@pytest.mark.full
 def test_parts_are_joined(monkeypatch):
     """One row has fewer heads than the device takes programs: several parts of its pages, joined with the window by its kernel."""
     alone(monkeypatch, *ATTENTION)
@@ -306,6 +308,7 @@ def test_beams(name, both):
     check(both(small(), left_padded([70]), BY_NAME[name], **asked))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["kivi-2-short", "h2o"])
 def test_drafts(name, both):
     """Several tokens are looked up, attended at once and partly taken back."""

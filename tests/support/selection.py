@@ -1,10 +1,10 @@
 """What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
 
-Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for every second kind
-of store (`store_kinds.py`), `sample` one for every fifth, others for another function, so that every kind and every case is met
-somewhere. Of any other function `quick` takes FEW sets of parameters, of those in INTERPRETED one, and nothing that is marked
-`full`; `sample` takes SOME, and more until every value that several sets have is met, and all in WHOLE. Which ones follows from the
-tables, so a new test and a new method need no entry here.
+Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for every sixth kind
+of store (`store_kinds.py`), `sample` one for every tenth, others for another function, so that every kind and every case is met
+somewhere. Of any other function `quick` takes one set of parameters, and nothing that is marked `full`; `sample` takes SOME, and
+more until every value that several sets have is met, and all in WHOLE. Which ones follows from the tables, so a new test and a new
+method need no entry here.
 """
 
 from collections import Counter
@@ -17,12 +17,13 @@ import pytest
 from cases import BY_NAME, Case
 from store_kinds import kinds
 
-FEW, SOME = 2, 4
-QUICK_TURNS, TURNS = 2, 5  # kinds of stores: every second in a quick run, every fifth in a sample
-# Kernels, most of them run by Triton's interpreter.
-INTERPRETED = ("tests/kernels/",)
-# Each set of parameters is another document, kernel or damage.
-WHOLE = ("tests/docs/", "tests/hostile/", "tests/kernels/test_ahead_of_time.py")
+SOME = 2
+QUICK_TURNS, TURNS = (
+    6,
+    10,
+)  # kinds of stores: every sixth in a quick run, every tenth in a sample, which has more functions
+# Each set of parameters is another document or damage.
+WHOLE = ("tests/docs/", "tests/hostile/")
 
 
 def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -52,19 +53,17 @@ def function(item: Any) -> str:
 
 
 def few(items: list[Any]) -> list[Any]:
-    """Of one function's items one for every second kind of store, in turn from function to function, or FEW; where several would
+    """Of one function's items one for every sixth kind of store, in turn from function to function, or one; where several would
     do, the one whose values were taken least."""
-    counts, found, number_of = Counter[str](), [], 1 if items[0].nodeid.startswith(INTERPRETED) else FEW
+    counts, found = Counter[str](), []
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
-        if name is None:
-            found += _various(group, number_of, counts)
-        elif _is_its_turn(items, number, len(groups), QUICK_TURNS):
+        if name is None or _is_its_turn(items, number, len(groups), QUICK_TURNS):
             found += _various(group, 1, counts)
     return found
 
 
 def in_turn(items: list[Any]) -> list[Any]:
-    """Of one function's items one for every fifth kind of store, in turn from function to function, or SOME.
+    """Of one function's items one for every tenth kind of store, in turn from function to function, or SOME.
 
     And more, until every value of the parameters beside the case is taken that several of them have.
     """
