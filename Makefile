@@ -31,7 +31,7 @@ artifacts/tiny-llama.klt.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama
 artifacts/tiny-llama.rivals.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama/model.safetensors configs/tiny.yaml
 	$(BIN)/calib fit --config configs/tiny.yaml --model.rotations true --model.nuq '[0.01]' --model.klt false --model.dictionary.atoms 0 --output $@
 
-test: .venv/dev.stamp  ## every test of less than about a second, with one set of its parameters, one method for every sixth kind of store
+test: .venv/dev.stamp  ## every test of less than about a second, with one set of its parameters, one method for every tenth kind of store
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n auto --maxprocesses 4
 
 test-ci: .venv/dev.stamp  ## every test; of the table of methods and of products of parameters a sample (tests/support/selection.py)

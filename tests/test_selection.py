@@ -1,4 +1,4 @@
-"""A quick run has every test function that is not marked, and every kind of store in every sixth one."""
+"""A quick run has every test function that is not marked, and every kind of store in every tenth one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import CASES
 from contract.cell import Cell
-from selection import QUICK_TURNS, SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
+from selection import SOME, TURNS, WHOLE, few, function, in_turn, kind, quick, sample
 from store_kinds import kinds
 
 from calib.runtime.offload.plan import STORES as OFFLOAD_STORES
@@ -45,13 +45,13 @@ def test_every_store_and_codec_is_of_a_kind_that_some_case_has():
 
 
 @pytest.mark.parametrize("of", [lambda case: case, lambda case: case.name, lambda case: Cell(case.name, "m", "a")])
-def test_of_cases_one_of_every_sixth_kind_is_taken_and_the_others_for_another_function(of):
+def test_of_cases_one_of_every_tenth_kind_is_taken_and_the_others_for_another_function(of):
     cases, found = [of(case) for case in CASES], []
-    for number in range(40):
+    for number in range(100):
         taken = few(product(f"test_{number}", case=cases, length=[1, 20, 300]))
-        assert abs(len(taken) - len(set(kinds().values())) / QUICK_TURNS) < 1
+        assert abs(len(taken) - len(set(kinds().values())) / TURNS) < 1
         assert len(set(map(kind, taken))) == len(taken)
-        assert {item.callspec.params["length"] for item in taken} == {1, 20, 300}
+        assert len({item.callspec.params["length"] for item in taken}) == min(3, len(taken))
         found += map(kind, taken)
     assert {*found} == {*kinds().values()}
 

@@ -1,10 +1,10 @@
 """What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
 
-Both leave out what is marked `slow`. Of a function that runs over the table of methods `quick` takes one case for every sixth kind
-of store (`store_kinds.py`), `sample` one for every tenth, others for another function, so that every kind and every case is met
-somewhere. Of any other function `quick` takes one set of parameters, and nothing that is marked `full`; `sample` takes SOME, and
-more until every value that several sets have is met, and all in WHOLE. Which ones follows from the tables, so a new test and a new
-method need no entry here.
+Both leave out what is marked `slow`. Of a function that runs over the table of methods they take one case for every tenth kind of
+store (`store_kinds.py`), others for another function, so that every kind is met somewhere. Of any other function `quick` takes
+one set of parameters, and nothing that is marked `full`. `sample` takes of `full` ones what `quick` takes of others; of others SOME
+sets, and more until every value that several sets have is met; and all in WHOLE. Which ones follows from the tables, so a new test
+and a new method need no entry here.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 def sample(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of `items` that a sampled run takes, in their order."""
-    return _taken(items, ("slow",), in_turn)
+    return _taken(items, ("slow",), _sampled)
 
 
 def _taken(
@@ -52,12 +52,18 @@ def function(item: Any) -> str:
     return str(item.nodeid).partition("[")[0]
 
 
+def _sampled(items: list[Any]) -> list[Any]:
+    """Of one function's items those of a sample; few where each takes more than about a second."""
+    brief = all(item.get_closest_marker("full") for item in items) and not items[0].nodeid.startswith(WHOLE)
+    return few(items) if brief else in_turn(items)
+
+
 def few(items: list[Any]) -> list[Any]:
-    """Of one function's items one for every sixth kind of store, in turn from function to function, or one; where several would
+    """Of one function's items one for every tenth kind of store, in turn from function to function, or one; where several would
     do, the one whose values were taken least."""
     counts, found = Counter[str](), []
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
-        if name is None or _is_its_turn(items, number, len(groups), QUICK_TURNS):
+        if name is None or _is_its_turn(items, number, len(groups)):
             found += _various(group, 1, counts)
     return found
 
@@ -71,7 +77,7 @@ def in_turn(items: list[Any]) -> list[Any]:
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
         if name is None:
             found += group if whole else _various(group, SOME, Counter[str]())
-        elif _is_its_turn(items, number, len(groups), TURNS):
+        elif _is_its_turn(items, number, len(groups)):
             found.append(group[crc32(f"{function(items[0])} {name}".encode()) % len(group)])
     missing = _shared(items) - _met(found)
     while missing:
@@ -81,9 +87,9 @@ def in_turn(items: list[Any]) -> list[Any]:
     return found
 
 
-def _is_its_turn(items: list[Any], number: int, groups: int, turns: int) -> bool:
+def _is_its_turn(items: list[Any], number: int, groups: int) -> bool:
     """Whether a function takes the kind of this `number`."""
-    return (number - crc32(function(items[0]).encode())) % min(turns, groups) == 0
+    return (number - crc32(function(items[0]).encode())) % min(TURNS, groups) == 0
 
 
 def _various(items: list[Any], number: int, counts: Counter[str]) -> list[Any]:
