@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from free_port import free_port
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from toy_dictionaries import fit, make_trainer, same, tasks
@@ -120,7 +121,7 @@ def test_two_processes_give_what_one_gives_each_of_them_all(straight, tmp_path, 
     script = tmp_path / "two.py"  # Lightning starts the second process by running this file again
     script.write_text(TWO)
     paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, str(script), str(tmp_path), str(groups)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -7,12 +7,13 @@ Lightning's own launcher starts the program anew for each process, seconds of im
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from free_port import free_port
 
 Cut = tuple[int, str, int]  # the process, the stage and the batch of this run before which it is killed
 
@@ -26,9 +27,7 @@ class End(NamedTuple):
 
 def fit_in_processes(argv: list[str], folder: Path, *cuts: Cut, processes: int = 2, seconds: float = 90) -> list[End]:
     """Runs `calib ARGV --trainer.devices PROCESSES` in `folder`; the status of a process that did not end is None."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [*argv, f"--trainer.devices={processes}"]
     return ends(run, [(words, folder, rank, port, cuts) for rank in range(processes)], folder, seconds)
 
