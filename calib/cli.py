@@ -70,8 +70,12 @@ def answer(arguments: Sequence[str], debug: bool) -> int:
     from calib.log_lines import shown  # help answers without it
 
     name, *words = arguments
-    with listening(), shown():
-        return run(("calib", name), words, lambda: command(name), debug)
+    called = ("calib", name)
+    try:
+        with listening(), shown():
+            return run(called, words, lambda: command(name), debug)
+    except Interrupted as error:  # between `run` and the ends of both contexts
+        return interrupted(error.number, called, words)
 
 
 def command(name: str) -> Callable[[list[str]], int]:

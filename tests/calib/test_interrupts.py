@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from toy_pretraining import pretrain
 
 import calib.fit.command as fit_command
-from calib import cli, interrupts
+from calib import cli, interrupts, log_lines
 from calib.capture.data import CaptureData
 from calib.cli import main
 from calib.fit.calibration import Calibration
@@ -274,6 +275,24 @@ def test_a_signal_while_modules_are_imported(number):
     if running.returncode != -number:  # before the dispatcher was there
         assert running.returncode == STATUS[number]
         assert error == f"calib: interrupted by {number.name}; start again with: calib tune --help\n"
+
+
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_signal_before_and_behind_the_command_itself(monkeypatch, capsys, number, when):
+    """While the log's lines are set up or taken down."""
+
+    @contextmanager
+    def shown():
+        if when == "before":
+            os.kill(os.getpid(), number)
+        yield
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(log_lines, "shown", shown)
+    monkeypatch.setattr(cli, "command", lambda name: lambda words: 0)
+    assert main(["methods"]) == STATUS[number]
+    assert capsys.readouterr().err == f"calib: interrupted by {number.name}; start again with: calib methods\n"
 
 
 def test_what_was_ignored_stays_ignored(monkeypatch):
