@@ -99,7 +99,9 @@ def test_a_finished_run_is_not_run_again_and_a_new_one_starts_anew(straight, tmp
 
 
 TWO = """
-import pathlib, sys, torch
+import faulthandler, sys
+faulthandler.dump_traceback_later(200)  # shows where each of the two is, should they wait for each other in vain
+import pathlib, torch
 from calib.fit.processes import MergingStrategy
 from toy_dictionaries import fit, make_trainer, tasks
 from torch import distributed
@@ -123,7 +125,10 @@ def test_two_processes_give_what_one_gives_each_of_them_all(straight, tmp_path, 
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, str(script), str(tmp_path), str(groups)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    try:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail((error.stderr or b"").decode()[-8000:])
     assert result.returncode == 0, result.stderr[-2000:]
     wanted = {one.name: straight[one.name] for one in tasks()[:groups]}
     for rank in (0, 1):

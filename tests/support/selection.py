@@ -18,10 +18,7 @@ from cases import BY_NAME, Case
 from store_kinds import kinds
 
 SOME = 2
-QUICK_TURNS, TURNS = (
-    6,
-    10,
-)  # kinds of stores: every sixth in a quick run, every tenth in a sample, which has more functions
+TURNS = 10  # of every function one of so many kinds of stores
 # Each set of parameters is another document or damage.
 WHOLE = ("tests/docs/", "tests/hostile/")
 
