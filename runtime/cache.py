@@ -3,7 +3,6 @@
 import copy
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from operator import index
 from types import TracebackType
@@ -18,11 +17,12 @@ from transformers.generation import GenerationMode
 from calib.runtime import layer_beside
 from calib.runtime.attachment import Attachment
 from calib.runtime.cache_argument import NAME, cache_in
+from calib.runtime.cache_memory import memory_of
 from calib.runtime.files.state import State, StateError, branch, pages_in, tensor_like, whole
 from calib.runtime.graphs.step_graphs import StepGraphs
 from calib.runtime.held_tier import HeldTier
 from calib.runtime.layer import CompressedLayer
-from calib.runtime.memory import KINDS, Memory, measure
+from calib.runtime.memory import Memory
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.modes import with_ordinary_tensors
@@ -358,47 +358,4 @@ class CompressedCache(Cache):
 
     def memory(self) -> Memory:
         """The memory of the cache now: `predicted_bytes` from shapes, `measured_bytes` from the tensors' storage."""
-        kinds = Counter(dict.fromkeys(KINDS, 0))
-        values = marginal = 0.0
-        overflowed_outliers = exact = 0  # `exact`: bytes of a token in the model's dtype
-        # By identity: layers share some.
-        shared = {id(table): table for layer in self.compressed for table in layer.plan.tables()}
-        kinds["tables"] += sum(table.numel() * table.element_size() for table in shared.values())
-        for layer in self.compressed:
-            if layer.store is not None:
-                weight = layer.store.footprint()
-                kinds.update(weight.kinds)
-                marginal, values = marginal + weight.marginal, values + weight.values
-                overflowed_outliers += layer.store.overflowed_outliers()
-                exact += weight.values * layer.dtype.itemsize
-        kinds["tables"] += sum(table.predicted_bytes() for table in self.sequences.all_tables)
-        rotation = self.compressed[0].context.rotation  # shared by all layers
-        kinds["tables"] += 0 if rotation is None else 8 * len(rotation.frequencies)
-        others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
-        kinds["uncompressed"] = sum(
-            part.numel() * part.element_size() for layer in others for part in layer_beside.kept(layer)
-        )
-        stores = [layer.store for layer in self.compressed if layer.store is not None]
-        on_host = measure([store.on_host() for store in stores])
-        measured, seen = measure(self.layers) - on_host, values * sum(self.sequences.seen)
-        held = (
-            self.sequences.seen
-            if self.sequences.sliding is None
-            else [min(n, self.sequences.sliding - 1) for n in self.sequences.seen]
-        )
-        return Memory(
-            predicted_bytes=sum(kinds.values()),
-            measured_bytes=measured,
-            host_bytes=on_host,
-            by_kind=dict(kinds),
-            bits_per_value=8 * measured / seen if seen else 0.0,
-            marginal_bits=8 * marginal / values if values else 0.0,
-            compressed_layers=len(self.compressed),
-            layers=len(self.layers),
-            dynamic_bytes=exact * sum(held) + kinds["uncompressed"],
-            tokens=sum(self.sequences.seen),
-            encoded_tokens=sum(
-                self.sequences.encoded(row, length) for row, length in enumerate(self.sequences.lengths)
-            ),
-            overflowed_outliers=overflowed_outliers,
-        )
+        return memory_of(self.layers, self.sequences)

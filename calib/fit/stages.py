@@ -73,7 +73,7 @@ def run_stages(
 def remove(folder: Path) -> None:
     """Removes the checkpoints of an earlier run: none of them may be taken for this one's later on."""
     for path in folder.glob("*.ckpt"):
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def restore(

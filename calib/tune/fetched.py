@@ -112,4 +112,5 @@ def fetched_within(
         k = max(0, math.floor(min(arriving, left / bits, context, MOST_NUMBER) + TINY))
     else:
         k = given
-    return FetchedPairs(option, k, k * bits, context, link.rows * heads * k * pair)
+    held = min(k, context)  # a sequence has no more pairs than tokens
+    return FetchedPairs(option, k, held * bits, context, link.rows * heads * held * pair)

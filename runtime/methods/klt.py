@@ -25,7 +25,7 @@ from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
-from calib.runtime.paging.pages import TIER_PAGE_TOKENS
+from calib.runtime.paging.pages import GROWTH, TIER_PAGE_TOKENS
 from calib.runtime.paging.window import STEP
 from calib.runtime.stages.codec import Codec, MixedQuant
 from calib.runtime.stages.saliency import Normalised, Probes
@@ -173,12 +173,16 @@ class Klt(Method):
             return [self._within_bytes(found, coding)]
         return [found.at_bits(bits) for bits, _ in self._bits_and_shares()]
 
-    def bytes_of(self, allocation: Allocation, coding: Coding, layers: int, heads: int, channels: int) -> int:
-        """Of the cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables."""
+    def bytes_of(
+        self, allocation: Allocation, coding: Coding, layers: int, heads: int, channels: int, growing: bool = False
+    ) -> int:
+        """Of the cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables; `growing`: and
+        the pages that are taken ahead where rows become so long token by token, at most."""
         assert self.context is not None
         tiering = self._tiering()
         exact = min(-(-self.context // STEP) * STEP, self.sinks + tiering.window + tiering.block)
-        pages = -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
+        pages = self.batch * -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
+        pages += pages // GROWTH if growing else 0
         width, tables = 0, 0  # bytes of a token's codes and sizes in all layers
         for both in zip(*(allocation.streams[role] for role in ROLES), strict=True):
             keys, values = (len(own.widths) * max(own.counts) for own in both)
@@ -190,13 +194,13 @@ class Klt(Method):
                 tables += 4 * (keys + values)  # what errors count along a path
             if coding.predict:
                 tables += 2 * keys * channels + 4 * channels
-        row = exact * layers * heads * 2 * channels * EXACT_BYTES + pages * TIER_PAGE_TOKENS * width
+        window = self.batch * exact * layers * heads * 2 * channels * EXACT_BYTES
         turns = 4 * channels if coding.rope == "before" else 0  # at most: RoPE's frequencies, which all heads share
-        return self.batch * row + heads * tables + turns
+        return window + pages * TIER_PAGE_TOKENS * width + heads * tables + turns
 
     def _within_bytes(self, found: Allocator, coding: Coding) -> Allocation:
         assert self.bytes is not None
-        shape = (coding, found.layers, found.heads, found.channels)
+        shape = (coding, found.layers, found.heads, found.channels, True)
         low, high = found.least_bits, 8.0
         least = self.bytes_of(found.at_bits(low), *shape)
         if least > self.bytes:

@@ -31,13 +31,14 @@ GEOMETRY = Geometry(layers=7, kv_heads=2, head_dim=64)  # a pair of 16-bit numbe
         (Link(1.0, 1.0, 4), 1000, -0.5, None, 0),  # the search tells what there is
         (Link(1.0, 1.0, 4), 50, 100.0, None, 50),  # there are no more
         (Link(rows=4), 1000, 0.1, 64, 64),  # what a user says is not chosen
+        (Link(rows=4), 50, 0.1, 64, 64),  # of which a sequence has 50
     ],
 )
 def test_by_hand(link, context, left, given, k):
     found = fetched_within("k", given, link, context, 5, GEOMETRY, 2, left)
     assert found.k == k and found.option == "k" and found.context == context
-    assert found.bits == pytest.approx(k * 0.01625 * 1000 / context)
-    assert found.step_bytes == k * 5 * 2 * 256 * link.rows
+    assert found.bits == pytest.approx(min(k, context) * 0.01625 * 1000 / context)
+    assert found.step_bytes == min(k, context) * 5 * 2 * 256 * link.rows
 
 
 @pytest.fixture(scope="module")

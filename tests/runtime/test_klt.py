@@ -229,6 +229,21 @@ def test_a_budget_in_bytes_holds_and_is_used(model, artifact, coding):
     assert 0.9 * budget < memory.measured_bytes == memory.predicted_bytes <= budget
 
 
+def test_a_budget_in_bytes_holds_at_every_token_of_a_growing_text(model, artifact):
+    """A pool that is full takes a sixteenth of its pages ahead."""
+    context, start, budget = 2100, 2060, 150_000
+    cache = compress(model, "klt", artifact=artifact, bytes=budget, context=context, window=16)
+    cache.release()
+    row = Tokens.random(model, context, seed=3)
+    feed(cache, [row[:start]])
+    found = []
+    for token in range(start, context):
+        feed(cache, [row[token : token + 1]])
+        found.append(cache.memory().measured_bytes)
+    assert min(found) < 0.98 * max(found)  # it took pages
+    assert 0.9 * budget < max(found) <= budget
+
+
 @pytest.mark.parametrize("rope", ["before", "after"])
 @pytest.mark.parametrize("context", [40, 300])
 def test_bytes_are_those_of_the_cache(model, artifact, rope, context):
