@@ -73,3 +73,14 @@ def toy(tmp_path_factory):
     save_toy(folder / "llama")
     save_text(folder / "text.txt")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was():
+    """A test leaves no variables to the next one: Lightning sets LOCAL_RANK in the process that starts others, and where it is set
+    starts none."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
