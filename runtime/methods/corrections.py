@@ -84,6 +84,8 @@ class Corrections:
     ) -> Plan:
         """`plan` of layer number `layer` with every codec corrected; `asker` needs what is missing in an artifact."""
         check_statistics(self.statistics, artifact, asker)
+        # A method without a form of its own whose tokens come one by one has no segments: each would be a single token.
+        one_by_one = form is None and not (plan.by_forwards or plan.differs_in_prompt)
         form = form or Form(across_heads=not plan.observes)
         bound = _Bound(self, form, layer, artifact if self.statistics == "calibrated" else None, asker)
         if plan.before_rope and self.statistics == "calibrated":
@@ -101,7 +103,7 @@ class Corrections:
         def later(role: str, transform: Any, codec: Codec) -> Codec:
             return bound.codec(role, codec, transform, self.of(role).decode_rank, "page")
 
-        segmented = None if plan.before_rope else plan.in_segments(first, later)
+        segmented = None if plan.before_rope or one_by_one else plan.in_segments(first, later)
         return plan.recoded(alone) if segmented is None else segmented
 
 

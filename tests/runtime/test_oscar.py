@@ -201,6 +201,30 @@ def test_what_is_stored_is_the_papers(options):
     assert np.concatenate(odd).mean() <= ODD_CODES * tokens.keys.shape[-1] * 2
 
 
+def test_outliers_are_each_tokens_own():
+    """Tokens are encoded one by one: of a prompt's and of later ones the ends of a head's coordinates are exact, sinks or not."""
+    model = random_model("llama")
+    artifact = calibrated_artifact(model)
+    tokens = Tokens.random(model, 80, seed=5)
+    for sinks in (0, 5):
+        options = {"sinks": sinks, "window": 24, "corrections": {"outliers": 0.1}}  # one of 32 at each end
+        with compress(model, "oscar", artifact=artifact, **options) as cache:
+            for piece in (tokens[:60], *(tokens[number : number + 1] for number in range(60, 80))):
+                feed(cache, [piece])
+            # 2 bits, 32 of a range, and two outliers of 24.
+            assert cache.memory().marginal_bits == 2 + 32 / 32 + 2 * 24 / 32
+            held = [oracle.held_tokens(layer, 0) for layer in cache.compressed]
+        for number, found in enumerate(held):
+            for stream, given in (("keys", tokens.keys), ("values", tokens.values)):
+                turned = artifact.tensor(f"{stream}.rotation")[number].mT
+                own, x = getattr(found, stream).float() @ turned, given[number] @ turned
+                x = x.gather(1, found.positions[..., None].expand_as(x).long())
+                for end in (x.argmax(-1, keepdim=True), x.argmin(-1, keepdim=True)):
+                    assert float((own - x).gather(-1, end).abs().max()) < 2e-3 * float(x.abs().max())
+    with pytest.raises(ValueError, match="this method encodes tokens one by one"):
+        compress(model, "oscar", artifact=artifact, corrections={"rank": 4})
+
+
 def test_a_token_has_the_same_codes_alone_and_in_a_batch():
     model = random_model("llama")
     plan = build("oscar", {"window": 0, "sinks": 0}).plan(1, Geometry.of(model.config), calibrated_artifact(model))
