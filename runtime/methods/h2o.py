@@ -64,7 +64,7 @@ class H2O(Method):
             )
         if type(self.heavy) is type(self.recent) is float and self.heavy + self.recent > 1:
             raise ValueError(
-                f"heavy and recent must not exceed the prompt together, got {self.heavy} + {self.recent}; use less than 1 in all"
+                f"heavy and recent must not exceed the prompt together, got {self.heavy} + {self.recent}; use at most 1 in all"
             )
         self._importance()
 

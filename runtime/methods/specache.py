@@ -40,7 +40,8 @@ class SpeCache(Method):
         group: of the low-bit copy.
         residual: exact window R of the low-bit copy. R values are exact besides the step's own token, as in KIVI's released code;
             {keys: R, values: R - 1} counts that token among them, as KIVI's algorithm 1 does.
-        clip: of the low-bit copy; 1 bit takes 0.5 (eq. 3) where neither `clip` nor an artifact says otherwise.
+        clip: of the low-bit copy; 1 bit takes 0.5 (eq. 3) where neither `clip` nor an artifact says otherwise. An artifact says
+            nothing in another basis, nor of keys with `key_bias="folded"`.
         low: another low-bit copy instead, as `build` makes it of {method: csr, sparsity: 8}: any that keeps every token.
         basis: of the low-bit copy: the coordinates that are rounded, "none", "hadamard" or "calibrated", as in `kivi`.
         key_bias: of the low-bit copy: "kept" or "folded", as in `kivi`.
@@ -75,9 +76,12 @@ class SpeCache(Method):
                 )
 
     def _kivi(self, artifact: Artifact | None) -> Kivi:
-        calibrated = artifact is not None and self.basis == "none"
-        both = zip(clip_of_streams(self.clip), of_streams("bits", self.bits), strict=True)
-        clip = PerStream(*(0.5 if own is None and bits == 1 and not calibrated else own for own, bits in both))
+        measured = (
+            artifact is not None and self.basis == "none"
+        )  # the artifact's factors are of channels, and of keys with bias
+        known = PerStream(measured and self.key_bias == "kept", measured)
+        each = zip(clip_of_streams(self.clip), of_streams("bits", self.bits), known, strict=True)
+        clip = PerStream(*(0.5 if own is None and bits == 1 and not told else own for own, bits, told in each))
         return Kivi(self.bits, self.group, self.residual, clip=clip, basis=self.basis, key_bias=self.key_bias)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> OffloadPlan:

@@ -5,6 +5,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from cases import calibrated_artifact
 from layer_walk import Tokens, differing, feed, stored
 from step_tape import Tape
 from tolerances import ATTENTION, FLOAT32_FOLD, LOGITS, ODD_CODES
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from calib.evaluate.stored import stored as in_pages
 from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
+from calib.runtime.methods import Geometry, build
 from calib.runtime.paging.pages import TILE_TOKENS
 from calib.runtime.stages.codec import unserved
 from calib.runtime.stages.hadamard import hadamard
@@ -90,6 +92,14 @@ def test_the_bias_is_the_models(kind):
             held = oracle.held_tokens(layer, 0).keys
             found = in_pages(layer.store, 0)["keys"].tokens
             assert float(held.abs().max()) > 20 and float((held - found).abs().max()) < 1e-4
+
+
+def test_one_bit_of_keys_without_their_bias_is_by_eq_3_whatever_the_artifact_has(model):
+    """Its factors are of keys with their bias: without `clip` 0.5, SpeCache's; values have the artifact's."""
+    plan = build("specache", {"bits": 1, "key_bias": "folded"}).plan(
+        0, Geometry.of(model.config), calibrated_artifact(model)
+    )
+    assert plan.low.keys.codec.clip == 0.5 and isinstance(plan.low.values.codec.clip, torch.Tensor)
 
 
 @pytest.mark.parametrize("name", ["rtn", "rtn in another basis"])
