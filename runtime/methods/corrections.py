@@ -23,9 +23,9 @@ from calib.runtime.tiered.tier_plan import Segments
 class Corrections:
     """What is stored besides the codes (GEAR, arXiv:2403.05527): a part of any method's options, `corrections: {...}`.
 
-    Methods that encode chunks (gear, zipcache) correct each chunk as a segment: outliers of keys for each channel over
+    Methods that encode chunks (gear, zipcache, kvarn) correct each chunk as a segment: outliers of keys for each channel over
     its tokens, of values for each token, factors of the chunk's own residual. Methods that encode one token at a time
-    (mikv, kivi, rtn, csr, ...) have outliers for each token and, with `statistics="calibrated"`, low rank. 16-bit tiers are
+    (mikv, kivi, rtn, csr, oscar, ...) have outliers for each token and, with `statistics="calibrated"`, low rank. 16-bit tiers are
     left alone.
 
     Each option but `statistics` is one setting for both streams, or {keys: ..., values: ...}: errors of keys matter more (GEAR,

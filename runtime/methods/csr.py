@@ -47,7 +47,7 @@ class Csr(Method):
             8, with `tiers` none.
         online: atoms sampled from each row's prompt; None is 0 with an artifact, and 256 a KV head without one. "offline" is
             the paper's: as many as the artifact has. Each takes 16 bits a channel, and a prompt of T tokens pays for them with
-            16 online / (kv_heads T) bits.
+            16 online / (chunks kv_heads T) bits a key or value element.
         reverse_share: share of the online atoms that are sampled where representation is worst; rounded down. The paper leaves
             it open.
         window: newest tokens that are exact; None is 64, with `tiers` none.

@@ -45,14 +45,14 @@ _told: "WeakSet[Artifact]" = WeakSet()  # that they lack a stream
 
 @dataclass(frozen=True)
 class Klt(Method):
-    """Karhunen-Loeve transform, reverse water-filling, and nothing stored beside the codes.
+    """Karhunen-Loeve transform, reverse water-filling, and nothing stored beside the codes but a size of four bits.
 
     1. Attention over a prompt is exact. The first `sinks` tokens stay exact, and the newest `window`.
     2. A key or value x of a head becomes y = E (x - mean): components of the calibrated basis, in units of their ranges. The basis
        diagonalises the covariance as errors count, e^T W e; W is the measured sensitivity of the model's answers.
     3. Component j has b_j bits, 0 ... 8, by reverse water-filling over the whole model
        (`runtime/artifact/component_bits.py`), for one of three budgets. Another budget needs no other fit.
-    4. Cost of an encoded value: the budget, exactly. There is no scale, no zero point, no index.
+    4. Cost of an encoded value: the budget, of which sizes (step 6) are a part. There is no zero point, no index.
     5. Attention reads codes, and folds the basis of values into the output once a step. Keys have components before RoPE, which
        know nothing of positions: tiles are put together and rotated. Components after RoPE fold into the query, once a step.
     6. With `size` each token's components are divided by its own size first (`stages/codec/sized.py`); with `predict` values are
