@@ -110,6 +110,10 @@ class OffloadPlan(Plan):
     def by_forwards(self) -> bool:
         return self.low.by_forwards
 
+    @property
+    def differs_in_prompt(self) -> bool:
+        return self.low.differs_in_prompt
+
     def codecs(self) -> list[Codec]:
         """Of the device's part: what the host holds is exact."""
         return self.low.codecs()
