@@ -91,7 +91,7 @@ class Corrections:
         if plan.before_rope and self.statistics == "calibrated":
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on keys after RoPE, and this method encodes them "
-                "before it; use statistics='prompt'"
+                "before it; use statistics='prompt' without rank"
             )
 
         def alone(role: str, transform: Any, codec: Codec) -> Codec:
@@ -168,12 +168,12 @@ class _Bound:
         if self.artifact is not None and transform.measured is None and transform.key_bias is not None:
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on keys with their bias, and key_bias='folded' takes it "
-                "off; use statistics='prompt'"
+                "off; use statistics='prompt' without rank"
             )
         if self.artifact is not None and transform.measured is None and transform.prologue() is None:
             raise ValueError(
                 "corrections with statistics='calibrated' were measured on channels, and this method encodes components of a "
-                "basis; use statistics='prompt'"
+                "basis; use statistics='prompt', and no rank where tokens are encoded one by one"
             )
         if codec.exact or not (rank or own.outliers or own.residual_bits):
             return codec
