@@ -369,7 +369,7 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
         ),
         ({"trellis": True, "loss": 0.01}, "loss with size, predict or trellis"),
         ({"trellis": 1}, "trellis must be True or False, got 1"),
-        ({"size": True, "bits": 0.3}, r"bits must be a number from 0.5 \(a word a layer\) to 8, got 0.3"),
+        ({"size": True, "bits": 0.3}, r"bits must be a number from 0.375 \(a word a layer\) to 8, got 0.3"),
         ({"rope": "during"}, "rope must be one of before, after, got 'during'"),
         ({"tiers": [[1, 0.5], [2, 0.5]]}, "tiers must lose bits from one to the next"),
         ({"tiers": [[2, 0.5], [1, 0.4]]}, "shares of tiers must add up to 1"),
