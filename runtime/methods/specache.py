@@ -76,9 +76,8 @@ class SpeCache(Method):
                 )
 
     def _kivi(self, artifact: Artifact | None) -> Kivi:
-        measured = (
-            artifact is not None and self.basis == "none"
-        )  # the artifact's factors are of channels, and of keys with bias
+        # The artifact's factors are of channels, and of keys with their bias.
+        measured = artifact is not None and self.basis == "none"
         known = PerStream(measured and self.key_bias == "kept", measured)
         each = zip(clip_of_streams(self.clip), of_streams("bits", self.bits), known, strict=True)
         clip = PerStream(*(0.5 if own is None and bits == 1 and not told else own for own, bits, told in each))
