@@ -4,8 +4,11 @@ import re
 from importlib.util import find_spec
 
 import pytest
+import yaml
 from documented import Command, block_commands, documents, text_of
 from documented_runs import ADDITIONS, kind_of, run
+
+from calib.statistics.residual_basis import residual_forms
 
 # What is not run here, and why; a pattern of the whole command.
 NOT_RUN = {
@@ -62,3 +65,13 @@ def test_nothing_is_left_out_or_added_without_need():
     assert not [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, line) for line in left)]
     assert {*ADDITIONS} <= {kind_of(command) for command in RUN}
     assert len(RUN) > 45 and {"fit", "export", "convert", "inspect", "methods"} <= {kind_of(command) for command in RUN}
+
+
+@pytest.mark.parametrize("channels", [64, 96, 128, 256])
+def test_the_fit_before_an_evaluation_has_the_bases_of_its_rows(channels):
+    """Of GEAR's backbone and of MiKV's groups of half a head, whatever the channels of the user's model are."""
+    command = next(one for one in COMMANDS if one.document == "docs/how_to_choose.md" and kind_of(one) == "fit")
+    forms = yaml.safe_load(command.values("--model.residual_forms")[0])
+    found = {(form.stream, form.name) for form in residual_forms(channels, forms)}
+    half = f"1x{channels // 2}"
+    assert found == {("keys", "*x1"), ("keys", half), ("values", "1x*"), ("values", half)}
