@@ -8,7 +8,7 @@ from torch import Tensor
 from calib.html_page.table import Table
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.component_bits import MOST_BITS, ROLES, Allocation, Allocator
-from calib.runtime.artifact.components import allocator, has_losses, loss_at
+from calib.runtime.artifact.components import allocator, coding_of, has_losses, loss_at
 
 BUDGETS = (4.0, 2.0, 1.0)
 DRAWN = 2.0  # the budget of the drawing, or the least there is
@@ -17,7 +17,8 @@ CELL, ROW, LETTER = 6, 14, 11  # of the drawing's own units
 
 def has_bits(artifact: Artifact) -> bool:
     """Whether `klt` could use the artifact: components of both streams, of heads that hold a word."""
-    if not all(artifact.has(f"{role}.klt.errors") for role in ROLES):
+    coding = coding_of(artifact)
+    if not all(artifact.has(coding.name(role, "errors")) for role in ROLES):
         return False
     try:
         return bool(allocator(artifact))
@@ -51,7 +52,7 @@ def bits_table(artifact: Artifact) -> Table:
 
 def mean_bits(artifact: Artifact, allocation: Allocation, role: str, layer: int) -> float:
     """Bits per value of a layer's keys or values."""
-    heads, channels = artifact.tensor(f"{role}.klt.mean").shape[1:]
+    heads, channels = artifact.tensor("values.klt.mean").shape[1:]
     return 16 * sum(allocation.streams[role][layer].counts) / (heads * channels)
 
 
@@ -60,7 +61,7 @@ def bits_map(artifact: Artifact) -> str:
     bits, the mean of the layer's heads."""
     shown = drawn(allocator(artifact))
     allocation = allocator(artifact).at_bits(shown)
-    layers, _, channels = artifact.tensor("keys.klt.mean").shape
+    layers, _, channels = artifact.tensor("values.klt.mean").shape
     margin = 5 * LETTER
     width, height = margin + channels * CELL, 2 * layers * ROW
     return "\n".join(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -96,6 +97,22 @@ def test_heads_too_small_for_a_word_have_no_table_of_bits(tmp_path, capsys):
         toy_artifact(model, tensors=tensors).save(tmp_path / "a")
         assert main(["inspect", str(tmp_path / "a")]) == 0
         assert ("bits of klt by layer" in capsys.readouterr().out) == shown
+
+
+def test_an_artifact_with_components_before_rope_alone_has_a_table_of_bits(tmp_path, capsys):
+    """As `calib export --format artifact` takes it for `klt`, and as the repository has one."""
+    after = re.compile(r"keys\.klt\.(mean|basis|steps|errors)|klt\.loss")
+    tensors = {name: tensor for name, tensor in toy_tensors().items() if not after.fullmatch(name)}
+    tables = []
+    for name, held in (("all", toy_tensors()), ("part", tensors)):
+        toy_artifact(tensors=held).save(tmp_path / name)
+        assert main(["inspect", str(tmp_path / name)]) == 0
+        tables.append(capsys.readouterr().out.partition("bits of klt by layer")[2].partition("tensors, clip")[0])
+        assert main(["inspect", str(tmp_path / name), "--html", str(tmp_path / "page.html")]) == 0
+        assert "Where klt spends its bits" in (tmp_path / "page.html").read_text()
+        capsys.readouterr()
+    rows = [[line.split() for line in table.splitlines()[:-1]] for table in tables]
+    assert rows[0] == rows[1] and len(rows[0]) > 3
 
 
 @pytest.mark.usefixtures("with_and_without_rich")
