@@ -157,7 +157,7 @@ def test_a_signal_anywhere_else(toy, fitted, monkeypatch, capfd, owner, name, ca
     assert Path("toy.safetensors").read_bytes() == fitted
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pretraining_goes_on_from_its_last_validation(prose, tmp_path, monkeypatch, capfd):
     """Six steps, saved after every second; a run that has saved nothing starts again."""
     from benchmarks.embedded_model.language_model import LanguageModel

@@ -37,7 +37,7 @@ def test_every_phase_of_a_shipped_curriculum_gives_batches(tokenizer, name):
     assert phases[-1].needle and phases[-1].number_keys
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_second_size_has_heads_of_128_and_fits_the_repository(prose, tmp_path):
     config = yaml.safe_load((CONFIGS / "tiny_lm_128.yaml").read_text())
     shape = [word for key, value in config["model"].items() for word in (f"--model.{key}", str(value))]

@@ -49,7 +49,7 @@ def record(folder: Path) -> list:
     return json.loads((folder / "training.json").read_text())["runs"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("continued", [False, True], ids=["from random weights", "from exported weights"])
 def test_an_interrupted_run_resumes_exactly(prose, tmp_path, watched, exported, continued):
     words = (*QUIET, *(("--init_from", str(exported)) if continued else ()))
@@ -94,7 +94,7 @@ def test_a_run_that_learns_nothing_exports_what_it_began_with(prose, tmp_path, e
     assert str(tmp_path) not in card + json.dumps(record(tmp_path / "model"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_best_validation_is_exported(prose, tmp_path, monkeypatch):
     def falling(self):
         self.log("val/score", -float(self.global_step))

@@ -95,7 +95,7 @@ def test_a_shard_and_a_merge_that_were_cut_go_on(toy, copied, monkeypatch):
     check_equal(Artifact.load("straight.safetensors"), Artifact.load("one_round.safetensors"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_stage_in_shards_with_every_statistic(toy, tmp_path, monkeypatch):
     """Three shards, more than some stages have batches; `kvquant` and `oscar` as well; the last merge measures nothing."""
     monkeypatch.chdir(tmp_path)

@@ -47,8 +47,22 @@ FIRST = {shape(command): command for command in reversed(COMMANDS) if reason(com
 RUN = sorted(FIRST.values(), key=COMMANDS.index)
 
 
+def options(command: Command) -> tuple[str, ...]:
+    """The program and the names of the options."""
+    words = str(command).split()
+    return (*words[:2], *sorted(word.partition("=")[0] for word in words if word.startswith("--")))
+
+
+# Of commands that differ in values alone, such as another configuration, CI runs the first.
+IN_CI = set({options(command): command for command in reversed(RUN)}.values())
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.document}:{command.line}")
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(one, marks=() if one in IN_CI else pytest.mark.slow) for one in RUN],
+    ids=lambda command: f"{command.document}:{command.line}",
+)
 def test_a_documented_command_runs(command, sandbox, capsys):
     if "onnx" in command.values("--format") and find_spec("onnx") is None:
         pytest.skip("writing ONNX needs the package onnx")
