@@ -51,8 +51,8 @@ def check_sensitivities(artifact: Artifact, name: str) -> None:
     for role in STREAMS:
         if not artifact.has(f"{role}.klt.basis"):
             raise UsageError(
-                f"artifact '{name}' has no '{role}.klt.basis', which says how much an error matters; fit it again: `calib fit` "
-                "of this release measures it"
+                f"artifact '{name}' has no '{role}.klt.basis', which says how much an error matters; give the artifact that this "
+                "one was exported from, or a new one of `calib fit`"
             )
 
 
