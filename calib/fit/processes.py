@@ -41,6 +41,7 @@ class MergingStrategy(DDPStrategy):
     """
 
     started: ClassVar[list[Popen[bytes]]] = []  # by this process, in its first stage
+    told: ClassVar[bool] = False  # whom it waits for
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,22 @@ class MergingStrategy(DDPStrategy):
         self.started.extend(getattr(self.launcher, "procs", ()))
         parent = os.getppid() if self.local_rank else None
         Thread(target=watch, args=(self.started, parent, self.over), daemon=True).start()
+        self._tell()
         super().setup_environment()
+
+    def _tell(self) -> None:
+        """Says once how many processes the first one waits for that it has not started: nothing else would for half an hour."""
+        found, others = self.cluster_environment, self.num_nodes * self.num_processes - 1 - len(self.started)
+        if self.told or not others or found is None or found.global_rank():
+            return
+        MergingStrategy.told = True
+        why = (
+            ""
+            if self.num_nodes > 1
+            else "; LOCAL_RANK is set, so a launcher must start them: without it this process does"
+        )
+        many = "process" if others == 1 else "processes"
+        print(f"calib: waits for {others} other {many} at {found.main_address}:{found.main_port}{why}", flush=True)
 
     def teardown(self) -> None:
         """Ends the watch: from here on nobody waits for another."""

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 from fit_processes import fit_in_processes
+from free_port import free_port
 
 from calib.cli import main
 from calib.fit.calibration import Calibration
@@ -143,6 +145,22 @@ def test_a_process_that_fails_ends_one_that_does_not_look_up(toy, tmp_path, fail
     assert ended.returncode == 1
     lines = [line for line in ended.stderr.splitlines() if line.startswith("calib: ")]
     assert lines == ["calib: error: the disk is on fire", f"calib: error: {LOST}"]
+
+
+@pytest.mark.full
+def test_a_process_that_starts_no_others_says_whom_it_waits_for(toy, tmp_path, monkeypatch):
+    """In a shell that has LOCAL_RANK from a launcher Lightning starts none, and waits for half an hour without a word."""
+    port = str(free_port())
+    for name, value in (("LOCAL_RANK", "0"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "calib", *words(toy, *FEW, "--trainer.devices=2")]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        patience = Timer(120, run.kill)
+        patience.start()
+        told = next((line for line in run.stdout if "waits" in line), "")
+        patience.cancel()
+        run.kill()
+    assert told.startswith(f"calib: waits for 1 other process at 127.0.0.1:{port}; LOCAL_RANK is set")
 
 
 class PowerCut(RuntimeError):
