@@ -10,11 +10,14 @@ Not under TRITON_INTERPRET=1, where there is nothing to compile.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf, isfinite
+from multiprocessing import get_context
 from typing import Any
 
 from calib.kernels.compiled_loop import loop_figures
@@ -28,6 +31,8 @@ HOPPER = 90
 # On the last one programs of four and more warps have other matrix instructions, which wait in loops, and what fills the registers
 # fills them otherwise: such kernels are compiled for it and printed, and held to nothing there.
 NEWEST = 100
+
+MOST_PROCESSES = 8  # that compile at the same time; each takes about a gigabyte
 
 # What differs by less is the compiler's order of instructions.
 MOST_BESIDE = 1.02
@@ -152,12 +157,23 @@ def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES
 
 
 def compile_all(operations: Iterable[str], capabilities: Sequence[int]) -> None:
-    """Compiles, and holds nothing to limits: with releases of Triton whose instructions these were not written for."""
-    for operation in operations:
-        for name, one in declared(operation).items():
-            for capability in capabilities:
-                compiled(one, capability)
-                print(f"{operation:18} {name} sm_{capability}", flush=True)
+    """Compiles, a process a core, and holds nothing to limits: with releases of Triton whose instructions these were not written
+    for."""
+    asked = [(*one, capability) for one in names(operations) for capability in capabilities]
+    with ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), get_context("spawn")) as processes:
+        for line in processes.map(compiled_line, *zip(*asked, strict=True)):
+            print(line, flush=True)
+
+
+def names(operations: Iterable[str]) -> list[tuple[str, str]]:
+    """Every operation with the name of each of its specialisations."""
+    return [(operation, name) for operation in operations for name in declared(operation)]
+
+
+def compiled_line(operation: str, name: str, capability: int) -> str:
+    """Compiles one; what is printed of it."""
+    compiled(declared(operation)[name], capability)
+    return f"{operation:18} {name} sm_{capability}"
 
 
 def main() -> int:
