@@ -64,13 +64,11 @@ class MergingStrategy(DDPStrategy):
         if self.told or not others or found is None or found.global_rank():
             return
         MergingStrategy.told = True
-        why = (
-            ""
-            if self.num_nodes > 1
-            else "; LOCAL_RANK is set, so a launcher must start them: without it this process does"
-        )
         many = "process" if others == 1 else "processes"
-        print(f"calib: waits for {others} other {many} at {found.main_address}:{found.main_port}{why}", flush=True)
+        line = f"calib: waits for {others} other {many} at {found.main_address}:{found.main_port}"
+        if self.num_nodes == 1 and "LOCAL_RANK" in os.environ:  # SLURM has names of its own
+            line += "; LOCAL_RANK is set, so a launcher must start them: without it this process does"
+        print(line, flush=True)
 
     def teardown(self) -> None:
         """Ends the watch: from here on nobody waits for another."""
