@@ -24,6 +24,7 @@ from calib.plan.capture_cost import Sizes
 from calib.plan.meta_model import MetaModel
 from calib.plan.meta_tensors import META, MetaTensors
 from calib.runtime.artifact.tensor_registry import STREAMS
+from calib.statistics.components import Components
 
 FLOAT = 4
 COPIES = 2  # of a checkpoint while it is saved: Lightning's buffer, and the bytes taken out of it
@@ -67,6 +68,9 @@ def transients(calibration: Calibration, meta_model: MetaModel, sizes: Sizes) ->
     model = meta_model.one_layer()
     with torch.no_grad(), MetaTensors() as memory, META:
         one.prepare(model, seed=0)
+        for statistic in one.statistics.values():
+            if isinstance(statistic, Components):
+                statistic.widths = statistic.widths[:1]
         tokens = torch.empty(sizes.batch, sizes.length, dtype=torch.int64)
         real = torch.ones_like(tokens, dtype=torch.bool)
         for stage in one.stages():

@@ -60,6 +60,7 @@ class Components(Statistic):
         super().__init__()
         self.rotation, self.find = rotation, find
         self.bases: Bases | None = None
+        self.widths = GAUSSIAN  # steps of the bit widths that are measured, from 1 bit on; a plan measures one
         self.plain, self.sized = streams(rotation), () if rotation is None else (*SIZED, PREDICTED)
         sizes = (shape.layers, shape.kv_heads, shape.head_dim)
         self.register_buffer("tokens", torch.zeros(shape.layers, dtype=torch.int64))
@@ -96,7 +97,7 @@ class Components(Statistic):
             centred[name] = tokens_of(x, looked_at) - mean[:, None]
             measured[name] = centred[name] @ transform.mT, deviation
             y, deviation = measured[name]
-            add(self.energy[number, layer], self.error[number, layer], y, deviation, FACTORS)
+            add(self.energy[number, layer], self.error[number, layer], y, deviation, self.widths, FACTORS)
         if bases.rest is None:
             return
         measured[PREDICTED] = self._rest(bases, bases.rest, layer, *measured["keys.klt.before"], centred["values.klt"])
@@ -104,9 +105,9 @@ class Components(Statistic):
             y, deviation = measured[SIZED.get(name, name)]
             sums, size = (self.sized_energy[number, layer], self.sized_error[number, layer]), size_of(y, deviation)
             if name == PREDICTED:  # their basis weighs errors in units of the size
-                add(*sums, y / size, deviation, SIZED_FACTORS)
+                add(*sums, y / size, deviation, self.widths, SIZED_FACTORS)
             else:
-                add(*sums, y, deviation, SIZED_FACTORS, size)
+                add(*sums, y, deviation, self.widths, SIZED_FACTORS, size)
 
     @staticmethod
     def _rest(
@@ -185,12 +186,18 @@ class Tables(NamedTuple):
 
 
 def add(
-    energy: Tensor, error: Tensor, y: Tensor, deviation: Tensor, factors: Sequence[float], size: Tensor | None = None
+    energy: Tensor,
+    error: Tensor,
+    y: Tensor,
+    deviation: Tensor,
+    widths: Sequence[float],
+    factors: Sequence[float],
+    size: Tensor | None = None,
 ) -> None:
     """Of components `y [H, n, D]` the `energy [H, D]`, and errors `[H, D, 8, factors]`; of tokens over their `size [H, n, 1]`."""
     energy += squares(y).to(energy.device)
     y = y if size is None else y / size
-    for row, gaussian in enumerate(GAUSSIAN):
+    for row, gaussian in enumerate(widths):
         for column, factor in enumerate(factors):
             missed = residual(y, (gaussian * factor * deviation)[:, None], row + 1)
             error[..., row, column] += squares(missed if size is None else missed.mul_(size)).to(error.device)
