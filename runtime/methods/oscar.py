@@ -54,6 +54,7 @@ class Oscar(Method):
     def __post_init__(self) -> None:
         of_streams("bits", self.bits, check_bits)
         check_whole("group", self.group, 1, "a whole number of channels, at least 1", "; 128 is usual")
+        check_whole("sinks", self.sinks, 0, "a whole number of tokens, at least 0", "; 64 is usual")
         check_whole("window", self.window, 0, "a whole number of tokens, at least 0", "; 256 is usual")
         check_share("key_clip", self.key_clip)
         check_share("value_clip", self.value_clip)

@@ -262,7 +262,7 @@ def test_a_rotation_that_is_none_is_refused():
     [
         ({"bits": 0}, "bits must be a whole number 1 ... 8, got 0"),
         ({"group": 0}, "group must be a whole number of channels, at least 1, got 0; 128 is usual"),
-        ({"sinks": -1}, "sinks must be a whole number of tokens, at least 0, got -1; 4 is usual"),
+        ({"sinks": -1}, "sinks must be a whole number of tokens, at least 0, got -1; 64 is usual"),
         ({"window": 1.5}, "window must be a whole number of tokens, at least 0, got 1.5; 256 is usual"),
         ({"key_clip": 0}, "key_clip must be a number in (0, 1], got 0"),
         ({"value_clip": 1.1}, "value_clip must be a number in (0, 1], got 1.1"),
