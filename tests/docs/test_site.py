@@ -54,7 +54,8 @@ def test_no_font_and_no_plugin_asks_another_host():
 def test_a_strict_build_looks_at_links_and_the_menu():
     assert {*SITE["validation"].values()} == {"warn"} and len(SITE["validation"]) == 4
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "mkdocs build --strict" in makefile and "make docs" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert "mkdocs build --strict" in makefile
+    assert re.search(r"^make .*\bdocs$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.M)
 
 
 @pytest.mark.parametrize(
