@@ -1,4 +1,4 @@
-"""The cache that `model.generate(past_key_values=...)` fills: transformers' contract over compressed layers."""
+"""The cache that `model.generate(past_key_values=...)` fills: a transformers `Cache` of compressed layers."""
 
 import copy
 import os
@@ -34,8 +34,8 @@ from calib.runtime.untraced import untraced
 
 
 class CompressedCache(Cache):
-    """A transformers `Cache` whose attention layers are compressed. Sliding layers beside others, and layers that have states in
-    place of keys and values, stay as transformers makes them.
+    """A transformers `Cache` whose attention layers are compressed. In a model that also has full-attention layers,
+    sliding-window layers stay as transformers makes them; so do layers with recurrent states instead of keys and values.
 
     Made by `compress`. `release()`, or leaving the `with` block, gives the model its own attention back. The cache keeps no
     reference to the model.
@@ -52,25 +52,25 @@ class CompressedCache(Cache):
     ) -> None:
         super().__init__(layers=layers)
         self.sequences, self.origin, self.speculator, self.graphs = sequences, origin, speculator, graphs
-        self.input_ids: Tensor | None = None  # of a prefix that was saved with them
+        self.input_ids: Tensor | None = None  # those saved with the prefix, if any
         self._hold(attachment)
 
     def _hold(self, attachment: Attachment | None) -> None:
         self._attachment = attachment
         if attachment is not None:
-            # Also when the cache is dropped without a word: a model must not be left with our attention.
+            # Also when the cache is garbage-collected without release(): the model must not keep calib's attention.
             weakref.finalize(self, attachment.release)
 
     @with_ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
-        """A cache of its own with the same content, attached to the same model as long as it is not released."""
+        """Return an independent cache with the same content, attached to the same model unless this cache was released."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         own = {name: value for name, value in vars(self).items() if name not in ("_attachment", "graphs")}
         copied.__dict__.update(copy.deepcopy(own, memo))
         copied.graphs = self.graphs and self.graphs.of(copied.sequences, copied.compressed)
         hold = self._attachment and self._attachment.again(copied.sequences, copied.speculator)
-        copied._hold(hold or self._attachment)  # the copy of one that is released is released
+        copied._hold(hold or self._attachment)  # the copy of a released cache counts as released
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -108,9 +108,10 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Hands new tokens to their layer; an uncompressed sliding layer keeps only its window.
+        """Hands new tokens to their layer and returns what it returns: the layer twice where it is compressed, else keys and
+        values.
 
-        Raises ValueError for a cache that was released, and for a layer that its model has not.
+        Raises ValueError for a cache that was released, and for a layer number that this cache does not have.
         """
         if self._attachment is not None and self._attachment.released:
             raise ValueError(
@@ -131,10 +132,10 @@ class CompressedCache(Cache):
 
     @property
     def _is_user_defined(self) -> bool:
-        """For transformers: the cache outlives `generate`, which says so before its first forward.
+        """True, for transformers: the cache outlives `generate`, which sets this attribute before its first forward.
 
-        Past recording of an earlier `generate` ends there: transformers turns it on for drafts and never off, and the next prompt
-        would wait as a draft, whole, and layers beside would keep every token from then on.
+        Setting it ends the past recording of an earlier `generate`. transformers turns that on for drafts and never off: the
+        whole next prompt would stay unconfirmed, and uncompressed layers would keep every token from then on.
         """
         return True
 
@@ -147,14 +148,14 @@ class CompressedCache(Cache):
                     layer.record_past = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Confirms the last forward without its newest `-tokens_to_remove` columns (0: all of it).
+        """Stores the unconfirmed tokens of the last forward without its newest `-tokens_to_remove` columns (0: all of them).
 
-        Only while past recording is on can anything be removed; transformers turns it on for prompt lookup and
-        assisted decoding. Raises ValueError for more columns than the last forward had, for a positive number, and where a
-        layer has a state that they went into.
+        Tokens can only be removed while past recording is on; transformers turns it on for prompt lookup and assisted decoding.
+        Raises ValueError for more columns than are unconfirmed, for a positive number, and where a layer has a recurrent state
+        that already includes the tokens to remove.
         """
         try:
-            removed, drafts = -index(tokens_to_remove), self.sequences.unconfirmed  # older releases count in a tensor
+            removed, drafts = -index(tokens_to_remove), self.sequences.unconfirmed  # or a tensor, from older releases
         except TypeError as error:
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, a whole number, got {printable(tokens_to_remove)}"
@@ -176,7 +177,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.seen -= removed
-            # Else transformers' layers refuse even crop(0).
+            # Without past recording transformers' layers refuse even crop(0).
             elif self.sequences.recording and layer.is_croppable and layer_beside.kept(layer):
                 layer.crop(-removed)
                 layer_beside.let_go(layer)
@@ -184,7 +185,7 @@ class CompressedCache(Cache):
     def to(self, device: torch.device | str | int) -> "CompressedCache":
         """Moves everything stored to `device`, in place, and returns the cache; the model's next forward must run there.
 
-        Raises ValueError for what is no device.
+        Raises ValueError for an argument that is not a device.
         """
         try:
             target = torch.device(device)
@@ -202,7 +203,7 @@ class CompressedCache(Cache):
         return self
 
     def reset(self) -> None:
-        """Forgets every token; the cache can be used again, for any batch."""
+        """Removes every token; the cache can be used again, for any batch."""
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.reset()
@@ -218,12 +219,13 @@ class CompressedCache(Cache):
         input_ids: Tensor | None = None,
         storage_bits: float | None = None,
     ) -> None:
-        """Writes everything stored to one safetensors file, for `compress(..., prefix=path)`; confirms drafts.
+        """Writes everything stored to one safetensors file, for `compress(..., prefix=path)`; unconfirmed tokens are stored
+        first.
 
         The file appears only when all of it is written.
 
         Args:
-            path: of the file.
+            path: path of the file.
             input_ids: integers `[rows, columns seen]`, which come back as `cache.input_ids`. Append a question to these ids and
                 not to the text: the tokens of a longer text need not begin with those of a shorter one.
             storage_bits: writes keys and values as codes of `klt` with this many bits a value (`Codec`) instead of the cache's
@@ -232,14 +234,14 @@ class CompressedCache(Cache):
                 in the artifact.
 
         Raises:
-            PrefixError: the cache is empty, its model is gone, or the file cannot be written; with `storage_bits` also a cache that
-                has dropped tokens or decides by queries what it stores, layers that slide beside others, no artifact, and a
+            PrefixError: the cache is empty, its model is gone, or the file cannot be written; with `storage_bits` also a cache
+                that has evicted tokens or needs queries to store them, sliding-window layers beside others, no artifact, and a
                 budget out of its range.
         """
         prefix.save(self, path, input_ids, storage_bits)
 
     def state(self) -> State:
-        """Everything stored, as a tree."""
+        """Return everything stored as nested dicts of tensors and numbers, which `restore` reads."""
         layers = {
             str(number): layer.state() if isinstance(layer, CompressedLayer) else layer_beside.state_of(layer)
             for number, layer in enumerate(self.layers)
@@ -250,8 +252,9 @@ class CompressedCache(Cache):
         return {"rows": self.sequences.state(), "layers": layers} | speculative
 
     def restore(self, state: State, like: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        """See `state`, for an empty cache of the same plan; `like` gives keys and values of each layer as the model makes them,
-        `[any, kv_heads, any, head_dim]` on the device they are for. Raises StateError."""
+        """Fills this empty cache from `state`, which a cache of the same plan returned. `like(layer)` gives keys and values as
+        the model makes them, `[any, kv_heads, any, head_dim]` on the device they are for. Raises StateError where the state
+        does not fit."""
         layers = branch(state, "layers")
         stored_sequence_state.restore(self.sequences, branch(state, "rows"), pages_in(layers))
         owns = [branch(layers, str(number)) for number in range(len(self.layers))]
@@ -271,21 +274,21 @@ class CompressedCache(Cache):
             self.speculator.tokens = tensor_like(state, "guess", tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes a copy of row `beam_idx[i]`: windows are copied, pages shared until one is written."""
+        """Row i becomes a copy of row `beam_idx[i]`: windows are copied, pages are shared until one of the rows writes to them."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, in place; the copies share pages until one is written.
+        """Repeats each row `repeats` times, in place; the copies share pages until one of them writes to them.
 
-        Raises ValueError for less than one time.
+        Raises ValueError for `repeats` less than 1.
         """
         check_whole("repeats", repeats, least=1, wanted="a whole number, at least 1")
         self.batch_select_indices(torch.arange(len(self.sequences.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`, in that order; an empty cache has none, and stays empty.
+        """Keeps the rows `indices`, int64 `[rows]`, in that order; an empty cache has no rows, and stays empty.
 
-        Raises ValueError, and changes nothing, for what is no tensor of the numbers of its rows.
+        Raises ValueError, and changes nothing, unless `indices` is a 1-D tensor of row numbers.
         """
         rows = len(self.sequences.lengths)
         sources = indices.tolist() if isinstance(indices, Tensor) and indices.dim() == 1 else []
@@ -303,10 +306,10 @@ class CompressedCache(Cache):
             if isinstance(layer, CompressedLayer):
                 layer.permute(indices, kept)
             else:
-                layer.reorder_cache(indices)  # selects rows as well; layers with states know no other
+                layer.reorder_cache(indices)  # selects rows; layers with recurrent states have no other method for it
 
     def _forget(self) -> None:
-        """What was guessed or recorded for the next step."""
+        """Discards the speculative tokens and the recorded graphs, which the next step can no longer use."""
         for ahead in (self.speculator, self.graphs):
             if ahead is not None:
                 ahead.forget()
@@ -339,9 +342,9 @@ class CompressedCache(Cache):
         return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def tiers(self, layer: int) -> list[list[HeldTier]]:
-        """For each row the tiers that a layer holds its tokens in: how many tokens, which ones, in how many bits.
+        """Return for each row the tiers of one layer: how many tokens, which ones, in how many bits.
 
-        Padding is no token. Tokens of a forward that is not confirmed are in no tier; evicted ones are in none any more.
+        Padding does not count. Tokens of an unconfirmed forward and evicted tokens are in no tier.
 
         Args:
             layer: its number in the model, from 0.

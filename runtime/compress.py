@@ -1,4 +1,4 @@
-"""`compress(model, method=...)`: builds the cache of a method for a model and attaches our attention to the model."""
+"""`compress(model, method=...)`: builds the cache of a method for a model and attaches calib's attention to the model."""
 
 import os
 import weakref
@@ -36,7 +36,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> CompressedCache:
-    """An empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
+    """Return an empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
 
     Use it as `with compress(...) as cache:`, or call `cache.release()` at the end; then the model is exactly as it was.
     Several caches may be attached to one model.
@@ -44,13 +44,13 @@ def compress(
     Args:
         model: a decoder of transformers whose attention goes through its attention interface.
         method: a name from `calib methods`.
-        artifact: what `calib fit` wrote for this model; None for methods that need no statistics.
-        seed: for methods that draw (probes, starts of iterations); the same seed gives the same bits.
+        artifact: the artifact that `calib fit` wrote for this model; None for methods that need no statistics.
+        seed: seed of methods that use random numbers (probes, starts of iterations); the same seed gives the same bits.
         allow_finetuned: accept an artifact of a fine-tuned relative, and a prefix whose weights cannot be compared.
         graphs: on a GPU, replay decode steps from CUDA graphs, one launch a step.
-        prefix: a file of `cache.save`, which the cache begins with. Model, method, options, seed and artifact must be the
-            same as when it was saved; of one with `storage_bits` the model and the artifact.
-        tokenizer: the model's, for methods that ask which tokens are special (`zipcache` with `probes="special"`).
+        prefix: a file of `cache.save`, whose tokens the cache begins with. Model, method, options, seed and artifact must be the
+            same as when it was saved; for a file saved with `storage_bits`, only the model and the artifact.
+        tokenizer: the model's tokenizer, for methods that need the ids of special tokens (`zipcache` with `probes="special"`).
         options: the method's own, such as `bits=2`; or `tuned=2.5` alone, for the options that `calib tune` chose for that
             budget and wrote into the artifact.
 
@@ -83,7 +83,7 @@ def compress(
     built = build(method, options)
     layers: list[CacheLayerMixin] = list(DynamicCache(config=config).layers)
     wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    if not wrapped:  # every layer slides: compress them all, and give back the pages that the window has left behind
+    if not wrapped:  # every layer has a sliding window: compress all, and free pages behind it
         wrapped = [i for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
     if not wrapped:
         hybrid = "hybrid" in (getattr(config, "layer_types", None) or ())

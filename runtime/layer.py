@@ -1,4 +1,4 @@
-"""One compressed layer behind transformers' cache-layer contract.
+"""One compressed layer, as a transformers `CacheLayerMixin`.
 
 `update` receives keys and values but no query, and whatever it returns reaches the attention function untouched; so it
 keeps the new tokens and returns the layer itself. The registered attention function hands the query back to `attend`,
@@ -38,7 +38,8 @@ NO_TENSOR = (
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, `[rows, kv_heads, tokens, head_dim]` in, packed pages and a window inside."""
+    """Keys and values of one attention layer: takes `[rows, kv_heads, tokens, head_dim]`, keeps packed pages and an exact
+    window."""
 
     # For transformers: `crop` takes drafts back without a trace, and get_mask_sizes counts every column.
     is_croppable = True
@@ -69,8 +70,8 @@ class CompressedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Takes the new tokens and returns (self, self) for the attention function."""
         if value_states.dtype.itemsize < key_states.dtype.itemsize:
-            value_states = value_states.to(key_states.dtype)  # of torch.autocast, under which RoPE makes keys float32
-        # Also where a first forward was refused before anything was stored: the next may have other rows.
+            value_states = value_states.to(key_states.dtype)  # torch.autocast: RoPE makes keys float32, not values
+        # Also after a first forward that failed before anything was stored: the next one may have another batch size.
         if not self.is_initialized or not self.steps:
             self.lazy_initialization(key_states, value_states)
         for role, new in (("keys", key_states), ("values", value_states)):
@@ -98,7 +99,7 @@ class CompressedLayer(CacheLayerMixin):
         self._check_window(logits.sliding)
         forward = self.sequences.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
-        # Of a prompt gradients are those of plain attention. What is stored has none, and changes before they are asked for.
+        # A prompt has the gradients of plain attention. Later forwards refuse them: stored tokens have none, and change in place.
         refusing = (any(forward.before) or self._in_chunks(forward)) and wants_gradients(*given)
         with OneChoice(forward.choices), torch.no_grad() if refusing else _AS_IT_IS:
             if forward.recorded:
@@ -112,15 +113,19 @@ class CompressedLayer(CacheLayerMixin):
         return without_gradients(output, *given) if refusing else output
 
     def state(self) -> State:
-        """All that the layer has stored, for a file."""
+        """Return everything that the layer has stored, for a file."""
         assert self.store is not None
         shapes = {f"{role}_shape": [shape[1], shape[3]] for role, shape in self.shapes.items()}
         return {"dtype": named(self.dtype), "seen": self.seen, "store": self.store.state()} | shapes
 
     @with_ordinary_tensors
     def restore(self, state: State, like: tuple[Tensor, Tensor], seen: int) -> None:
-        """See `state`; for keys and values `like [any, kv_heads, any, head_dim]`, whose device the store opens on, and rows that
-        have `seen` so many columns. The rows are restored already."""
+        """Fills the layer from `state`, which the method `state` returned; the sequence state is restored already, `seen`
+        columns.
+
+        `like` are keys and values `[any, kv_heads, any, head_dim]` in the model's dtype, on the device to store on. Raises
+        StateError.
+        """
         dtype = dtype_named(state.get("dtype"))
         if dtype != like[0].dtype:
             raise StateError(f"keys of {named(dtype)}, expected {named(like[0].dtype)} as the model computes them")
@@ -131,7 +136,7 @@ class CompressedLayer(CacheLayerMixin):
                 raise StateError(f"'{role}_shape' is {printable(shape)}, expected {expected} as the model has")
         own, rows = branch(state, "store"), len(self.sequences.lengths)
         keys, values = (part.new_zeros(rows, part.shape[1], 0, part.shape[3]) for part in like)
-        # Without memory first: what a file says of shapes and numbers is compared before anything is allocated for it.
+        # On the meta device first: the file's shapes and numbers are compared before anything is allocated for them.
         self.plan.open(keys.to("meta"), values.to("meta"), self.sequences, self.context).restore(own)
         self.lazy_initialization(keys, values)
         assert self.store is not None
@@ -140,10 +145,11 @@ class CompressedLayer(CacheLayerMixin):
 
     @with_ordinary_tensors
     def fill(self, keys: Tensor, values: Tensor, mask: Tensor | None, seen: int) -> None:
-        """Stores a prompt that nobody attends, where the plan does not observe: an empty layer is then as behind a prefill of it.
+        """Stores a prompt without computing attention: an empty layer is then as after a prefill. Not for plans that observe
+        attention.
 
-        `keys`, `values [rows, kv_heads, n, head_dim]`; `mask [rows, n]` is 0 for padding, None where there is none; the rows have
-        `seen` so many columns.
+        `keys`, `values [rows, kv_heads, n, head_dim]`; `mask [rows, n]` is 0 for padding, or None without padding; `seen` is
+        the number of columns that `get_seq_length` reports afterwards.
         """
         self.update(keys, values)
         assert self._arrived is not None and self.store is not None and not self.store.observes
@@ -164,7 +170,7 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def _draft(self, given: QKV) -> tuple[Tensor, ...]:
-        """Copies of what storing will need: the query only where it decides where tokens go."""
+        """Copies of what storing will need: the query only where attention decides where tokens go."""
         assert self.store is not None
         query = given.query if self.store.observes else given.query[:, :0]
         return tuple(part.detach().clone() for part in (query, given.keys, given.values))
@@ -181,14 +187,14 @@ class CompressedLayer(CacheLayerMixin):
         forward.stored()
 
     def _in_chunks(self, forward: Forward) -> bool:
-        """Whether a row brings more than is attended and stored at once."""
+        """Whether a row has more new tokens than one encoding chunk, so that they are attended and stored chunk by chunk."""
         size = self.plan.encoding_chunk
         return size is not None and max(forward.counts) > size
 
     def _encoded(self, store: Store, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """Attention of what the rows are given, which then is stored: all of it, or chunk by chunk where the plan asks for that.
+        """Attends and then stores new tokens: all at once, or chunk by chunk where the plan has an `encoding_chunk`.
 
-        The store is prepared: the table already names the pages that the forward will fill.
+        The store is prepared: the page table already names the pages that the forward will fill.
         """
         size = self.plan.encoding_chunk
         if size is None or not self._in_chunks(forward):
@@ -203,7 +209,7 @@ class CompressedLayer(CacheLayerMixin):
         return output
 
     def _stored(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """`_encoded`, by the launches of an earlier step where this one goes on with its block."""
+        """`_encoded`, by repeating the kernel launches of an earlier step of the same block where one was recorded."""
         store, taped = self.store, self.sequences.taped
         assert store is not None
         step, first = partial(self._encoded, store, forward, given, logits), forward.pending == self.sequences.layers
@@ -212,13 +218,14 @@ class CompressedLayer(CacheLayerMixin):
         if first:
             key = self._block(forward, given)
             forward.fixed_shapes = taped.begin(self.sequences.steps, key, key is not None and store.encodes(forward))
-        if first or not forward.fixed_shapes:  # the first works out what all of them share
+        if first or not forward.fixed_shapes:  # the first layer computes what all layers share
             return step()
         way = store.branch(forward), logits
         return taped.run(self.context.layer, self.plan, way, step, given, forward)
 
     def _block(self, forward: Forward, given: QKV) -> Hashable | None:
-        """What a step by Triton's kernels, in no graph, shares with those that launch the same; None for any other forward."""
+        """A key that equals those of decode steps with the same launches; None unless this is a decode step by Triton outside
+        graphs."""
         assert self.store is not None
         rows, alone = given.query.shape[0], forward.graph_inputs is None and forward.host_forward is None
         one_each = forward.width == 1 and forward.columns is None and not forward.speculative and all(forward.before)
@@ -229,21 +236,21 @@ class CompressedLayer(CacheLayerMixin):
         return self.store.graph_key(forward)
 
     def _rehearsed(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """Attention of drafts. More than a chunk of them are taken in by a copy of the store, which is dropped: later chunks attend
-        to blocks of earlier ones, and which drafts stay is not known yet."""
+        """Attention of unconfirmed tokens, which stay unstored. If they are more than a chunk, a copy of the store takes them
+        and is then dropped: later chunks attend to the encoded earlier ones, and it is not known yet which tokens will be kept."""
         assert self.store is not None
         if not self._in_chunks(forward):
             return self._attended(self.store, forward, given, logits, observe=False)
-        # Without the drafts of the layers before, which the forward holds.
+        # The copy refers to a forward without the drafts that earlier layers have left in it.
         store, sequences = copy.deepcopy((self.store, self.sequences), {id(forward): forward.without(0)})
         accepted = sequences.accept(forward)
         store.prepare(accepted)
         output = self._encoded(store, accepted, given, logits)
-        store.state()  # waits for copies that run beside the main stream: their memory goes now
+        store.state()  # waits for copies on a side stream, so that the copied store's memory is freed now
         return output
 
     def _attended(self, store: Store, forward: Forward, given: QKV, logits: Logits, observe: bool) -> Tensor:
-        # Rows with padding in this forward go one by one, without it; the others together, as many as fill a tile.
+        # Rows with padding in this forward are attended one by one, without it; others together, as many as fill a tile.
         batch, step = given.query.shape[0], 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
         if forward.columns is None and batch <= step:
             return store.attend(AttendRequest(forward, range(batch), logits, given, observe))
@@ -271,7 +278,7 @@ class CompressedLayer(CacheLayerMixin):
         store.store(forward, keys, values)
 
     if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes
-        # Both are for a model that treats what `update` returned as a tensor.
+        # Both raise a helpful error in a model that treats what `update` returned as a tensor.
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(f"a compressed layer is no tensor and has no {name!r}: {NO_TENSOR}")
 
@@ -280,7 +287,7 @@ class CompressedLayer(CacheLayerMixin):
             raise TypeError(f"a compressed layer is no tensor for {function.__name__!r}: {NO_TENSOR}")
 
     def get_seq_length(self) -> int:
-        """Columns seen, padding included: what transformers counts positions and masks by."""
+        """Columns seen, padding included: the number by which transformers counts positions and masks."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -292,12 +299,12 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes every token."""
         self._clear()
 
     @property
     def record_past(self) -> bool:
-        """Whether the tokens of a forward wait for `crop`, as transformers calls it; all layers share the answer."""
+        """Whether the tokens of a forward stay unconfirmed until `crop`, in transformers' term; one flag for all layers."""
         return self.sequences.recording
 
     @record_past.setter
@@ -305,12 +312,12 @@ class CompressedLayer(CacheLayerMixin):
         self.sequences.recording = recording
 
     def activate_past_recording(self) -> None:
-        """From now on the last forward's tokens stay exact and can be taken back, until `crop` or the next forward."""
+        """From now on the last forward's tokens stay exact and can be removed again, until `crop` or the next forward."""
         self.record_past = True
 
     @with_ordinary_tensors
     def to(self, device: torch.device) -> None:
-        """Moves what is stored, and the tables of the stages."""
+        """Moves the stored tokens and the plan's tables to `device`."""
         self.sequences.taped.forget()
         if self.store is None:
             return

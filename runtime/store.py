@@ -1,8 +1,8 @@
-"""What a layer keeps its tokens in, as a contract: the layer knows transformers, the store knows pages.
+"""The interfaces of a plan and of a store. `CompressedLayer` deals with transformers, the store with pages.
 
-A **plan** is what a method decides for one layer: stages, no tokens. It opens a **store**, which attends over what it
-holds and takes new tokens in. There are two kinds: `ordered` (a token lies where it stands in the row) and `tiered`
-(a token lies in the tier that its importance gave it).
+A **plan** is what a method decides for one layer: its stages, without any tokens. It opens a **store**, which holds one layer's
+tokens, attends over them and stores new ones. There are two kinds: `ordered` (a token's slot follows from its position in the
+row) and `tiered` (a token is in a tier, mostly by its saliency); `offload` combines one on the host with one on the device.
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.contract import Codec
 
-# A stream's name, its transform (or what measures one) and its codec -> another codec.
+# (name of a stream, its transform or what measures one, its codec) -> another codec.
 Recoding: TypeAlias = Callable[[str, Any, Codec], Codec]
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Which layer a store belongs to: its number among the compressed ones, the cache's seed, the model's RoPE."""
+    """The layer that a store belongs to: its number among the compressed ones, the cache's seed, the model's RoPE if needed."""
 
     layer: int = 0
     seed: int = 0
@@ -36,8 +36,8 @@ class LayerContext:
 
 @dataclass
 class Footprint:
-    """Bytes of one layer from shapes: by kind, of one more token, and the values (keys and values) of a token; apart from
-    these the bytes in host memory."""
+    """Bytes of one layer, computed from shapes: `kinds`, bytes by kind (`memory.KINDS`); `marginal`, bytes of one more token;
+    `values`, key and value elements of a token; `host`, bytes in host memory, which no other field counts."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     marginal: float = 0.0
@@ -46,48 +46,52 @@ class Footprint:
 
 
 class Store(Protocol):
-    """Tokens of one layer, for all rows. All tensors are `[rows, heads or kv_heads, tokens, head_dim]`."""
+    """Tokens of one layer, for all rows. Tensors are `[rows, heads or kv_heads, tokens, head_dim]`; n new tokens, D = head_dim."""
 
     @property
     def plan(self) -> Any:
-        """The plan that opened it, on the store's device."""
+        """The plan that opened this store, with its tables on the store's device."""
         ...
 
     @property
     def observes(self) -> bool:
-        """Whether storing needs the queries: what is attended decides where tokens go."""
+        """Whether storing needs the queries, because attention decides where tokens go."""
         ...
 
     def prepare(self, forward: Forward) -> None:
-        """Room for what the forward adds, before it is attended."""
+        """Makes room for what the forward adds; called before `attend`."""
         ...
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """Attention of the asked rows, `[rows, heads, n, D]`; changes nothing of what is stored but what its tokens have
-        been given, where `request.observe` is."""
+        """Attention of the rows of the request, `[rows, heads, n, D]`. Stored tokens do not change; where `request.observe` is
+        set, the attention that they get is added to their saliency."""
         ...
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Takes the forward's tokens in; the keys and values of all rows, padding included."""
+        """Stores the forward's tokens; `keys` and `values` are those of all rows, padding included."""
         ...
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """What a decode step shares with the others of its block, but for numbers in `Forward.tensor`: the shapes of all it
-        does and the memory it does it in. None for a step that moves or shares memory."""
+        """A key that all decode steps of a block share, which differ only in the numbers of `Forward.tensor`: the key stands
+        for all shapes and for the memory in use. None for a step that moves memory or writes to shared pages.
+
+        A block is the decode steps between two encodings.
+        """
         ...
 
     def encodes(self, forward: Forward) -> bool:
-        """Whether a step that has a `graph_key` does more than the others of its block, which goes on behind it: it encodes tokens,
-        in memory that stays."""
+        """Whether this step, which has a `graph_key`, also encodes tokens, in memory that is not moved. The other steps of its
+        block do not, and the block continues after it."""
         ...
 
     def branch(self, forward: Forward) -> Hashable:
-        """What numbers of the host decide, in steps that share a `graph_key` and are in no graph: launches are the same where it
-        is."""
+        """A key of the host's decisions in a step outside CUDA graphs: steps with equal `graph_key` and equal `branch` launch
+        the same kernels."""
         ...
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
-        """Row i becomes a copy of row `sources[i]`; `kept` are the pages that stay where a table numbered them anew."""
+        """Row i becomes a copy of row `sources[i]`; `kept`: what `PageTable.permute` returned for each table, for
+        `PagePool.keep`."""
         ...
 
     def to(self, device: torch.device) -> None:
@@ -95,46 +99,47 @@ class Store(Protocol):
         ...
 
     def state(self) -> State:
-        """All that it has stored, for a file."""
+        """Return everything stored, for a file."""
         ...
 
     def restore(self, state: State) -> None:
-        """Of an empty store that the same plan has opened, for rows that are restored already; raises StateError.
+        """Fills an empty store of the same plan from `state`; the sequence state is restored already. Raises StateError.
 
-        Called twice: on the meta device, where shapes and numbers are compared and nothing is allocated, and then in earnest.
+        Called twice: on the meta device, where shapes and numbers are compared and nothing is allocated, and then on the real
+        one.
         """
         ...
 
     def read_back(self, row: int) -> tuple[Tensor, Tensor]:
-        """Keys behind RoPE and values of a row, `[kv_heads, length, head_dim]` in the model's dtype, in order: what codes say, and
-        exact ones. Of a store that has every token, and whose plan does not observe."""
+        """Keys after RoPE and values of a row, `[kv_heads, length, head_dim]` in the model's dtype, in order of position:
+        encoded tokens are decoded. Only for stores that hold every token and whose plan does not observe attention."""
         ...
 
     def footprint(self) -> Footprint:
-        """What this layer weighs, from shapes alone."""
+        """Bytes of this layer, computed from shapes alone."""
         ...
 
     def tiers_of(self, row: int) -> list[HeldTier]:
-        """Which tokens of a row lie where."""
+        """The tiers of a row: how many tokens each holds, which ones, and in how many bits."""
         ...
 
     def on_host(self) -> list[Tensor]:
-        """Tensors that lie in host memory on purpose."""
+        """Tensors that are in host memory on purpose."""
         ...
 
     def overflowed_outliers(self) -> int:
-        """Outliers beyond calibrated thresholds that found no slot so far (waits for the device)."""
+        """Outliers beyond calibrated thresholds that found no slot so far (synchronises with the device)."""
         ...
 
 
 class Plan(Protocol):
-    """Stages of one layer; frozen.
+    """The stages of one layer; frozen.
 
-    A plan subclasses this. It must have the methods up to `recoded`; what follows them it may have.
+    Plans subclass this. The methods up to `recoded` are required; those after it are optional.
     """
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Raises ValueError for stages that do not fit a head of this width."""
+        """Raises ValueError for stages that do not fit this head width or dtype."""
         ...
 
     def sequences(self, layers: int, sliding: int | None) -> SequenceState:
@@ -142,11 +147,11 @@ class Plan(Protocol):
         ...
 
     def open(self, keys: Tensor, values: Tensor, sequences: Any, context: LayerContext) -> Store:
-        """An empty store; the first keys and values fix shapes, dtype, device and the width of parameters."""
+        """Return an empty store; `keys` and `values`, the first ones, fix shapes, dtype, device and the width of parameters."""
         ...
 
     def tables(self) -> list[Tensor]:
-        """Tensors of the artifact that the stages hold, shared by all rows."""
+        """The artifact's tensors that the stages hold, shared by all rows."""
         ...
 
     def to(self, device: torch.device) -> "Plan":
@@ -154,23 +159,23 @@ class Plan(Protocol):
         ...
 
     def codecs(self) -> list[Codec]:
-        """Of every stream that the device holds in pages."""
+        """The codec of every stream that is stored in pages on the device."""
         ...
 
     def pairs(self, context: LayerContext) -> "list[Any]":
-        """The device's tiers, best first, what draws drawing as this layer does: `keys` and `values` of each have a `transform` and
-        a `codec`."""
+        """The device's tiers, best first, with random stages seeded for the layer of `context`: `keys` and `values` of each
+        have a `transform` and a `codec`."""
         ...
 
     def recoded(self, change: Recoding) -> "Plan":
-        """The same with other codecs: what `change` makes of a stream's name, its transform and its codec."""
+        """The same plan with the codecs that `change` returns for a stream's name, its transform and its codec."""
         ...
 
     # Optional: what it needs.
 
     @property
     def needs_rope(self) -> str | None:
-        """Where attention must know the model's RoPE: what to do if that cannot be followed. None: it need not."""
+        """Where attention must know the model's RoPE: the advice to give if that RoPE is not supported. None: not needed."""
         return None
 
     @property
@@ -180,37 +185,37 @@ class Plan(Protocol):
 
     @property
     def lacks_special_ids(self) -> bool:
-        """Whether it must be told which token ids are special before it can be used."""
+        """Whether the ids of special tokens must be set before the plan can be used."""
         return False
 
     def with_special_ids(self, special_ids: tuple[int, ...]) -> "Plan":
-        """The same, these token ids being the special ones, where it lacks them."""
+        """The same plan with `special_ids` as its special tokens, where it lacks them."""
         return self
 
     @property
     def lacks_key_bias(self) -> bool:
-        """Whether it must be told the bias of the layer's key projection before it can be used."""
+        """Whether the bias of the layer's key projection must be set before the plan can be used."""
         return False
 
     def with_key_bias(self, bias: Tensor) -> "Plan":
-        """The same, `bias [kv_heads, head_dim]` being that, where it lacks it."""
+        """The same plan with the key projection's bias `[kv_heads, head_dim]`, where it lacks it."""
         return self
 
     @property
     def speculative(self) -> bool:
-        """Whether a decode step takes a speculative token along."""
+        """Whether a decode step also has a speculative token."""
         return False
 
     # Optional: what it does.
 
     @property
     def on_host(self) -> bool:
-        """Whether every token lies in host memory."""
+        """Whether every token is in host memory."""
         return False
 
     @property
     def in_order(self) -> bool:
-        """Whether a token's slot on the device follows from its position; else it lies in a tier."""
+        """Whether a token's slot on the device follows from its position; if not, the token is in a tier."""
         return False
 
     @property
@@ -225,7 +230,7 @@ class Plan(Protocol):
 
     @property
     def joins_heads(self) -> bool:
-        """Whether what is stored of a KV head depends on the others."""
+        """Whether the stored form of a KV head depends on the other heads."""
         return any(codec.joins_heads for codec in self.codecs())
 
     @property
@@ -240,23 +245,24 @@ class Plan(Protocol):
 
     @property
     def encoding_chunk(self) -> int | None:
-        """Tokens of a row that are attended and stored before the next ones of the same forward are attended; None: all."""
+        """How many tokens of a row are attended and stored before the next ones of the same forward are attended; None: all."""
         return None
 
     @property
     def by_forwards(self) -> bool:
-        """Whether it matters in which forwards tokens arrive: attention decides, or a prompt is encoded as a whole."""
+        """Whether the result depends on how tokens are split into forwards: attention decides, or a prompt is encoded as a
+        whole."""
         return False
 
     @property
     def differs_in_prompt(self) -> bool:
-        """Whether a prompt's tokens take other room than those behind it."""
+        """Whether a prompt's tokens take other room than later ones."""
         return False
 
     def with_positions(self) -> "Plan":
-        """The same, every token's position known."""
+        """The same plan, in a form that records every token's position."""
         return self
 
     def in_segments(self, first: Recoding, rest: Recoding) -> "Plan | None":
-        """The same with chunks as segments, other codecs in the first and in the rest; None where tokens come in no chunks."""
+        """The same plan with chunks as segments, and other codecs in the first segment and in the rest; None without chunks."""
         return None
