@@ -1,4 +1,4 @@
-"""The runtime: an artifact and a method's name become a cache whose memory is small.
+"""The runtime: builds a compressed cache from a model, the name of a method and an artifact.
 
 from calib.runtime import Artifact, compress
 """

@@ -1,4 +1,4 @@
-"""A cache's hold on its model: while one lasts, the model's attention is ours; after the last it is exactly as before."""
+"""Attaches a cache to its model: the model uses calib's attention while any cache is attached, and its own again afterwards."""
 
 import threading
 import weakref
@@ -21,24 +21,24 @@ from calib.runtime.paging.sequence_state import SequenceState
 
 @dataclass
 class _Holds:
-    """Holds on a model at this moment: how many, what its configs said before the first of them, and the hook for all of them."""
+    """The attachments of one model: their number, its configs with the attention they named before, and one hook for all."""
 
     saved: list[tuple[Any, str | None]]
     check: RemovableHandle
     number: int = 0
 
 
-# Threads may share a model; whoever holds this may drop another cache, whose end comes in between.
+# Threads may share a model. Reentrant: a cache that is garbage-collected while the lock is held releases its attachment.
 _changing = threading.RLock()
 
 _held: "weakref.WeakKeyDictionary[nn.Module, _Holds]" = weakref.WeakKeyDictionary()
 
-# Holds that replay, and what each model's `forward` was before the first of them: its class's, or one put in its place.
+# For each model one entry per attachment with graphs; the first is the `forward` set on the instance before, None if none was.
 _replaying: "weakref.WeakKeyDictionary[nn.Module, list[Any]]" = weakref.WeakKeyDictionary()
 
 
 class Attachment:
-    """One hold, from its making to `release`. It does not keep the model alive."""
+    """One attachment of a cache to a model, from its construction to `release`. It does not keep the model alive."""
 
     def __init__(
         self,
@@ -47,8 +47,14 @@ class Attachment:
         speculator: Speculator | None = None,
         replays: bool = False,
     ) -> None:
-        """`told` rows hear the token ids of every forward, where the model is given any; `speculator` are taken along. With
-        `replays` the forward of a cache that has graphs is theirs."""
+        """Attaches to `model`.
+
+        Args:
+            model: the model, which gets calib's attention with its first attachment.
+            told: the rows that are given the token ids of every forward, where the model gets ids; None: no ids are passed on.
+            speculator: adds speculative tokens to decode steps, through hooks of the model's forward; None: no speculation.
+            replays: whether the model's `forward` is wrapped, so that a cache with graphs can replay decode steps.
+        """
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
         self._told, self._replays, self._hooks = told is not None, replays, []
         with _changing:
@@ -70,12 +76,12 @@ class Attachment:
             rows = weakref.ref(told)
             self._hooks += [
                 model.get_input_embeddings().register_forward_pre_hook(partial(_tell, rows)),
-                # A forward through another cache, whose ids are not these rows', or one that failed.
+                # Also after a failed forward, or one through another cache, whose ids are not these rows'.
                 model.base_model.register_forward_hook(partial(_forget, rows), always_call=True),
             ]
 
     def release(self) -> None:
-        """Ends the hold; harmless when repeated, or when the model is gone."""
+        """Ends the attachment; does nothing when repeated, or when the model is gone."""
         with _changing:
             model, self._model = self._current(), None
             for hook in self._hooks:
@@ -93,11 +99,11 @@ class Attachment:
 
     @property
     def released(self) -> bool:
-        """Whether the hold has ended."""
+        """Whether the attachment has ended."""
         return self._model is None
 
     def again(self, sequences: SequenceState, speculator: Speculator | None) -> "Attachment | None":
-        """A hold of its own on the same model, for a copy of the cache; None where this one has ended."""
+        """A new attachment to the same model, for a copy of the cache; None where this one has ended."""
         model = self._current()
         return (
             None if model is None else Attachment(model, sequences if self._told else None, speculator, self._replays)
@@ -108,13 +114,13 @@ class Attachment:
 
 
 def _attached(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    """Gives the model our attention; each of its configs, and what it said before."""
+    """Sets calib's attention in the model's configs, and returns each config with the attention that it named before."""
     attention.register()
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs = {id(part.config): part.config for part in parts}
     saved = [(config, config._attn_implementation_internal) for config in configs.values()]
     model.set_attn_implementation(attention.NAME)
-    # Encoders beside the decoder, of images or sound, attend in both directions and keep their own attention.
+    # Encoders of images or sound attend in both directions and keep their own attention.
     decoder = model.get_decoder()
     attending = {id(part.config) for part in parts if _on_one_path(part, decoder)}
     _put_back((config, implementation) for config, implementation in saved if id(config) not in attending)
@@ -122,7 +128,7 @@ def _attached(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
 
 
 def _on_one_path(part: nn.Module, decoder: nn.Module) -> bool:
-    """Whether `part` is a part of the decoder, or the decoder one of it."""
+    """Whether `part` is a module of the decoder, or contains the decoder."""
     return any(inner is part for inner in decoder.modules()) or any(inner is decoder for inner in part.modules())
 
 
@@ -132,7 +138,7 @@ def _put_back(saved: Iterable[tuple[Any, str | None]]) -> None:
 
 
 def _give_back(model: PreTrainedModel) -> None:
-    """The model's own forward, after the last hold that replays."""
+    """Restores the model's own `forward` after the last attachment that replays."""
     forwards = _replaying[model]
     if len(forwards) > 1:
         forwards.pop()
@@ -145,8 +151,8 @@ def _give_back(model: PreTrainedModel) -> None:
 
 
 def _check_used(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
-    """What generate() does to a cache that it is not to use: it gives the whole text at every step, and all of it would be stored
-    again. And of a text shorter than what the cache holds it gives no token at all."""
+    """Refuses two uses of a compressed cache by generate(). With use_cache=False it passes the whole text at every step, which
+    would be stored again. For a text no longer than what the cache holds it passes no token at all."""
     unused, tokens = named.get("use_cache") is False, named.get("input_ids")
     if not (unused or (isinstance(tokens, Tensor) and not tokens.shape[-1])):
         return

@@ -2,11 +2,11 @@
 
 A mask function of the same name is mandatory: without it transformers passes no mask at all and left-padded rows are
 silently wrong. Ours keeps the 2-D padding mask, because a batch x query x key mask at 8 x 32k is 8.6 GB; anything that
-is not plain causal or sliding attention is refused. Where the model runs without our cache (or with its own sliding
-layers beside ours), keys and values are tensors and get exact attention here.
+is not plain causal or sliding attention is refused. Where the model runs without our cache (or in sliding-window layers
+that stay uncompressed), keys and values are tensors and get exact attention here.
 
-Under torch.compile both run as always, and the rest of the model is compiled: what a step does with pages and lists differs from
-step to step, and would be traced again for minutes.
+torch.compile does not trace either function; the rest of the model is compiled. Pages and lists differ from step to step, and
+tracing them again would take minutes.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +28,10 @@ from calib.runtime.untraced import untraced
 # No "flash", "sdpa" or "/" in the name: transformers reads meaning into them.
 NAME = "calib_packed"
 
-# What some models hand to their attention and this one does not compute; ignoring it would answer wrongly.
+# Arguments of some models' attention that are not supported here; ignoring them would give wrong results.
 UNKNOWN = {"s_aux": "attention sinks", "position_bias": "a position bias", "indices": "sparse attention"}
 
-# Whether a mask function, by what it is made of, shows the last so many tokens.
+# Whether a mask function, identified by its code and closure, is sliding-window attention over that many tokens.
 _known: dict[tuple[tuple[Any, ...], int], bool] = {}
 
 
@@ -47,7 +47,11 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`query [batch, heads, n, D]` -> (output `[batch, n, heads, D]`, None), as transformers' attention functions."""
+    """Attention as transformers calls it: `query [batch, heads, n, D]` -> (output `[batch, n, heads, D]`, None).
+
+    `key` and `value` are tensors `[batch, kv_heads, keys, D]`, or the compressed layer twice. Raises ValueError for dropout,
+    attention weights as output, masks of more than two axes, unknown kinds of attention, and gradients through stored tokens.
+    """
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True needs the full attention matrix, which a compressed cache never forms; leave it False"
@@ -65,7 +69,7 @@ def attention(
                 "run this model with the cache of transformers"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Qwen2-MoE tells its window by the mask alone.
+    # Qwen2-MoE passes its window only through the mask.
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     logits = _logits(scale, softcap, window)
     if isinstance(key, CompressedLayer):
@@ -82,7 +86,10 @@ _logits = lru_cache(Logits)  # the same for all layers of most models
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
-    """Plain causal attention on tensors, the newest key at the newest query; `mask [batch, keys]` marks real tokens."""
+    """Exact causal attention on tensors; the last key belongs to the last query. `mask [batch, keys]` is True at real tokens.
+
+    `query [batch, heads, n, D]`, `key` and `value [batch, kv_heads, keys, D]` -> `[batch, heads, n, D]`.
+    """
     length, total, sliding = query.shape[2], key.shape[2], logits.sliding
     sdpa = partial(F.scaled_dot_product_attention, query, key, value, scale=logits.scale, enable_gqa=True)
     if mask is None and logits.softcap is None and (sliding is None or total <= sliding) and length in (1, total):
@@ -92,7 +99,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     seen = positions <= queries
     if sliding is not None:
         seen = seen & (positions > queries - sliding)
-    # Each padded query still sees itself: a row of -inf would be NaN, and nobody reads its output.
+    # Each padded query still sees itself: a row of -inf would give NaN. The output of padded queries is not used.
     seen = seen[None, None] if mask is None else seen[None, None] & mask[:, None, None, :total] | (positions == queries)
     if logits.softcap is None:
         return sdpa(attn_mask=seen)
@@ -114,7 +121,10 @@ def padding_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding."""
+    """Return the 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding.
+
+    Raises ValueError for a mask function that is neither causal nor a sliding window, and for a static cache.
+    """
     held = q_offset + q_length
     if mask_function is not causal_mask_function and not _is_known(
         mask_function, getattr(config, "sliding_window", None), batch_size, held
@@ -123,7 +133,7 @@ def padding_mask(
             "this model's attention is neither causal nor a sliding window here (tokens of an image or a prefix see later "
             "ones), and a compressed cache knows no other pattern; release it and run this prompt with the cache of transformers"
         )
-    if kv_offset + kv_length > held:  # attention takes the newest key to be the newest query's
+    if kv_offset + kv_length > held:  # attention assumes that the last key belongs to the last query
         raise ValueError(
             f"a static cache hands over {kv_length} keys, of which {held} are there, and attention while a compressed cache is "
             "attached knows no empty ones; release that cache first, or use a dynamic one"
@@ -132,9 +142,10 @@ def padding_mask(
 
 
 def _is_known(mask_function: Callable[..., Any], window: int | None, rows: int, held: int) -> bool:
-    """Whether the function is causal attention over the last `window` tokens; what differs from text to text, such as where images
-    lie, may also be nothing but causal in this one of `held` tokens."""
-    # Every forward makes its function anew. One that is made alike is not asked again: a recorded step asks nothing.
+    """Whether the function is causal attention over the last `window` tokens. A function that depends on the text, such as on
+    the positions of images, may also be plain causal for this text of `held` tokens."""
+    # Every forward makes its function anew. Equal code and closure are tested once: a recorded step must not wait for the
+    # device.
     made = tuple(_parts(mask_function))
     device = next((part.device for part in made if isinstance(part, Tensor)), None)
     if device is not None:
@@ -151,7 +162,7 @@ def _is_known(mask_function: Callable[..., Any], window: int | None, rows: int, 
 def _shows_the_last(
     mask_function: Callable[..., Any], window: int, rows: int, held: int, device: torch.device | None = None
 ) -> bool:
-    """The function's answers for each of `held` tokens, at the positions where patterns differ."""
+    """Whether the function equals a causal window of `window` tokens, tested for all of `held` queries at the window's edges."""
     row, query = torch.arange(rows, device=device)[:, None], torch.arange(held, device=device)
     for offset in (-window, 1 - window, 0, 1):
         key = (query + offset).clamp(0, held - 1)
@@ -162,7 +173,7 @@ def _shows_the_last(
 
 
 def _parts(part: Any) -> Iterator[Any]:
-    """What a function is made of: its code, and what it was made with, functions among them."""
+    """The parts that identify a function: its code, its defaults and what its closure holds, recursively."""
     if isinstance(part, FunctionType):
         yield part.__code__
         part = (part.__defaults__ or (), *(cell.cell_contents for cell in part.__closure__ or ()))
@@ -174,6 +185,6 @@ def _parts(part: Any) -> Iterator[Any]:
 
 
 def register() -> None:
-    """Makes both functions known to transformers under NAME; harmless when repeated."""
+    """Registers both functions with transformers under NAME; harmless when repeated."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)

@@ -1,4 +1,4 @@
-"""What transformers calls the cache among a model's arguments: `cache` from 5.24 on, `past_key_values` before.
+"""The name of the cache among a model's arguments: `cache` from transformers 5.24 on, `past_key_values` before.
 
 From 5.24 on a caller may use the older name as well, with a FutureWarning.
 """
@@ -13,6 +13,6 @@ NAME = next(name for name in NAMES if name in GenerateDecoderOnlyOutput.__datacl
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among arguments by name; None where there is none."""
+    """The cache among keyword arguments; None where there is none."""
     cache, older = map(arguments.get, NAMES)
     return older if cache is None else cache

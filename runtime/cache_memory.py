@@ -1,4 +1,4 @@
-"""The bytes of a whole cache: those of its layers, of the pages' tables and of the layers that stay as transformers makes them."""
+"""The bytes of a whole cache: its compressed layers, the tables, and the layers that stay as transformers makes them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from calib.runtime.paging.sequence_state import SequenceState
 
 
 def memory_of(layers: Sequence[CacheLayerMixin], sequences: SequenceState) -> Memory:
-    """See `CompressedCache.memory`."""
+    """Bytes of these layers, predicted and measured, as `CompressedCache.memory` returns them."""
     compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
     others = [layer for layer in layers if not isinstance(layer, CompressedLayer)]
     stores = [layer.store for layer in compressed if layer.store is not None]
@@ -46,7 +46,7 @@ def memory_of(layers: Sequence[CacheLayerMixin], sequences: SequenceState) -> Me
 
 
 def tables_bytes(compressed: Sequence[CompressedLayer], sequences: SequenceState) -> int:
-    """Of the artifact's tables, of the tables that name pages, and of RoPE's frequencies; what layers share counts once."""
+    """Bytes of the artifact's tables, of the page tables on devices and of RoPE's frequencies; shared ones count once."""
     shared = {id(table): table for layer in compressed for table in layer.plan.tables()}
     rotation = compressed[0].context.rotation  # shared by all layers
     return (
@@ -57,7 +57,7 @@ def tables_bytes(compressed: Sequence[CompressedLayer], sequences: SequenceState
 
 
 def dynamic_tokens(sequences: SequenceState) -> list[int]:
-    """How many tokens of each row a `DynamicCache` would hold."""
+    """How many tokens of each row a `DynamicCache` would hold; with a sliding window one fewer than the window at most."""
     if sequences.sliding is None:
         return sequences.seen
     return [min(seen, sequences.sliding - 1) for seen in sequences.seen]

@@ -1,4 +1,4 @@
-"""What plans cannot know by options and artifact alone: the model itself, and its tokenizer."""
+"""Completes plans with what options and artifact do not say: the model's key biases and the tokenizer's special tokens."""
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,5 +10,5 @@ from calib.runtime.store import Plan
 def completed(
     plans: dict[int, Plan], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[int, Plan]:
-    """The plans of a model's layers, ready to be checked and opened; ValueError for what the model or the tokenizer lacks."""
+    """The plans of a model's layers, ready to check and open. Raises ValueError for what the model or the tokenizer lacks."""
     return with_key_biases(with_special_tokens(plans, tokenizer), model)

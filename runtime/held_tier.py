@@ -8,15 +8,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeldTier:
-    """Tokens of one row that one layer holds alike.
+    """The tokens of one row that one layer stores in the same way.
 
     Attributes:
-        count: tokens of each KV head.
-        keys_bits: bits of a value of their keys, scales and other parameters in their pages included.
-        values_bits: the same of their values.
-        positions: int64 `[kv_heads, count]`, rising: the numbers of these tokens in their row, from 0. None where the method
-            keeps no record of them.
-        host: whether they lie in host memory.
+        count: number of tokens, equal for all KV heads.
+        keys_bits: bits per key element, including scales and other parameters in their pages.
+        values_bits: bits per value element, likewise.
+        positions: int64 `[kv_heads, count]`, ascending: the positions of these tokens in their row, from 0. None where the
+            method keeps no record of them.
+        host: whether they are in host memory.
     """
 
     count: int
@@ -29,7 +29,7 @@ class HeldTier:
 def in_order(
     spans: list[tuple[int, int, float, float]], heads: int, device: torch.device, host: bool = False
 ) -> list[HeldTier]:
-    """Tiers of `spans` (start, stop, bits of keys, bits of values) of tokens that lie in their order; empty ones are left out."""
+    """The tiers of `spans` (start, stop, bits of keys, bits of values) of tokens stored in order; empty spans are left out."""
     return [
         HeldTier(stop - start, keys, values, torch.arange(start, stop, device=device).expand(heads, -1), host)
         for start, stop, keys, values in spans

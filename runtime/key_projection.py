@@ -1,4 +1,4 @@
-"""The bias of a model's key projections (Qwen2 and its like), as far as keys in a cache have it."""
+"""The bias of a model's key projections (as in Qwen2), where it is part of the keys in the cache."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ KEPT = "use key_bias='kept'"
 
 
 def with_key_biases(plans: dict[int, Plan], model: PreTrainedModel) -> dict[int, Plan]:
-    """The plans of layers; where one lacks the bias of its layer's keys, with the model's. Raises ValueError as `key_bias` does."""
+    """Return the plans by layer; those that lack the bias of their layer's keys get the model's. Raises ValueError like
+    `key_bias`."""
     if not any(plan.lacks_key_bias for plan in plans.values()):
         return plans
     found = {
@@ -29,9 +30,11 @@ def with_key_biases(plans: dict[int, Plan], model: PreTrainedModel) -> dict[int,
 
 
 def key_bias(model: PreTrainedModel, layer: int) -> Tensor:
-    """What the projection adds to every key of attention layer `layer`, before RoPE: `[kv_heads, head_dim]`, of the model's dtype.
+    """The bias of the key projection in attention layer `layer`, `[kv_heads, head_dim]` in the model's dtype; it is added
+    before RoPE.
 
-    Raises ValueError where keys have no such part: there is no bias, or keys are normalised behind it.
+    Raises ValueError where the projection has no bias, where keys are normalised after it, and where the layer does not have
+    exactly one `k_proj`.
     """
     name = type(model).__name__
     projections = [(part, part.k_proj) for part in model.modules() if _is_of(part, layer)]

@@ -1,5 +1,5 @@
-"""transformers' own layers, which stay as they are beside compressed ones: sliding windows, and layers with states in place of
-keys and values (Qwen3-Next, LFM2, Granite 4). What a cache does to them that they do not."""
+"""Functions on transformers' own layers that stay uncompressed beside compressed ones: sliding windows, and layers with
+recurrent states instead of keys and values (Qwen3-Next, LFM2, Granite 4)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from calib.runtime.files.state import State, StateError, named, tensor_like
 
 
 def kept(layer: Any) -> list[Tensor]:
-    """What the layer keeps of the tokens that it has seen."""
+    """The tensors that the layer keeps: its keys and values, or its states."""
     states = [getattr(layer, name, {}) for name in ("conv_states", "recurrent_states")]
     parts = [
         getattr(layer, "keys", None),
@@ -22,7 +22,7 @@ def kept(layer: Any) -> list[Tensor]:
 
 
 def let_go(layer: Any) -> None:
-    """Copies what the layer keeps out of a larger tensor, such as a whole prompt, which can then be freed."""
+    """Copies the layer's keys and values out of a larger tensor, such as a whole prompt, so that it can be freed."""
     for name in ("keys", "values") if getattr(layer, "keys", None) is not None else ():
         part = getattr(layer, name)
         # In a decode step transformers cuts off one token: not worth a copy.
@@ -31,7 +31,7 @@ def let_go(layer: Any) -> None:
 
 
 def move(layer: Any, device: torch.device) -> None:
-    """Moves what the layer keeps to `device`."""
+    """Moves the layer's tensors to `device`."""
 
     def moved(part: Any) -> Any:
         if isinstance(part, dict):
@@ -43,26 +43,28 @@ def move(layer: Any, device: torch.device) -> None:
 
 
 def empty(layer: Any) -> None:
-    """Makes the layer as it was made: its own `reset` keeps tensors, and with them the number of rows."""
+    """Returns the layer to its initial state: its own `reset` keeps tensors, and with them the batch size."""
     made_with = {name: getattr(layer, name) for name in ("sliding_window", "number_of_states") if hasattr(layer, name)}
     vars(layer).update(vars(type(layer)(**made_with)))
 
 
 def state_of(layer: Any) -> State:
-    """What the layer needs of what it keeps, for a file; StateError for a layer of another kind."""
+    """What a file needs of the layer: its window, dtype and columns seen. Raises StateError unless it is a sliding-window layer."""
     if type(layer) is not DynamicSlidingWindowLayer:
         raise StateError(f"a {type(layer).__name__} beside the compressed layers cannot be saved")
     if not layer.is_initialized:
         return {}
     seen = int(layer.cumulative_length)
-    # While past recording is on, a layer keeps tokens behind its window as well, until it is cropped.
+    # While past recording is on, a layer also keeps tokens older than its window, until it is cropped.
     first = max(0, layer.keys.shape[2] - layer.sliding_window + 1)
     keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
     return {"keys": keys, "values": values, "dtype": named(keys.dtype), "seen": seen}
 
 
 def restore(layer: Any, state: State, like: tuple[Tensor, Tensor], rows: int, seen: int) -> None:
-    """See `state_of`; for an empty layer, keys and values `like [any, kv_heads, any, head_dim]`, and `seen` columns."""
+    """Fills an empty layer from `state`, as `state_of` returned it. `like` are keys and values `[any, kv_heads, any, head_dim]`
+    of the model's dtype and device; the batch has `rows`, and `seen` columns were seen. Raises StateError where the state does
+    not fit."""
     slots = min(seen, layer.sliding_window - 1)
     found = [
         tensor_like(state, name, part.new_zeros(()).expand(rows, part.shape[1], slots, part.shape[3]))

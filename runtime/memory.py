@@ -27,7 +27,7 @@ class Memory:
 
     Attributes:
         predicted_bytes: computed from the shapes of what is stored.
-        measured_bytes: storage of every tensor on the device (on the CPU, of every tensor that is not host placement).
+        measured_bytes: storage of every tensor on the device (on the CPU, of every tensor not counted in `host_bytes`).
         host_bytes: storage of tensors placed in host memory on purpose.
         by_kind: predicted bytes of each of `KINDS`.
         bits_per_value: measured bits for each key or value element of the tokens seen; 0 for an empty cache.
@@ -85,7 +85,7 @@ class Memory:
 
 
 def nothing_encoded(tokens: int) -> str:
-    """What is said of a cache of `tokens` tokens of which none has left the exact window."""
+    """The text that reports a cache of `tokens` tokens of which none has left the exact window."""
     return f"nothing is encoded yet (all {tokens:,} tokens are exact in the window)"
 
 
@@ -98,7 +98,7 @@ def measure(holder: Any, device: torch.device | None = None) -> int:
 def tensors(holder: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Every tensor reachable through containers, dataclasses and attributes; models are not entered.
 
-    Of a tensor that is made of others, such as quanto's, those others.
+    Tensor subclasses that wrap other tensors, such as quanto's, yield those.
     """
     seen = set() if seen is None else seen
     if id(holder) in seen or isinstance(holder, torch.nn.Module):

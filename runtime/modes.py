@@ -1,4 +1,4 @@
-"""torch's modes around a cache: what it stores is ordinary tensors without gradients, whatever mode a forward runs in."""
+"""torch's modes around a cache: stored tensors are ordinary ones without gradients, whatever mode a forward runs in."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-AUTOCAST = ("cuda", "cpu")  # where torch may be in that mode
+AUTOCAST = ("cuda", "cpu")  # device types for which torch.autocast is switched off
 
 QKV = ParamSpec("QKV")
 Result = TypeVar("Result")
@@ -19,8 +19,11 @@ INFERENCE = (
 
 
 def with_ordinary_tensors(function: Callable[QKV, Result]) -> Callable[QKV, Result]:
-    """`function` outside of `torch.inference_mode`: tensors made within can be changed in place only there, and a cache may be
-    filled under it and used outside. Also outside of `torch.autocast`, which would narrow products that codes are made of."""
+    """Decorates `function` to run outside `torch.inference_mode` and `torch.autocast`.
+
+    Tensors made under inference mode can be changed in place only there, but a cache may be filled under it and used outside.
+    Autocast would compute products at lower precision, from which codes are made.
+    """
 
     @wraps(function)
     def ordinary(*args: QKV.args, **kwargs: QKV.kwargs) -> Result:
@@ -37,12 +40,13 @@ def with_ordinary_tensors(function: Callable[QKV, Result]) -> Callable[QKV, Resu
 
 
 def wants_gradients(*given: Tensor) -> bool:
-    """Whether autograd would record what is made of these."""
+    """Whether autograd would record an operation on these tensors."""
     return torch.is_grad_enabled() and any(part.requires_grad for part in given)
 
 
 def without_gradients(output: Tensor, *given: Tensor) -> Tensor:
-    """`output`, which was made of `given` without a graph: whoever asks for its gradients gets a ValueError, not part of them."""
+    """`output`, computed from `given` without a graph, such that a backward pass through it raises ValueError, instead of
+    returning partial gradients."""
     found: Tensor = _Refusing.apply(output, *given)  # type: ignore[no-untyped-call]
     return found
 

@@ -1,4 +1,4 @@
-"""A model's rotary position embedding, as far as moving queries and keys by some positions needs it."""
+"""A model's rotary position embedding (RoPE), for rotating queries and keys to other positions."""
 
 import math
 import sys
@@ -17,16 +17,17 @@ from calib.kernels.unrotate.reference import rotated
 from calib.kernels.upload import upload
 from calib.runtime.messages.printable import printable
 
-# In these layers that do not slide have no RoPE; SmolLM3's modules say it themselves (`use_rope`).
+# In models of these types only sliding-window layers have RoPE; modules of SmolLM3 say so themselves (`use_rope`).
 ROTATED_WHERE_SLIDING = frozenset({"afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"})
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Half-split RoPE: channels (i, i + r/2) of the first r turn by `frequencies[i]` a position.
+    """Half-split RoPE: the channel pairs (i, i + r/2) of the first r channels are rotated by `frequencies[i]` radians per
+    position.
 
-    `frequencies` is float64 `[r/2]`; `scaling` is what the model multiplies the turned channels by besides (YaRN), which no turn
-    here does.
+    `frequencies` is float64 `[r/2]`. `scaling` is the factor by which the model also multiplies rotated channels (YaRN); the
+    methods here do not apply it.
     """
 
     frequencies: Tensor
@@ -34,10 +35,10 @@ class Rotation:
 
     @staticmethod
     def of(model: nn.Module, remedy: str) -> "Rotation":
-        """The model's own, checked against what the model computes; where kinds of layers turn differently (Gemma 3), that of
-        the layers whose cache is compressed.
+        """Return the model's rotation, checked against the model's own function. Where kinds of layers have different
+        frequencies (Gemma 3), it is that of the layers whose cache is compressed.
 
-        Raises ValueError, which ends with the `remedy`, where frequencies depend on the length, positions have several axes, some
+        Raises ValueError, with `remedy` at its end, where frequencies depend on the length, positions have several axes, some
         layers are not rotated, or channels are not split in halves.
         """
         name = type(model).__name__
@@ -65,8 +66,9 @@ class Rotation:
         return rotation
 
     def cos_sin(self, positions: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 `[len(positions), 1, 1, r/2]`, for `rotated`."""
-        # In numbers of the host, and in float64: a float32 angle is off by then, and no step may wait for a copy.
+        """cos and sin, float32 `[len(positions), 1, 1, r/2]`, as arguments of `rotated`."""
+        # Computed on the host in float64: a float32 angle would be inexact at large positions, and a decode step must not wait
+        # for a copy.
         angles = [[position * frequency for frequency in self._numbers] for position in positions]
         parts = ([[of(angle) for angle in row] for row in angles] for of in (math.cos, math.sin))
         cos, sin = (upload(part, torch.float32, device)[:, None, None] for part in parts)
@@ -84,15 +86,15 @@ class Rotation:
         return cos, sin
 
     def across(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The same with positions last: float32 `[r/2, stop - start]`."""
+        """The same as `along` with positions last: float32 `[r/2, stop - start]`."""
         coarse, fine = (part.movedim(0, -1).contiguous() for part in self._strided(start, stop, device))
         added = _added(coarse[..., None], fine[:, :, None], 0)
         cos, sin = (part.flatten(1, 2)[:, : stop - start].float() for part in added)
         return cos, sin
 
     def strided(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 `[n, 2, r/2]` and `[STRIDE, 2, r/2]`: of every `STRIDE`th position from `start` to before `stop`,
-        and of those before `STRIDE`."""
+        """cos and sin of every `STRIDE`th position from `start` to before `stop`, float32 `[n, 2, r/2]`, and of the positions 0
+        ... STRIDE - 1, `[STRIDE, 2, r/2]`; any position is the sum of one of each."""
         coarse, fine = self._strided(start, stop, device)
         return coarse.float(), fine.float()
 
@@ -103,7 +105,7 @@ class Rotation:
         return coarse, fine
 
     def _on(self, device: torch.device) -> Tensor:
-        """The frequencies there, without waiting for the device."""
+        """The frequencies on `device`, uploaded without waiting for it."""
         if device not in self._copies:
             self._copies[device] = upload(self._numbers, torch.float64, device)
         return self._copies[device]
@@ -120,7 +122,7 @@ class Rotation:
     rotated = staticmethod(rotated)
 
     def _agrees(self, embedding: Any, kind: str) -> bool:
-        """Whether the model's function turns a vector as ours does."""
+        """Whether the model's `apply_rotary_pos_emb` rotates a vector as `rotated` does."""
         apply = getattr(sys.modules[type(embedding).__module__], "apply_rotary_pos_emb", None)
         if apply is None:
             return False
@@ -129,7 +131,7 @@ class Rotation:
             x = torch.randn(1, 1, 1, 2 * len(self.frequencies), generator=torch.Generator().manual_seed(0))
             x = x.to(getattr(embedding, _named(kind, "inv_freq")).device)
             cos, sin = embedding(x, torch.tensor([[at]], device=x.device), *([kind] if kind else []))
-            # Gemma 4's turns one tensor, others' queries and keys.
+            # Gemma 4's function takes one tensor, others take queries and keys.
             turned = apply(*[x] * list(signature(apply).parameters).index("cos"), cos, sin)
             theirs = turned if isinstance(turned, Tensor) else turned[0]
             ours = self.rotated(x, *self.cos_sin([at], x.device)) * self.scaling
@@ -137,18 +139,18 @@ class Rotation:
 
 
 def _added(one: Tensor, other: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, which lie along `axis`, of the sums of angles: a cosine costs more than the rotation it is for."""
+    """cos and sin, stacked along `axis`, of the sums of two angles by the addition theorems, which are cheaper than a cosine."""
     (cos, sin), (other_cos, other_sin) = (part.unbind(axis) for part in (one, other))
     return cos * other_cos - sin * other_sin, sin * other_cos + cos * other_sin
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    """The part that the cache is of: encoders of images or sound have embeddings of their own."""
+    """The model's text decoder: encoders of images or sound have rotary embeddings of their own."""
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
 
 def _several_axes(model: nn.Module, embedding: nn.Module) -> bool:
-    """Whether images beside the text may have M-RoPE's rows, columns and times; in text alone all axes say the same."""
+    """Whether positions may differ by axis (M-RoPE), as they do beside images; in a text-only model all axes are equal."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     named = "mrope_section" in (getattr(text, "rope_parameters", None) or {})
@@ -156,7 +158,7 @@ def _several_axes(model: nn.Module, embedding: nn.Module) -> bool:
 
 
 def _kind(model: nn.Module) -> str:
-    """The kind of layer whose cache is compressed, as the configuration names it: those that slide only where all do."""
+    """The `layer_types` entry of the compressed layers: full attention where any layer has it, else the first layer's."""
     config: Any = model.config
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
     return "full_attention" if "full_attention" in kinds else str(kinds[0])
@@ -174,7 +176,7 @@ def _not_rotated(model: nn.Module) -> list[int]:
 
 
 def _named(kind: str, name: str) -> str:
-    """What an embedding with frequencies for each kind of layer calls that of `kind`."""
+    """The attribute `name` of a rotary embedding; one with frequencies for each kind of layer prefixes it with `kind`."""
     return f"{kind}_{name}" if kind else name
 
 

@@ -9,20 +9,20 @@ from transformers import PreTrainedTokenizerBase
 from calib.runtime.messages.printable import printable
 from calib.runtime.store import Plan
 
-# Of each tokenizer its size and its punctuation: a vocabulary takes a second to spell.
+# For each tokenizer its size and the ids of its punctuation tokens: decoding a whole vocabulary takes a second.
 _punctuation: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, frozenset[int]]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids of its special tokens (those that it names, and added ones that are marked as special, such as a chat's
-    `<|im_start|>`) and of its punctuation tokens, rising.
+    """Return the ids of a tokenizer's special tokens and of its punctuation tokens, ascending.
 
-    A punctuation token spells one or more punctuation characters, spaces around them apart, and nothing else: those of Unicode's
-    category P, and the others of ASCII's (`$+<=>^`|~`). A line end is none.
+    Special tokens are those that the tokenizer names, and added tokens marked as special, such as a chat's `<|im_start|>`. A
+    punctuation token consists of one or more punctuation characters, apart from spaces around them: Unicode's category P, and
+    the other characters of ASCII's punctuation (`$+<=>^`|~`). A line end is not punctuation.
 
-    Raises ValueError for what is no tokenizer of transformers, and for one without such tokens.
+    Raises ValueError for an argument that is not a tokenizer of transformers, and for a tokenizer without such tokens.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(
@@ -40,7 +40,7 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def with_special_tokens(plans: dict[int, Plan], tokenizer: PreTrainedTokenizerBase | None) -> dict[int, Plan]:
-    """The plans of layers; where one lacks the ids of special tokens, with those of the `tokenizer`, if there is one."""
+    """Return the plans by layer; those that lack the ids of special tokens get the `tokenizer`'s, if one is given."""
     if tokenizer is None or not any(plan.lacks_special_ids for plan in plans.values()):
         return plans
     found = special_token_ids(tokenizer)

@@ -1,19 +1,20 @@
-"""Which models no compressed cache serves, by what their configuration and modules say: told before anything runs."""
+"""Finds models whose cache cannot be compressed, from their configuration and modules, before anything runs."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedModel
 
-# What a configuration says when a decoder attends to another sequence as well.
+# Entries of a configuration by which a decoder also attends to another sequence.
 CROSS_ATTENTION = ("add_cross_attention", "cross_attention_layers")
 
-# What all layers must share: a cache has one shape of attention. A configuration that varies one of them raises where it is read.
+# What all layers must share, since a cache has one shape of attention; a configuration that varies one of them raises when it
+# is read.
 SHARED = ("num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank")
 
 
 def why_unserved(model: PreTrainedModel) -> str | None:
-    """The reason in a line, with the remedy; None for a model that can be served."""
+    """Return in one line why the model's cache cannot be compressed, and what to do instead; None if it can be."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     named = any(getattr(config, key, None) for key in CROSS_ATTENTION)
     if model.config.is_encoder_decoder or named or _has(model.get_decoder().named_modules(), "encoder_attn"):
@@ -55,5 +56,5 @@ def why_unserved(model: PreTrainedModel) -> str | None:
 
 
 def _has(parts: Iterable[tuple[str, Any]], name: str) -> bool:
-    """Whether one of these modules or parameters has the name that every model of transformers gives it."""
+    """Whether one of these modules or parameters has this name, which is the same in all models of transformers."""
     return any(part.rpartition(".")[2] == name for part, _ in parts)

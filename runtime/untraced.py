@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves as it is: a store's work depends on lengths and positions that differ from step to step."""
+"""Keeps functions out of `torch.compile`: a store's work depends on lengths and positions that differ from step to step."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ REASON = "attention over a compressed cache is not traced; compile with fullgrap
 
 
 def untraced(function: Function) -> Function:
-    """The function, at which a graph of `torch.compile` ends; with `fullgraph=True` torch gives the reason in its error."""
+    """Return `function` such that `torch.compile` does not trace it (a graph break); with `fullgraph=True` torch's error has
+    REASON."""
     found: Function = torch.compiler.disable(function, reason=REASON)
     return found

@@ -1,1 +1,1 @@
-"""Pages of encoded tokens and the exact window: who holds what, and where."""
+"""Pages of encoded tokens and the exact window: how many tokens each row holds, and in which slots."""

@@ -1,7 +1,7 @@
-"""A forward in chunks that are attended and stored one after the other, as if each had been a forward of its own (InfLLM,
+"""Splits a forward into chunks that are attended and stored one after the other, as if each were a forward of its own (InfLLM,
 arXiv:2402.04617, section 3.1).
 
-A row's chunks begin with its first real token of the forward: neither padding nor another row moves them.
+A row's chunks are counted from its first real token in the forward, so that neither padding nor other rows shift them.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,18 @@ from calib.runtime.paging.forward import Forward
 
 @dataclass(frozen=True)
 class EncodingChunk:
-    """One of them: its `forward`, and the `columns` of the whole forward that it has, of all rows or int64 `[tokens]` of each.
+    """One chunk: its `forward`, and the `columns` of the whole forward in it, one slice for all rows or int64 `[tokens]` of
+    each.
 
-    Without padding: its rows lie side by side from column 0, and shorter ones end with columns that are none of theirs.
+    It has no padding between tokens: each row's tokens begin at column 0, and columns behind the tokens of shorter rows are
+    unused.
     """
 
     forward: Forward
     columns: slice | list[Tensor]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Its part of `[rows, heads, columns of the whole forward, D]`: `[rows, heads, its own width, D]`."""
+        """The chunk's part of `whole [rows, heads, columns of the whole forward, D]`: `[rows, heads, width of the chunk, D]`."""
         if isinstance(self.columns, slice):
             return whole[:, :, self.columns]
         part = whole.new_zeros(*whole.shape[:2], self.forward.width, whole.shape[3])
@@ -33,7 +35,7 @@ class EncodingChunk:
         return part
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """The reverse of `of`, in place."""
+        """Writes `part` back into `whole`, in place: the reverse of `of`."""
         if isinstance(self.columns, slice):
             whole[:, :, self.columns] = part
             return
@@ -42,8 +44,8 @@ class EncodingChunk:
 
 
 def encoding_chunks(forward: Forward, size: int) -> Iterator[EncodingChunk]:
-    """The chunks of up to `size` real tokens of each row, for one layer: pages are there already, and what a chunk's forward works
-    out is forgotten with it, where a whole forward's would be kept for all layers."""
+    """The chunks of up to `size` real tokens of each row, for one layer. Pages are reserved already. What a chunk's `Forward`
+    caches is dropped with it and not shared by layers, unlike a whole forward's."""
     for start in range(0, max(forward.counts), size):
         counts = [min(size, max(0, count - start)) for count in forward.counts]
         before = [held + min(start, count) for held, count in zip(forward.before, forward.counts, strict=True)]

@@ -1,4 +1,4 @@
-"""What one forward adds to each sequence of the batch, worked out once and shared by all layers.
+"""What one forward adds to each sequence of the batch, computed once and shared by all layers.
 
 The index tensors of a forward are made by the first layer that it reaches. Its lengths live on the host; they are read from the
 device (the padding mask) only in a forward of several tokens, never in a decode step.
@@ -18,7 +18,8 @@ from calib.runtime.device.row_index import row_index
 
 
 class Draft(NamedTuple):
-    """What one layer was given in a forward that is not confirmed, `[rows, heads, width, head_dim]` each, for `store`."""
+    """The tokens of one layer in an unconfirmed forward: `store(forward, *parts)` stores them; parts are
+    `[rows, heads, width, D]`."""
 
     store: "Callable[..., None]"
     parts: tuple[Tensor, ...]
@@ -26,16 +27,16 @@ class Draft(NamedTuple):
 
 @dataclass
 class Forward:
-    """What one forward adds: `before` tokens held and `counts` real tokens arriving, for each row.
+    """What one forward adds: for each row the `before` tokens held and the `counts` of new real tokens.
 
-    `columns[r]` are the real tokens' positions among the forward's `width` columns, None where all are real. `pending`
-    layers have yet to store it. `oldest[r]` is where the pages begin that a later forward can still read. `copies` are
-    the shared pages of each table that must be duplicated before anything is written. `drafts` are its tokens while
-    unconfirmed. `ids [rows, width]` are the token ids, where a method asked for them. With a `speculative` one more column, the
-    last, is attended and counts nowhere. `host_forward` is the same forward in the host's state. A step that a graph records or
-    replays has `graph_inputs`, where its numbers always lie. With `fixed_shapes` all shapes are those of the whole block of steps
-    that it belongs to, and only contents of tensors are its own. `choices` say of which devices kernels are Triton's: no layer asks
-    again what the first has asked.
+    `columns[r]` are the columns of the real tokens among the forward's `width`; None where all are real. `pending` counts the
+    layers that have yet to store it. With `recorded`, the tokens stay unconfirmed, in `drafts`. Pages of tokens
+    before `oldest[r]` may be freed. `copies` are, for each table, the shared pages that must be duplicated before anything is written.
+    `ids [rows, width]` are the token ids, where a method needs them. With `speculative` there is one more column, the last,
+    that is attended and never stored. `host_forward` is the same forward for the sequence state of the host. A step that a
+    graph records or replays has `graph_inputs`, tensors at fixed addresses for its numbers. With `fixed_shapes` all shapes are
+    those of the whole block of steps, and only the contents of tensors are the step's own. `choices`: for which devices kernels
+    run by Triton, decided by the first layer.
     """
 
     before: list[int]
@@ -48,7 +49,7 @@ class Forward:
     copies: list[list[tuple[int, int]]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-    readings: dict[Hashable, Any] = field(default_factory=dict)  # what its layers read, worked out by the first
+    readings: dict[Hashable, Any] = field(default_factory=dict)  # what its layers read, computed by the first
     choices: dict[torch.device, bool] = field(default_factory=dict)
     ids: Tensor | None = None
     speculative: bool = False
@@ -58,12 +59,12 @@ class Forward:
 
     @property
     def of_block(self) -> bool:
-        """Whether its shapes are those of every step in its block."""
+        """Whether the shapes are the same in all steps of the block."""
         return self.fixed_shapes or self.graph_inputs is not None
 
     @property
     def worked_out(self) -> dict[Hashable, Any]:
-        """What its layers share so far."""
+        """All that its layers have computed and share so far."""
         return self.readings | dict(self.tensors)
 
     @cached_property
@@ -73,7 +74,7 @@ class Forward:
 
     @cached_property
     def equal_length_groups(self) -> list[list[int]]:
-        """Rows that can be stored together: those without padding that held equally much; a padded row alone."""
+        """Rows that can be stored together: rows of equal length, where nothing is padded; else each row with new tokens alone."""
         if self.columns is not None:
             return [[row] for row, count in enumerate(self.counts) if count]
         groups: dict[int, list[int]] = {}
@@ -87,7 +88,7 @@ class Forward:
         return tokens if self.columns is None else tokens[:, :, self.columns[rows[0]].to(new.device)]
 
     def without(self, removed: int) -> "Forward":
-        """The same forward as if its last `removed` columns had never come."""
+        """The same forward without its last `removed` columns."""
         width = self.width - removed
         counts, columns = [width] * len(self.before), None
         if self.columns is not None:
@@ -97,31 +98,31 @@ class Forward:
         return Forward(self.before, counts, columns, width, self.pending, ids=ids)
 
     def hold(self, draft: Draft) -> None:
-        """A layer has attended but keeps its tokens as drafts."""
+        """Keeps one layer's tokens as a draft, after the layer has attended."""
         self.drafts.append(draft)
         self._layer_done()
 
     def started_over(self, layers: int) -> None:
-        """None of the `layers` has stored it: what they did was not done."""
+        """Resets the forward to the state in which none of the `layers` has stored it, after a failed recording."""
         self.pending, self.graph_inputs = layers, None
         self.tensors.clear()
         self.readings.clear()
 
     def stored(self) -> None:
-        """A layer has stored the forward; after the last one nothing of it is kept on the device, nor memory that a graph reads."""
+        """Counts one layer that has stored the forward. After the last one, tensors and the memory of graphs are released."""
         self._layer_done()
         if not self.pending:
             self.columns = self.ids = self.host_forward = self.graph_inputs = None
 
     def stored_by_all(self) -> None:
-        """All layers have."""
+        """Marks the forward as stored by all layers."""
         self.pending = 1
         self.stored()
 
     def tensor(
         self, name: str, numbers: "Numbers[Forward]", device: torch.device, dtype: torch.dtype = torch.int64
     ) -> Tensor:
-        """What `numbers` makes of this forward, on the device, `[n]`; uploaded once for all layers under this `name`."""
+        """`numbers(self)` as a tensor `[n]` of `dtype` on `device`; uploaded once for all layers under this `name`."""
         if self.graph_inputs is not None:
             return self.graph_inputs.tensor(name, numbers, dtype, device, self)
         if (name, device) not in self.tensors:

@@ -1,6 +1,5 @@
-"""Which pages each row has, and the same numbers on the devices that read pages: there once for all layers, and anew when a row's
-pages have changed.
-"""
+"""The page numbers of each row, on the host and as tensors on the devices that read pages. The tensors are shared by all layers
+and uploaded again only when a row's pages have changed."""
 
 from typing import TypeAlias
 
@@ -11,46 +10,47 @@ from calib.kernels.upload import upload
 
 PAGE_TOKENS = 128
 
-# Steps that are alike read pages that rows do not have yet: of so many more tokens at most, or a share of the pages that they have.
+# The decode steps of a block read the same number of pages, some of which rows do not have yet: at most for this many more
+# tokens, or this share of a row's pages.
 ROOM_TOKENS, ROOM_SHARE = 2 * PAGE_TOKENS, 32
 
-# In a row's list, a page that was given back or never needed, behind a sliding window.
+# In a row's list: no page, because it was freed or never needed, behind a sliding window.
 EMPTY = -1
 
-# Pages to read: their numbers int32 `[rows, n]`, or a slice for one row whose pages follow each other.
+# Pages to read: their numbers int32 `[rows, n]`, or a slice for one row whose pages have consecutive numbers.
 Pages: TypeAlias = Tensor | slice
 
 
 class PageNumbers:
-    """`rows`: each row's page numbers, `EMPTY` where it has none. Pages have `page_tokens` slots."""
+    """`rows` has each row's page numbers, `EMPTY` where it has no page. Pages have `page_tokens` slots."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.rows: list[list[int]] = []
         self._tensors: dict[torch.device, Tensor] = {}
         self._with_room: dict[torch.device, Tensor] = {}
-        self._renewed: set[torch.device] = set()  # which of these say what the rows hold now
+        self._renewed: set[torch.device] = set()  # devices whose `_with_room` is up to date
         self._selected: dict[tuple[range, int, int, torch.device], Pages] = {}
         self._first: dict[tuple[range, torch.device], Pages] = {}
 
     @property
     def longest(self) -> int:
-        """Pages of the row that has the most."""
+        """The number of pages in the longest row."""
         return max(map(len, self.rows), default=0)
 
     def with_room(self, pages: int) -> int:
-        """The pages that decode steps read of a row that has so many, until it needs more: up to the next multiple of a power of 2,
-        `ROOM_TOKENS` or a `ROOM_SHARE`-th of the pages. Steps are alike as long as these suffice."""
+        """How many pages decode steps read of a row that has `pages`: the next multiple of a power of 2, `ROOM_TOKENS` or a
+        `ROOM_SHARE`-th of the pages. Steps have the same shapes as long as these suffice."""
         step = 1 << max(1, ROOM_TOKENS // self.page_tokens, pages // ROOM_SHARE).bit_length() >> 1
         return -(-pages // step) * step
 
     def pages(self, row: int, start: int, count: int) -> list[int]:
-        """`count` page numbers of `row` from position `start` on, 0 where it holds none: what is there is masked."""
+        """`count` page numbers of `row` from index `start` on, 0 where it has no page: those slots are masked."""
         held = [max(page, 0) for page in self.rows[row][start : start + count]]
         return held + [0] * (count - len(held))
 
     def numbers(self, device: torch.device) -> Tensor:
-        """int32 `[rows, most pages of a row]`, 0 where a row holds none; rebuilt only when a row's pages changed."""
+        """int32 `[rows, pages of the longest row]`, 0 where a row has no page; uploaded again only after rows' pages changed."""
         if device not in self._tensors:
             longest = self.longest
             padded = [self.pages(row, 0, longest) for row in range(len(self.rows))]
@@ -58,19 +58,20 @@ class PageNumbers:
         return self._tensors[device]
 
     def numbers_with_room(self, device: torch.device) -> Tensor:
-        """The same for as many pages as `with_room` says. It stays where it is while rows need no more: `renew` fills it."""
+        """The same for `with_room` pages a row. The tensor keeps its address while rows need no more pages; `renew` updates it."""
         if device not in self._renewed:
             self._renew(device)
         return self._with_room[device]
 
     def renew(self) -> None:
-        """Brings what `numbers_with_room` has given up to date, for who reads it without asking again: a graph that is replayed."""
+        """Updates the tensors of `numbers_with_room` in place, for a replayed graph, which reads them without a call."""
         for device, held in self._with_room.items():
             if device not in self._renewed and held.shape == self._shape_with_room():
                 self._renew(device)
 
     def select(self, rows: range, start: int, stop: int, device: torch.device, room: bool = False) -> Pages:
-        """The pages at positions [start, stop) of `rows`, as `PagePool.read` takes them; with `room` of `numbers_with_room`."""
+        """The pages with indices [start, stop) in the lists of `rows`, for `PagePool.read`; with `room` from
+        `numbers_with_room`."""
         if room:
             return self.numbers_with_room(device)[rows.start : rows.stop, start:stop]
         key = (rows, start, stop, device)
@@ -79,7 +80,7 @@ class PageNumbers:
         return self._selected[key]
 
     def select_first(self, rows: range, device: torch.device) -> Pages:
-        """The first page of each of `rows`: where these follow each other their slice, of as many pages as rows."""
+        """The first page of each of `rows`: a slice where their numbers are consecutive, else a tensor `[rows, 1]`."""
         key = (rows, device)
         if key not in self._first:
             held = [self.pages(row, 0, 1)[0] for row in rows]
@@ -89,7 +90,7 @@ class PageNumbers:
         return self._first[key]
 
     def predicted_bytes(self) -> int:
-        """Bytes of the copies on devices: 4 a page number."""
+        """Bytes of the copies on devices: 4 for each page number."""
         copies = len(self._tensors) * len(self.rows) * self.longest
         return 4 * (copies + sum(numbers.numel() for numbers in self._with_room.values()))
 
@@ -114,7 +115,7 @@ class PageNumbers:
         return self.numbers(device)[rows.start : rows.stop, start:stop]
 
     def _outdated(self) -> None:
-        """The rows hold other pages now."""
+        """Discards the copies, because rows have other pages now."""
         self._renewed.clear()
         self._tensors.clear()
         self._selected.clear()

@@ -1,4 +1,4 @@
-"""Host memory for keys and values: pinned and read in place where a GPU attends, ordinary memory elsewhere."""
+"""Host memory for keys and values: pinned and read in place by a GPU's attention, ordinary memory without a GPU."""
 
 import warnings
 from functools import partial
@@ -12,10 +12,10 @@ from calib.runtime.paging.pool import Memory
 
 
 class PinnedKV:
-    """Pages of `[pages, kv_heads, page_tokens, Dk + Dv]`: a token's key and value lie side by side, one row to fetch.
+    """Pages `[pages, kv_heads, page_tokens, Dk + Dv]` in host memory: a token's key and value are adjacent, one row to fetch.
 
-    The pools of both streams see their own part of it: each gets its memory from `of`, and they grow in step.
-    `pairs` is the newest allocation, as the device sees it.
+    Dk and Dv are the channels of keys and of values. The pools of keys and of values each use a view of one allocation, which
+    they get from `of`; they grow together. `pairs` is the newest allocation, as the device sees it.
     """
 
     def __init__(self, key_width: int, value_width: int) -> None:
@@ -24,8 +24,8 @@ class PinnedKV:
         self._taken: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PinnedKV":
-        """In host memory as well: torch, which is given the device's view of it, would copy it into the device's. It is to be
-        copied before the pools, whose tensors then see parts of it."""
+        """Copies into host memory as well: torch, which sees the device's view, would copy it into device memory. Copy this
+        before the pools, whose tensors are views of `pairs`."""
         copied = PinnedKV(*self.widths)
         memo[id(self)], copied._taken = copied, set(self._taken)
         if self.pairs is not None:
@@ -36,7 +36,7 @@ class PinnedKV:
         return copied
 
     def of(self, role: str) -> Memory:
-        """Where the pool of "keys" or "values" gets its pages."""
+        """Return the function that allocates pages for the pool of "keys" or "values"."""
         return partial(self._zeros, role)
 
     def _zeros(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,16 +48,16 @@ class PinnedKV:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory. For a CUDA device they are pinned, and the tensor is the device's own view of them: kernels
-    read and write them in place, without a copy and without the host waiting. Where memory cannot be pinned a warning says
-    so, and it is copied to and from the device by the host.
+    """Return zeros in host memory. For a CUDA device they are pinned, and the tensor is the device's own view of them: kernels
+    read and write them in place, without a copy and without waiting for the host. If memory cannot be pinned, warns and returns
+    ordinary memory, which the host copies to and from the device.
     """
     if device.type != "cuda":
         return torch.zeros(shape, dtype=dtype)
     if not all(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
-        with torch.cuda.device(device):  # memory is pinned for the current device, whose context it would make
+        with torch.cuda.device(device):  # pinning creates a context on the current device, so make it this one
             return _seen_by_device(pinned_zeros(shape, dtype), device)
     except RuntimeError as error:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -71,23 +71,23 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that the system keeps in memory; RuntimeError where it refuses."""
+    """Return zeros in pinned memory; RuntimeError where the system refuses to pin it."""
     return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
 
 class _Pinned:
-    """Pinned memory in the terms of the CUDA array interface: its address means the same to host and device.
+    """Pinned memory behind the CUDA array interface: its address is the same for host and device.
 
-    It lives as long as any tensor made of it. Kernels may still read it when the last one goes: pages grow, a cache is dropped.
-    torch's allocator does not see that they do; what it sees are its own copies. So a byte is copied on every stream that reads
-    host memory, and the allocator gives this memory to nobody else before these streams are that far. The host waits for none.
+    It lives as long as any tensor made of it. Kernels may still read it when the last such tensor is freed (pages grow, a cache
+    is dropped), and torch's allocator only knows of its own copies. So `__del__` copies one byte on every stream that reads
+    host memory: the allocator then reuses the memory only after these streams have got that far. The host does not wait.
     """
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
         self.host, self.device = host, device
 
     def __del__(self) -> None:
-        if torch is None or not torch.cuda.is_initialized():  # the interpreter may be leaving
+        if torch is None or not torch.cuda.is_initialized():  # at interpreter exit
             return
         byte = self.host.view(-1).view(torch.uint8)[:1]
         for stream in (torch.cuda.current_stream(self.device), SideStream.of(self.device)):
@@ -107,7 +107,7 @@ class _Pinned:
 
 def _seen_by_device(host: Tensor, device: torch.device) -> Tensor:
     seen: Tensor = torch.as_tensor(_Pinned(host, device), device=device)
-    # torch copies memory that another GPU had before: it takes it for that one's.
+    # torch copies memory that was pinned for another GPU, because it takes it for that GPU's own.
     if seen.data_ptr() != host.data_ptr():
         raise RuntimeError(f"it was pinned for another GPU than {device}")
     return seen.view(host.dtype).view(host.shape)

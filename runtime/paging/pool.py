@@ -1,4 +1,4 @@
-"""One layer's pages as tensors: what lies on the page numbers that a table gives out."""
+"""One layer's pages as tensors, indexed by the page numbers of a page table."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,21 +18,23 @@ from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.page_numbers import PAGE_TOKENS, Pages
 from calib.runtime.paging.token_runs import TokenRuns
 
-# Zeros of a shape and dtype for a device: where a pool's pages live.
+# (shape, dtype, device) -> zeros: allocates a pool's pages.
 Memory: TypeAlias = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 
 _TOKENS_LAST = (1, 3, 0, 2)  # of `[pages, kv_heads, rows, width]`
 
 
 def device_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the device itself."""
+    """Return zeros on the device itself."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class PagePool:
-    """One layer's pages: for each field of a stream a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]`, where
-    heads share it `[pages, 1, ...]`. What a whole segment shares is one row of its page: a page is then no more than a segment.
-    Where `memory` gives tensors of another device, what is read comes to the pool's own. `derived` is made anew when pages move.
+    """One layer's pages: for each field a tensor `[pages, kv_heads, page_tokens / tokens_per_row, width]`, or `[pages, 1, ...]`
+    where all heads share it. A field that a whole segment shares has one row a page; such a page holds at most one segment.
+
+    Where `memory` allocates on another device, such as the host, `read` copies to the pool's own device. `derived` caches what
+    is computed from the tensors, until they are replaced.
     """
 
     def __init__(
@@ -53,14 +55,14 @@ class PagePool:
         self.fit(fields)
 
     def fit(self, fields: dict[str, Field]) -> None:
-        """Makes room for the same fields with wider rows or larger indices; what is there stays, followed by zeros."""
+        """Replaces fields by the same ones with wider rows or larger indices; stored content is kept and padded with zeros."""
         for name, field in fields.items():
             if field == self.fields.get(name):
                 continue
             new = self._zeros(field, self.capacity, self.page_tokens)
             if name in self.tensors and self.capacity:
                 old = self.tensors[name]
-                # Indices in 16 bits have no sign.
+                # int16 indices are unsigned.
                 old = old.int() & 0xFFFF if (old.dtype, field.dtype) == (torch.int16, torch.int32) else old
                 new[..., : old.shape[-1]] = old
             self.tensors[name] = new
@@ -68,8 +70,9 @@ class PagePool:
         self._forget()
 
     def _zeros(self, field: Field, pages: int, page_tokens: int) -> Tensor:
-        """`[pages, kv_heads or 1, rows, width]`, in the order in memory in which it is read: kernels read a page as it lies; plain
-        torch reads a channel of all tokens (an exact token: all its channels), and pages that follow each other without a copy."""
+        """Zeros `[pages, kv_heads or 1, rows, width]`, with the memory order in which they are read. Kernels read a page as it
+        is stored. Plain torch reads one channel of all tokens (of exact tokens all channels), and consecutive pages without a
+        copy."""
         heads = 1 if field.shared else self.kv_heads
         shape = (pages, heads, page_tokens // (field.tokens_per_row or page_tokens), field.width)
         if not self._reads_views:
@@ -79,21 +82,21 @@ class PagePool:
         return laid_out.permute([order.index(axis) for axis in range(4)])
 
     def _lies_as_read(self) -> bool:
-        """Whether pages lie in the order in which plain torch reads them."""
+        """Whether the memory order is that in which plain torch reads."""
         return self.memory is device_memory and not prefers_triton(self.device)
 
     def _forget(self) -> None:
-        """The tensors are others."""
+        """Drops cached views, because the tensors were replaced."""
         self._tiles.clear()
         self.derived.clear()
 
     def rows_of(self, field: Field) -> int:
-        """Tokens of a row of `field`."""
+        """How many tokens one row of `field` covers."""
         return field.tokens_per_row or self.page_tokens
 
     def grow(self, capacity: int, page_tokens: int | None = None) -> None:
-        """Makes room for `capacity` pages, each of `page_tokens` slots where that is given. New slots are zero: one that nobody
-        wrote must still be finite."""
+        """Makes room for `capacity` pages, of `page_tokens` slots if given. New slots are zero, because even slots that are
+        never written must be finite."""
         slots = page_tokens or self.page_tokens
         if (capacity, slots) == (self.capacity, self.page_tokens):
             return
@@ -106,7 +109,7 @@ class PagePool:
         self._forget()
 
     def to(self, device: torch.device) -> None:
-        """Moves every page."""
+        """Moves every page to `device`."""
         self.device = device
         self._reads_views = self._lies_as_read()
         for name, tensor in self.tensors.items():
@@ -114,7 +117,7 @@ class PagePool:
         self._forget()
 
     def bytes_by_kind(self, capacity: int) -> Counter[str]:
-        """Bytes of so many pages, from shapes."""
+        """Bytes of `capacity` pages by kind, computed from shapes."""
         found: Counter[str] = Counter()
         for field in self.fields.values():
             found[field.kind] += capacity * (self.page_tokens // self.rows_of(field)) * field.row_bytes(self.kv_heads)
@@ -125,18 +128,19 @@ class PagePool:
         return sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in self.fields.values())
 
     def bits_per_value(self, width: int, part: str = "") -> float:
-        """Bits of one of a token's `width` values of each KV head, of the fields of a `part` ("keys.")."""
+        """Bits of each of the `width` elements that a token has in every KV head, in the fields whose names begin with `part`."""
         own = [field for name, field in self.fields.items() if name.startswith(part)]
         return (
             8 * sum(field.bytes_per_token(self.kv_heads, self.page_tokens) for field in own) / (self.kv_heads * width)
         )
 
     def state(self) -> State:
-        """Every page of every field."""
+        """The tensors of all fields."""
         return dict(self.tensors)
 
     def restore(self, state: State, capacity: int, page_tokens: int | None = None) -> None:
-        """The pages of a state, of which there are `capacity`, as `grow` takes them; the fields must be laid out as they were."""
+        """Fills the pool from `state`, which has `capacity` pages of `page_tokens` slots. Raises StateError for other fields or
+        shapes."""
         if state.keys() != self.fields.keys():
             raise StateError(f"pages of {printable(sorted(state))}, expected {printable(sorted(self.fields))}")
         if not capacity:
@@ -148,7 +152,7 @@ class PagePool:
             _, heads, _, width = self.tensors[name].shape
             shape = (capacity, heads, slots // (field.tokens_per_row or slots), width)
             found[name] = fitting(state, name, field.dtype, shape)
-        if self.device.type == "meta":  # shapes alone are tried
+        if self.device.type == "meta":  # only shapes are checked
             return
         self.grow(capacity, page_tokens)
         for name, tensor in self.tensors.items():
@@ -159,7 +163,7 @@ class PagePool:
             tensor.copy_(found[name])
 
     def keep(self, pages: list[int]) -> None:
-        """Keeps these pages alone, in this order."""
+        """Keeps only these pages, in this order."""
         for name, tensor in self.tensors.items():
             kept = self._zeros(self.fields[name], len(pages), self.page_tokens)
             self.tensors[name] = kept.copy_(tensor[upload(pages, torch.int64, tensor.device)])
@@ -167,20 +171,20 @@ class PagePool:
         self._forget()
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole pages, (from, to) each."""
+        """Copies whole pages; `pairs` are (from, to) page numbers."""
         for tensor in self.tensors.values():
             for source, target in pairs:
                 tensor[target] = tensor[source]
 
     def read(self, pages: Pages, part: str = "") -> Block:
-        """Pages by number -> tile of fields `[rows, kv_heads, width, n * page_tokens / tokens_per_row]`, still packed.
+        """Return pages, still packed, as fields `[rows, kv_heads, width, n * page_tokens / tokens_per_row]`.
 
-        `pages` is int32 `[rows, n]`, or for one row whose pages follow each other their slice, which saves a copy. Of a
-        pool that holds several parts ("keys.words") only the fields of `part` ("keys.") are read, under their own names.
+        `pages` is int32 `[rows, n]`, or a slice for one row whose page numbers are consecutive, which saves a copy. In a pool
+        with several parts ("keys.words") only the fields of `part` ("keys.") are read, under their names without the prefix.
         """
         if not isinstance(pages, slice) or not self._reads_views:
             return self._read(pages, part)
-        # Views, which stay what they are until the pages move.
+        # Views, which stay valid until the tensors are replaced.
         key = (part, pages.start)
         stop, tile = self._tiles.get(key, (None, {}))
         if stop != pages.stop:
@@ -197,7 +201,7 @@ class PagePool:
                 continue
             name = full_name.removeprefix(part)
             if self.fields[full_name].kind == "exact":
-                # Nothing to unpack, so the product may as well read tokens first: a token's channels are copied as one run.
+                # Exact tokens need no unpacking, so tokens come first in memory: a token's channels are copied as one run.
                 tile[name] = _by_head(tensor, pages).flatten(2, 3).mT
             else:
                 tile[name] = _tokens_last(tensor, pages)
@@ -206,33 +210,34 @@ class PagePool:
         return tile
 
     def first_rows(self, pages: Pages, part: str) -> Block:
-        """As `read`, of pages that are one for each row, of one row of each field: a field is read when it is asked for, and where
-        pages are a slice not copied."""
+        """Like `read`, for one page of each row and the first row of each field in it. A field is read when it is first
+        accessed, and not copied where `pages` is a slice."""
         return FirstRows(
             {name.removeprefix(part): held for name, held in self.tensors.items() if name.startswith(part)}, pages
         )
 
     def write_runs(self, runs: TokenRuns, block: Block) -> None:
-        """Writes consecutive tokens of several rows; `block` fields are `[rows, kv_heads, tokens / tokens_per_row, width or less]`,
-        others than the pool's are left alone."""
+        """Writes consecutive tokens of several rows. The fields of `block` are
+        `[rows, kv_heads, tokens / tokens_per_row, width or less]`; fields that the pool does not have are ignored."""
         puts: list[Put] = []
         for name, field in self.fields.items():
             target = self.tensors[name]
-            # Exact tokens come in float32, indices in int32.
+            # Exact tokens arrive in float32, indices in int32.
             source, missing = _there(block[name], target).to(target.dtype), target.shape[-1] - block[name].shape[-1]
-            if missing > 0:  # a segment that is not the longest
+            if missing > 0:  # a segment shorter than the longest
                 source = F.pad(source, (0, missing))
             puts += runs.puts(target, source, self.rows_of(field))
         put_tokens(puts)
 
     def write_tokens(self, pages: Tensor, slots: Tensor, block: Block) -> None:
-        """Writes one token for each of n rows; see `puts`."""
+        """Writes one token for each of n rows; arguments as in `puts`."""
         put_tokens(self.puts(pages, slots, block))
 
     def puts(self, pages: Tensor, slots: Tensor, block: Block) -> list[Put]:
-        """Where one token for each of n rows goes: page number and slot int64 `[n]`, fields `[n, kv_heads, 1, width]`.
+        """Return the writes of one token for each of n rows: page numbers and slots int64 `[n]`, fields
+        `[n, kv_heads, 1, width]`.
 
-        Slots that differ by head, and their pages, are int64 `[n, kv_heads]`.
+        Where slots and pages differ by head, both are int64 `[n, kv_heads]`.
         """
         if self.memory is not device_memory:
             like = next(iter(self.tensors.values()))
@@ -241,7 +246,7 @@ class PagePool:
         found = []
         for name, tensor in self.tensors.items():
             part = block[name]
-            # Mostly of its field's type already: a conversion that changes nothing takes the host as long as one that does.
+            # Mostly of the field's dtype already; even a conversion that changes nothing costs host time.
             found.append(Put(tensor, part if part.dtype == tensor.dtype else part.to(tensor.dtype), slots, pages=pages))
         return found
 
@@ -252,7 +257,7 @@ class PagePool:
 
 
 class FirstRows(Mapping[str, Tensor]):
-    """Fields of one page for each row, `[rows, kv_heads, width, 1]`."""
+    """The first row of each field in one page per batch row, `[rows, kv_heads, width, 1]`; read at the first access."""
 
     def __init__(self, tensors: dict[str, Tensor], pages: Pages) -> None:
         self.tensors, self.pages = tensors, pages
@@ -286,7 +291,7 @@ def _by_head(tensor: Tensor, pages: Pages) -> Tensor:
         return tensor[pages].transpose(0, 1)[None]
     (count, heads), numbers = tensor.shape[:2], pages[:, None]
     of_heads = torch.arange(heads, device=pages.device, dtype=pages.dtype)[:, None]
-    # By the axis that lies outermost: the other way round the whole pool would be copied to be indexed.
+    # Index along the axis that is outermost in memory; otherwise flatten would copy the whole pool.
     if tensor.stride(1) > tensor.stride(0):
         lying, index = tensor.transpose(0, 1), of_heads * count + numbers
     else:
@@ -295,5 +300,5 @@ def _by_head(tensor: Tensor, pages: Pages) -> Tensor:
 
 
 def _there(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor` where `like` is: pages may lie elsewhere than attention runs."""
+    """`tensor` on the device of `like`: pages may be on another device than attention."""
     return tensor if tensor.device == like.device else tensor.to(like.device)

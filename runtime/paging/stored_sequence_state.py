@@ -1,4 +1,4 @@
-"""Lengths and pages of rows out of a file: what they say must agree before anything is made of it."""
+"""Restores lengths and pages from a file, after checking that they agree."""
 
 from calib.runtime.files.state import State, StateError, branch, wholes
 from calib.runtime.messages.printable import printable
@@ -6,9 +6,9 @@ from calib.runtime.paging.sequence_state import SequenceState
 
 
 def restore(sequences: SequenceState, state: State, most: int) -> None:
-    """Fills `sequences` with what `SequenceState.state` gave; counts as one forward, so that layers go on from the second.
+    """Fills `sequences` with what `SequenceState.state` returned. It counts as one forward: layers continue with the second.
 
-    No table has more than `most` pages. Raises StateError where a row's pages are not those of its tokens.
+    No table may have more than `most` pages. Raises StateError where a row's pages do not fit its tokens.
     """
     sequences.clear()
     sequences.lengths, sequences.steps = wholes(state, "lengths"), 1

@@ -1,7 +1,8 @@
-"""What integers of a page mean where not every bit pattern does: asked of what comes out of a file, which anybody may have written.
+"""Which integers are valid in a field of a page, for fields in which not every bit pattern is. Checked when a file is read,
+because its content is untrusted.
 
-Attention gathers by stored indices without looking at them: beyond its table an index is an exception on a CPU, and on a GPU it
-reads what lies there.
+Attention gathers by stored indices without a bounds check: an index out of range is an exception on a CPU, and reads foreign
+memory on a GPU.
 """
 
 from dataclasses import dataclass
@@ -11,27 +12,27 @@ from torch import Tensor, int16
 
 from calib.kernels.pack.reference import unpack_bytes
 
-ROWS = 2**20  # indices unpacked at once
+ROWS = 2**20  # numbers checked at once
 
 
 class StoredValues(Protocol):
-    """Which values a field may hold."""
+    """The valid values of a field."""
 
     def wrong(self, stored: Tensor) -> str | None:
-        """What is wrong with `stored [..., width]`, or None."""
+        """Return what is wrong with `stored [..., width]`, as the end of a message, or None."""
         ...
 
 
 @dataclass(frozen=True)
 class Indices:
-    """Whole numbers less than `below`; int16 without a sign. `count` of them in `bits` bits each where `pack_bytes` packed them."""
+    """Integers in 0 ... `below` - 1; int16 is unsigned. With `bits`, rows of `count` integers packed by `pack_bytes`."""
 
     below: int
     bits: int | None = None
     count: int = 0
 
     def wrong(self, stored: Tensor) -> str | None:
-        """The largest index, where it is too large, or the least, where it is negative."""
+        """Names the largest index if it is too large, else the smallest if it is negative."""
         if not stored.numel() or (self.bits is not None and self.below == 2**self.bits):
             return None
         least, most = 0, 0
@@ -47,20 +48,20 @@ class Indices:
 
 @dataclass(frozen=True)
 class Cells:
-    """A channel less than `channels` and one of `span` tokens together, channel * span + token; int16 without a sign."""
+    """A channel less than `channels` and one of `span` tokens in one number, channel * span + token; int16 is unsigned."""
 
     channels: int
     span: int
 
     def wrong(self, stored: Tensor) -> str | None:
-        """The largest channel, where it is too large."""
+        """Names the largest channel if it is too large."""
         return Indices(self.channels).wrong((stored.int() & 0xFFFF) // self.span)
 
 
 @dataclass(frozen=True)
 class Float8:
-    """Bytes of e4m3 numbers."""
+    """float8 e4m3 numbers as bytes."""
 
     def wrong(self, stored: Tensor) -> str | None:
-        """Whether any is the one that is none."""
+        """Reports NaN, the only invalid number."""
         return "holds float8 numbers that are NaN" if bool(((stored & 0x7F) == 0x7F).any()) else None

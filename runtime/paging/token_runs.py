@@ -1,4 +1,4 @@
-"""Tokens of several rows that follow each other, and the pages that they lie in."""
+"""Runs of consecutive tokens in several rows, and the pages that they are written to."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from calib.runtime.device.row_index import row_index
 
 
 class _InPages(NamedTuple):
-    """Where rows of a field are put: page numbers and slots, int64 `[rows]` of each run's first where every run lies in one page;
-    else `[rows * count]`, of each."""
+    """Targets of a field's rows: page numbers and slots int64. If `whole` (every run fits one page) `[rows]`, for the first of
+    each run; else `[rows * count]`, for each."""
 
     whole: bool
     pages: Tensor
@@ -21,27 +21,28 @@ class _InPages(NamedTuple):
 
 
 class TokenRuns:
-    """A run for each of some rows: `pages` are all page numbers of a row, `first` is the run's first token in them."""
+    """One run of tokens for each of some rows: `pages` are all page numbers of the row, `first` is the slot of the run's first
+    token."""
 
     def __init__(self, pages: list[list[int]], first: Sequence[int]) -> None:
         self.pages, self.first = pages, first
-        # For every layer and field that asks the same.
+        # Shared by all layers and fields of the same shape.
         self._found: dict[tuple[int, int, int, torch.device], _InPages] = {}
         self._indices: dict[tuple[int, int, int, torch.device], slice | Tensor] = {}
 
     def of_row(self, number: int) -> "TokenRuns":
-        """One of them alone."""
+        """The run of one row alone."""
         return TokenRuns([self.pages[number]], [self.first[number]])
 
     def behind(self, tokens: int) -> "TokenRuns":
-        """The same from so many tokens on."""
+        """The same runs without their first `tokens` tokens."""
         return TokenRuns(self.pages, [first + tokens for first in self.first]) if tokens else self
 
     def puts(self, target: Tensor, source: Tensor, row_tokens: int) -> Iterator[Put]:
-        """How a field gets there, of which a row is `row_tokens` tokens: `source [rows, kv_heads, n, width]` into pages `target
-        [pages, kv_heads, rows of a page, width]`.
+        """Return the writes of a field in which a row covers `row_tokens` tokens: `source [rows, kv_heads, n, width]` into
+        pages `target [pages, kv_heads, rows of a page, width]`.
 
-        Short runs of several rows go at once, others each in whole pages and the rest.
+        Short runs of several batch rows are written at once; longer ones row by row, whole pages first.
         """
         count, page_rows = source.shape[2], target.shape[2]
         if len(self.pages) == 1 or count >= 2 * page_rows:
@@ -62,7 +63,7 @@ class TokenRuns:
         return _InPages(whole, *(upload(part, torch.int64, device) for part in (pages, slots)))
 
     def _by_pages(self, target: Tensor, source: Tensor, row: int, row_tokens: int) -> Iterator[Put]:
-        """Of one row, `source [kv_heads, n, width]`."""
+        """The writes of one batch row, `source [kv_heads, n, width]`: whole pages together, partial pages one by one."""
         pages, page_rows, total = self.pages[row], target.shape[2], source.shape[1]
         at, done = self.first[row] // row_tokens, 0
         while done < total:
