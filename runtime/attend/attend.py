@@ -19,12 +19,12 @@ from calib.runtime.attend.grouped_query import GroupedQuery
 from calib.runtime.attend.layer_tokens import LayerTokens
 from calib.runtime.attend.scored_span import ExactSpan, ScoredSpan
 
-# Query rows of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
+# Query rows (group-major) of a KV head that are scored at once: bounds the scores of a long chunk against a tile.
 QUERY_ROWS = 1024
 
 
 def attend(held: LayerTokens) -> Tensor:
-    """Attention of queries none of whose columns is padding.
+    """Attention over all held and new tokens; no query column is padding.
 
     `query [rows, heads, n, D]`, new tokens `[rows, kv_heads, n, D]` -> `[rows, heads, n, D]` in the query's dtype.
     """
@@ -32,7 +32,7 @@ def attend(held: LayerTokens) -> Tensor:
 
 
 def attend_observed(held: LayerTokens, observed: Observed) -> tuple[Tensor, AttentionStats | None]:
-    """The same, and the attention that what is `observed` got; None where it was added at once."""
+    """The same as `attend`, and the attention mass that the `observed` tokens got; None where it was added to the store at once."""
     return _attend(held, observed)
 
 
@@ -59,7 +59,7 @@ def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, Atten
                 softmax.join(span.mix)
                 continue
             assert span.mix is not None
-            # Plain softmax where nothing came before; what is asked later needs the normaliser.
+            # Plain softmax if this is the only span; spans in `asked` need the normaliser afterwards.
             last = span.is_last and not asked
             weights = softmax.last_weights(span.scores) if last else softmax.weights(span.scores)
             for part in span.mix(weights):
@@ -80,7 +80,8 @@ def _attend(held: LayerTokens, observed: Observed | None) -> tuple[Tensor, Atten
 def _with_exact(
     span: ExactSpan, query: GroupedQuery, held: LayerTokens, softmax: RunningSoftmax, asked: list[ScoredSpan]
 ) -> Tensor:
-    """The output of everything, by the kernel of exact tokens. Where probabilities are asked for it tells what they follow from."""
+    """The output over all spans, by the kernel for exact tokens, which merges the others. Where probabilities are needed, the
+    kernel also returns scores and normaliser."""
     told = bool(asked) or span.is_asked
     corrected = told and any(one.left is not None for one in asked)
     given, scale = query.for_kernels
@@ -94,7 +95,7 @@ def _with_exact(
 
 
 def _corrected(mixed: Tensor, spans: list[ScoredSpan], softmax: RunningSoftmax) -> Tensor:
-    """What the final probabilities of all spans of a tier add."""
+    """`mixed` plus what corrections add from the final probabilities, for all spans of a tier together."""
     left: dict[Callable[[Tensor], Tensor], list[Tensor]] = {}
     for span in spans:
         if span.left is not None:
@@ -105,7 +106,7 @@ def _corrected(mixed: Tensor, spans: list[ScoredSpan], softmax: RunningSoftmax) 
 
 
 def _add_mass(fetched: FetchedTokens | None, spans: list[ScoredSpan], softmax: RunningSoftmax, group: int) -> None:
-    """What the newest query gave to the tokens whose positions are known, for the policy that fetches."""
+    """Adds up the newest query's probabilities by position, for the policy that chooses which tokens to fetch."""
     if fetched is None or not fetched.asks:
         return
     fetched.take([span for span in spans if span.positions is not None], newest(softmax.normaliser(), group))

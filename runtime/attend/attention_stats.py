@@ -1,4 +1,4 @@
-"""What saliency is told of a forward: the attention that held and new tokens got."""
+"""The attention mass that held and new tokens got in one forward, from which saliency is computed."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ from calib.runtime.attend.scored_span import ScoredSpan
 
 @dataclass(frozen=True)
 class MassSlots:
-    """Where a step's mass is added at once: to `mass [rows, kv_heads, slots]` float32, of the window's tokens at their slots from
-    `first` on, of each row's new token at `new`: int64 `[rows, 1, 1]`, or one for all."""
+    """Where a decode step adds mass directly: `mass [rows, kv_heads, slots]` float32. Window tokens use their own slots, from
+    `first` on (before it are sinks); each row's new token uses slot `new`, int64 `[rows, 1, 1]` or one number for all."""
 
     mass: Tensor
     first: int
     new: Tensor | int
 
     def add(self, tokens: list[ScoredTokens], normaliser: Tensor) -> None:
-        """What the window, if it has any slots, and the new tokens got."""
+        """Adds the probabilities of the window's tokens, if any, and of the new tokens."""
         *held, new = tokens
         placed = [ScoredTokens(new.scores, new.weights, self.new)]
         for window in held:
@@ -34,17 +34,17 @@ class MassSlots:
 
 @dataclass(frozen=True)
 class ChunkWeights:
-    """Weight 1 of a probe row for the tokens of its own chunk, 0 of all else; made for some queries at a time.
+    """Weights by which a probe query counts only for tokens of its own chunk; made for a part of the queries at a time.
 
-    `chunks` int64 `[rows, window + n]` is a number of each token's chunk, negative in slots that hold none; `probes` bool
-    `[rows, n]` says which of the new tokens' queries are probes.
+    `chunks` int64 `[rows, window + n]` numbers each token's chunk, negative in empty slots; `probes` bool `[rows, n]` marks
+    which of the n new queries are probes.
     """
 
     chunks: Tensor
     probes: Tensor
 
     def of(self, queries: range) -> Tensor:
-        """float32 `[rows, len(queries), window + n]`."""
+        """1 where the query is a probe of the token's chunk, else 0: float32 `[rows, len(queries), window + n]`."""
         own = slice(queries.start, queries.stop)
         asked = self.chunks[:, -self.probes.shape[1] :][:, own, None]
         return ((asked == self.chunks[:, None]) & self.probes[:, own, None]).float()
@@ -52,15 +52,18 @@ class ChunkWeights:
 
 @dataclass(frozen=True)
 class Observed:
-    """What is observed: the slots of the first tier, or of the window; with `weights [rows, n, window + n]`, with `weights
-    [rows, n, 1]` for all tokens, or all rows alike. `into`: of a step that observes the window, where nothing of it is kept."""
+    """Which attention is observed: that on the first tier's slots (`tier`), or on the window's.
+
+    `weights` weigh the n queries: `[rows, n, window + n]` by token, `[rows, n, 1]` for all tokens; None: 1. With `into`, a
+    step's mass is added there at once and not returned.
+    """
 
     tier: bool
     weights: Tensor | ChunkWeights | None = None
     into: MassSlots | None = None
 
     def weights_of(self, queries: range) -> Tensor | None:
-        """The weights of some of the n queries."""
+        """The weights of the query columns `queries`."""
         if isinstance(self.weights, ChunkWeights):
             return self.weights.of(queries)
         return None if self.weights is None else self.weights[:, queries.start : queries.stop]
@@ -68,8 +71,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class AttentionStats:
-    """Attention mass by KV head, float32: on slots of the watched tier or the window `held [rows, kv_heads, slots]`, and
-    on the new tokens `new [rows, kv_heads, n]`."""
+    """Attention mass (sums of probabilities) by KV head, float32: `held [rows, kv_heads, slots]` on slots of the observed tier
+    or window, `new [rows, kv_heads, n]` on the new tokens."""
 
     held: Tensor
     new: Tensor
@@ -78,8 +81,10 @@ class AttentionStats:
     def of(
         observed: Observed, spans: list[ScoredSpan], normaliser: Tensor, plan: ReadPlan, queries: range
     ) -> "AttentionStats | None":
-        """From the watched `spans`: the logits of `queries` are there, and their log-sum-exp is known now. The last span ends with
-        the new tokens, of which those that the plan reads have a column in `new`. None where the mass was added at once."""
+        """From the watched `spans`, which hold the logits of `queries`, and the queries' log-sum-exp `normaliser`.
+
+        The last span ends with the new tokens that `plan.new` reads. None where the mass was added to `observed.into`.
+        """
         scores = [span.scores for span in spans if span.watched]
         last, count = scores.pop(), plan.new.stop - plan.new.start
         window = last.shape[3] - count
@@ -98,7 +103,7 @@ class AttentionStats:
         return AttentionStats(new[..., :0] if not held else held[0] if len(held) == 1 else torch.cat(held, -1), new)
 
     def plus(self, later: "AttentionStats", new: slice) -> "AttentionStats":
-        """With what later queries gave, who saw the `new` tokens of so many columns."""
+        """The sum with the mass from `later` queries, which saw the `new` tokens of the forward."""
         added = F.pad(self.new, (0, new.stop - self.new.shape[2]))
         added[..., new] += later.new
         return AttentionStats(self.held + later.held, added)

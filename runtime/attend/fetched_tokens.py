@@ -1,4 +1,4 @@
-"""What a layer attends beside the tokens of its store: exact pairs that were fetched, in place of their packed twins."""
+"""Exact key-value pairs fetched from the host, which a layer attends instead of the packed copies in its store."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ EMPTY = -1  # the position of an entry that holds no token
 
 @dataclass
 class FetchedTokens:
-    """Fetched pairs of some rows, and what is asked about the tokens that a forward attends to.
+    """The fetched pairs of some rows, and a request for the attention mass of all tokens that a forward attends.
 
     Attributes:
-        positions: int32 `[rows, kv_heads, n]`, the number of each token in its row, or EMPTY.
+        positions: int32 `[rows, kv_heads, n]`, the position of each token in its row, or EMPTY.
         keys: `[rows, kv_heads, n, Dk]`, in the model's dtype.
         values: `[rows, kv_heads, n, Dv]`.
-        cos_sin: cos and sin that bring a query to where it meets these keys, where that is not its own position.
-        reach: more than the position of any token attended, and of any slot in their last page.
+        cos_sin: rotates queries to the position from which these keys are attended, where that is not their own.
+        reach: more than the position of any attended token, and of any slot in the last page.
         asks: whether `mass` is wanted.
-        mass: afterwards, float32 `[rows, kv_heads, reach]`: for the token of each position its probability for the newest query,
-            summed over the query heads of a KV head; anything where no token was attended.
+        mass: afterwards, float32 `[rows, kv_heads, reach]`: for each position the newest query's probability, summed over the
+            query heads of a KV head; undefined at positions that were not attended.
     """
 
     positions: Tensor
@@ -45,13 +45,14 @@ class FetchedTokens:
 
     @cached_property
     def replaced(self) -> Tensor:
-        """bool `[rows, kv_heads, reach]`: the positions of these tokens."""
+        """bool `[rows, kv_heads, reach]`: True at the positions of these tokens."""
         return marked(self.positions.long(), self.reach)
 
     def hides(self, positions: Tensor | slice) -> Tensor:
-        """bool `[rows, kv_heads, 1, tokens]`: which of a store's tokens are attended here instead.
+        """bool `[rows, kv_heads, 1, tokens]`: which of a store's tokens are hidden there, because they are attended here.
 
-        `positions` is a stretch, or int64 `[rows, kv_heads or 1, tokens]` with anything from 0 in an empty slot.
+        `positions` of the store's tokens: a slice, or int64 `[rows, kv_heads or 1, tokens]` with any number >= 0 in an empty
+        slot.
         """
         if isinstance(positions, slice):
             return self.replaced[..., positions][:, :, None]
@@ -60,7 +61,7 @@ class FetchedTokens:
         ]
 
     def span(self, query: Tensor, logits: Logits, back: Tensor | None) -> ScoredSpan:
-        """These pairs, met where the `query [rows, kv_heads, query rows, D]` is rotated to; `back` as in `hidden`."""
+        """These pairs, scored by `query [rows, kv_heads, query rows, D]` after its rotation by `cos_sin`; `back` as in `hidden`."""
         asked = query if self.cos_sin is None else Rotation.rotated(query, *self.cos_sin)
         scores = masked(logits.capped(asked @ self.keys.float().mT), self.hidden(back))
         return ScoredSpan(scores, self._mix, positions=self.positions if self.asks else None)
@@ -69,15 +70,15 @@ class FetchedTokens:
         return (weights @ self.values.float(),)
 
     def hidden(self, back: Tensor | None) -> Tensor:
-        """bool `[rows, kv_heads, n or 1, entries]`: entries without a token, or behind the queries' sliding window, whose newest
-        position out of sight is `back` int64 `[rows, 1, n, 1]`."""
+        """bool `[rows, kv_heads, n or 1, entries]`: entries without a token, or outside the queries' sliding window; the window
+        begins after position `back`, int64 `[rows, 1, n, 1]`."""
         positions = self.positions[:, :, None]
         return positions == EMPTY if back is None else (positions == EMPTY) | (positions <= back)
 
     def take(self, spans: Sequence[ScoredSpan], normaliser: Tensor) -> None:
-        """Takes in what the newest query gave to the tokens of all `spans`, whose positions are known: `mass`.
+        """Sets `mass` from the newest query's scores in all `spans`, whose positions are known.
 
-        `normaliser [rows, kv_heads, heads of the group, 1]` is its log-sum-exp over all of them.
+        `normaliser [rows, kv_heads, heads of the group, 1]` is that query's log-sum-exp over all tokens.
         """
         found = []
         for span in spans:
@@ -88,11 +89,11 @@ class FetchedTokens:
 
 
 def newest(parts: Tensor, heads: int) -> Tensor:
-    """Of `[rows, kv_heads, heads x queries, n]` the newest query's: `[rows, kv_heads, heads, n]`."""
+    """The newest query's part of `[rows, kv_heads, heads x queries, n]`: `[rows, kv_heads, heads, n]`."""
     return parts if parts.shape[2] == heads else parts.unflatten(2, (heads, -1))[:, :, :, -1]
 
 
 def marked(positions: Tensor, reach: int) -> Tensor:
-    """bool `[rows, kv_heads, reach]`: the positions among `positions` int64 `[rows, kv_heads, n]`."""
+    """bool `[rows, kv_heads, reach]`: True at the positions in `positions`, int64 `[rows, kv_heads, n]`."""
     found = torch.zeros(*positions.shape[:2], reach + 1, dtype=torch.bool, device=positions.device)
     return found.scatter_(-1, positions + 1, True)[..., 1:]  # EMPTY marks the column that is dropped

@@ -1,4 +1,4 @@
-"""The queries of a layer, by the KV head that they meet."""
+"""The queries of a layer, grouped by KV head."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +11,11 @@ from calib.kernels.dispatch import prefers_triton
 
 @dataclass
 class GroupedQuery:
-    """Query rows of KV heads.
+    """Queries, grouped by KV head.
 
     Attributes:
-        given: as the model made them, `[rows, kv_heads, R, D]`: the rows R of a KV head are group-major, then the columns.
-        scale: of the scores.
+        given: the model's queries `[rows, kv_heads, R, D]`: the R query rows of a KV head are group-major, then the columns.
+        scale: the factor of the scores.
     """
 
     given: Tensor
@@ -23,10 +23,10 @@ class GroupedQuery:
 
     @cached_property
     def scaled(self) -> Tensor:
-        """Float32, times the scale."""
+        """The query in float32, times the scale."""
         return scaled(self.given, self.scale)
 
     @property
     def for_kernels(self) -> tuple[Tensor, float]:
-        """Query and scale as attention's kernels take them: those of a GPU multiply, on a CPU it is done once for all."""
+        """Query and scale for attention's kernels: on a GPU the kernels multiply by the scale, on a CPU it is applied here once."""
         return (self.given, self.scale) if prefers_triton(self.given.device) else (self.scaled, 1.0)

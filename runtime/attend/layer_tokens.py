@@ -1,4 +1,4 @@
-"""What a layer holds for some rows, as its store shows it to their queries."""
+"""The interface by which a store shows the tokens of some rows to the attention loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from calib.runtime.paging.forward import Forward
 
 @dataclass
 class LayerTokens(ABC):
-    """The tokens that the rows of a `request` hold, by their sequence `state`, and what is `fetched` in place of packed ones."""
+    """The tokens that the rows of a `request` hold, by their sequence `state`; `fetched` tokens replace packed ones."""
 
     state: Any
     request: AttendRequest
@@ -34,19 +34,19 @@ class LayerTokens(ABC):
 
     @abstractmethod
     def plan(self, queries: range, query_rows: int) -> ReadPlan:
-        """What the query columns `queries` read, which are so many rows of a KV head."""
+        """The read plan of the query columns `queries`, which are `query_rows` rows of a KV head."""
 
     @abstractmethod
     def spans(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactSpan]:
-        """What the `query` meets; those that are `observed` are watched. Exact tokens that a kernel meets come last."""
+        """All tokens that `query` attends, as spans; `observed` ones are marked as watched. An `ExactSpan`, if any, comes last."""
 
     def columns_at_once(self, heads: int, columns: int) -> int:
-        """How many query columns of so many heads are scored at once, `columns` at most."""
+        """How many query columns of `heads` heads are scored at once, at most `columns`."""
         return columns
 
     @property
     def asks(self) -> bool:
-        """Whether the mass of each token is asked for."""
+        """Whether the attention mass of each token is requested."""
         return self.fetched is not None and self.fetched.asks

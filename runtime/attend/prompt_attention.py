@@ -1,4 +1,4 @@
-"""Exact causal attention of rows that hold nothing yet, and what it knows of their probabilities."""
+"""Exact causal attention of rows that hold no tokens yet (a prompt), with its log-sum-exp where torch returns it."""
 
 import torch
 import torch.nn.functional as F
@@ -7,25 +7,25 @@ from torch import Tensor
 from calib.kernels.dispatch import prefers_triton
 from calib.runtime.attend.request import AttendRequest
 
-# What torch calls the backends that give the sums of their rows back; and how many channels they take at a time on a GPU.
+# torch's numbers of the backends that return log-sum-exp, and the multiple of channels that they need on a GPU.
 FLASH, CUDNN, CHANNELS = 1, 3, 8
 
 
 def is_prompt(request: AttendRequest) -> bool:
-    """Whether the rows hold nothing yet and `prompt` is their attention."""
+    """Whether the rows hold no tokens yet and `prompt` computes their attention (no soft cap, no active sliding window)."""
     logits, columns = request.logits, request.given.query.shape[2]
     plain = logits.softcap is None and (logits.sliding is None or columns <= logits.sliding)
     return plain and columns > 1 and not any(request.forward.before[row] for row in request.rows)
 
 
 def prompt(request: AttendRequest) -> Tensor:
-    """`[rows, heads, n, D]` in the query's dtype."""
+    """Causal attention of the request's new tokens among themselves, `[rows, heads, n, D]` in the query's dtype."""
     return F.scaled_dot_product_attention(*request.given, is_causal=True, scale=request.logits.scale, enable_gqa=True)
 
 
 def prompt_normalised(request: AttendRequest) -> tuple[Tensor, Tensor | None]:
-    """The same output, and the logarithm of every query row's sum of exponentials, float32 `[rows, heads, n]`: a kernel that makes
-    probabilities need not sum them up again. None where the backend that torch chooses does not give it back, or no kernel asks."""
+    """The same output, and the log-sum-exp of every query's logits, float32 `[rows, heads, n]`, which saves a kernel that
+    computes probabilities from summing again. None where torch's backend does not return it, or no kernel needs it."""
     (query, keys, values), scale = request.given, request.logits.scale
     backend = _backend(request)
     if backend == CUDNN:  # torch's choice on Hopper
@@ -44,7 +44,7 @@ def prompt_normalised(request: AttendRequest) -> tuple[Tensor, Tensor | None]:
 
 
 def _backend(request: AttendRequest) -> int | None:
-    """The one that torch chooses for a prompt; None where its sums cannot be asked for, or nobody asks."""
+    """The backend that torch chooses for a prompt; None where log-sum-exp is not available or not needed."""
     query, keys, values = request.given
     kind = query.device.type
     if (

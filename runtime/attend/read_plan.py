@@ -1,7 +1,7 @@
-"""What the queries of one forward read: pages, window slots, new tokens and masks. The same for every layer, so the first
-layer that asks works it out.
+"""What the queries of one forward read: pages, window slots, new tokens and masks. The same for every layer, so the first layer
+computes it and the others reuse it.
 
-Rows that hold equally much and read with one query each need no masks: their lengths are numbers of the host.
+Rows of equal length with one query each need no masks: they are read by slices.
 """
 
 from collections.abc import Callable
@@ -21,42 +21,43 @@ from calib.runtime.paging.pages import PageTable
 
 
 class ReadableRows(Protocol):
-    """What a sequence state says of its rows. Slots of tier i lie in the pages of `tables[i]`.
+    """What a read plan needs to know of the rows; a sequence state provides it. The slots of tier i are in the pages of
+    `tables[i]`.
 
-    `first` is the position of slot 0 where a row's tokens lie in pages in their order; None: in any order.
+    `first` is the position of slot 0 where a row's tokens are in pages in order of position; None where they are in any order.
     """
 
     tables: list[PageTable]
     first: int | None
 
     def first_page(self, length: int) -> int:
-        """Where the pages begin that a query behind `length` tokens of a row may read: those before lie behind a sliding window."""
+        """The first page that a query after `length` tokens of a row may read; earlier ones are outside the sliding window."""
         ...
 
     def held_before(self, forward: Forward) -> list[list[int]]:
-        """Slots in use of each tier, for every row, before a forward."""
+        """The slots in use of each tier, for every row, before the forward."""
         ...
 
     def exact_before(self, forward: Forward) -> list[int]:
-        """Slots in use of the exact window, for every row, before a forward."""
+        """The slots in use of the exact window, for every row, before the forward."""
         ...
 
     def room(self, tier: int, pages: int) -> int:
-        """How many pages of a tier the steps of a block read, where a row has so many."""
+        """How many pages of a tier the steps of a block read, where a row has `pages`."""
         ...
 
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
-        """int64 `[len(rows), slots]`: the token in each of the window's first slots; in one that is not in use anything beyond the
-        row's tokens."""
+        """int64 `[len(rows), slots]`: the position of the token in each of the window's first slots; in unused slots any number
+        that is not less than the row's length."""
         ...
 
 
 class ReadRequest(NamedTuple):
-    """Query columns `queries` of rows `rows`, under a sliding window or none, in tiles of `tile` tokens; they read `window` slots
-    of the exact window.
+    """A request for the plan of the query columns `queries` of `rows`, with a `sliding` window or None, in tiles of at most
+    `tile` tokens. `window` slots of the exact window are read.
 
-    With `trims` rows that hold equally much are read by slices: the slots that are in use, of pages and window. `fused`: one
-    kernel reads all pages.
+    With `trims`, rows of equal length are read by slices: only slots in use, of pages and window. With `fused`, one kernel
+    reads all pages.
     """
 
     rows: range
@@ -71,7 +72,7 @@ class ReadRequest(NamedTuple):
 
 @dataclass
 class Tile:
-    """Pages of a tier, and the slots [start, stop) that are read of them."""
+    """Pages of a tier, and the range [start, stop) of their slots that is read."""
 
     pages: Pages
     start: int
@@ -80,23 +81,25 @@ class Tile:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Which slots are: bool `[rows or 1, 1, queries or 1, slots]` or None. A kernel that reads all pages does not ask."""
+        """Which slots are hidden: bool `[rows or 1, 1, queries or 1, slots]` or None. Not computed for a kernel that reads all
+        pages."""
         return self.mask()
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Pages and masks.
+    """Pages and masks that some queries read.
 
     Attributes:
-        asked: what it answers.
-        tiers: the tiles of each. Slots without a token are hidden, and where tokens lie in order those behind a sliding window.
-        page_spans: the same slots all at once, for a kernel; None where a tier has none in use.
-        window: leading slots of the exact window that are read.
-        new: the new tokens that are read: none after the last query, none before the first one's sliding window.
+        asked: the request.
+        tiers: the tiles of each tier. Slots without a token are hidden; so are those outside a sliding window, where tokens are
+            in order.
+        page_spans: for each tier all these slots as one span for a kernel; None where no slot is in use.
+        window: how many leading slots of the exact window are read.
+        new: the new tokens that are read: none after the last query, none outside the first query's sliding window.
         hidden: mask of the window's slots and those new tokens together, `[rows or 1, 1, queries or 1, tokens]` or None.
-        back: int64 `[rows, 1, queries, 1]`: a token at this position or before is behind the query's sliding window.
-        trimmed: whether the last tile and the window end with the last token that rows hold, all equally many.
+        back: int64 `[rows, 1, queries, 1]`: tokens up to this position are outside the query's sliding window; None without one.
+        trimmed: whether last tile and window end with the last token that rows hold, all of equal length.
     """
 
     asked: ReadRequest
@@ -110,14 +113,14 @@ class ReadPlan:
 
     @staticmethod
     def of(state: ReadableRows, forward: Forward, asked: ReadRequest) -> "ReadPlan":
-        """The plan of a forward; made by the first layer that asks."""
+        """The plan for a request; computed by the first layer that asks."""
         if asked not in forward.readings:
             forward.readings[asked] = _Planner(state, forward, asked).plan()
         plan: ReadPlan = forward.readings[asked]
         return plan
 
     def read_of(self, new: Tensor) -> Tensor:
-        """Of the new tokens `[rows, heads, n, D]` those that are read."""
+        """The part of the new tokens `[rows, heads, n, D]` that is read."""
         return new if (self.new.start, self.new.stop) == (0, new.shape[2]) else new[:, :, self.new]
 
 
@@ -127,7 +130,8 @@ def starts(forward: Forward, rows: range, device: torch.device) -> Tensor:
 
 
 def page_numbers(table: PageTable, forward: Forward, rows: range, pages: range, device: torch.device) -> Tensor:
-    """int32 `[rows, pages]`, as a kernel reads them. On a CPU they are of this forward alone: what a table keeps is weighed."""
+    """Page numbers int32 `[rows, pages]` for a kernel. On a CPU they are kept for this forward only: a table's copies count as
+    memory."""
     if forward.of_block:
         return table.numbers_with_room(device)[rows.start : rows.stop, pages.start : pages.stop]
     if prefers_triton(device):
@@ -163,7 +167,7 @@ class _Planner:
         self.held = state.held_before(forward)
         self.counts = list(zip(*(self.held[row] for row in asked.rows), strict=True))  # of each tier, by row
         exact = set(state.exact_before(forward)[asked.rows.start : asked.rows.stop])
-        # Without masks only one query each, and only where shapes are not a whole block's.
+        # No masks only for one query per row, and not in the fixed shapes of a block.
         single = len(asked.queries) == 1 and asked.sliding is None and not forward.of_block
         self.trimmed = single and asked.trims and asked.queries.stop == 1 and len(set(self.before)) == 1
         none = exact == {0} and not forward.of_block
@@ -181,7 +185,7 @@ class _Planner:
         return ReadPlan(self.asked, tiers, spans, self.window, new, self.hidden, self.back, self.trimmed)
 
     def _hide(self) -> None:
-        """Of the window and the new tokens: slots that are not in use, later tokens, those behind the sliding window."""
+        """Masks the window and the new tokens: unused slots, later tokens, and tokens outside the sliding window."""
         asked, device = self.asked, self.asked.device
         start = starts(self.forward, asked.rows, device)[:, :, None, None]
         positions = exact_positions(self.state, self.forward, asked, self.window)[:, :, None]
@@ -193,8 +197,8 @@ class _Planner:
             self.hidden |= positions <= self.back
 
     def _pages(self, tier: int) -> range:
-        """The pages of a tier that any row reads: from the one on that has the oldest token that the first query sees. In the
-        steps of a block they are the same for all rows of the batch, with room for more."""
+        """The range of pages of a tier that any row reads, from the page of the oldest token that the first query sees. In the
+        steps of a block it is the same for all rows of the batch, with spare pages."""
         page, start, of_block = self.state.tables[tier].page_tokens, self.asked.queries.start, self.forward.of_block
         counts, before = self.counts[tier], self.before
         if of_block:
@@ -205,7 +209,7 @@ class _Planner:
         return range(min(own for own, _ in read), self.state.room(tier, stop) if of_block else stop)
 
     def _tiles(self, tier: int, pages: range) -> list[Tile]:
-        """At most `asked.tile` tokens of all rows together each."""
+        """The tiles of these pages, each with at most `asked.tile` tokens of all rows together."""
         asked, table, counts = self.asked, self.state.tables[tier], self.counts[tier]
         page, tiles = table.page_tokens, []
         step = max(1, asked.tile // (len(asked.rows) * page))
@@ -217,7 +221,7 @@ class _Planner:
         return tiles
 
     def _unused(self, tier: int, slots: range) -> Tensor | None:
-        """Slots that a row does not use, or its queries do not see."""
+        """Mask of the slots that a row does not use, or its queries do not see; None if there are none."""
         counts, device, first = self.counts[tier], self.asked.device, self.state.first
         behind = self.back is not None and first is not None
         if min(counts) >= slots.stop and not behind:
@@ -229,7 +233,8 @@ class _Planner:
         return hidden if self.back is None or first is None else hidden | (numbers + first <= self.back)
 
     def _page_span(self, tier: int, pages: range) -> PageSpan | None:
-        """By slots of `pages`: the first of them is slot 0."""
+        """The span of these pages for a kernel; slots are counted from the first of them. None without pages or without a
+        kernel."""
         device = self.asked.device
         if not pages or not (prefers_triton(device) or prefers_compiled(device)):
             return None
@@ -242,7 +247,7 @@ class _Planner:
         return PageSpan(numbers, used, back=back)
 
     def _used(self, tier: int, dtype: torch.dtype) -> Tensor:
-        """Slots of a tier that each row uses, `[rows]`."""
+        """How many slots of a tier each row uses, `[rows]`."""
         rows, state = self.asked.rows, self.state
 
         def used(step: Forward) -> list[int]:

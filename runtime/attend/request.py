@@ -1,4 +1,4 @@
-"""What a layer's store is asked in one forward."""
+"""The arguments of a store's `attend`."""
 
 from typing import NamedTuple
 
@@ -10,32 +10,32 @@ from calib.runtime.paging.forward import Forward
 
 
 class QKV(NamedTuple):
-    """What a layer is given in one forward: `query [rows, heads, n, D]`, `keys` and `values [rows, kv_heads, n, D]`."""
+    """The new tokens of a layer in one forward: `query [rows, heads, n, D]`, `keys` and `values [rows, kv_heads, n, D]`."""
 
     query: Tensor
     keys: Tensor
     values: Tensor
 
     def of_rows(self, rows: range) -> "QKV":
-        """Some rows of it."""
+        """The part of some batch rows."""
         return QKV(*(part[rows.start : rows.stop] for part in self))
 
     def of_columns(self, columns: Tensor | slice) -> "QKV":
-        """Some columns of it."""
+        """The part of some columns."""
         return QKV(*(part[:, :, columns] for part in self))
 
 
 class AttendRequest(NamedTuple):
-    """Attention of some rows over everything that a store holds of them and what they are given.
+    """A request for the attention of some rows over all tokens that a store holds for them and their new tokens.
 
     Attributes:
-        forward: the forward under way.
-        rows: of the batch.
+        forward: the current forward.
+        rows: rows of the batch.
         logits: scale, soft cap and sliding window.
         given: the rows' queries, new keys and new values, without padding.
-        observe: whether the store keeps what storing will need of the probabilities.
-        fetched: exact tokens that are attended in place of the packed ones.
-        normalisers: of a prompt that was attended, see `prompt_normalised`.
+        observe: whether the store records the probabilities that it needs to store the new tokens.
+        fetched: exact tokens that are attended instead of their packed copies.
+        normalisers: the log-sum-exp of an attended prompt (`prompt_normalised`), if known.
     """
 
     forward: Forward

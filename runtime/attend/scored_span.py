@@ -1,4 +1,4 @@
-"""A span of tokens that queries have been scored against: what one step of the running softmax takes in."""
+"""A span of tokens with their scores: the input of one step of the running softmax."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from calib.kernels.attend.operation import Attended, ExactTokens
 
 @dataclass(slots=True)
 class ScoredSpan:
-    """A span of tokens: its logits, masked, and how weights mix its values; or what a kernel made of both.
+    """A span of tokens: its masked logits, and a function that mixes its values by weights, or a kernel's result for both.
 
     Attributes:
-        scores: float32 `[rows, kv_heads, query rows, tokens]`, -inf where hidden; of what a kernel attended anything, unless
-            something is asked of its probabilities.
-        mix: the values weighted by `[rows, kv_heads, query rows, tokens]`, in parts `[rows, kv_heads, query rows, D]` that are
-            added up in this order; or the mixture itself; None: the output has it.
-        watched: whether saliency asks for the probabilities.
-        left: what the final probabilities of all spans that name it, side by side, add to the output.
-        positions: whole numbers `[rows, kv_heads or 1, tokens]` or a slice, where the tokens' mass is asked for.
-        is_last: no other follows, and every query row meets a token of it.
+        scores: float32 `[rows, kv_heads, query rows, tokens]`, -inf where hidden. Undefined for a kernel's result, unless its
+            probabilities are needed.
+        mix: maps weights `[rows, kv_heads, query rows, tokens]` to mixtures of values `[rows, kv_heads, query rows, D]`, which
+            are added in this order; or a kernel's mixture; None where the output already has it.
+        watched: whether saliency needs the final probabilities.
+        left: what corrections add to the output, from the final probabilities of all spans with the same function, concatenated.
+        positions: integers `[rows, kv_heads or 1, tokens]` or a slice, where the tokens' mass is wanted.
+        is_last: whether no span follows, and every query row sees a token of this one.
     """
 
     scores: Tensor
@@ -33,19 +33,19 @@ class ScoredSpan:
 
     @property
     def is_asked(self) -> bool:
-        """Whether its final probabilities are asked for."""
+        """Whether its final probabilities are needed."""
         return self.watched or self.left is not None or self.positions is not None
 
 
 @dataclass(slots=True)
 class ExactSpan:
-    """Exact tokens that a kernel meets, which joins all other spans with them: the last one.
+    """The exact tokens, attended by a kernel that also merges all spans before; it is the last span.
 
     Attributes:
-        tokens: where they lie.
-        watched: as of a `ScoredSpan`.
-        positions: where the tokens' mass is asked for, whole numbers `[rows, kv_heads or 1, tokens]` of parts that lie side by
-            side.
+        tokens: keys and values of the window and of the new tokens.
+        watched: as in `ScoredSpan`.
+        positions: where the tokens' mass is wanted: the positions of each part, `[rows, kv_heads or 1, tokens]` integers; the
+            parts are concatenated in `tokens`.
     """
 
     tokens: ExactTokens
@@ -54,11 +54,11 @@ class ExactSpan:
 
     @property
     def is_asked(self) -> bool:
-        """Whether its final probabilities are asked for."""
+        """Whether its final probabilities are needed."""
         return self.watched or bool(self.positions)
 
     def scored(self, scores: Tensor) -> list[ScoredSpan]:
-        """What a kernel told of them, as spans: a part each."""
+        """The scores that the kernel returned, as spans, one for each part."""
         if not self.positions:
             return [ScoredSpan(scores, None, self.watched)]
         parts = scores.split([positions.shape[-1] for positions in self.positions], -1)
@@ -69,9 +69,10 @@ class ExactSpan:
 
 
 def joined(spans: Sequence[ScoredSpan], order: Sequence[int]) -> ScoredSpan:
-    """Spans that are taken in by one step: their mixtures are added up as they come, their scores lie side by side in `order`.
+    """Joins spans for one step of the softmax: their mixtures are added in the order of `spans`, their scores concatenated in
+    `order`.
 
-    No kernel has attended them, and no tier corrects them.
+    Not for spans attended by a kernel or with corrections.
     """
     widths = [spans[i].scores.shape[-1] for i in order]
 
@@ -90,7 +91,7 @@ def joined(spans: Sequence[ScoredSpan], order: Sequence[int]) -> ScoredSpan:
 
 
 def _numbers(span: ScoredSpan) -> Tensor:
-    """int64 `[rows, kv_heads, tokens]`: the positions of a span's tokens."""
+    """The positions of a span's tokens: int64 `[rows, kv_heads, tokens]`."""
     at, (rows, heads) = span.positions, span.scores.shape[:2]
     assert at is not None
     if isinstance(at, slice):

@@ -1,1 +1,1 @@
-"""Storage in order: a token lies where it stands in its row."""
+"""Storage in order: a token's slot follows from its position in the row."""

@@ -1,5 +1,5 @@
-"""Sequences whose tokens lie in pages in their order: token t in a row's page t // P, in the fields of both streams, where a page
-has P = `table.page_tokens` slots."""
+"""Sequences whose tokens are in pages in order of position: token t in a row's page t // P, for keys and values alike, where a
+page has P = `table.page_tokens` slots."""
 
 from collections.abc import Hashable
 from operator import attrgetter
@@ -19,8 +19,8 @@ MOST_KNOWN = 4096  # lengths that are remembered
 
 
 class RowShape(NamedTuple):
-    """Of a row: where the pages begin that it reads, how many have tokens that are read from pages alone, and packed keys; whether
-    keys are packed ahead of their values, and whether nothing is exact."""
+    """The shape of what a row's queries read: `first`, its first page; how many pages have tokens that are read from pages alone
+    (`packed`), and packed keys; whether keys are packed ahead of their values; whether no token is exact."""
 
     first: int
     packed: int
@@ -30,8 +30,8 @@ class RowShape(NamedTuple):
 
 
 class OrderedRow(NamedTuple):
-    """What follows from a row's length and the slots of a `page`: tokens that are read from pages alone, where the page begins that
-    the next one is for, tokens whose keys are packed, pages of the only table, and what a `ReadPlan`'s shapes follow from."""
+    """What follows from a row's length and the `page` size: how many tokens are read from pages alone, the start of the page
+    that the next of them falls in, how many keys are packed, the row's pages, and the `shape` that read plans depend on."""
 
     page: int
     packed: int
@@ -42,7 +42,7 @@ class OrderedRow(NamedTuple):
 
 
 class OrderedSequenceState(SequenceState):
-    """One table of pages for keys and values; the schedules say how many of a row's tokens are in them."""
+    """Rows with one page table for keys and values; the schedules say how many of a row's tokens are encoded."""
 
     first: int | None = 0
 
@@ -55,16 +55,16 @@ class OrderedSequenceState(SequenceState):
         growth: int = GROWTH,
         fitted: bool = False,
     ) -> None:
-        """The schedules of both streams, the others as `SequenceState` has them, and whether pages are `fitted` to short rows
-        (`PageTable`)."""
+        """`keys` and `values` are the schedules of both; pages may be `fitted` to short rows (`PageTable`); the other arguments
+        are those of `SequenceState`."""
         self.keys, self.values, self.fitted = keys, values, fitted
         self._known: dict[int, OrderedRow] = {}
-        # Of the rows as a forward has left them: the slots of a page, their lengths, and what follows from them.
+        # The last forward's result: the page size, the rows' lengths after it, and their `OrderedRow`s.
         self._latest: tuple[tuple[int, list[int]], list[OrderedRow]] = (0, []), []
         super().__init__(layers, sliding, growth=growth)
 
     def clear(self) -> None:
-        """Also the slots of a page, where they are fitted."""
+        """Removes every row, and resets the page size where pages are fitted."""
         super().clear()
         self.tables = [PageTable(growth=self._growth, fitted=self.fitted)]
 
@@ -74,16 +74,16 @@ class OrderedSequenceState(SequenceState):
         return self.tables[0]
 
     def packed(self, length: int) -> int:
-        """Tokens of which key and value are both encoded: what attention reads from pages alone."""
+        """How many tokens have both key and value encoded: attention reads these from pages alone."""
         return self._at(length).packed
 
     def _rows(self, forward: Forward) -> tuple[list[OrderedRow], list[OrderedRow]]:
-        """See `OrderedRow`: before and behind a forward; worked out once."""
+        """The `OrderedRow` of every row before and after a forward; computed once."""
         page = self.tables[0].page_tokens
         found: tuple[list[OrderedRow], list[OrderedRow]] | None = forward.readings.get((OrderedRow, page))
         if found is None:
             asked, before = self._latest
-            if asked != (page, forward.before):  # else those that the last forward has left
+            if asked != (page, forward.before):  # else these are the rows after the last forward
                 before = [self._at(length) for length in forward.before]
             after = [self._at(length) for length in forward.after]
             self._latest = (page, forward.after), after
@@ -91,7 +91,7 @@ class OrderedSequenceState(SequenceState):
         return found
 
     def _at(self, length: int) -> OrderedRow:
-        """See `OrderedRow`; remembered, because rows of one length and consecutive steps ask again."""
+        """The `OrderedRow` of a length; cached, because rows of one length and consecutive steps need the same."""
         found, page = self._known.get(length), self.tables[0].page_tokens
         if found is None or found.page != page:
             if len(self._known) > MOST_KNOWN:
@@ -106,23 +106,23 @@ class OrderedSequenceState(SequenceState):
         return OrderedRow(page, packed, packed // page * page, keys, (-(-encoded // page),), shape)
 
     def held_before(self, forward: Forward) -> list[list[int]]:
-        """The same for every row, as slots of the only tier."""
+        """The slots in use of the only tier, for every row."""
         return [[row.packed] for row in self._rows(forward)[0]]
 
     def exact_before(self, forward: Forward) -> list[int]:
-        """Of each row's tokens those in the window of values."""
+        """The number of each row's tokens in the window of values."""
         return [length - row.packed for length, row in zip(forward.before, self._rows(forward)[0], strict=True)]
 
     def pages_behind(self, forward: Forward) -> tuple[tuple[int, ...], ...]:
-        """Of every row once the forward is stored."""
+        """The pages of every row after the forward is stored."""
         return tuple([row.pages for row in self._rows(forward)[1]])
 
     def exact(self, row: int, length: int) -> int:
-        """Tokens in the window of values."""
+        """The number of tokens in the window of values."""
         return length - self.packed(length)
 
     def numbers(self, forward: Forward, rows: range, field: str, device: torch.device) -> Tensor:
-        """int64 `[rows, 1]`: a field of each `OrderedRow` before the forward."""
+        """int64 `[rows, 1]`: one field of each row's `OrderedRow` before the forward."""
 
         def of_rows(step: Forward) -> list[int]:
             return list(map(attrgetter(field), self._rows(step)[0][rows.start : rows.stop]))
@@ -130,35 +130,35 @@ class OrderedSequenceState(SequenceState):
         return forward.tensor(f"{field} of {rows}", of_rows, device)[:, None]
 
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
-        """See `ReadableRows`: in each slot the newest token that falls on it, if the row holds it there."""
+        """As in `ReadableRows`: each slot of the ring has the newest position that falls on it, if the window still holds it."""
         start = starts(forward, rows, device)
         read = self.numbers(forward, rows, "packed", device)
         tokens = start - 1 - (start - 1 - torch.arange(slots, device=device)) % max(1, self.values.window())
         return torch.where(tokens < read, start, tokens)
 
     def encoded(self, row: int, length: int) -> int:
-        """Tokens whose key is."""
+        """How many tokens have an encoded key."""
         return self.keys.packed(length)
 
     def graph_key(self, forward: Forward) -> Hashable:
-        """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
+        """A key of the shapes of a `ReadPlan`: equal in all steps of a block."""
         asked = self.table.version, tuple([row.shape for row in self._rows(forward)[0]])
         if asked != self._alike[0]:
             self._alike = asked, asked if self.sliding is not None else self._with_room(asked[1])
         return self._alike[1]
 
     def _with_room(self, rows: tuple[RowShape, ...]) -> Hashable:
-        """What rows of these shapes share with those that have a few pages more."""
+        """A key that these rows share with rows that have a few more pages."""
         _, packed, packed_keys, ahead, _ = zip(*rows, strict=True)
         pages = max(packed), max(packed_keys), self.table.longest
         return self.table.moves, any(ahead), *(self.room(0, count) for count in pages)
 
     def packs_ahead(self, forward: Forward) -> bool:
-        """Whether any row has keys in pages while their values are exact, before the forward."""
+        """Whether any row has encoded keys whose values are still exact, before the forward."""
         return any(row.shape.is_ahead for row in self._rows(forward)[0])
 
     def reserve(self, forward: Forward) -> None:
-        """Pages for what both schedules encode; those that a sliding window has left behind are given back."""
+        """Reserves pages for what both schedules encode, and frees those outside the sliding window."""
         table, pages, writes = self.table, list[int](), []
         table.fit(max((s.encoded(after) for s in (self.keys, self.values) for after in forward.after), default=0))
         size = table.page_tokens
@@ -183,12 +183,12 @@ class OrderedSequenceState(SequenceState):
         forward.copies = [copies]
 
     def restore_own(self, state: State) -> None:
-        """Nothing besides."""
+        """Nothing besides lengths and pages."""
 
     def pages_of(self, row: int, length: int) -> tuple[int, ...]:
-        """What the stream needs that encodes more."""
+        """The pages for the longer of encoded keys and encoded values."""
         return self._at(length).pages
 
     def first_page(self, length: int) -> int:
-        """Where the oldest token lies that a query behind `length` tokens can see; its own row always keeps its newest."""
+        """The page of the oldest token that a query after `length` tokens can see."""
         return 0 if self.sliding is None else max(0, length - max(self.sliding - 1, 1)) // self.table.page_tokens

@@ -31,7 +31,7 @@ class Forward:
 
     `columns[r]` are the columns of the real tokens among the forward's `width`; None where all are real. `pending` counts the
     layers that have yet to store it. With `recorded`, the tokens stay unconfirmed, in `drafts`. Pages of tokens
-    before `oldest[r]` may be freed. `copies` are, for each table, the shared pages that must be duplicated before anything is written.
+    before `oldest[r]` may be freed. `copies` are, for each table, the shared pages to duplicate before anything is written.
     `ids [rows, width]` are the token ids, where a method needs them. With `speculative` there is one more column, the last,
     that is attended and never stored. `host_forward` is the same forward for the sequence state of the host. A step that a
     graph records or replays has `graph_inputs`, tensors at fixed addresses for its numbers. With `fixed_shapes` all shapes are

@@ -1,4 +1,4 @@
-"""What a method decides for one tier: keys and values of the same tokens, each stream in its own encoding."""
+"""What a method decides for one tier: how the keys and the values of its tokens are encoded, each on its own."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,23 +12,23 @@ from calib.runtime.store import Recoding
 
 @dataclass(frozen=True)
 class TierStages:
-    """How one stream of a tier is encoded; a measured transform is fitted to each row's first chunk."""
+    """How keys or values of a tier are encoded; a `Measured` transform is fitted to each row's first chunk."""
 
     transform: "Transform | Measured"
     codec: Codec
 
 
-# What a segment is in a tier: nothing (tokens come in any numbers), a row's tokens, or a page's.
+# What shares parameters as one segment: nothing (tokens are encoded in any numbers), a row's tokens, or a page's.
 Segments = Literal["none", "row", "page"]
 
 
 @dataclass(frozen=True)
 class TierPlan:
-    """A tier that is stored.
+    """The plan of a stored tier.
 
-    `relocated` ones are met with a query at its position inside the cache (StreamingLLM). Where all of a row's tokens are one
-    segment, what they share lies in the row's record; where a page's are, in the page, of `page_tokens`. With a `prediction`,
-    what is encoded of values is their distance from what the codes of their keys predict.
+    With `relocated`, its tokens are attended at their positions inside the cache (StreamingLLM). With `segments="row"`, the
+    parameters that a row's tokens share are in the row's record; with "page", those of a page's tokens are in the page, of
+    `page_tokens` slots. With a `prediction`, values are encoded as their difference from what the codes of their keys predict.
     """
 
     keys: TierStages
@@ -39,23 +39,23 @@ class TierPlan:
     prediction: Prediction | None = None
 
     def streams(self) -> tuple[tuple[str, TierStages], tuple[str, TierStages]]:
-        """Both streams by name."""
+        """The stages of keys and of values, by name."""
         return ("keys", self.keys), ("values", self.values)
 
     @property
     def encodes_any_number(self) -> bool:
-        """Whether tokens have the same codes however many, in whole groups, are encoded at once."""
+        """Whether tokens get the same codes however many, in whole groups, are encoded together."""
         return self.segments == "none" and all(_encodes_any_number(stages.codec) for _, stages in self.streams())
 
     def recoded(self, change: Recoding) -> "TierPlan":
-        """Both streams with other codecs."""
+        """The same tier with the codecs that `change` returns for keys and for values."""
         keys, values = (
             replace(stages, codec=change(role, stages.transform, stages.codec)) for role, stages in self.streams()
         )
         return replace(self, keys=keys, values=values)
 
     def segment(self, heads: int, longest: int) -> Segment | None:
-        """The size that fields are laid out for; a row's segment has `longest` tokens at most."""
+        """The segment that fields are laid out for, or None; a row's segment has at most `longest` tokens."""
         if self.segments == "none":
             return None
         return Segment(heads, longest if self.segments == "row" else self.page_tokens)
@@ -63,6 +63,6 @@ class TierPlan:
 
 def _encodes_any_number(codec: Codec) -> bool:
     corrected, plain = codec.corrections, codec.uncorrected
-    # Products with the vectors of a low rank are rounded by how many tokens they are of.
+    # Products with low-rank vectors round differently for different numbers of tokens.
     ranked = corrected is not None and corrected.low_rank is not None
     return not (ranked or plain.over_all_tokens or plain.row_by_row)

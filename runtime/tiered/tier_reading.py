@@ -1,5 +1,5 @@
-"""How a tier is read for some rows: its stages, and its pages as a kernel takes them. The same in every step until pages or stages
-are others."""
+"""How a tier is read for some rows: its stages, and its pages in the form that a kernel takes. Reused in every step until pages
+or stages are replaced."""
 
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -17,15 +17,15 @@ Streams: TypeAlias = tuple[PackedStream | None, PackedStream | None]
 
 @dataclass(frozen=True)
 class TierReading:
-    """What is said by role is of "keys" and of "values".
+    """Dictionaries are by role, "keys" or "values".
 
     Attributes:
-        tier: that is read.
-        transforms: of the rows.
-        codecs: of the rows.
-        left: the codecs without their low rank, where a kernel takes that beside codes.
-        corrected: whether one of these still has corrections.
-        ranked: whether one of them has left out low rank.
+        tier: the tier that is read.
+        transforms: the transforms of these rows.
+        codecs: the codecs of these rows.
+        left: the codecs without their low-rank part, where a kernel computes that part together with the codes.
+        corrected: whether any codec in `left` still has corrections.
+        ranked: whether any codec in `left` lacks its low-rank part.
     """
 
     tier: Tier
@@ -38,20 +38,20 @@ class TierReading:
 
     @staticmethod
     def of(tier: Tier, rows: range) -> "TierReading":
-        """Kept with the pages, but where the rows have atoms of their own."""
+        """The reading of `rows`; cached with the pages, unless the rows have dictionary atoms of their own (CSR)."""
         if tier.dictionaries:
             return _reading(tier, rows)
-        # Numbers that are measured anew are written where the old ones lie.
+        # Parameters measured anew are written into the same tensors, so the cached reading stays valid.
         stages = [transform.stage for transform in tier.transforms.values()]
         return tier.pool.derived.once(
             (TierReading, rows), lambda: _reading(tier, rows), (prefers_triton(tier.pool.device), *stages)
         )
 
     def streams(self, turned: bool, maps_values: bool, shared: dict[str, Block]) -> Streams:
-        """Keys and values as a kernel reads them, but for corrections; keys that are `turned` by it have no map. Values
-        may have no map where others bring their low rank to them. `shared` is what the rows' tokens have in common, which differs
-        from forward to forward."""
-        # Vectors of low rank are made for each forward: kept, memory would hold them twice.
+        """Keys and values in the form that a kernel reads, without corrections. With `turned` the kernel rotates keys, which
+        then have no channel map. Values get a channel map with `maps_values`. `shared` has the parameters that a row's tokens
+        share, which differ from forward to forward."""
+        # Low-rank vectors are decoded for each forward: cached, they would be in memory twice.
         if self.ranked or shared["keys"] or shared["values"]:
             return self._streams(turned, maps_values, shared)
         if turned not in self._kept:
@@ -83,8 +83,8 @@ def _reading(tier: Tier, rows: range) -> TierReading:
 
 
 def _without_ranked(tier: Tier, codec: Codec, role: str) -> Codec:
-    """The codec without its low rank, where a kernel takes that: few vectors, and for all of a row's tokens the same; not of values
-    that are predicted, whose mixture is of channels."""
+    """The codec without its low-rank part, where a kernel computes it: few vectors, the same for all of a row's tokens. Not for
+    predicted values, whose mixture is over channels."""
     corrected = codec.corrections
     if corrected is None or corrected.low_rank is None or (role == "values" and tier.plan.prediction is not None):
         return codec

@@ -1,4 +1,4 @@
-"""A tier as the queries of one forward meet it: packed, its transform folded away, what its segments share beside it."""
+"""A tier as the queries of one forward read it: packed, with its transform folded into query and output where possible."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -33,7 +33,10 @@ from calib.runtime.tiered.tier_reading import TierReading
 
 
 class TierView:
-    """A tier for the rows and queries of one forward: what is the same for all its tiles is worked out once."""
+    """A tier for the rows and queries of one forward; computes once what all its tiles share.
+
+    Scores and weights are `[rows, kv_heads, query rows, tokens]`, mixtures `[rows, kv_heads, query rows, D]`.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,12 @@ class TierView:
         tokens: int,
         rotated: RopeOnRead | None = None,
     ) -> None:
-        """`rotated` brings decoded keys to their positions, where they are stored before RoPE."""
+        """`row_params` are the pages of the rows' shared parameters, `tokens` the slots of all tiles; `rotated` rotates decoded
+        keys to their positions, where they are stored before RoPE."""
         self.tier, self.asked, self.rotated = tier, asked, rotated
         self.reading = TierReading.of(tier, rows)
         self.transforms, self.codecs = self.reading.transforms, self.reading.codecs
-        # What `fused` leaves to others where it attends codes and low rank alone.
+        # The corrections that `fused` does not compute in its kernel.
         self.left, self.corrected = self.reading.left, self.reading.corrected
         self.row_params, self.tokens = None if tier.row_params is None else row_params, tokens
         self.shared: dict[str, Block] = {"keys": {}, "values": {}}
@@ -58,40 +62,41 @@ class TierView:
 
     @cached_property
     def bias(self) -> Tensor | None:
-        """What the lists in the rows' parameters add to the scores of all tiles; None where there are none."""
+        """What the outlier lists in the rows' parameters add to the scores of all tiles; None without such parameters."""
         if self.row_params is None:
             return None
         return segment_scores(self.codecs["keys"], self.query, self.shared["keys"], self.tokens)
 
     @cached_property
     def _folded(self) -> tuple[Tensor, Tensor | None]:
-        # Keys that have to be turned are decoded first: nothing can be folded away.
+        # Keys to be rotated are decoded first, so no transform is folded into the query.
         return (self.asked.scaled, None) if self.rotated else self.transforms["keys"].fold_query(self.asked.scaled)
 
     @property
     def query(self) -> Tensor:
-        """The query that meets what keys are encoded from, float32 `[rows, kv_heads, query rows, D]`."""
+        """The query for keys as they are encoded, with the key transform folded in: float32 `[rows, kv_heads, query rows, D]`."""
         return self._folded[0]
 
     @property
     def constant(self) -> Tensor | None:
-        """What is added to its scores, `[rows, kv_heads, query rows, 1]`."""
+        """The constant that the folded transform adds to scores, `[rows, kv_heads, query rows, 1]`, or None."""
         return self._folded[1]
 
     @cached_property
     def streams(self) -> tuple[PackedStream | None, PackedStream | None]:
-        """Keys and values as a kernel reads them, but for corrections; None for keys that no kernel turns."""
+        """Keys and values in the form that a kernel reads, without corrections; None for both where no kernel can rotate the
+        keys."""
         if self.rotated is not None and not self._rotates_codes:
             return None, None
         maps_values = not self._is_ranked("values") or self.value_terms is not None
         return self.reading.streams(self.rotated is not None, maps_values, self.shared)
 
     def _is_ranked(self, role: str) -> bool:
-        """Whether attention's kernel takes the low rank of a stream."""
+        """Whether the attention kernel computes the low-rank part of this role."""
         return self.left[role] is not self.codecs[role]
 
     def _terms(self, role: str) -> PageTerms | None:
-        """What is left of a stream besides, where kernels take it."""
+        """The other corrections of this role (outliers, residual) in the form that kernels take; None where they cannot."""
         codec, tier = self.left[role].corrections, self.tier
         if codec is None:
             return None
@@ -99,7 +104,8 @@ class TierView:
 
     @property
     def value_terms(self) -> PageTerms | None:
-        """What attention's kernels mix of values besides their codes; None where there is nothing, or others do."""
+        """The corrections of values that attention's kernels mix besides the codes; None if there are none, or `corrections`
+        adds them."""
         return self._value_terms if self.corrected or self.reading.ranked else None
 
     @cached_property
@@ -113,12 +119,12 @@ class TierView:
 
     @property
     def _rotates_codes(self) -> bool:
-        """Whether keys are codes of a basis's components and nothing beside them."""
+        """Whether keys are component codes in a basis and nothing else, which a kernel can rotate."""
         return self.codecs["keys"].component_codes is not None and self.transforms["keys"].components is not None
 
     @cached_property
     def _of_codes(self) -> Tensor | None:
-        """What makes keys of codes of components; None where they are no such codes."""
+        """The map from component codes to keys; None where keys are not such codes."""
         return None if self.codecs["keys"].component_codes is None else self.transforms["keys"].of_codes()
 
     def fused(
@@ -130,8 +136,9 @@ class TierView:
         cos_sin: tuple[Tensor, Tensor] | None = None,
         runs: bool = False,
     ) -> Attended:
-        """All tokens of the tier by one kernel, which rotates keys by the tables of `cos_sin`; what corrects the values is left to
-        `corrections`. With `runs` parts may wait to be joined."""
+        """Attends all tokens of the tier with one kernel, which rotates keys by the tables `cos_sin`. Corrections of the values
+        that are not in `value_terms` are left to `corrections`. With `runs` the result may consist of parts that are still to
+        be merged."""
         keys, values = self.streams
         assert keys is not None and values is not None
         if span.back is not None:
@@ -157,7 +164,8 @@ class TierView:
         return replace(found, mixed=self.transforms["values"].fold_output(found.mixed, found.mass))
 
     def _value_fold(self) -> CodeFold | None:
-        """What makes values of a mixture of codes; None where these are of no components, or corrected and not predicted."""
+        """The map from a mixture of codes to values; None where values are not component codes, or are corrected but not
+        predicted."""
         codec, predicted = self.codecs["values"], self.tier.plan.prediction
         if (codec if predicted is None else codec.uncorrected).component_codes is None:
             return None
@@ -168,14 +176,14 @@ class TierView:
         return replace(fold, predicted=predicted.of_codes(self._key_codes))
 
     def pairs(self) -> list[SparsePages | None]:
-        """Keys and values as sparse pairs, where that is what they are; their transform is then none."""
+        """Keys and values as sparse pairs (CSR), or None for a role that is not; pairs have no transform."""
         return [sparse_pages(self.codecs[role], self.tier.pool, f"{role}.") for role in ("keys", "values")]
 
     def pairs_fused(
         self, span: PageSpan, cos_sin: tuple[Tensor, Tensor] | None, softcap: float | None, runs: bool = False
     ) -> Attended:
-        """All pairs of the tier by one kernel, which rotates keys to their positions by `cos_sin`. With `runs` parts may wait to be
-        joined."""
+        """Attends all sparse pairs of the tier with one kernel, which rotates keys by `cos_sin`. With `runs` the result may
+        consist of parts that are still to be merged."""
         keys, values = self.pairs()
         assert keys is not None and values is not None
         positions = self.tier.pool.tensors.get(POSITIONS)
@@ -185,16 +193,17 @@ class TierView:
         )
 
     def _back(self, back: Tensor) -> Tensor:
-        """The newest position out of sight as a kernel compares it: with positions, or with slots where tokens lie in order."""
+        """The newest hidden position of the sliding window as a kernel compares it: with positions, or with slots of tokens in
+        order."""
         return back - self.tier.first if self.tier.first else back
 
     @property
     def leaves_values(self) -> bool:
-        """Whether `fused` leaves something of the values to `corrections`."""
+        """Whether `fused` leaves corrections of the values to `corrections`."""
         return self.corrected and self.left["values"].corrections is not None and self.value_terms is None
 
     def corrections(self, tiles: list[Tile], weights: Tensor) -> Tensor:
-        """What corrections add to the output of `fused`, from the final `weights [..., slots]`."""
+        """What the remaining corrections add to the output of `fused`, from the final `weights [..., slots]`."""
         codec, mixed = self.left["values"], self.listed_mix(weights) if self.lists_values else None
         for tile in tiles:
             own, block = weights[..., tile.start : tile.stop], self._block("values", tile)
@@ -212,7 +221,7 @@ class TierView:
     def _added_to_all(
         self, tiles: list[Tile], span: PageSpan, query: Tensor, scale: float, channel_map: ChannelMap | None
     ) -> Tensor:
-        """What corrections add to the scores of all tiles, of `query` and `scale` as attention's kernel takes them."""
+        """What corrections add to the scores of all tiles, for `query` and `scale` as the attention kernel takes them."""
         terms = _from(tiles[0].start, self._terms("keys"))
         if terms is None:
             return torch.cat([self._added_scores(tile) for tile in tiles], -1)
@@ -228,7 +237,7 @@ class TierView:
         return self._listed_scores(tile, block, found)
 
     def _listed_scores(self, tile: Tile, block: Block, found: Tensor) -> Tensor:
-        """`found` with what the lists of segments add: of the rows' for all tiles at once, of the pages' here."""
+        """`found` plus the scores of listed outliers: those of the rows' parameters, or those in the tile's pages."""
         if self.bias is not None:
             return found + self.bias[..., tile.start : tile.stop]
         if self.tier.plan.segments == "page":
@@ -237,7 +246,7 @@ class TierView:
         return found
 
     def scores(self, tile: Tile) -> Tensor:
-        """Scores against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
+        """Scores of the query against the keys of a tile: `[rows, kv_heads, query rows, tokens]`."""
         codec, block = self.codecs["keys"], self._block("keys", tile)
         if self.rotated is not None:
             if codec.component_codes is not None and self._of_codes is not None:
@@ -249,7 +258,7 @@ class TierView:
         return found if self.constant is None else found + self.constant
 
     def mix(self, weights: Tensor, tile: Tile) -> Tensor:
-        """Weighted sum of the values of a tile; what a row's record lists among them is left to `listed_mix`."""
+        """Weighted sum of the values of a tile, without the outliers that the rows' parameters list (`listed_mix`)."""
         mixed = self._mixed(weights, tile)
         if self.tier.plan.prediction is None:
             return mixed
@@ -257,7 +266,7 @@ class TierView:
 
     @property
     def _key_codes(self) -> Sized:
-        """The codec of the keys' codes, which values are predicted from."""
+        """The codec of the keys' codes, from which values are predicted."""
         codec = self.codecs["keys"].uncorrected
         assert isinstance(codec, Sized)
         return codec
@@ -281,7 +290,7 @@ class TierView:
         return self.tier.row_params is not None and lists(self.codecs["values"])
 
     def listed_mix(self, weights: Tensor) -> Tensor:
-        """What the values in the rows' parameters add, from the final `weights [..., slots]` of all tiles in order."""
+        """What the outlier values in the rows' parameters add, from the final `weights [..., slots]` of all tiles in order."""
         mixed = segment_mix(self.codecs["values"], weights, self.shared["values"], self.tier.coded["values"])
         assert mixed is not None
         return self.transforms["values"].fold_output(mixed, torch.zeros_like(weights[..., :1]))
@@ -291,7 +300,7 @@ class TierView:
 
 
 def _from(first: int, terms: PageTerms | None) -> PageTerms | None:
-    """Terms where slot 0 holds the segment's token `first`."""
+    """`terms` for pages whose slot 0 holds the segment's token `first`."""
     if terms is None or terms.lists is None or not first:
         return terms
     return replace(terms, lists=replace(terms.lists, first=first))
