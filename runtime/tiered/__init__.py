@@ -1,1 +1,1 @@
-"""Storage by importance: a token lies in the tier that its saliency gave it, in any order."""
+"""Storage in tiers: saliency, or the order of arrival, decides a token's tier and slot."""

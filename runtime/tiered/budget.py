@@ -1,10 +1,10 @@
-"""A budget of important tokens; whoever falls out of it moves one tier down, or out (H2O, MiKV, TOVA).
+"""A store with a budget of important tokens: a token that drops out of it moves one tier down or is evicted (H2O, MiKV, TOVA).
 
-Slots of the important tier: a ring of the `recent` newest tokens (token t in slot t % recent), shared by all heads, and
-behind it the `heavy` ones, each head its own. When a token arrives, the one that leaves the ring takes the place of the
-lightest heavy token or, being lighter, goes itself. Without a ring (`recent` is 0) that is the new token, which then is never in
-the tier. Bits never change inside the tier: they are moved. What a token weighs is said by the plan's saliency; where all KV heads
-share one set, each of them has the mass of all, so that all choose alike.
+The slots of the important tier begin with a ring of the `recent` newest tokens (token t in slot t % recent), the same for all
+heads; behind it are `heavy` slots, which each head fills on its own. When a token arrives, the one that leaves the ring
+replaces the heavy token with the lowest score, or drops out itself if its own score is lower. Without a ring (`recent` is 0)
+the new token competes at once. Inside the tier encoded tokens are moved, never encoded again. Scores come from the plan's
+saliency. Where all KV heads share one set, each gets the sum of their mass, so that all choose the same tokens.
 """
 
 from collections.abc import Hashable
@@ -26,28 +26,28 @@ from calib.runtime.tiered.tier import POSITIONS
 
 
 class BudgetStore(BudgetScores):
-    """Which slots tokens take, and which they lose."""
+    """Decides which tokens are in the important tier's slots."""
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`: steps in which the budgets of all rows are full, or of none."""
+        """As `Store.graph_key`; a key only for steps in which the budgets of all rows are full, or of none."""
         shapes, tiers = self.shapes(forward), self.sequences.slots(forward)[0].tiers
         alike = tiers.count(tiers[0]) == len(tiers)
         return (shapes, self.mass.shape, tiers[0]) if alike and shapes is not None else None
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """The new tokens become important, others stop being so."""
+        """Stores the new tokens in the important tier; tokens that drop out of it move down or are evicted."""
         if self.extremes:
             self.settle()
         self._resize(self._slots())
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
-        elif forward.width:  # of drafts perhaps none was kept
+        elif forward.width:  # 0 where no draft was kept
             for rows in self.sequences.equal_length_groups(forward):
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
         self.shown.clear()
 
     def _step(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """One token for each row, all rows at once: what `_take_in` does, without a sort."""
+        """Stores one token for each row, all rows at once: the same as `_take_in`, without sorting."""
         rows = list(range(len(forward.before)))
         step = self._step_of(forward, keys.device)
         positions = forward.tensor("positions to store", lambda step: step.before, keys.device, torch.int32)
@@ -61,7 +61,7 @@ class BudgetStore(BudgetScores):
             self._past_ring(step, block, *seen, keys, values, positions)
 
     def _through_ring(self, step: BudgetStep, block: Block, shown: Tensor, fresh: Tensor) -> None:
-        """The new token, encoded, takes the slot of the one that leaves the ring."""
+        """Writes the encoded new token into the ring slot of the token that leaves the ring."""
         fields = self.tiers[0].pool.tensors
         rule = None if self.saliency is None else self.saliency.rule
         tokens = [NewToken(field, block[name].to(field.dtype)) for name, field in fields.items()]
@@ -78,7 +78,7 @@ class BudgetStore(BudgetScores):
         values: Tensor,
         positions: Tensor,
     ) -> None:
-        """The new token is heavy at once, or goes, not having been in the tier: from its exact keys and values."""
+        """Stores the new token without a ring: as a heavy token, or one tier down, encoded from its exact keys and values."""
         assert self.saliency is not None
         top, slots = self.tiers[0], self._budget_slots(step)
         self.saliency.observe(self.mass[:, :, : shown.shape[2]], shown)
@@ -91,7 +91,7 @@ class BudgetStore(BudgetScores):
             self._demote(step, held, (stays[..., None, None], keys, values, positions))
             own = self.of_numbers(target)[..., None]
             fresh = torch.where(self.of_numbers(stays)[..., None], self.mass.gather(2, own), fresh)
-            # In the pages' types: what stays is not to be rounded again.
+            # In the pages' dtypes: the tokens that stay must not be rounded again.
             block = {
                 name: torch.where(stays[..., None, None], held[name], part.to(held[name].dtype))
                 for name, part in block.items()
@@ -111,8 +111,9 @@ class BudgetStore(BudgetScores):
         )
 
     def _demote(self, step: BudgetStep, lost: Block, new: tuple[Tensor, ...] | None = None) -> None:
-        """Encodes what the contested rows have `lost`, a token of every row and head, in the tier below, if there is one; a `new`
-        one in its place where it says so: bool `[rows, kv_heads, 1, 1]`, with keys, values and positions."""
+        """Encodes in the tier below, if any, what the contested rows have `lost`, one token for every row and head. `new` is
+        (bool mask `[rows, kv_heads, 1, 1]`, keys, values, positions): where the mask is True, the new token is encoded there
+        instead."""
         if len(self.tiers) == 1 or step.below is None:
             return
         lost = {name: step.of_contested(part) for name, part in lost.items()}
@@ -128,7 +129,7 @@ class BudgetStore(BudgetScores):
         self.tiers[1].pool.write_tokens(*step.below, again)
 
     def _step_of(self, forward: Forward, device: torch.device) -> BudgetStep:
-        """The same for every layer; made by the first."""
+        """The `BudgetStep` of a forward; computed by the first layer, the same for all."""
         key = (BudgetStep, device)
         if key not in forward.readings:
             forward.readings[key] = BudgetStep.of(forward, self.sequences, self.tiering, len(self.tiers) > 1, device)
@@ -136,7 +137,7 @@ class BudgetStore(BudgetScores):
         return step
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Any number of tokens of rows of equal length, `[len(rows), kv_heads, n, D]`: selects heavy tokens anew."""
+        """Stores any number of tokens of rows of equal length, `[len(rows), kv_heads, n, D]`: chooses all heavy tokens again."""
         before, after = forward.before[rows[0]], forward.after[rows[0]]
         heavy, recent = self.tiering.sizes(self.sequences.prompt(rows[0]))
         if not before:
@@ -157,11 +158,11 @@ class BudgetStore(BudgetScores):
         self.mass[index] = mass
 
     def _divided(self, arrival: Candidates, heavy: int, recent: int) -> tuple[Tensor, Tensor]:
-        """The `heavy` candidates with the highest scores, earlier ones where they tie, and those that lose to them: int64
-        `[rows, kv_heads, m]`, rising. The `recent` newest are in neither."""
+        """Splits the candidates, apart from the `recent` newest: the `heavy` ones with the highest scores (earlier ones on
+        ties), and the others, which lose. Both int64 `[rows, kv_heads, m]`, ascending by position."""
         count = arrival.positions.shape[-1] - recent
         heavy = min(heavy, count)
-        # By position; new tokens alone come in that order, and recent ones are the last in it.
+        # By position. Without earlier tokens the candidates are in that order already; the recent ones are the last.
         order = arrival.positions.argsort(-1)[..., :count] if arrival.slots else None
         if self.saliency is None:  # the earliest
             scores = torch.zeros(*arrival.positions.shape[:2], count, device=arrival.positions.device)
@@ -188,9 +189,9 @@ class BudgetStore(BudgetScores):
         )
 
     def _demote_many(self, arrival: Candidates, lost: Tensor, first: int) -> None:
-        """Candidates `lost [rows, kv_heads, m]` go to slots `first` ... of the tier below."""
+        """Encodes the candidates `lost [rows, kv_heads, m]` into the slots from `first` on of the tier below."""
         keys, values, order = arrival.keys, arrival.values, None if arrival.slots else lost
-        if arrival.slots:  # those that lay in the important tier are decoded
+        if arrival.slots:  # those already in the important tier are decoded first
             held = {name: arrival.old(lost, part) for name, part in arrival.held.items()}
             is_new = arrival.is_new(lost)
             old_keys, old_values = self.tiers[0].decode(arrival.rows, held)
@@ -201,7 +202,7 @@ class BudgetStore(BudgetScores):
         self.tiers[1].write(arrival.rows, runs, keys, values, positions, order=order)
 
     def _kept(self, arrival: Candidates, chosen: Tensor) -> Block:
-        """Candidates `chosen [rows, kv_heads, m]` as the important tier holds them: old ones bit for bit."""
+        """The fields of candidates `chosen [rows, kv_heads, m]` in the important tier; tokens already in it keep their bits."""
         keys, values = arrival.new(chosen, arrival.keys), arrival.new(chosen, arrival.values)
         block = self.tiers[0].encode(arrival.rows, keys, values, arrival.positions.gather(2, chosen))
         if not arrival.slots:
@@ -212,7 +213,7 @@ class BudgetStore(BudgetScores):
         }
 
     def _fill_ring(self, arrival: Candidates, recent: range, size: int, mass: Tensor) -> None:
-        """The positions `recent` lie in their ring slots: those held already where they were, with their `mass`."""
+        """Fills the ring with the positions `recent`. Tokens already in the ring stay in their slots; `mass` is updated for all."""
         staying = torch.arange(recent.start, max(recent.start, arrival.before), device=mass.device)
         position = recent.start + len(staying)
         mass[:, :, staying % size] = arrival.mass[:, :, staying % size]
@@ -227,7 +228,7 @@ class BudgetStore(BudgetScores):
             position = stop
 
     def _held(self, rows: list[int], slots: int) -> Block:
-        """The important tier's first `slots` slots as they are: `[len(rows), kv_heads, slots, width]`."""
+        """The fields of the important tier's first `slots` slots: `[len(rows), kv_heads, slots, width]`."""
         if not slots:
             return {}
         numbers = self.sequences.tables[0].numbers(self.mass.device)[row_index(rows, self.mass.device)]
@@ -237,7 +238,7 @@ class BudgetStore(BudgetScores):
         }
 
     def _slots(self) -> int:
-        """Slots of whole pages that the important tier of any row uses."""
+        """How many slots, in whole pages, the important tier of the longest row uses."""
         used = [self.sequences.held(row, length)[0] for row, length in enumerate(self.sequences.lengths)]
         return -(-max(used, default=0) // TIER_PAGE_TOKENS) * TIER_PAGE_TOKENS
 
@@ -246,11 +247,11 @@ class BudgetStore(BudgetScores):
             self.mass = torch.nn.functional.pad(self.mass, (0, slots - self.mass.shape[2]))
 
     def fit_rows(self) -> None:
-        """The mass."""
+        """Resizes the mass."""
         self._resize(self._slots())
 
     def footprint(self) -> Footprint:
-        """Also the mass."""
+        """Bytes as in `TieredStore`, plus the mass."""
         weight = super().footprint()
         rows = len(self.sequences.lengths)
         weight.kinds["saliency"] += rows * self.numbers * self.heads * self._slots() * 4
@@ -259,5 +260,5 @@ class BudgetStore(BudgetScores):
         return weight
 
     def growth(self) -> list[float]:
-        """Everything goes one tier down in the end."""
+        """In the long run every new token pushes one token into the tier below."""
         return [0.0, 1.0]

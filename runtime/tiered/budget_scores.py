@@ -1,4 +1,4 @@
-"""What the tokens of a budget weigh: which queries count, and what is kept of their attention."""
+"""Scores of the tokens in a budget: which queries count, and what is kept of the attention that tokens get."""
 
 from abc import abstractmethod
 from typing import Any
@@ -20,14 +20,15 @@ from calib.runtime.tiered.store import TieredStore
 
 
 class BudgetScores(TieredStore):
-    """`mass [rows, numbers x kv_heads, slots]` float32: what the saliency has kept of each important token's attention since it
-    came, behind that how many rows have seen it where scores depend on it; nothing where the newest tokens fill the budget.
+    """`mass [rows, numbers x kv_heads, slots]` float32: the attention mass that the saliency has kept for each important token
+    since it arrived; behind it, where scores depend on it (`numbers` is 2), how many queries have seen the token. `numbers` is
+    0 without a saliency, where the newest tokens fill the budget.
 
-    Of a prompt the probes count; of a later forward all queries, or the newest. A decode step has one query, whose probabilities
-    are there anyway, and a token must have been seen when it leaves the newest ones: probe steps would save nothing and leave
-    tokens without a score.
+    In a prompt only probe queries count; in a later forward all queries, or the newest. A decode step has one query, whose
+    probabilities are computed anyway. Probing only some steps would save nothing, and could leave tokens without a score when
+    they leave the ring.
 
-    `policies [rows, kv_heads]` uint8: of `FastGen`, what each head has chosen.
+    `policies [rows, kv_heads]` uint8: the policy that each head has chosen (`FastGen`).
     """
 
     def __init__(
@@ -46,21 +47,21 @@ class BudgetScores(TieredStore):
 
     @property
     def observes(self) -> bool:
-        """Also to measure a transform by the queries."""
+        """Whether saliency needs attention, or a transform is measured from queries."""
         return self.saliency is not None or self.measures_queries
 
     @property
     def needs_positions(self) -> bool:
-        """Where scores tie the earlier token stays."""
+        """True: where scores tie, the earlier token stays."""
         return True
 
     @property
     def asks_ids(self) -> bool:
-        """Whether a token's id decides what it weighs."""
+        """Whether scores depend on token ids."""
         return isinstance(self.saliency, FastGen) and bool(self.saliency.special_ids)
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """As the strategy says for a prompt; without one every query, or the newest ones."""
+        """The probes of the plan's strategy; without one all queries, or the newest of them."""
         if self.saliency is None:
             return torch.arange(0)
         if self.plan.probes is not None:
@@ -68,7 +69,8 @@ class BudgetScores(TieredStore):
         return torch.arange(length)[-(self.saliency.newest or length) :]
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """The same queries, and all or the newest of rows that hold tokens already, on the important tier and the new tokens."""
+        """The probes of rows that begin, and all or the newest queries of other rows, observed on the important tier and new
+        tokens."""
         if self.saliency is None:
             return None
         count, newest = forward.counts[rows.start], self.saliency.newest
@@ -83,7 +85,7 @@ class BudgetScores(TieredStore):
         return Observed(True, upload(looked, looked.dtype, device)[:, :, None])
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """Also chooses a policy for each KV head of a row that begins."""
+        """Attention as in `TieredStore`; for `FastGen` it also chooses a policy for each KV head of a row that begins."""
         output = super().attend(request)
         if request.observe and isinstance(self.saliency, FastGen):
             for i, row in enumerate(request.rows):
@@ -105,7 +107,7 @@ class BudgetScores(TieredStore):
         )
 
     def _special(self, forward: Forward, rows: list[int]) -> Tensor:
-        """Which of the tokens that rows of equal length bring are special: bool `[len(rows), 1, n]`."""
+        """Which of the new tokens of rows of equal length are special: bool `[len(rows), 1, n]`. ValueError without token ids."""
         assert isinstance(self.saliency, FastGen)
         if forward.ids is None:
             raise ValueError(
@@ -120,7 +122,7 @@ class BudgetScores(TieredStore):
         return (ids[:, None, :, None] == special).any(-1)
 
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Of all KV heads together where they share one set."""
+        """The mass as in `TieredStore`, summed over all KV heads where they share one set."""
         parts = super().seen_by(rows, count)
         if not self.plan.shared_across_heads:
             return parts
@@ -128,8 +130,9 @@ class BudgetScores(TieredStore):
         return held, fresh
 
     def observed(self, forward: Forward, rows: list[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What a forward adds to `mass` of held tokens and what it is of the new ones, at `positions [len(rows), 1, n]` of rows of
-        equal length: `[len(rows), numbers x kv_heads, slots or n]`."""
+        """What a forward adds to `mass` of held tokens, and the `mass` of the new ones at `positions [len(rows), 1, n]`, for
+        rows of equal
+        length: `[len(rows), numbers x kv_heads, slots or n]` each."""
         count = positions.shape[2]
         if self.saliency is None:
             return self.mass.new_zeros(len(rows), 0, 0), self.mass.new_zeros(len(rows), 0, count)
@@ -147,7 +150,7 @@ class BudgetScores(TieredStore):
             held, fresh = self.saliency.weighed(policies, held, fresh, positions, special)
         if not self.saliency.counts_rows:
             return held, fresh
-        seen = torch.arange(count, 0, -1, device=fresh.device)[None]  # each token by those from its own on
+        seen = torch.arange(count, 0, -1, device=fresh.device)[None]  # a token is seen from its own query on
         if begins and self.plan.probes is not None:
             of_rows = torch.stack([self._seen_in_prompt(forward, row, count) for row in rows])
             seen = upload(of_rows, torch.int64, fresh.device)
@@ -155,21 +158,21 @@ class BudgetScores(TieredStore):
         return torch.cat([held, numbers[0]], 1), torch.cat([fresh, numbers[1]], 1)
 
     def _seen_in_prompt(self, forward: Forward, row: int, count: int) -> Tensor:
-        """How many probe rows see each token of a prompt, those at its position and behind: int64 `[count]` on the host."""
+        """How many probes see each token of a prompt, those at its position and later: int64 `[count]` on the host."""
         probes = self.shown.probes.get(row)
         if probes is None:
             probes = self.prompt_probes(row, count, self._ids(forward, row))
         return len(probes) - torch.searchsorted(probes, torch.arange(count))
 
     def of_numbers(self, index: Tensor) -> Tensor:
-        """An index of tokens `[rows, kv_heads, ...]` as one of `mass [rows, numbers x kv_heads, ...]`."""
+        """Converts indices of tokens `[rows, kv_heads, ...]` to indices into `mass [rows, numbers x kv_heads, ...]`."""
         return index if self.numbers == 1 else torch.cat([index] * self.numbers, 1) if self.numbers else index[:, :0]
 
     def scores(self, mass: Tensor) -> Tensor:
-        """What tokens of this `mass [..., numbers x kv_heads, tokens]` are worth: `[..., kv_heads, tokens]`."""
+        """The scores of tokens with this `mass [..., numbers x kv_heads, tokens]`: `[..., kv_heads, tokens]`."""
         assert self.saliency is not None
         return self.saliency.scores(mass[..., : self.heads, :], mass[..., -self.heads :, :])
 
     @abstractmethod
     def _resize(self, slots: int) -> None:
-        """Room for the mass of so many slots."""
+        """Resizes `mass` to `slots` slots."""

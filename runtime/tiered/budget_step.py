@@ -1,4 +1,4 @@
-"""A decode step of a budget of important tokens, in numbers: which slots change, and of which rows."""
+"""A decode step of a budget of important tokens, as index tensors: which slots change, and in which rows."""
 
 from functools import partial
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from calib.runtime.tiered.sequence_state import TieredSequenceState
 
 
 class BudgetStep(NamedTuple):
-    """One token for each row.
+    """The slots that one new token for each row changes; int64 `[rows]`.
 
-    `ring` is its slot, `free` where the token that leaves the ring goes while slots are free, `first` and `last` the heavy slots
-    that it contests for, int64 `[rows]`. The budget of the `contested` rows is full (`rows` on the device; None: of all or of
-    none), and who loses goes to page and slot `below`.
+    `ring` is the new token's slot. `free` is where the token that leaves the ring goes while heavy slots are free; [`first`,
+    `last`) are the heavy slots that it competes for afterwards. The budgets of the `contested` rows are full (`rows` is their
+    tensor, or None if they are all rows or none); tokens that lose there are written to page and slot `below`.
     """
 
     ring: Tensor
@@ -35,7 +35,7 @@ class BudgetStep(NamedTuple):
         demotes: bool,
         device: torch.device,
     ) -> "BudgetStep":
-        """The step of a forward; who loses goes to a tier below where it `demotes`."""
+        """The step of a forward; where it `demotes`, tokens that lose go to a tier below."""
         sizes = [tiering.sizes(sequences.prompt(row)) for row in range(len(forward.before))]
         contested = [
             row for row, (length, size) in enumerate(zip(forward.before, sizes, strict=True)) if length >= sum(size)
@@ -45,7 +45,7 @@ class BudgetStep(NamedTuple):
             return [length % recent if recent else 0 for length, (_, recent) in zip(step.before, sizes, strict=True)]
 
         def free(step: Forward) -> list[int]:
-            # A ring that is not full takes the token where it stands; then the heavy slots fill up, in order.
+            # While the ring is not full the new token stays in its ring slot; then the heavy slots are filled in order.
             return [
                 own if length < recent or length >= heavy + recent else length
                 for own, length, (heavy, recent) in zip(ring(step), step.before, sizes, strict=True)
@@ -83,5 +83,5 @@ class BudgetStep(NamedTuple):
         )
 
     def of_contested(self, part: Tensor) -> Tensor:
-        """Of a tensor with a row for each the contested ones'."""
+        """The contested rows of a tensor with one row for each batch row."""
         return part if self.rows is None else part[self.rows]

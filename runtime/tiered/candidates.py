@@ -1,4 +1,4 @@
-"""New tokens and the important ones they compete with, side by side."""
+"""New tokens together with the important tokens that they compete with."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from calib.runtime.paging.field import Block
 
 @dataclass
 class Candidates:
-    """New tokens of rows of equal length, and the important ones that they meet.
+    """New tokens of rows of equal length, and the important tokens that they compete with.
 
-    Candidate i < `slots` lies in slot i of the important tier and is in `held`; the others are the new tokens, of which
-    the first is token `before` of its row. `positions` are `[rows, kv_heads, slots + n]`, and `mass` as a `BudgetScores` has it.
+    Candidate i < `slots` is in slot i of the important tier, with its fields in `held`; the others are the new tokens, the
+    first of which has position `before`. `positions` are `[rows, kv_heads, slots + n]`, and `mass` as in `BudgetScores`.
     """
 
     rows: list[int]
@@ -25,15 +25,15 @@ class Candidates:
     held: Block
 
     def is_new(self, index: Tensor) -> Tensor:
-        """bool `[..., 1]` of candidates `index [rows, kv_heads, m]`."""
+        """Whether candidates `index [rows, kv_heads, m]` are new: bool `[..., 1]`."""
         return (index >= self.slots)[..., None]
 
     def new(self, index: Tensor, tokens: Tensor) -> Tensor:
-        """Those of new `tokens [rows, kv_heads, n, width]`; for a candidate that is not new, any."""
+        """New `tokens [rows, kv_heads, n, width]` at candidates `index`; undefined for candidates that are not new."""
         return _gathered((index - self.slots).clamp(min=0), tokens)
 
     def old(self, index: Tensor, tokens: Tensor) -> Tensor:
-        """Those of held `tokens [rows, kv_heads, slots, width]`; for a candidate that is new, any."""
+        """Held `tokens [rows, kv_heads, slots, width]` at candidates `index`; undefined for candidates that are new."""
         return _gathered(index.clamp(max=self.slots - 1), tokens)
 
 

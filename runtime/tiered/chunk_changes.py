@@ -1,4 +1,4 @@
-"""What a forward does to windows of incomplete chunks: whose chunk goes on, and which rows are taken in together."""
+"""What a forward does to the windows of incomplete chunks: which rows only append a token, and which are encoded together."""
 
 from bisect import bisect_left
 from collections.abc import Hashable
@@ -13,9 +13,12 @@ from calib.runtime.tiered.sequence_state import TieredSequenceState
 
 
 class ChunkChanges(NamedTuple):
-    """The `most` slots in use before or behind the forward and those `left` behind it, of all rows of the `batch`; rows of which a
-    chunk is `going_on` by one token, as a tensor of `rows` where they differ or are not all, and the `slots` of these tokens; and
-    the `others` in groups of `_groups`."""
+    """Window slots before and after a forward, and the rows by what happens to them.
+
+    `most` is the largest number of slots in use before or after the forward, `left` that after it, `batch` the number of rows.
+    In the rows `going_on` one token is appended to a chunk that stays incomplete, in `slots`; `rows` is their tensor where
+    slots differ or they are not all rows. The `others` are grouped as `_groups` says.
+    """
 
     most: int
     left: int
@@ -29,7 +32,7 @@ class ChunkChanges(NamedTuple):
     def of(
         forward: Forward, sequences: TieredSequenceState, tiering: RatioTiers, device: torch.device
     ) -> "ChunkChanges":
-        """Those of a forward; worked out by the first layer that asks."""
+        """The changes of a forward; computed by the first layer that asks."""
         key = (ChunkChanges, device)
         if key not in forward.readings:
             forward.readings[key] = _changes(forward, sequences, tiering, device)
@@ -37,7 +40,8 @@ class ChunkChanges(NamedTuple):
         return found
 
     def slots_of(self, rows: range) -> Tensor | int | None:
-        """Of `rows` whose chunks all go on where their tokens belong, int64 `[rows, 1, 1]` or one for all; None of others."""
+        """The slots of the new tokens of `rows`, if the chunks of all of them go on: int64 `[rows, 1, 1]` or one number; else
+        None."""
         first = bisect_left(self.going_on, rows.start)
         own = slice(first, first + len(rows))
         if self.going_on[own] != list(rows):
@@ -70,8 +74,8 @@ def _changes(
 
 
 def _groups(forward: Forward, sequences: TieredSequenceState, tiering: RatioTiers, step: bool) -> list[list[int]]:
-    """Rows whose tokens are taken in together: those that hold equally much behind prompts of one length; in a `step` also those
-    whose blocks are complete with it, whatever lies before them."""
+    """Groups of rows whose tokens are stored together: rows of equal length with prompts of equal length. In a decode `step`,
+    rows whose block becomes complete are also grouped, whatever their lengths."""
     groups: dict[Hashable, list[int]] = {}
     for number, rows in enumerate(sequences.equal_length_groups(forward)):
         held, prompt = forward.before[rows[0]], sequences.prompt(rows[0])

@@ -1,8 +1,8 @@
-"""Tokens stay exact until their chunk is complete; then its salient tokens go to the first tier, and so on (ZipCache). Sinks
-stay exact for ever.
+"""Tokens stay exact until their chunk is complete; then its most salient tokens are encoded in the first tier, the others in the
+following ones (ZipCache). Sinks stay exact for ever.
 
-A chunk is the prompt, or a block of later tokens. Its tokens' mass comes from probe rows within it; nothing that is
-encoded is ever touched again.
+A chunk is the prompt, or a block of later tokens. The mass of its tokens comes from probe queries within it. Encoded tokens
+never change again.
 """
 
 import warnings
@@ -32,7 +32,7 @@ from calib.runtime.tiered.store import TieredStore
 
 
 class ChunkStore(TieredStore):
-    """The window holds the sinks and then the incomplete chunk; `mass [rows, kv_heads, slots]` what probes saw of its tokens."""
+    """The window holds the sinks, then the incomplete chunk; `mass [rows, kv_heads, slots]` is what probes gave to these tokens."""
 
     of_rows = ("mass",)
 
@@ -45,7 +45,8 @@ class ChunkStore(TieredStore):
         self.probes = ChunkProbes(own, self.tiering)
         if self.observes:
             sequences.probe_rows.add(context.layer, own)
-        # Blocks that a forward completes are encoded as one, where nothing is shared or ranked within each.
+        # Consecutive complete blocks can be encoded as one, if their tokens share no parameters and are not ranked within each
+        # block.
         in_order = self.tiering.slots_from is not None and not self.observes
         self.joins_blocks = in_order and all(tier.encodes_any_number for tier in plan.tiers)
         longest, room = self.tiering.longest(), sequences.keeps_room
@@ -53,7 +54,8 @@ class ChunkStore(TieredStore):
         self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
 
     def prepare(self, forward: Forward) -> None:
-        """Also room in the rows' parameters for the longest first chunk, and in the window where every row's chunk goes on."""
+        """Also makes room for the rows' parameters of the longest first chunk, and in windows that a decode step only appends
+        to."""
         if self.sequences.row_params is not None:
             firsts = [
                 self.tiering.first(self.sequences.prompt(row))
@@ -72,23 +74,23 @@ class ChunkStore(TieredStore):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether a key must be rotated to its position."""
+        """Whether tiers must keep positions: keys before RoPE are rotated to them, and they do not follow from slots."""
         return self.plan.before_rope and self.plan.tiering.slots_from is None
 
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """Also nothing of the sinks, which nobody ranks."""
+        """Mass as in `TieredStore`, with 0 for the sinks, which are never ranked."""
         held, fresh = super().seen_by(rows, count)
         if self.tiering.sinks:
             held[:, :, : self.tiering.sinks].zero_()
         return held, fresh
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """See `ChunkProbes.of_prompt`."""
+        """The probes of a prompt, int64 on the host (`ChunkProbes.of_prompt`)."""
         return self.probes.of_prompt(length, ids)
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """Probe rows, and of each the tokens of its own chunk."""
-        if forward.of_block:  # whoever is a probe: what the first layer works out is there for all
+        """Observes probe queries, each on the tokens of its own chunk."""
+        if forward.of_block:  # probes or not: what the first layer computes is shared by all
             assert self.windows is not None
             found = self._watched(forward, rows, self.windows[0].tokens.shape[2], device)
             return found if forward.graph_inputs is not None or any(self._are_probes(forward, rows)) else None
@@ -106,7 +108,7 @@ class ChunkStore(TieredStore):
         width = max(self.tiering.exact(before, prompt) for before, _, prompt in spans)
         chunks = torch.full((len(rows), width + len(probes[0])), -1)
         for own, (before, after, prompt) in zip(chunks, spans, strict=True):
-            exact = self.tiering.exact(before, prompt)  # sinks are counted for nothing, whichever their chunk
+            exact = self.tiering.exact(before, prompt)  # sinks get no mass, whichever their chunk
             starts = torch.tensor([self.tiering.chunk_of(p, prompt).start for p in range(before - exact, after)])
             own[:exact], own[width:] = starts[:exact], starts[exact:]
         return Observed(
@@ -114,9 +116,9 @@ class ChunkStore(TieredStore):
         )
 
     def _watched(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Observed:
-        """The window and the new token, for the rows whose one query is a probe."""
+        """Observes the window and the new token, in the rows whose one query is a probe."""
         probe_rows, key = self.sequences.probe_rows, ("watched", rows, slots, device)
-        if key not in forward.readings:  # of every layer, by the first
+        if key not in forward.readings:  # for every layer, computed by the first
             flags = forward.tensor(
                 f"probes among {rows}", lambda step: b"".join(self._probes_of_step(step, rows)), device, torch.uint8
             )
@@ -126,8 +128,8 @@ class ChunkStore(TieredStore):
         return Observed(False, weights, self._into(forward, rows, device))
 
     def _into(self, forward: Forward, rows: range, device: torch.device) -> MassSlots | None:
-        """Where a step's mass is added by the kernel that sums it; None where a chunk of the `rows` is complete with the step, and
-        encoded together with its mass."""
+        """The mass slots to which the kernel adds a step's mass at once. None where the step completes a chunk of any of the
+        `rows`: that chunk is encoded together with its mass."""
         key = ("slots of new tokens", rows, device)
         if key not in forward.readings:  # the same for every layer
             forward.readings[key] = ChunkChanges.of(forward, self.sequences, self.tiering, device).slots_of(rows)
@@ -138,14 +140,14 @@ class ChunkStore(TieredStore):
         return MassSlots(mass, self.tiering.sinks, slots)
 
     def _are_probes(self, step: Forward, rows: range) -> list[int]:
-        """For each of the `rows` 1 where its one new query is a probe of this layer."""
+        """For each of the `rows` 1 if its one new query is a probe of this layer, else 0."""
         number = self.sequences.probe_rows.number_of(self.context.layer)
         return [of_layers[number] for of_layers in self._probes_of_step(step, rows)]
 
     def _probes_of_step(self, step: Forward, rows: range) -> list[bytes]:
-        """For each of the `rows` a byte for every layer: 1 where its one new query is a probe."""
+        """For each of the `rows` one byte per layer: 1 if its one new query is a probe."""
         key = ("probes", rows)
-        if key not in step.readings:  # worked out by the first layer
+        if key not in step.readings:  # computed by the first layer
             before, prompts, own = step.before, self.sequences.prompts, slice(rows.start, rows.stop)
             tokens = zip(before[own], prompts[own], strict=True)
             step.readings[key] = self.sequences.probe_rows.at(tokens, self.tiering.chunk_of)
@@ -153,7 +155,7 @@ class ChunkStore(TieredStore):
         return found
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`: of steps for which the window has as much memory as it needs before, within and behind them."""
+        """As `Store.graph_key`; a key only for steps before, during and after which the window has the memory that it needs."""
         assert self.windows is not None
         before, after = self.sequences.slots(forward)
         slots, allocated, left = self.windows[0].tokens.shape[2], self.windows[0].allocated, max(after.exact)
@@ -169,17 +171,17 @@ class ChunkStore(TieredStore):
         return any(map(le, after.exact, before.exact))
 
     def branch(self, forward: Forward) -> Hashable:
-        """See `Store.branch`: whether any row's query is a probe."""
+        """As `Store.branch`: whether any row's query is a probe."""
         if not self.observes:
             return False
-        if "watching layers" not in forward.readings:  # worked out by the first that asks
+        if "watching layers" not in forward.readings:  # computed by the first layer that asks
             of_rows = self._probes_of_step(forward, range(len(forward.before)))
             forward.readings["watching layers"] = [any(own) for own in zip(*of_rows, strict=True)]
         found: bool = forward.readings["watching layers"][self.sequences.probe_rows.number_of(self.context.layer)]
         return found
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Complete chunks into tiers, the rest into the window."""
+        """Encodes complete chunks into tiers, and writes the other tokens to the window."""
         if self.extremes:
             self.settle()
         changes = ChunkChanges.of(forward, self.sequences, self.tiering, keys.device)
@@ -192,7 +194,7 @@ class ChunkStore(TieredStore):
         self.shown.clear()
 
     def _append(self, changes: ChunkChanges, keys: Tensor, values: Tensor) -> None:
-        """One token each for the rows whose chunk goes on. Of mass only what was not added at once is there: `_into`."""
+        """Appends one token to the rows whose chunk goes on. Adds the step's mass, unless the kernel did it at once (`_into`)."""
         assert self.windows is not None
         put_tokens(
             [
@@ -209,7 +211,7 @@ class ChunkStore(TieredStore):
         self.mass[index, :, position] += fresh[index, :, 0]
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Tokens of a group of rows, `[len(rows), kv_heads, n, D]`."""
+        """Stores tokens of a group of rows, `[len(rows), kv_heads, n, D]`."""
         assert self.windows is not None
         before, after, prompt = forward.before[rows[0]], forward.after[rows[0]], self.sequences.prompt(rows[0])
         start, stop = self.tiering.complete(before, prompt), self.tiering.complete(after, prompt)
@@ -222,7 +224,7 @@ class ChunkStore(TieredStore):
             earlier = self.mass[row_index(rows, self.mass.device), :, :exact].clone()
             earlier[:, :, : held.shape[2]] += held[:, :, :exact]
             mass = torch.cat([earlier, mass], 2)
-        at = sinks  # where the next chunk's tokens for the tiers begin
+        at = sinks  # index of the next chunk's first token to encode
         while start < stop:
             chunk = self.tiering.chunk_of(start, prompt)
             if self.joins_blocks and chunk.start > sinks:
@@ -247,7 +249,8 @@ class ChunkStore(TieredStore):
             self.mass[index, :, left:] = 0
 
     def _left(self, tokens: Tensor, stop: int) -> Tensor:
-        """Of `[rows, kv_heads, n, ...]` what stays once those before `stop` are encoded: the sinks and the rest."""
+        """What stays of `[rows, kv_heads, n, ...]` when tokens before `stop` are encoded: the sinks and the tokens from `stop`
+        on."""
         return torch.cat([tokens[:, :, : self.tiering.sinks], tokens[:, :, stop:]], 2)
 
     def _encode(
@@ -259,7 +262,7 @@ class ChunkStore(TieredStore):
         values: Tensor,
         mass: Tensor | None,
     ) -> None:
-        """A chunk of each row, all equally long; `[len(rows), kv_heads, n, D]`."""
+        """Encodes one chunk of each row, all equally long, `[len(rows), kv_heads, n, D]`."""
         if self.plan.measured is not None and max(chunk.stop for chunk in chunks) > self.plan.measured:
             warnings.warn(
                 f"keys are coded beyond position {self.plan.measured}, where nothing was measured of them, and will be far off; "
@@ -282,10 +285,10 @@ class ChunkStore(TieredStore):
                     self.dictionaries[role].sample(rows, tokens)
         offset = 0 if first else self.tiering.separate_prompt_tiers
         counts = self.tiering.counts(len(chunks[0]))[: self.plan.kinds]
-        # Without scores there is one tier, for all.
+        # Without scores there is one tier for all tokens.
         of_tiers = [None] * len(counts) if scores is None else divided(scores, counts)
         for number, (count, chosen) in enumerate(zip(counts, of_tiers, strict=True), offset):
-            if first:  # a tier that is empty now and gains tokens later takes the numbers of the whole chunk
+            if first:  # an empty tier that gets tokens later takes the parameters of the whole chunk
                 for role, tokens in (("keys", keys), ("values", values)):
                     self.measure(rows, role, tokens, number, chosen if count else None)
             if count:
@@ -298,8 +301,8 @@ class ChunkStore(TieredStore):
                 tier.write(rows, runs, keys, values, positions, self.sequences.row_params, order=chosen)
 
     def _seeing(self, rows: list[int], forward: Forward, chunks: list[range], device: torch.device) -> Tensor:
-        """How many probes see each token: int64 `[len(rows) or 1, 1, n]`."""
-        # Rows of equal length have probes in the same positions, unless they go by what each row says.
+        """How many probes see each token of the chunks: int64 `[len(rows) or 1, 1, n]`."""
+        # Rows of equal length have the same probe positions, unless these depend on token ids.
         asked = rows if forward.ids is not None or len(set(chunks)) > 1 else rows[:1]
         observed = self.shown.probes
         seen = [
@@ -309,7 +312,7 @@ class ChunkStore(TieredStore):
         return upload(torch.stack(seen), torch.int64, device)[:, None]
 
     def _runs(self, rows: list[int], forward: Forward, number: int, chunks: list[range]) -> TokenRuns:
-        """Where a tier's tokens of these chunks go; the same for every layer."""
+        """The slots of a tier that tokens of these chunks are written to; the same for every layer."""
         key = (TokenRuns, number, *rows, chunks[0])
         if key not in forward.readings:
             held = [
@@ -325,11 +328,11 @@ class ChunkStore(TieredStore):
             window.resize(slots)
 
     def fit_rows(self) -> None:
-        """The window."""
+        """Resizes the window."""
         self._resize(self.window_slots())
 
     def footprint(self) -> Footprint:
-        """Also the window and the mass."""
+        """Bytes as in `TieredStore`, plus the window and the mass."""
         assert self.windows is not None
         weight = super().footprint()
         rows = len(self.sequences.lengths)
@@ -339,7 +342,7 @@ class ChunkStore(TieredStore):
         return weight
 
     def growth(self) -> list[float]:
-        """A block's shares, in the tiers that blocks go to."""
+        """The share of a block's tokens that goes to each tier that blocks use."""
         return [0.0] * self.tiering.separate_prompt_tiers + [
             n / self.tiering.block for n in self.tiering.counts(self.tiering.block)
         ]

@@ -1,4 +1,4 @@
-"""What the forward under way has shown of its tokens, until it is stored."""
+"""What attention has shown about the tokens of the current forward, kept until the forward is stored."""
 
 import torch
 from torch import Tensor
@@ -9,18 +9,18 @@ from calib.runtime.device.row_index import row_index
 
 
 class ForwardStats:
-    """By the rows that were attended together: what was `seen` of held and new tokens, and the `queries` themselves."""
+    """Keyed by the rows attended together: `seen`, the mass of held and new tokens, and the `queries` themselves."""
 
     def __init__(self) -> None:
         self.seen: dict[range, AttentionStats] = {}
         self.queries: dict[range, Tensor] = {}
-        self.probes: dict[int, Tensor] = {}  # the query rows of a row's prompt that were observed: int64 on the host
-        self.policies: dict[int, Tensor] = {}  # which policy each KV head of a row that begins has chosen
-        # Of keys and values, where a layer asked for those of its first forward.
+        self.probes: dict[int, Tensor] = {}  # by row: the positions of its prompt's observed queries, int64 on the host
+        self.policies: dict[int, Tensor] = {}  # by row that begins: the policy that each KV head has chosen
+        # Extremes of keys and values, where a layer needs those of its first forward.
         self.extremes: dict[str, Extremes] = {}
 
     def clear(self) -> None:
-        """The forward is stored."""
+        """Drops everything, after the forward is stored."""
         self.seen.clear()
         self.queries.clear()
         self.probes.clear()
@@ -28,7 +28,8 @@ class ForwardStats:
         self.extremes.clear()
 
     def of(self, rows: list[int], count: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mass on held slots `[len(rows), heads, slots]` and on the `count` new tokens, of `rows` of equal length; 0 if unseen."""
+        """Mass of held slots `[len(rows), heads, slots]` and of the `count` new tokens, for `rows` of equal length; 0 if not
+        observed."""
         for span, seen in self.seen.items():
             if len(span) == seen.new.shape[0] == len(rows) and rows[0] == span.start and rows[-1] == span.stop - 1:
                 return seen.held, seen.new
@@ -44,7 +45,7 @@ class ForwardStats:
         return held, new
 
     def queries_of(self, rows: list[int]) -> Tensor | None:
-        """The real queries of `rows`; None where none were kept, as nothing measured needs them."""
+        """The queries of `rows`, without padding; None where none were kept, because no measured transform needs them."""
         parts = []
         for span, query in self.queries.items():
             inside = [row - span.start for row in rows if row in span]

@@ -1,4 +1,4 @@
-"""Initial and local tokens, exact; of the blocks that leave the window nothing stays but some of their keys (InfLLM)."""
+"""Initial and local tokens stay exact; of blocks that leave the window only representative keys stay on the device (InfLLM)."""
 
 from typing import Any
 
@@ -21,9 +21,11 @@ from calib.runtime.tiered.store import TieredStore
 
 
 class LocalStore(TieredStore):
-    """The window holds the local tokens, slot i the i-th; `mass [rows, kv_heads, slots]` what the queries behind them saw.
+    """The window holds the local tokens in order; `mass [rows, kv_heads, slots]` is what later queries within a window gave
+    them.
 
-    `representatives [rows, kv_heads, blocks, r, D]` are keys in the model's dtype, before RoPE where the plan relocates.
+    `representatives [rows, kv_heads, blocks, r, D]` are keys in the model's dtype; they are before RoPE where the plan
+    relocates.
     """
 
     of_rows = ("mass", "representatives")
@@ -39,16 +41,17 @@ class LocalStore(TieredStore):
 
     @property
     def relocates(self) -> bool:
-        """Whether tokens before the window are met just before it."""
+        """Whether tokens before the window are attended at the position just before it."""
         return bool(self.plan.relocates)
 
     @property
     def observes(self) -> bool:
-        """What is attended decides which keys stand for a block."""
+        """True: attention decides which keys represent a block."""
         return True
 
     def cos_sin_to_blocks(self, forward: Forward, rows: range, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """What brings a query to where it meets keys before RoPE as if they stood just before the window."""
+        """cos and sin that rotate a query such that it scores keys before RoPE as if they were just before the window; None
+        without relocation."""
         if not self.relocates:
             return None
         assert self.context.rotation is not None
@@ -60,7 +63,7 @@ class LocalStore(TieredStore):
         return cos_sin
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """Every query; which tokens it counts for is said below."""
+        """All queries; `watch` and `_seen_of_prompt` say for which tokens each counts."""
         return torch.arange(length)
 
     @torch.no_grad()
@@ -80,7 +83,7 @@ class LocalStore(TieredStore):
         return AttentionStats(mass[:, :, :0], mass)
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """Every query, for the tokens that it follows within the window."""
+        """Observes every query, on the tokens that precede it by at most the window."""
         key = ("behind", rows, device)
         if key not in forward.readings:
             before = [forward.before[row] for row in rows]
@@ -94,7 +97,7 @@ class LocalStore(TieredStore):
         return Observed(False, forward.readings[key])
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Initial tokens to their tier, the others to the window, and out of it in whole blocks."""
+        """Stores initial tokens in their tier and the others in the window, which they leave in whole blocks."""
         if self.extremes:
             self.settle()
         held = [self.tiering.exact(n, 0) for n in forward.before]
@@ -112,7 +115,7 @@ class LocalStore(TieredStore):
         self.shown.clear()
 
     def _append(self, rows: list[int], held: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """One token each for `rows` that no block leaves."""
+        """Appends one token to each of `rows`, whose windows no block leaves."""
         assert self.windows is not None
         slots = [held[row] for row in rows]
         seen, fresh = self.seen_by(list(range(len(held))), 1)
@@ -126,7 +129,7 @@ class LocalStore(TieredStore):
         self.mass[index, :, at] = fresh[index, :, 0]
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Tokens of rows of equal length, `[len(rows), kv_heads, n, D]`."""
+        """Stores tokens of rows of equal length, `[len(rows), kv_heads, n, D]`."""
         assert self.windows is not None
         before, after = forward.before[rows[0]], forward.after[rows[0]]
         local = self.tiering.exact(before, 0)
@@ -135,7 +138,7 @@ class LocalStore(TieredStore):
         mass[:, :, : min(local, held.shape[2])] += held[:, :, :local]
         windows = (window.in_order(rows, 0, local) for window in self.windows)
         keys, values = (torch.cat(pair, 2) for pair in zip(windows, (keys, values), strict=True))
-        position = before - local  # of the first of them
+        position = before - local  # of the first of these tokens
         initial = max(0, min(after, self.tiering.initial) - position)
         if initial:
             first = (keys[:, :, :initial], values[:, :, :initial])
@@ -154,7 +157,7 @@ class LocalStore(TieredStore):
         )
 
     def _represent(self, rows: list[int], forward: Forward, span: range, keys: Tensor, mass: Tensor) -> None:
-        """Keeps the keys that stand for the blocks of a span of tokens, those with the most mass."""
+        """Keeps the representative keys of the blocks in a span of tokens: in each block those with the most mass."""
         size = self.tiering.block
         if self.relocates:
             assert self.context.rotation is not None
@@ -169,7 +172,7 @@ class LocalStore(TieredStore):
         self.representatives[index, :, first : first + found.shape[2]] = found.to(self.representatives.dtype)
 
     def _fit(self, blocks: int) -> None:
-        """Room for the representatives of so many blocks."""
+        """Makes room for the representatives of `blocks` blocks."""
         have = self.representatives
         if blocks > have.shape[2]:
             self.representatives = torch.cat(
@@ -187,29 +190,29 @@ class LocalStore(TieredStore):
         )
 
     def fit_rows(self) -> None:
-        """The window and the mass."""
+        """Resizes the window and the mass."""
         self._resize(self.window_slots())
 
     def restore(self, state: State) -> None:
-        """Also as many representatives as there are, one of every block that has left at least."""
+        """As `TieredStore.restore`, for any number of representatives that covers every block which has left the window."""
         shape = (*self.representatives.shape[:2], None, *self.representatives.shape[3:])
         found = fitting(branch(state, "of_rows"), "representatives", self.representatives.dtype, shape)
         self._fit(max(found.shape[2], *map(self.tiering.blocks, self.sequences.lengths)))
         super().restore(state)
 
     def footprint(self) -> Footprint:
-        """Also the window, the mass and the representatives."""
+        """Bytes as in `TieredStore`, plus the window, the mass and the representatives."""
         weight = super().footprint()
         assert self.windows is not None
         rows, slots = len(self.sequences.lengths), self.windows[0].allocated(self.window_slots())
         weight.kinds["window"] += slots * rows * self.heads * sum(self.widths) * self.itemsize
         weight.kinds["saliency"] += slots * rows * self.heads * 4
-        # As many blocks as any row ever had that is still there, or was when they were counted.
+        # As many blocks as any row has, or had when room was made.
         blocks, keys = self.representatives.shape[2:4]
         weight.marginal += keys * self.heads * self.widths[0] * self.itemsize / self.tiering.block
         weight.kinds["representatives"] += blocks * keys * rows * self.heads * self.widths[0] * self.itemsize
         return weight
 
     def growth(self) -> list[float]:
-        """Nothing in the long run but the representatives, which no tier holds."""
+        """No tier grows in the long run; only the representatives do, which are not in a tier."""
         return [0.0]

@@ -1,4 +1,4 @@
-"""What a method decides for a layer whose tokens are stored by importance."""
+"""The plan of a layer whose tokens are stored in tiers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -34,19 +34,21 @@ STORES: dict[type[Any], type[TieredStore]] = {
 
 @dataclass(frozen=True)
 class TieredPlan(Plan):
-    """Tiers best first, and how tokens come to them.
+    """Tiers, best first, and which tokens go to each.
 
     Args:
-        tiers: the stored ones; where `tiering` names one more, its tokens are evicted.
-        tiering: counts of every tier at any length.
-        saliency: what decides between tiers; None where the tiering needs no scores.
-        probes: which query rows are observed (`RatioTiers`); of a prompt (`HeavyHitterBudget`).
+        tiers: the stored tiers; where `tiering` has one more, its tokens are evicted.
+        tiering: how many tokens each tier holds, for any length.
+        saliency: the scores that decide between tiers; None where the tiering needs no scores.
+        probes: which queries are observed (`RatioTiers`), or which of a prompt's (`HeavyHitterBudget`).
         shared_across_heads: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
-        oracle_share: oracle eviction: the share of tokens that a query of a later forward attends to, the heaviest ones.
-        before_rope: keys are encoded as they were before RoPE, and rotated to their positions when attended (`RatioTiers` alone).
-        measured: positions at which what keys are coded by was measured; None: it holds at all (`RatioTiers` alone).
-        positions: every token's position in its row is kept, though neither the tiering nor a sliding window needs it.
-        representatives: keys that stand for a block that has left (`InitialAndWindow` alone).
+        oracle_share: oracle eviction: the share of tokens, those with the highest logits, that each query of a later forward
+            attends.
+        before_rope: keys are encoded as they were before RoPE, and rotated to their positions when attended (`RatioTiers` only).
+        measured: number of positions over which the keys' statistics were measured; beyond it a warning is given. None: valid
+            everywhere (`RatioTiers` only).
+        positions: whether every token's position is recorded, even if neither the tiering nor a sliding window needs it.
+        representatives: how many keys represent a block that has left the window (`InitialAndWindow` only).
     """
 
     tiers: tuple[TierPlan, ...]
@@ -62,81 +64,83 @@ class TieredPlan(Plan):
 
     @property
     def relocates(self) -> bool:
-        """Whether a tier is met at its position in the cache."""
+        """Whether a tier's tokens are attended at their positions in the cache instead of those in the text."""
         return any(tier.relocated for tier in self.tiers)
 
     @property
     def needs_rope(self) -> str | None:
-        """What to do where the model's RoPE is not one that can be followed; None where it need not be known."""
+        """The advice to give where the model's RoPE is not supported; None where RoPE need not be known."""
         if self.before_rope:
             return "use a method that keeps keys after RoPE, such as 'kivi'"
         return "use positions='original'" if self.relocates else None
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether probes are chosen by token id, or policies go by them."""
+        """Whether probes or policies depend on token ids."""
         special = isinstance(self.saliency, FastGen) and bool(self.saliency.special_ids)
         return special or (self.probes is not None and self.probes.strategy == "special")
 
     @property
     def lacks_special_ids(self) -> bool:
-        """Whether probes are special tokens, and nobody has said which those are."""
+        """Whether probes are special tokens whose ids are not set yet."""
         return self.probes is not None and self.probes.lacks_ids
 
     def with_special_ids(self, special_ids: tuple[int, ...]) -> "TieredPlan":
-        """The same with probes that know them."""
+        """The same plan with these ids as special tokens of its probes."""
         return self if self.probes is None else replace(self, probes=self.probes.with_ids(special_ids))
 
     @property
     def evicts(self) -> bool:
-        """By its tiering, or as the oracle does."""
+        """Whether tokens are evicted by the tiering, or hidden by the oracle."""
         return self.oracle_share is not None or self.tiering.evicts(self.kinds)
 
     @property
     def observes(self) -> bool:
-        """For saliency, or to choose representatives."""
+        """Whether attention is observed, for saliency or to choose representatives."""
         return self.saliency is not None or self.representatives > 0
 
     @property
     def joins_heads(self) -> bool:
-        """By a codec, or because all heads keep one set."""
+        """Whether a codec joins heads, or all heads keep one set of tokens."""
         return self.shared_across_heads or super().joins_heads
 
     @property
     def looked_at(self) -> Hashable:
-        """What of the attention decides: plans of the same are shown the same of the same tokens."""
+        """A key of everything by which attention decides: plans with equal keys observe the same for the same tokens."""
         budget = self.tiering if self.saliency is not None and self.saliency.by_budget else None
         return self.saliency, self.probes, self.tiering.shortest_chunk, budget
 
     @property
     def by_forwards(self) -> bool:
-        """Attention decides, tokens come in chunks, or atoms are sampled from the prompt."""
+        """Whether the split into forwards matters: attention decides, tokens are in chunks, or atoms are sampled from the
+        prompt."""
         sampled = any(codec.sampling is not None for codec in self.codecs())
         return self.observes or sampled or self.tiering.by_forwards
 
     @property
     def differs_in_prompt(self) -> bool:
-        """A budget that the prompt fixes, or segments, of which a prompt is one."""
+        """Whether a prompt takes other room: the prompt fixes the budget, or is a segment."""
         return self.tiering.fixed_by_prompt or any(tier.segments != "none" for tier in self.tiers)
 
     def with_positions(self) -> "TieredPlan":
-        """Every token's position in its row kept, where no order tells it."""
+        """The same plan, with every token's position recorded where it does not follow from the slot."""
         return replace(self, positions=True)
 
     def codecs(self) -> list[Codec]:
-        """Of every tier, keys before values."""
+        """The codecs of all tiers, keys before values."""
         return [stages.codec for tier in self.tiers for _, stages in tier.streams()]
 
     def pairs(self, context: LayerContext) -> list[TierPlan]:
-        """Every tier."""
+        """All tiers, with random stages seeded for this layer."""
         return list(self.with_seed(context).tiers)
 
     def recoded(self, change: Recoding) -> "TieredPlan":
-        """Every tier with other codecs."""
+        """The same plan with other codecs in every tier."""
         return replace(self, tiers=tuple(tier.recoded(change) for tier in self.tiers))
 
     def in_segments(self, first: Recoding, rest: Recoding) -> "TieredPlan | None":
-        """Tiers for the first chunk, a segment for each row, and others for the blocks, a page each."""
+        """The same plan with tiers for the first chunk, one segment per row, and others for the blocks, one page per block;
+        None without chunks."""
         if self.tiering.shortest_chunk is None:
             return None
         of_first, of_blocks = self.tiers[: self.kinds], self.tiers[-self.kinds :]
@@ -144,7 +148,7 @@ class TieredPlan(Plan):
         return replace(self, tiers=of_row).with_blocks([tier.recoded(rest) for tier in of_blocks])
 
     def with_blocks(self, tiers: Sequence[TierPlan]) -> "TieredPlan":
-        """Also these tiers, for the blocks behind the first chunk, a page for each block."""
+        """The same plan with `tiers` added for the blocks after the first chunk, one page per block and tier."""
         found = self.tiering.in_segments(len(tiers))
         assert found is not None, "there are no blocks"
         tiering, counts = found
@@ -157,13 +161,14 @@ class TieredPlan(Plan):
 
     @property
     def kinds(self) -> int:
-        """Tiers that differ in importance; where segments share numbers, each is there twice."""
+        """How many tiers differ in importance. Where segments share parameters, each is there twice: for the prompt and for
+        blocks."""
         return len(self.tiers) // 2 if any(tier.segments != "none" for tier in self.tiers) else len(self.tiers)
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Raises ValueError for groups that do not divide the head, or hold more tokens than are encoded together, for a
-        saliency of the newest queries where chunks are scored by probes, for one that goes by neighbours where tokens lie in
-        any order, and for special probes without their ids."""
+        """Raises ValueError for groups that do not divide the head or have more tokens than are encoded together; for a
+        saliency of the newest queries where probes score chunks; for one that uses neighbours where tokens are in any order;
+        and for special probes without their ids."""
         if self.lacks_special_ids:
             raise ValueError(
                 "probes='special' with special_ids=[]: give the ids, or the tokenizer that knows them: "
@@ -196,16 +201,16 @@ class TieredPlan(Plan):
                     )
 
     def sequences(self, layers: int, sliding: int | None) -> TieredSequenceState:
-        """A table of pages for each tier, and one of the parameters that a row's segment shares, where there are any."""
+        """The sequence state: a page table for each tier, and one for the rows' shared parameters where there are any."""
         row_params = any(tier.segments == "row" for tier in self.tiers)
         return TieredSequenceState(self.tiering, [tier.page_tokens for tier in self.tiers], layers, sliding, row_params)
 
     def open(self, keys: Tensor, values: Tensor, sequences: TieredSequenceState, context: LayerContext) -> TieredStore:
-        """The store of this tiering."""
+        """The store class of this tiering, opened with the first keys and values."""
         return STORES[type(self.tiering)](self.to(keys.device).with_seed(context), keys, values, sequences, context)
 
     def with_seed(self, context: LayerContext) -> "TieredPlan":
-        """The same, what draws drawing as this layer does."""
+        """The same plan, with random stages seeded by the cache's seed and the layer."""
 
         def there(stages: TierStages) -> TierStages:
             return replace(stages, codec=stages.codec.with_seed(context.seed, context.layer))
@@ -213,7 +218,7 @@ class TieredPlan(Plan):
         return self._mapped(there)
 
     def tables(self) -> list[Tensor]:
-        """Tensors of every stage."""
+        """The tensors of every stage."""
         parts = [part for tier in self.tiers for _, own in tier.streams() for part in (own.transform, own.codec)]
         return [table for part in (*parts, *self._predictions()) for table in tensors_of(part)]
 
@@ -221,7 +226,7 @@ class TieredPlan(Plan):
         return [tier.prediction for tier in self.tiers if tier.prediction is not None]
 
     def to(self, device: torch.device) -> "TieredPlan":
-        """The same with tables of its own on `device`."""
+        """The same plan with copies of its tables on `device`."""
 
         def there(stages: TierStages) -> TierStages:
             return TierStages(to_device(stages.transform, device), to_device(stages.codec, device))

@@ -1,4 +1,4 @@
-"""Which decoded tokens have probes for queries: drawn for every layer by itself, and asked for by all layers at once."""
+"""Which queries of decoded tokens are probes: drawn for each layer separately, and looked up for all layers at once."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -8,43 +8,43 @@ from torch import Tensor
 from calib.runtime.stages.saliency import Probes
 from calib.runtime.stages.seeded_rng import SeededRng
 
-MOST_BLOCKS = 1024  # whose probes are remembered
+MOST_BLOCKS = 1024  # blocks whose probes are cached
 NO_BLOCK = range(0)
 
 
 class LayerProbes(NamedTuple):
-    """What the probes of a layer follow from."""
+    """A layer's probe strategy and random number generator."""
 
     probes: Probes
     rng: SeededRng
 
     def of_block(self, block: range) -> tuple[bool, ...]:
-        """See `Probes.of_block`."""
+        """The probes of a block of decoded tokens, one bool for each (`Probes.of_block`)."""
         return self.probes.of_block(block.start, len(block), self.rng)
 
     def of_prompt(self, length: int, ids: Tensor | None) -> Tensor:
-        """See `Probes.of_prompt`; refuses special tokens where nobody gave their ids."""
+        """The probes of a prompt (`Probes.of_prompt`). Raises ValueError for special tokens without token ids."""
         if self.probes.strategy == "special" and ids is None:
             raise ValueError("probes='special' needs token ids: call the model with input_ids, not with inputs_embeds")
         return self.probes.of_prompt(length, self.rng, ids)
 
 
 class ProbeRows:
-    """The probes of blocks of decoded tokens in all layers that were added, in the order in which they first came."""
+    """The probes of blocks of decoded tokens in all layers, in the order in which the layers were added."""
 
     def __init__(self) -> None:
         self._layers: dict[int, LayerProbes] = {}
         self._order: dict[int, int] = {}
         self._of_blocks: dict[range, list[bytes]] = {}
-        # By the length of a row's prompt its newest block: consecutive tokens are in the same.
+        # By prompt length the newest block and its probes: consecutive tokens are in the same block.
         self._newest: dict[int, tuple[range, list[bytes]]] = {}
 
     def __len__(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return len(self._layers)
 
     def add(self, layer: int, own: LayerProbes) -> None:
-        """A layer by its number; one that opens again is the same."""
+        """Adds a layer by its number; a layer that is opened again keeps its index."""
         if self._layers.get(layer) != own:
             self._layers[layer] = own
             self._order.setdefault(layer, len(self._order))
@@ -52,12 +52,12 @@ class ProbeRows:
             self._newest.clear()
 
     def number_of(self, layer: int) -> int:
-        """Which in order a layer is."""
+        """The index of a layer in the order of addition."""
         return self._order[layer]
 
     def at(self, tokens: Iterable[tuple[int, int]], block_of: Callable[[int, int], range]) -> list[bytes]:
-        """For each of the `tokens`, by its position and how long its row's prompt was, a byte for every layer: 1 where its query is
-        a probe; `block_of` says which block such a token belongs to."""
+        """For each of the `tokens` (position, length of the row's prompt) one byte per layer: 1 if its query is a probe.
+        `block_of(position, prompt)` gives the token's block."""
         found, newest, none = list[bytes](), self._newest, (NO_BLOCK, list[bytes]())
         for position, prompt in tokens:
             block, probes = newest.get(prompt, none)
@@ -69,7 +69,7 @@ class ProbeRows:
         return found
 
     def _known(self, block: range) -> list[bytes]:
-        """Of each token of a block a byte for every layer; remembered."""
+        """For each token of a block one byte per layer; cached."""
         if block not in self._of_blocks:
             if len(self._of_blocks) > MOST_BLOCKS:
                 self._of_blocks.clear()

@@ -1,7 +1,7 @@
-"""A budget that is applied once, when the prompt ends (SnapKV): no token is moved, and none leaves, after that.
+"""A budget that is applied once, to the prompt (SnapKV): afterwards no token is moved or evicted.
 
-Slots of the only tier: what is kept of the prompt in the order of positions, then every later token as it comes. So neither a
-token's position nor its attention mass has to be kept.
+The slots of the only tier hold the kept tokens of the prompt in order of position, then every later token. So neither positions
+nor attention mass have to be kept.
 """
 
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ from calib.runtime.tiered.store import TieredStore
 
 
 class PromptBudgetStore(TieredStore):
-    """The prompt of a row is its first forward; its attention decides, that of later forwards is not observed."""
+    """The first forward of a row is its prompt, whose attention decides; later forwards are not observed."""
 
     saliency: Saliency
 
@@ -37,7 +37,7 @@ class PromptBudgetStore(TieredStore):
         return torch.arange(length)[-(self.saliency.newest or length) :]
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """The same queries, on the new tokens of rows that hold none yet."""
+        """The same queries, observed on the new tokens of rows that hold none yet."""
         if all(forward.before[row] for row in rows):
             return None
         count = forward.counts[rows.start]
@@ -45,22 +45,22 @@ class PromptBudgetStore(TieredStore):
         return Observed(False, looked.float()[None, :, None].expand(len(rows), -1, -1))
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`: every step writes one token."""
+        """As `Store.graph_key`; every decode step writes one token."""
         return self.shapes(forward)
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Of a prompt what the budget holds, of any later forward everything."""
+        """Stores the budget's share of a prompt, and every token of a later forward."""
         if self.extremes:
             self.settle()
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
-        elif forward.width:  # of drafts perhaps none was kept
+        elif forward.width:  # 0 where no draft was kept
             for rows in self.sequences.equal_length_groups(forward):
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
         self.shown.clear()
 
     def _step(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """One token for each row, all rows at once."""
+        """Stores one token for each row, all rows at once."""
         tier, table = self.tiers[0], self.sequences.tables[0]
 
         def at(part: int, step: Forward) -> list[int]:
@@ -76,7 +76,7 @@ class PromptBudgetStore(TieredStore):
         tier.pool.write_tokens(pages, slots, tier.encode(rows, keys, values, positions.expand(-1, self.heads, 1)))
 
     def _take_in(self, rows: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Any number of tokens of rows of equal length and prompt, `[len(rows), kv_heads, n, D]`."""
+        """Stores any number of tokens of rows of equal length and prompt, `[len(rows), kv_heads, n, D]`."""
         before, after = forward.before[rows[0]], forward.after[rows[0]]
         order = None
         if not before:
@@ -89,21 +89,21 @@ class PromptBudgetStore(TieredStore):
         self.tiers[0].write(rows, self.sequences.tables[0].runs(rows, first), keys, values, before, order=order)
 
     def _chosen(self, rows: list[int], prompt: int) -> Tensor:
-        """The positions that stay of prompts of so many tokens, rising: int64 `[len(rows), kv_heads, kept]`."""
+        """The positions that are kept of prompts of `prompt` tokens, ascending: int64 `[len(rows), kv_heads, kept]`."""
         mass = self.seen_by(rows, prompt)[1]
         if self.plan.shared_across_heads:
             mass = mass.sum(1, keepdim=True).expand_as(mass)
-        prefix = prompt - self.tiering.recent  # the others stay whatever they got, and lend their mass to nobody
+        prefix = prompt - self.tiering.recent  # recent tokens always stay, and are not pooled with the others
         positions = torch.arange(prompt, device=mass.device)
         seen = (prompt - positions).clamp(max=self.saliency.newest or prompt)
         scores = self.saliency.scores(mass[..., :prefix], seen[:prefix])
-        # Of equals, of which a pool makes many, the earlier stay.
+        # On ties, which pooling makes frequent, earlier tokens stay.
         heavy = top_k(scores, self.tiering.kept(prompt) - self.tiering.recent)
         return torch.cat([heavy, positions[prefix:].expand(len(rows), self.heads, -1)], -1)
 
     def fit_rows(self) -> None:
-        """Nothing: all is in pages."""
+        """Does nothing: all tokens are in pages."""
 
     def growth(self) -> list[float]:
-        """Every token stays."""
+        """Every later token stays in the tier."""
         return [1.0]

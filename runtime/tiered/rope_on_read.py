@@ -1,4 +1,4 @@
-"""Keys that are stored before RoPE: unrotated when they are encoded, and to their positions when they are attended."""
+"""RoPE of keys that are stored before RoPE: removed when they are encoded, applied again when they are attended."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ Span: TypeAlias = Callable[[int, int, torch.device], tuple[Tensor, Tensor]]
 
 
 def unrotated(forward: Forward, rotation: Rotation, keys: Tensor, chunks: list[range]) -> Tensor:
-    """Keys of the tokens of a chunk of each row, `[rows, kv_heads, n, D]`, as they were before RoPE, float32.
+    """Keys of a chunk of each row, `[rows, kv_heads, n, D]`, with RoPE removed, float32.
 
-    A token's position is its number in its row. A caller whose positions differ from that (position_ids of his own) has keys
-    unrotated less or more than RoPE turned them; the way forth is the same, so attention stays right.
+    A token's position is its index in its row. If a caller passes other position_ids, another rotation is removed than the
+    model applied; the same rotation is applied again on reading, so attention stays correct.
     """
     key = ("chunks", *((chunk.start, chunk.stop) for chunk in chunks), keys.device)
     if key not in forward.readings:
@@ -33,13 +33,13 @@ def unrotated(forward: Forward, rotation: Rotation, keys: Tensor, chunks: list[r
 
 @dataclass(frozen=True)
 class RopeOnRead:
-    """Brings decoded keys of a tile to where RoPE leaves them at their tokens' positions, in one forward."""
+    """Rotates the decoded keys of tiles to their tokens' positions, in one forward."""
 
     forward: Forward
     rotation: Rotation
 
     def rotated(self, keys: Tensor, tier: Tier, tile: Tile) -> Tensor:
-        """`[rows, kv_heads, tokens, D]`."""
+        """The keys of a tile, `[rows, kv_heads, tokens, D]`, rotated to their positions."""
         positions = tier.positions(tile.pages, tile.start, tile.stop)
         if isinstance(positions, slice):
             return Rotation.rotated(
@@ -48,7 +48,7 @@ class RopeOnRead:
         return Rotation.rotated(keys, *self.rotation.at(positions))
 
     def across(self, tier: Tier, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of a tile's tokens, tokens last: float32 `[r/2, tokens]`, or where rows or heads differ
+        """cos and sin of a tile's positions, with tokens last: float32 `[r/2, tokens]`, or where rows or heads differ
         `[rows, kv_heads or 1, r/2, tokens]`."""
         positions = tier.positions(tile.pages, tile.start, tile.stop)
         if isinstance(positions, slice):
@@ -58,7 +58,7 @@ class RopeOnRead:
 
 
 def tables_between(forward: Forward, rotation: Rotation, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What a kernel puts the cos and sin of the positions [start, stop) together from, as `Rotation.strided` gives it."""
+    """Tables from which a kernel combines cos and sin of the positions [start, stop), as `Rotation.strided` returns them."""
     return _between(forward, rotation.strided, start, stop, like)
 
 
@@ -68,7 +68,7 @@ def cos_sin_between(forward: Forward, rotation: Rotation, start: int, stop: int,
 
 
 def _between(forward: Forward, of: Span, start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Worked out by the first layer that asks."""
+    """The tensors of `of` for [start, stop); computed by the first layer that asks."""
     key = (of.__name__, start, stop, like.device)
     if key not in forward.readings:
         forward.readings[key] = of(start, stop, like.device)

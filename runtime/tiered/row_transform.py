@@ -1,4 +1,4 @@
-"""A stage whose numbers differ from row to row."""
+"""A transform whose parameters may differ from row to row."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,16 +15,16 @@ from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.to_device import tensors_of, to_device
 from calib.runtime.stages.transform import Measured
 
-# What tokens or queries are divided by: positive, and no smaller than a number of 16 bits, as all that is measured is; a scale of 0
-# is a channel of zeros, and divides nothing.
+# Parameters by which tokens or queries are divided. Those in a file must be positive and not smaller than a normal 16-bit
+# number, as measured ones are. A scale may be 0: its channel is zero, and nothing is divided by it.
 DIVISORS = frozenset({"half", "scale", "balance"})
 
 
 class RowTransform:
-    """A transform, and where it is measured its numbers for every row: tensors `[rows, kv_heads, 1, head_dim]`."""
+    """A transform; where it is measured, with parameters for every row, tensors `[rows, kv_heads, 1, head_dim]`."""
 
     def __init__(self, stage: Transform | Measured, like: Tensor, dtype: torch.dtype) -> None:
-        """`like [rows, kv_heads, any, head_dim]`; measured numbers are kept in `dtype`."""
+        """`like [rows, kv_heads, any, head_dim]` fixes the shape; measured parameters are kept in `dtype`."""
         self.dtype, self.device = dtype, like.device
         self.measured = stage.measured
         self._shape = (like.shape[0], like.shape[1], 1, like.shape[3])
@@ -33,7 +33,8 @@ class RowTransform:
 
     @cached_property
     def stage(self) -> Transform:
-        """Of all rows; neutral for those that nothing was measured of. Mostly all rows are measured before it is asked for."""
+        """The transform of all rows, neutral for rows that are not measured yet. Mostly all rows are measured before the first
+        access."""
         assert self.measured is not None
         return self.measured.neutral(torch.empty(self._shape, dtype=self.dtype, device=self.device))
 
@@ -53,7 +54,7 @@ class RowTransform:
         return self._mapped(lambda tensor: tensor[upload(rows, torch.int64, tensor.device)])
 
     def widen(self) -> None:
-        """Measured numbers in float32, before any was measured."""
+        """Keeps measured parameters in float32; called before any was measured."""
         if self.measured is not None:
             self.dtype = torch.float32
             self._change(torch.Tensor.float)
@@ -66,8 +67,8 @@ class RowTransform:
         order: Tensor | None = None,
         extremes: Tensor | None = None,
     ) -> None:
-        """Fits the transform of `rows` to their tokens `[len(rows), kv_heads, n, head_dim]`, or to those at `order [..., m]`, and
-        to their queries, `[len(rows), heads, n, head_dim]`. `extremes`: of all tokens, where they are known."""
+        """Fits the transform of `rows` to their tokens `[len(rows), kv_heads, n, head_dim]`, or to those at `order [..., m]`,
+        and to their queries `[len(rows), heads, n, head_dim]`. `extremes` are those of all tokens, where they are known."""
         assert self.measured is not None
         if not self._has_numbers and rows == list(range(self._shape[0])):
             self.stage = self.measured.measure(tokens, query, self.dtype, order, extremes=extremes)
@@ -88,7 +89,7 @@ class RowTransform:
             self._change(lambda tensor: tensor[sources.to(tensor.device)])
 
     def to(self, device: torch.device, stage: Transform | Measured) -> None:
-        """Moves its numbers; where nothing is measured, `stage` is the plan's, already there."""
+        """Moves the parameters to `device`; if nothing is measured, takes `stage`, the plan's, which is there already."""
         self.device = device
         if self.measured is None:
             self.stage = stage  # type: ignore[assignment]
@@ -96,12 +97,13 @@ class RowTransform:
             self.stage = to_device(self.stage, device)
 
     def state(self) -> State:
-        """The rows' numbers; nothing where none are measured."""
+        """The rows' parameters, for a file; empty where none are measured."""
         own = {name: value for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
         return {"dtype": named(self.dtype)} | own if self.measured else {}
 
     def restore(self, state: State) -> None:
-        """See `state`."""
+        """Restores the parameters from `state`. Raises StateError for another dtype or shape, and for divisors that are too
+        small."""
         if self.measured is None:
             return
         self.dtype = dtype_named(state.get("dtype"))
@@ -116,11 +118,11 @@ class RowTransform:
         self.stage = replace(self.stage, **found)  # type: ignore[type-var]
 
     def bytes(self) -> int:
-        """Of the rows' numbers, from shapes."""
+        """Bytes of the rows' parameters, from shapes."""
         return sum(t.numel() * t.element_size() for t in tensors_of(self.stage)) if self._has_numbers else 0
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes the numbers of all rows, where there are any yet."""
+        """Changes the parameters of all rows, where there are any yet."""
         if self._has_numbers:
             self.stage = self._mapped(change)
 

@@ -1,4 +1,4 @@
-"""Sequences whose tokens lie in tiers: a table of pages for each, filled alike by every layer and KV head."""
+"""Sequences whose tokens are in tiers: one page table for each tier, which all layers and KV heads fill alike."""
 
 from collections.abc import Hashable, Sequence
 from operator import add, sub
@@ -15,12 +15,12 @@ from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.stages.selection import NO_END, Tiering
 from calib.runtime.tiered.probe_rows import ProbeRows
 
-MOST_KNOWN = 4096  # lengths whose slots are remembered
+MOST_KNOWN = 4096  # lengths whose slots are cached
 
 
 class RowSlots(NamedTuple):
-    """What follows from the lengths of a row and of its prompt: slots in use of the stored tiers and of the exact window, and slots
-    and pages of every table."""
+    """What follows from the lengths of a row and of its prompt: slots in use of the stored tiers (`held`) and of the exact
+    window (`exact`), and slots (`filled`) and pages of every table."""
 
     held: list[int]
     exact: int
@@ -29,9 +29,11 @@ class RowSlots(NamedTuple):
 
 
 class BatchSlots(NamedTuple):
-    """Slots in use and pages of all rows, see `RowSlots`, and what each of the next `steps`, one token in every row, adds to them:
-    `held_grows` to the stored tiers (None: nothing in any row), `exact_grows` to the exact window. Pages stay the same. `tiers` say
-    where each row's token goes, see `NextTokens`."""
+    """The slots in use and pages of all rows (`RowSlots`), and how decode steps change them.
+
+    Each of the next `steps`, with one token in every row, adds `held_grows` to the stored tiers (None: nothing in any row) and
+    `exact_grows` to the exact window; pages stay the same. `tiers` says for each row where its token goes (`NextTokens`).
+    """
 
     held: list[list[int]]
     exact: list[int]
@@ -42,7 +44,7 @@ class BatchSlots(NamedTuple):
     steps: int
 
     def next(self) -> "BatchSlots":
-        """Behind one of these steps."""
+        """The slots after one of these steps."""
         held, grows = self.held, self.held_grows
         if grows is not None:
             held = [list(map(add, *of_row)) for of_row in zip(held, grows, strict=True)]
@@ -51,7 +53,7 @@ class BatchSlots(NamedTuple):
 
 
 class TieredSequenceState(SequenceState):
-    """Lengths, prompts and pages. Which tokens a slot holds differs by layer and head; how many slots are in use does not."""
+    """Lengths, prompts and pages. Which token is in a slot differs by layer and head; how many slots are in use does not."""
 
     def __init__(
         self,
@@ -61,26 +63,27 @@ class TieredSequenceState(SequenceState):
         sliding: int | None = None,
         row_params: bool = False,
     ) -> None:
-        """`page_tokens` of the tiers that are stored; where the tiering names one more, its tokens are evicted.
+        """`page_tokens` are those of the stored tiers; where the tiering has one more tier, its tokens are evicted.
 
-        With `row_params` a row has, besides, one page of what its first segment shares, from when anything is encoded.
+        With `row_params`, a row also has one page for the parameters that its first segment shares, from its first encoded
+        token on.
         """
         self.tiering, self.stored = tiering, len(page_tokens)
         self.sinks = tiering.exact_sinks
         self.first = tiering.slots_from
         self.probe_rows = ProbeRows()
         self._known: dict[tuple[int, int], RowSlots] = {}
-        # Of the rows as a forward has left them: their lengths, those of their prompts, and what follows from them.
+        # The last forward's result: the rows' lengths and prompts after it, and their slots.
         self._latest: tuple[tuple[list[int], list[int]], BatchSlots] | None = None
         super().__init__(layers, sliding, [*page_tokens, 1] if row_params else page_tokens)
 
     @property
     def row_params(self) -> PageTable | None:
-        """The table of what rows' first segments share."""
+        """The table of the parameters that rows' first segments share; None without such parameters."""
         return self.tables[-1] if len(self.tables) > self.stored else None
 
     def clear(self) -> None:
-        """Also the prompts' lengths."""
+        """Removes every row, with its prompt's length."""
         super().clear()
         self.prompts: list[int] = []
 
@@ -89,15 +92,15 @@ class TieredSequenceState(SequenceState):
         return self._at(row, length).held
 
     def exact(self, row: int, length: int) -> int:
-        """Slots in use of the exact window then."""
+        """Slots in use of the exact window when `row` holds `length` tokens."""
         return self._at(row, length).exact
 
     def slots(self, forward: Forward) -> tuple[BatchSlots, BatchSlots]:
-        """Before and behind a forward that pages are reserved for; worked out once."""
+        """The slots before and after a forward whose pages are reserved; computed once."""
         found: tuple[BatchSlots, BatchSlots] | None = forward.readings.get(BatchSlots)
         if found is None:
             before = self._of_lengths(forward.before)
-            # A step of one token in every row follows from the one before, until behind it a row's tokens go elsewhere.
+            # A step of one token in every row follows from the one before, as long as tokens go to the same tiers and pages.
             steps = before.steps > 1 and forward.width == 1 and forward.columns is None
             after = before.next() if steps else self._of_lengths(forward.after)
             self._latest = (forward.after, list(self.prompts)), after
@@ -105,7 +108,7 @@ class TieredSequenceState(SequenceState):
         return found
 
     def _of_lengths(self, lengths: list[int]) -> BatchSlots:
-        """See `BatchSlots`; what a forward ends with is what the next one begins with."""
+        """The slots of rows of these lengths; the last forward's result is reused as the next one's start."""
         if self._latest is not None and self._latest[0] == (lengths, self.prompts):
             return self._latest[1]
         prompts, steps = self.prompts or [0] * len(lengths), NO_END
@@ -113,7 +116,7 @@ class TieredSequenceState(SequenceState):
         for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
             own, (tier, tokens) = self._at(row, length), self.tiering.next_tokens(length, prompt)
             if tier is not None and tier < self.stored:
-                # In a page that the row has.
+                # Only as many as fit in pages that the row has.
                 tokens = min(tokens, own.pages[tier] * self.tables[tier].page_tokens - own.held[tier])
             rows.append(own)
             tiers.append(tier)
@@ -126,20 +129,20 @@ class TieredSequenceState(SequenceState):
         )
 
     def held_before(self, forward: Forward) -> list[list[int]]:
-        """See `ReadableRows`."""
+        """As in `ReadableRows`."""
         return self.slots(forward)[0].held
 
     def exact_before(self, forward: Forward) -> list[int]:
-        """See `ReadableRows`."""
+        """As in `ReadableRows`."""
         return self.slots(forward)[0].exact
 
     def _at(self, row: int, length: int) -> RowSlots:
-        """See `RowSlots`."""
+        """The `RowSlots` of a row that holds `length` tokens."""
         key = (length, self.prompts[row] if self.prompts else 0)
         return self._known.get(key) or self._known_from_now(key)
 
     def _known_from_now(self, key: tuple[int, int]) -> RowSlots:
-        """Remembered, because rows of one length and consecutive steps ask again."""
+        """Computes and caches them, because rows of one length and consecutive steps need the same."""
         if len(self._known) > MOST_KNOWN:
             self._known.clear()
         found = self._known[key] = self._row_of(*key)
@@ -152,7 +155,7 @@ class TieredSequenceState(SequenceState):
         return RowSlots(held, self.tiering.exact(length, prompt), filled, pages)
 
     def most_exact(self, forward: Forward, rows: range) -> int:
-        """Slots of the window that any of the `rows` uses."""
+        """The largest number of window slots that any of the `rows` uses."""
         key = ("most exact", rows)
         if key not in forward.readings:  # the same for every layer
             forward.readings[key] = max(self.slots(forward)[0].exact[rows.start : rows.stop])
@@ -160,15 +163,15 @@ class TieredSequenceState(SequenceState):
         return found
 
     def kept(self, row: int, length: int) -> int:
-        """Tokens of `row` in the cache when it has seen `length`."""
+        """How many tokens of `row` are in the cache when it has seen `length`."""
         return sum(self.held(row, length)) + self.exact(row, length)
 
     def encoded(self, row: int, length: int) -> int:
-        """All that are not in the window."""
+        """How many tokens are not in the window: encoded or evicted ones."""
         return length - self.exact(row, length)
 
     def positions(self, forward: Forward, rows: range, slots: int, device: torch.device) -> Tensor:
-        """See `ReadableRows`: sinks, then the newest."""
+        """As in `ReadableRows`: sinks, then the newest tokens."""
 
         def encoded(step: Forward) -> list[int]:
             own = slice(rows.start, rows.stop)
@@ -179,11 +182,11 @@ class TieredSequenceState(SequenceState):
         return slot + away[:, None] * (slot >= self.sinks)
 
     def prompt(self, row: int) -> int:
-        """Tokens of the row's first forward; 0 before it is stored."""
+        """The length of the row's first forward; 0 before it is stored."""
         return self.prompts[row] if self.prompts else 0
 
     def equal_length_groups(self, forward: Forward) -> list[list[int]]:
-        """`forward.equal_length_groups`, with rows of prompts of different length in groups of their own."""
+        """`forward.equal_length_groups`, split further by the lengths of prompts."""
         groups: dict[tuple[int, int], list[int]] = {}
         for number, rows in enumerate(forward.equal_length_groups):
             for row in rows:
@@ -191,7 +194,7 @@ class TieredSequenceState(SequenceState):
         return list(groups.values())
 
     def graph_key(self, forward: Forward) -> Hashable:
-        """What the shapes of a `ReadPlan` follow from: equal in the steps of a block."""
+        """A key of the shapes of a `ReadPlan`: equal in all steps of a block."""
         pages = self.slots(forward)[0].pages
         asked = tuple([table.version for table in self.tables]), pages
         if asked != self._alike[0]:
@@ -199,8 +202,8 @@ class TieredSequenceState(SequenceState):
         return self._alike[1]
 
     def _with_room(self, pages: tuple[tuple[int, ...], ...]) -> Hashable:
-        """What rows that have so many `pages` of each table share with those that have a few more. A table's numbers are as wide as
-        its longest row has pages behind the forward."""
+        """A key that rows with so many `pages` in each table share with rows that have a few more. It includes each table's
+        longest row after the forward, which is the width of the table's tensor."""
         of_tables = enumerate(zip(self.tables, map(max, zip(*pages, strict=True)), strict=True))
         return tuple(
             (
@@ -211,7 +214,7 @@ class TieredSequenceState(SequenceState):
         )
 
     def slots_with_room(self, forward: Forward) -> int:
-        """Slots of all tiers that the steps of a block read of a row, from before the forward on."""
+        """How many slots of all tiers together the steps of a block read of a row, from this forward on."""
         of_tiers = zip(self.tables, zip(*self.slots(forward)[0].pages, strict=True), strict=True)
         return sum(
             self.room(number, max(pages)) * table.page_tokens
@@ -220,11 +223,11 @@ class TieredSequenceState(SequenceState):
         )
 
     def gains(self, table: int) -> bool:
-        """Not those of tiers whose tokens are exchanged."""
+        """As in `SequenceState`; tables of tiers whose slots are rewritten do not only gain."""
         return super().gains(table) and table < self.stored and not self.tiering.rewritten(table)
 
     def reserve(self, forward: Forward) -> None:
-        """Pages for what each tier gains; the pages of a tier whose slots are used again become the row's own."""
+        """Reserves pages for the tokens that each tier gains; in tiers that rewrite slots, shared pages become the row's own."""
         if not self.prompts:
             self.prompts = [0] * len(forward.before)
         for row, (before, count) in enumerate(zip(forward.before, forward.counts, strict=True)):
@@ -248,11 +251,11 @@ class TieredSequenceState(SequenceState):
             forward.copies.append(copies)
 
     def state(self) -> State:
-        """Also the prompts."""
+        """Lengths, pages and prompts."""
         return super().state() | {"prompts": self.prompts}
 
     def restore_own(self, state: State) -> None:
-        """The prompts."""
+        """Restores the prompts. Raises StateError where they do not fit the lengths."""
         self.prompts = wholes(state, "prompts")
         fits = len(self.prompts) == len(self.lengths) and all(
             min(length, 1) <= prompt <= length for prompt, length in zip(self.prompts, self.lengths, strict=True)
@@ -263,15 +266,15 @@ class TieredSequenceState(SequenceState):
             )
 
     def pages_of(self, row: int, length: int) -> tuple[int, ...]:
-        """What its slots take."""
+        """The pages of the row's slots in each table."""
         return self._at(row, length).pages
 
     def pages_behind(self, forward: Forward) -> tuple[tuple[int, ...], ...]:
-        """Of every row once the forward is stored."""
+        """The pages of every row after the forward is stored."""
         return self.slots(forward)[1].pages
 
     def permute(self, sources: list[int]) -> list[list[int] | None]:
-        """Also the prompts."""
+        """As in `SequenceState`, with the prompts."""
         kept = super().permute(sources)
         self.prompts = [self.prompts[source] for source in sources] if self.prompts else []
         return kept

@@ -1,4 +1,4 @@
-"""The first tokens for ever and a ring of the newest (StreamingLLM): no scores, nothing is moved, the oldest is written over."""
+"""The first tokens for ever and a ring of the newest (StreamingLLM): no scores, no moves; the oldest token is overwritten."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -13,27 +13,27 @@ from calib.runtime.tiered.store import TieredStore
 
 
 class SinkStore(TieredStore):
-    """Two tiers: sink t in slot t, any other token t in slot (t - sinks) % window."""
+    """Two tiers: sink token t is in slot t of the first, any other token t in slot (t - sinks) % window of the second."""
 
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
         """No query is observed."""
         return torch.arange(0)
 
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """Nothing."""
+        """Observes nothing."""
         return None
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`: steps of rows that have all their sinks."""
+        """As `Store.graph_key`; a key only for decode steps of rows that have all their sinks."""
         return self.shapes(forward) if self._goes_on(forward) else None
 
     def _goes_on(self, forward: Forward) -> bool:
-        """Whether every row brings one token, which is no sink."""
+        """Whether every row gets one token, which is not a sink."""
         tiering: Sinks = self.plan.tiering
         return forward.width == 1 and forward.columns is None and min(forward.before) >= tiering.sinks
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Each token to its slot."""
+        """Writes each token to its slot."""
         if self.extremes:
             self.settle()
         tiering: Sinks = self.plan.tiering
@@ -44,7 +44,7 @@ class SinkStore(TieredStore):
             own = [forward.real(part, rows) for part in (keys, values)]
             before, after = forward.before[rows[0]], forward.after[rows[0]]
             self._write(0, rows, before, before, min(after, tiering.sinks), own, before)
-            # Of a long forward only what the window will hold.
+            # Of a long forward only the tokens that the window will hold.
             position = max(before, tiering.sinks, after - tiering.window)
             while position < after:  # twice at most: the ring's end and its beginning
                 slot = (position - tiering.sinks) % tiering.window
@@ -54,7 +54,7 @@ class SinkStore(TieredStore):
         self.shown.clear()
 
     def _step(self, tiering: Sinks, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """One token for each row, all rows at once."""
+        """Stores one token for each row, all rows at once."""
         tier, table = self.tiers[1], self.sequences.tables[1]
 
         def at(part: int, step: Forward) -> list[int]:
@@ -80,8 +80,8 @@ class SinkStore(TieredStore):
         self.tiers[tier].write(rows, self.sequences.tables[tier].runs(rows, slot), keys, values, start)
 
     def fit_rows(self) -> None:
-        """Nothing: both tiers are pages."""
+        """Does nothing: both tiers are in pages."""
 
     def growth(self) -> list[float]:
-        """Nothing in the long run."""
+        """No tier grows in the long run."""
         return [0.0, 0.0]

@@ -1,7 +1,8 @@
-"""What a tiered layer holds, as spans: each tier's tiles or by one kernel, what is fetched, the window and the new tokens.
+"""The tokens of a tiered layer as spans: each tier, tile by tile or by one kernel, then fetched tokens, the window and new
+tokens.
 
-Every tier is met in packed form, its transform folded into the query and the output. Order does not matter: keys carry
-their positions (they are stored after RoPE), so a mask is needed only for empty slots, for the new tokens among
+Tiers are attended in packed form, with their transforms folded into query and output. The order of tokens does not matter: keys
+carry their positions (they are stored after RoPE), so a mask is needed only for empty slots, for the new tokens among
 themselves and under a sliding window.
 """
 
@@ -32,13 +33,13 @@ from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.tier import Tier
 from calib.runtime.tiered.tier_view import TierView
 
-# Logits of all heads and tokens together, where what a record adds to them is worked out for all tiles at once.
+# The most logits of all heads and tokens together for which the scores of listed outliers are computed for all tiles at once.
 LISTED_LOGITS = 2**24
 
 
 @dataclass
 class TieredTokens(LayerTokens):
-    """The tiers and the window of a layer; see `LayerTokens`. With `oracle_share` each query sees that share of its tokens."""
+    """The tiers and the window of a layer (`LayerTokens`). With `oracle_share` each query attends only that share of its tokens."""
 
     state: TieredSequenceState
     tiers: list[Tier]
@@ -48,19 +49,19 @@ class TieredTokens(LayerTokens):
     oracle_share: float | None
 
     def window_slots(self) -> int:
-        """Leading slots of the window that are met: those that any row uses, or all where shapes are a block's."""
+        """How many leading window slots are read: those that any row uses, or all of them in the fixed shapes of a block."""
         if self.windows is not None and self.forward.of_block:
             return self.windows[0].tokens.shape[2]
         return self.state.most_exact(self.forward, self.rows)
 
     def plan(self, queries: range, query_rows: int) -> ReadPlan:
-        """With masks for what rows do not hold."""
+        """The read plan, with masks for slots that rows do not use."""
         tier = self.tiers[0]
         sizes = self.logits.sliding, tier.tile_tokens, self.window_slots()
         return ReadPlan.of(self.state, self.forward, ReadRequest(self.rows, queries, *sizes, tier.pool.device))
 
     def columns_at_once(self, heads: int, columns: int) -> int:
-        """So many that their biases by the rows' parameters stay small."""
+        """At most so many that the scores of outliers in the rows' parameters stay below `LISTED_LOGITS`."""
         if not any(tier.row_params is not None for tier in self.tiers):
             return columns
         held = self.state.held_before(self.forward)
@@ -70,8 +71,8 @@ class TieredTokens(LayerTokens):
     def spans(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactSpan]:
-        """What is observed is watched: the window and the new tokens, and perhaps the first tier. The last tile, the window and the
-        new tokens are one span where they may be: most caches are no longer than that."""
+        """The spans. If `observed`, the window and new tokens are watched, and the first tier where `observed.tier` says so.
+        The last tile, window and new tokens are one span where possible: most caches are no longer than that."""
         spans = self._one_by_one(query, plan, new_keys, new_values, observed)
         if self.oracle_share is None:
             return spans
@@ -100,7 +101,8 @@ class TieredTokens(LayerTokens):
         yield exact
 
     def _in_tiers(self, query: GroupedQuery, plan: ReadPlan, first_watched: bool, runs: bool) -> Iterator[ScoredSpan]:
-        """All tiers, tile by tile, and what lies beside; with `runs` parts may wait to be joined."""
+        """The spans of all tiers, and of the fetched tokens; with `runs` a kernel's result may be in parts that are still to be
+        merged."""
         rotated, row_params = None, None
         if self.before_rope and self.rotation is not None:
             rotated = RopeOnRead(self.forward, self.rotation)
@@ -118,7 +120,7 @@ class TieredTokens(LayerTokens):
             view = TierView(tier, self.rows, asked, row_params, tiles[-1].stop, rotated)
             wanted = first_watched and number == 0
             span = plan.page_spans[number]
-            if span is not None and self.oracle_share is None:  # which asks for every logit
+            if span is not None and self.oracle_share is None:  # the oracle needs every logit
                 asked_of_span = wanted or view.corrected or self.fetched is not None or plan.back is not None
                 first_slots = not (asked_of_span or (rotated is not None and tier.stores_positions))
                 if supported(query.given.shape[2], *view.streams, rotated is not None, first_slots):
@@ -144,7 +146,7 @@ class TieredTokens(LayerTokens):
             yield self.fetched.span(query.scaled, self.logits, plan.back)
 
     def _exact_tokens(self, plan: ReadPlan, new_keys: Tensor, new_values: Tensor) -> ExactTokens:
-        """The window and the new tokens, where they lie."""
+        """The window and the new tokens, without a copy."""
         new = ExactGroup(plan.read_of(new_values), plan.read_of(new_keys))
         if self.windows is None or not plan.window:
             return ExactTokens((new,), plan.hidden)
@@ -154,7 +156,7 @@ class TieredTokens(LayerTokens):
     def _exact(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, watched: bool
     ) -> ScoredSpan:
-        """The window and the new tokens; every query meets one of them at least."""
+        """The window and the new tokens as a span; every query sees at least one of them."""
         groups = self._exact_tokens(plan, new_keys, new_values).groups
         of_keys, of_values = (
             [group.keys for group in groups if group.keys is not None],
@@ -171,11 +173,11 @@ class TieredTokens(LayerTokens):
         )
 
     def _exact_positions(self, plan: ReadPlan) -> Tensor | None:
-        """Of the window's tokens and the new ones, where they are asked for."""
+        """The positions of the window's tokens and of the new ones, where mass by position is wanted."""
         return exact_positions(self.state, self.forward, plan.asked, plan.window) if self.asks else None
 
     def _tier_in_one(self, view: TierView, tiles: list[Tile], span: PageSpan, wanted: bool, runs: bool) -> ScoredSpan:
-        """A tier by one kernel."""
+        """Attends a tier with one kernel."""
         positions: Tensor | slice | None = None
         if self.fetched is not None:
             positions = view.tier.positions(span.table, 0, span.table.shape[1] * view.tier.pool.page_tokens)
@@ -190,7 +192,7 @@ class TieredTokens(LayerTokens):
         return ScoredSpan(scores, found, wanted, left, positions if self.asks else None)
 
     def _pairs_in_one(self, view: TierView, span: PageSpan, query: Tensor, runs: bool) -> ScoredSpan:
-        """A tier of sparse pairs by one kernel."""
+        """Attends a tier of sparse pairs with one kernel."""
         cos_sin = None
         if self.before_rope and self.rotation is not None:
             cos_sin = cos_sin_between(self.forward, self.rotation, *self._span(view.tier, span), query)
@@ -198,20 +200,20 @@ class TieredTokens(LayerTokens):
         return ScoredSpan(found.mass, found, False)
 
     def _span(self, tier: Tier, span: PageSpan) -> tuple[int, int]:
-        """The positions of a tier's slots, where they lie in order; else of all tokens in tiers."""
+        """The range of positions of a tier's slots, where tokens are in order; else of all tokens in tiers."""
         if tier.first is not None:
             return tier.first, tier.first + span.table.shape[1] * tier.pool.page_tokens
-        if self.forward.of_block:  # as many as there may be in all of its steps
+        if self.forward.of_block:  # the most that any of its steps may have
             return 0, self.state.sinks + self.state.slots_with_room(self.forward)
         longest = max(self.state.encoded(row, self.forward.before[row]) for row in self.rows)
         return 0, self.state.sinks + longest
 
     def _relocated(self, query: GroupedQuery) -> GroupedQuery:
-        """The query where it stands inside the cache: as many positions back as its row has dropped tokens."""
+        """The query rotated to its position inside the cache: back by as many positions as its row has dropped tokens."""
         assert self.rotation is not None
         key = ("relocated", self.rows, query.given.device)
         if key not in self.forward.readings:
-            # What was fetched takes one position, if anything was dropped.
+            # Fetched tokens together take one position, if any token was dropped.
             spared = int(self.fetched is not None and self.fetched.cos_sin is not None)
 
             def dropped(step: Forward) -> list[int]:
@@ -223,12 +225,12 @@ class TieredTokens(LayerTokens):
         return GroupedQuery(Rotation.rotated(query.scaled, *self.forward.readings[key]), 1.0)
 
     def _heaviest(self, spans: list[ScoredSpan], plan: ReadPlan) -> list[ScoredSpan]:
-        """Oracle eviction: each query row keeps the logits of its heaviest tokens alone, earlier ones where they tie."""
+        """Oracle eviction: each query row keeps only the logits of its heaviest tokens, earlier ones on ties."""
         assert self.oracle_share is not None
         share, queries = self.oracle_share, plan.asked.queries
         scores = torch.cat([span.scores for span in spans], -1)
         held = [self.forward.before[row] for row in self.rows]
-        # A row that holds nothing yet reads its prompt, which is exact whatever the method.
+        # A row without tokens reads its prompt, which is exact in any method.
         reach = self.logits.sliding or max(self.forward.after)
         counts = [[share_of(share if n else 1, min(n + column + 1, reach)) for column in queries] for n in held]
         most = upload(counts, torch.int64, scores.device).repeat(1, scores.shape[2] // len(queries))[:, None, :, None]
@@ -238,7 +240,7 @@ class TieredTokens(LayerTokens):
 
 
 def _behind(positions: Tensor | slice, back: Tensor | None) -> Tensor | None:
-    """Tokens behind the queries' sliding window; of those that lie in order the plan knows."""
+    """Mask of tokens outside the queries' sliding window; None for tokens in order, which the plan's masks cover."""
     return None if back is None or isinstance(positions, slice) else positions[:, :, None] <= back
 
 

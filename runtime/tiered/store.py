@@ -1,4 +1,5 @@
-"""A store whose tokens lie in tiers: what all tierings share. Which token goes where is said by `chunks`, `budget`, `sinks`."""
+"""The common part of stores with tiers. `chunks`, `budget`, `prompt_budget`, `sinks` and `local` decide each token's tier and
+slot."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
@@ -36,25 +37,25 @@ from calib.runtime.tiered.tier import Tier
 
 
 class TieredStore(ABC):
-    """Tiers of one layer, and what a forward has shown of its tokens until it is stored.
+    """The tiers of one layer, and the statistics of a forward until it is stored.
 
-    `plan` is a `TieredPlan`.
+    `plan` is a `TieredPlan`. Subclasses implement one tiering each.
     """
 
     windows: tuple[Window, Window] | None = None
-    # Tensors of the tiering's own, a row of the batch in each of their rows.
+    # Names of the subclass's own tensors whose first axis is the batch row.
     of_rows: tuple[str, ...] = ()
 
     def __init__(
         self, plan: Any, keys: Tensor, values: Tensor, sequences: TieredSequenceState, context: LayerContext
     ) -> None:
-        """`keys`, `values [rows, kv_heads, n, head_dim]`: the first ones, which fix shapes and dtypes."""
+        """`keys`, `values [rows, kv_heads, n, head_dim]` are the first ones, which fix shapes and dtypes."""
         self.plan, self.sequences, self.context = plan, sequences, context
         self.rng = SeededRng(context.seed, context.layer)
         self.saliency: Saliency | None = plan.saliency
         self.heads, self.widths, self.itemsize = keys.shape[1], (keys.shape[3], values.shape[3]), keys.element_size()
         self.transforms: dict[Any, RowTransform] = {}
-        # By stream, until parameters are as wide as its first tokens ask for.
+        # By role, until the first tokens have decided between 16- and 32-bit parameters.
         self.extremes: dict[str, Extremes] = {}
         for role, like in (("keys", keys), ("values", values)):
             asks, by_channel = False, False
@@ -90,28 +91,28 @@ class TieredStore(ABC):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether every token's position in its row is kept."""
+        """Whether every token's position in its row is stored."""
         return False
 
     @property
     def observes(self) -> bool:
-        """Whether saliency decides; where not, storing needs neither queries nor probabilities."""
+        """Whether saliency decides; if not, storing needs neither queries nor probabilities."""
         return self.saliency is not None
 
     @abstractmethod
     def prompt_probes(self, row: int, length: int, ids: Tensor | None) -> Tensor:
-        """The query rows of a prompt that are observed: int64 on the host, rising."""
+        """The positions of a prompt's queries that are observed: int64 on the host, ascending."""
 
     @abstractmethod
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
-        """What is observed in a forward of rows that hold tokens already."""
+        """What is observed of a forward in which rows already hold tokens; None: nothing."""
 
     @abstractmethod
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Takes a forward's tokens in; what was seen of it is in `self.shown`."""
+        """Stores a forward's tokens; the attention observed in the forward is in `self.shown`."""
 
     def settle(self) -> None:
-        """Fixes the width of parameters by the first tokens; before anything is measured or written."""
+        """Decides the width of parameters from the first tokens; called before anything is measured or written."""
         extremes = {role: own.read() for role, own in self.extremes.items()}
         self.shown.extremes, self.extremes = self.extremes, {}
         for tier in self.tiers:
@@ -121,28 +122,29 @@ class TieredStore(ABC):
                 transform.widen()
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`. None unless the tiering knows better."""
+        """As `Store.graph_key`: None, unless the tiering supports replayed steps."""
         return None
 
     def encodes(self, forward: Forward) -> bool:
-        """See `Store.encodes`."""
+        """As `Store.encodes`."""
         return False
 
     def branch(self, forward: Forward) -> Hashable:
-        """See `Store.branch`."""
+        """As `Store.branch`."""
         return None
 
     def shapes(self, forward: Forward) -> Hashable | None:
-        """What every tiering's steps share in a block. What oracle eviction keeps is another number each time."""
+        """The part of `graph_key` common to all tierings; None with oracle eviction, which keeps another number of tokens in
+        each step."""
         if self.plan.oracle_share is not None or any(forward.copies):
             return None
-        # Pools have as many pages once they are prepared.
+        # The number of pages that pools have after `prepare`.
         capacities = tuple(self.sequences.tables[number].capacity for number, _ in self._pools)
         return self.sequences.graph_key(forward), capacities
 
     def _key(self, role: str, number: int) -> tuple[str, Any]:
-        """What is measured over a whole chunk is measured once for all tiers; a tier of blocks takes its first chunk's, where its
-        transform is of the same kind."""
+        """The key of a transform in `self.transforms`. Tiers with equal transforms measured over whole chunks share one. A tier of
+        blocks shares that of the first chunk's tier, where both transforms are of the same class."""
         first = number % self.plan.kinds
         stage, of_first = (dict(self.plan.tiers[one].streams())[role].transform for one in (number, first))
         if getattr(stage, "over", "tier") == "chunk":
@@ -153,15 +155,15 @@ class TieredStore(ABC):
         return self.transforms[self._key(role, number)]
 
     def prepare(self, forward: Forward) -> None:
-        """Pages of every tier."""
+        """Makes room for the new pages of every tier, and copies shared ones."""
         for number, pool in self._pools:
             pool.grow(self.sequences.tables[number].capacity)
             if forward.copies[number]:
                 pool.copy(forward.copies[number])
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """Attention over tiers, window and new tokens; with `observe` their mass is kept for `store`, or added at once where
-        `watch` says so."""
+        """Attention over tiers, window and new tokens. With `observe`, the attention mass is kept for `store`, or added at once
+        where `watch` says so."""
         rows, given = request.rows, request.given
         observe = request.observe and self.observes
         self.query_values = given.query.shape[1] * given.query.shape[3]
@@ -170,7 +172,7 @@ class TieredStore(ABC):
         if is_prompt(request):
             if not observe:
                 return prompt(request)
-            # Before its saliency, parts of which the host works out: meanwhile the device has something to do.
+            # Before the saliency, which the host prepares in part: meanwhile the device computes.
             output, normalisers = prompt_normalised(request)
             self.shown.seen[rows] = self._seen_of_prompt(request._replace(normalisers=normalisers))
             return output
@@ -199,26 +201,26 @@ class TieredStore(ABC):
         return AttentionStats(mass[:, :, :0], mass)
 
     def _mass_of_prompt(self, request: AttendRequest, i: int, probes: Tensor, within: int | None = None) -> Tensor:
-        """What the rows at `probes` of the i-th prompt of a request gave its tokens, or those `within` so many back from each:
-        float32 `[kv_heads, T]`."""
+        """The mass that the queries at `probes` of the i-th prompt in a request gave to its tokens; with `within`, only to the
+        last so many tokens of each query. float32 `[kv_heads, T]`."""
         logits, (query, keys, _) = request.logits, request.given.of_rows(range(i, i + 1))
         normalisers = None if request.normalisers is None else request.normalisers[i : i + 1]
         behind = None if within is None else (0, within - 1)
         return attention_mass(query, keys, probes, logits.scale, logits.softcap, logits.sliding, behind, normalisers)[0]
 
     def _ids(self, forward: Forward, row: int) -> Tensor | None:
-        """The token ids `[n]` that a row brings; None where no method asked for them."""
+        """The token ids `[n]` of a row's new tokens; None where no method needs them."""
         return None if forward.ids is None else forward.real(forward.ids[:, None, :, None], [row])[0, 0, :, 0]
 
     def seen_by(self, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
-        """See `ForwardStats.of`."""
+        """The observed mass on held slots and on `count` new tokens of `rows` (`ForwardStats.of`)."""
         return self.shown.of(rows, count, self.heads, self.tiers[0].pool.device)
 
     def measure(
         self, rows: list[int], role: str, tokens: Tensor, tier: int | None, order: Tensor | None = None
     ) -> None:
-        """Fits what is measured of a stream to `tokens [len(rows), kv_heads, n, D]`, or to those at `order [..., m]`: of one
-        tier, or of a whole chunk."""
+        """Fits the measured transforms of keys or of values to `tokens [len(rows), kv_heads, n, D]`, or to those at
+        `order [..., m]`: the transforms of one `tier`, or with None those over a whole chunk."""
         known = self.shown.extremes.get(role) if tier is None else None
         extremes = None if known is None else known.of_channels(tokens)
         for (own, key), transform in self.transforms.items():
@@ -243,7 +245,7 @@ class TieredStore(ABC):
         self.fit_rows()
 
     def to(self, device: torch.device) -> None:
-        """Moves everything."""
+        """Moves everything to `device`."""
         self.plan = self.plan.to(device)
         for number, (tier, plan) in enumerate(zip(self.tiers, self.plan.tiers, strict=True)):
             tier.plan = plan
@@ -260,28 +262,28 @@ class TieredStore(ABC):
             setattr(self, name, getattr(self, name).to(device))
 
     def state(self) -> State:
-        """See `stored`."""
+        """Everything stored, for a file (`stored.state_of`)."""
         self.settle()
         return stored.state_of(self)
 
     def restore(self, state: State) -> None:
-        """See `stored`."""
+        """Fills the store from a file's state (`stored.restore`)."""
         stored.restore(self, state)
 
     def window_slots(self) -> int:
-        """Slots of the window that any row uses."""
+        """How many window slots the rows use at most."""
         return max((self.sequences.exact(row, length) for row, length in enumerate(self.sequences.lengths)), default=0)
 
     @abstractmethod
     def fit_rows(self) -> None:
-        """Allocates what the rows that there are now need besides pages."""
+        """Resizes what the present rows need besides pages."""
 
     def counts(self, row: int) -> list[int]:
-        """Tokens of a row in each tier."""
+        """How many tokens of a row are in each tier."""
         return self.sequences.held(row, self.sequences.lengths[row])
 
     def decoded(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a row in each tier, float32 `[kv_heads, count, D]`, in the order of their slots."""
+        """Keys after RoPE and values of a row in each tier, float32 `[kv_heads, count, D]`, in the order of slots."""
         found = []
         for number, (tier, count) in enumerate(zip(self.tiers, self.counts(row), strict=True)):
             row_params = [] if self.sequences.row_params is None else self.sequences.row_params.rows[row]
@@ -292,7 +294,7 @@ class TieredStore(ABC):
         return found
 
     def read_back(self, row: int) -> tuple[Tensor, Tensor]:
-        """See `Store.read_back`. Tiers that do not know their positions take tokens in order, one after the other."""
+        """As `Store.read_back`. Tiers without known positions hold tokens in order, one tier after the other."""
         tier, length, at = self.tiers[0], self.sequences.lengths[row], self.sequences.sinks
         keys, values = (
             torch.empty(self.heads, length, n, dtype=tier.dtype, device=tier.pool.device) for n in self.widths
@@ -311,14 +313,14 @@ class TieredStore(ABC):
         return keys, values
 
     def _exact_positions(self, row: int) -> Tensor:
-        """Of the tokens in the exact window, its sinks and the newest: int64 `[n]` on the host."""
+        """The positions of the tokens in the exact window, sinks and newest: int64 `[n]` on the host."""
         length = self.sequences.lengths[row]
         exact = 0 if self.windows is None else self.sequences.exact(row, length)
         first = min(self.sequences.sinks, exact)
         return torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
 
     def positions(self, row: int, number: int) -> Tensor:
-        """Which tokens of a row those of a tier that is `placed` are: int64 `[kv_heads, count]`."""
+        """The positions of a row's tokens in a tier that `knows_positions`: int64 `[kv_heads, count]`."""
         tier, pages, count = self.tiers[number], self.sequences.tables[number].rows[row], self.counts(row)[number]
         found = tier.positions(torch.tensor([pages], dtype=torch.int32, device=tier.pool.device), 0, count)
         if isinstance(found, slice):
@@ -326,7 +328,7 @@ class TieredStore(ABC):
         return found[0, :, :count]
 
     def tiers_of(self, row: int) -> list[HeldTier]:
-        """Each tier's tokens, then the exact window's: its sinks and the newest."""
+        """The tokens of each tier, then those of the exact window, sinks and newest."""
         found = []
         for number, (tier, count) in enumerate(zip(self.tiers, self.counts(row), strict=True)):
             keys, values = (tier.pool.bits_per_value(width, f"{role}.") for role, width in tier.widths.items())
@@ -337,7 +339,7 @@ class TieredStore(ABC):
         return [tier for tier in found if tier.count]
 
     def footprint(self) -> Footprint:
-        """Pages of every tier, and the rows' own numbers."""
+        """Bytes of the pages of all tiers, of the rows' own parameters, and of unconfirmed tokens."""
         weight = Footprint(values=self.heads * sum(self.widths))
         for number, pool in self._pools:
             weight.kinds.update(pool.bytes_by_kind(self.sequences.tables[number].capacity))
@@ -351,13 +353,13 @@ class TieredStore(ABC):
         return weight
 
     def on_host(self) -> list[Tensor]:
-        """None."""
+        """None: everything is on the device."""
         return []
 
     def overflowed_outliers(self) -> int:
-        """Of all tiers."""
+        """The sum over all tiers."""
         return counts_of(tier.overflowed_outliers for tier in self.tiers)
 
     @abstractmethod
     def growth(self) -> list[float]:
-        """Tokens that each tier gains with one more token, in the long run."""
+        """How many tokens each tier gains per new token, in the long run."""

@@ -1,4 +1,4 @@
-"""What a store of tiers puts into a file, and what it takes from one."""
+"""Saves a tiered store's content for a file, and restores it."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def state_of(store: "TieredStore") -> State:
-    """Tiers, windows, and the rows' own numbers."""
+    """The state of the tiers, of the windows, and of the rows' own parameters."""
     return {
         "tiers": {str(number): tier.state() for number, tier in enumerate(store.tiers)},
         "transforms": {str(number): part.state() for number, part in enumerate(store.transforms.values())},
@@ -28,7 +28,7 @@ def state_of(store: "TieredStore") -> State:
 
 
 def restore(store: "TieredStore", state: State) -> None:
-    """See `state_of`; for an empty store, whose rows are restored already."""
+    """Fills an empty store from `state`, as `state_of` returned it; the sequence state is restored already. Raises StateError."""
     store.query_values = whole(state, "query_values")
     store.fit_rows()
     row_params = 0 if store.sequences.row_params is None else store.sequences.row_params.capacity
@@ -49,8 +49,8 @@ def restore(store: "TieredStore", state: State) -> None:
 
 
 def _check_positions(store: "TieredStore", number: int, pages: State) -> None:
-    """Raises StateError for a token of a tier at a position that its row has not reached: keys are rotated, and fetched pairs
-    matched, by it. What lies in slots that are not in use is never asked for."""
+    """Raises StateError if a token of a tier has a position that its row has not reached: keys are rotated, and fetched pairs
+    matched, by it. Slots that are not in use are not checked, because they are never read."""
     if POSITIONS not in store.tiers[number].pool.fields:
         return
     sequences = store.sequences
@@ -61,8 +61,7 @@ def _check_positions(store: "TieredStore", number: int, pages: State) -> None:
 
 
 def _check_row_params(store: "TieredStore", number: int) -> None:
-    """Raises StateError for an outlier of a row's segment at a token that the row has not got in the tier: other rows' may be
-    longer."""
+    """Raises StateError if a row's segment lists an outlier of a token that the row does not have in the tier."""
     table, tier = store.sequences.row_params, store.tiers[number]
     if table is None or tier.row_params is None:
         return

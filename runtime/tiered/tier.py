@@ -1,4 +1,4 @@
-"""One tier of one layer: keys and values of the same tokens in the same slots, each stream in its own encoding."""
+"""One tier of one layer: keys and values of the same tokens in the same slots, each with its own encoding."""
 
 import math
 
@@ -26,10 +26,10 @@ POSITIONS = "positions"
 
 
 class Tier:
-    """Pages of one tier. Fields of a page are those of both codecs, "keys.words" and so on, and perhaps positions.
+    """The pages of one tier. A page has the fields of both codecs ("keys.words" and so on), and perhaps positions.
 
-    Where a row's tokens lie in their order, slot s holds the token at position `first` + s; None: in any order.
-    `row_params` holds what a row's segment shares, a page for each row. `overflowed_outliers` counts outliers that found no slot.
+    If a row's tokens are in order, slot s holds the token at position `first` + s; None: in any order. `row_params` holds the
+    parameters of the rows' segments, one page per row. `overflowed_outliers` counts outliers without a slot.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Tier:
     ) -> None:
         """The first keys and values `[rows, kv_heads, n, head_dim]` fix shapes and the width of parameters.
 
-        `stores_positions` keeps every token's position in its row, int32, where no order tells it. `dictionaries` are
-        the rows' own atoms, where a stream has any.
+        With `stores_positions`, every token's position is stored, int32, unless it follows from the slot. `dictionaries` are
+        the rows' own atoms by role, if any.
         """
         self.plan, self.transforms, self.dictionaries = plan, transforms, dictionaries
         self.stores_positions, self.first = stores_positions and first is None, first
         self.relocated = plan.relocated
         self.widths, self.dtype = {"keys": keys.shape[3], "values": values.shape[3]}, keys.dtype
-        # What codecs see: components of a basis may be fewer than channels.
+        # The width that codecs see: a basis may have fewer components than channels.
         self.coded = {role: coded_width(stages.transform, self.widths[role]) for role, stages in plan.streams()}
         self.fp32_params: dict[str, bool] = {}
         for (role, stages), like in zip(plan.streams(), (keys, values), strict=True):
@@ -61,13 +61,13 @@ class Tier:
         self.pool = PagePool({}, heads, device, plan.page_tokens)
         self.row_params = PagePool({}, heads, device, 1) if plan.segments == "row" else None
         self.tile_tokens = tile_tokens(heads, max(keys.shape[3], *self.coded.values()))
-        # Of both streams together; one may be without thresholds.
+        # One counter for keys and values together; either may be without thresholds.
         counters = (counter(stages.codec, device) for _, stages in plan.streams())
         self.overflowed_outliers = next((own for own in counters if own is not None), None)
         self._lay_out()
 
     def settle(self, extremes: dict[str, Tensor]) -> None:
-        """Fixes the width of parameters by the extremes of the first tokens, where there are any; before anything is written."""
+        """Decides the width of parameters from the extremes of the first tokens, where given; called before anything is written."""
         for role, stages in self.plan.streams():
             if role in extremes and stages.codec.asks_extremes:
                 self.fp32_params[role] = stages.codec.fp32_params(extremes[role])
@@ -75,7 +75,7 @@ class Tier:
             self._lay_out()
 
     def fit(self, tokens: int) -> None:
-        """Room for a row's segment of so many tokens."""
+        """Makes room for a row's segment of `tokens` tokens."""
         if self.row_params is not None and tokens > self.longest:
             self.longest = tokens
             self._lay_out()
@@ -95,19 +95,19 @@ class Tier:
         self.pool.fit(fields)
 
     def state(self) -> State:
-        """Pages and rows' parameters, and what their fields follow from."""
+        """The pages, the rows' parameters, and what the layout of their fields depends on."""
         found: State = {"wide": dict(self.fp32_params), "longest": self.longest, "pages": self.pool.state()}
         found |= {} if self.row_params is None else {"records": self.row_params.state()}
         return found | ({} if self.overflowed_outliers is None else {"further": self.overflowed_outliers})
 
     def restore(self, state: State, capacity: int, row_params: int) -> None:
-        """See `state`; so many pages, and rows with parameters."""
+        """Restores the tier from `state`, with `capacity` pages and `row_params` pages of parameters. Raises StateError."""
         fp32_params = branch(state, "wide")
         self.fp32_params, longest = (
             {role: part_of(fp32_params, role, bool) for role in self.fp32_params},
             whole(state, "longest"),
         )
-        self.longest = longest if row_params else 0  # where no row has parameters, there is no room for them either
+        self.longest = longest if row_params else 0  # no room for parameters where no row has any
         self._lay_out()
         self.pool.restore(branch(state, "pages"), capacity)
         if self.row_params is not None:
@@ -118,7 +118,7 @@ class Tier:
         )
 
     def _order_lists(self) -> None:
-        """Puts outliers that are listed into the order in which kernels read them."""
+        """Sorts listed outliers into the order in which kernels read them."""
         for role, stages in self.plan.streams():
             corrected, pool = stages.codec.corrections, self.pool if self.row_params is None else self.row_params
             if corrected is not None and corrected.outliers is not None and pool.device.type != "meta":
@@ -138,9 +138,9 @@ class Tier:
     ) -> None:
         """Encodes tokens `[len(rows), kv_heads, any, head_dim]` into the slots `runs` of `rows`.
 
-        `order` int64 `[len(rows), kv_heads, n]` says which of the tokens; without it, all. `positions`: that of the first token,
-        which the others follow, or one for each that is encoded, as `order`. Where a segment is a row's or a page's tokens, they
-        are one. `row_params` is their table.
+        `order` int64 `[len(rows), kv_heads, n]` selects tokens; None: all. `positions` is that of the first token, which the
+        others follow, or one for each encoded token, shaped like `order`. Where a row's or a page's tokens are one segment, the
+        call must bring the whole segment. `row_params` is the table of the rows' parameters.
         """
         if len(rows) > 1 and (self.row_params is not None or self._row_by_row):
             for i, row in enumerate(rows):
@@ -170,7 +170,7 @@ class Tier:
             self.pool.write_runs(runs.behind(at), block)
 
     def _encodes_as_they_lie(self, rows: list[int], keys: Tensor, values: Tensor) -> bool:
-        """Whether any number of tokens takes no more memory than what is made of them."""
+        """Whether encoding any number of tokens at once takes no more memory than its result."""
         return self.plan.prediction is None and all(
             encodes_as_they_lie(self.transforms[role].of(rows), self.codec(role, rows), tokens)
             for role, tokens in (("keys", keys), ("values", values))
@@ -178,11 +178,11 @@ class Tier:
 
     @property
     def _row_by_row(self) -> bool:
-        """Where pieces must not depend on how many rows there are: products are rounded by their shapes."""
+        """Whether rows are encoded one by one, because rounding would depend on how many rows a product has."""
         return any(stages.codec.row_by_row for _, stages in self.plan.streams())
 
     def codec(self, role: str, rows: range | list[int]) -> Codec:
-        """The codec of a stream for some rows."""
+        """The codec of keys or of values for some rows, with their own atoms."""
         codec = dict(self.plan.streams())[role].codec
         return codec.bound(self.dictionaries[role].of(rows)) if role in self.dictionaries else codec
 
@@ -194,7 +194,7 @@ class Tier:
         positions: int | Tensor,
         order: Tensor | None = None,
     ) -> Block:
-        """The fields of tokens of `rows`, or of those at `order`; see `write`."""
+        """The encoded fields of tokens of `rows`, or of those at `order`; arguments as in `write`."""
         block: dict[str, Tensor] = {}
         for role, tokens in (("keys", keys), ("values", values)):
             transform, codec, chosen = self.transforms[role].of(rows), self.codec(role, rows), order
@@ -213,7 +213,7 @@ class Tier:
         return block
 
     def decode(self, rows: range | list[int], block: Block) -> tuple[Tensor, Tensor]:
-        """Keys and values of a block, float32 `[len(rows), kv_heads, n, head_dim]`."""
+        """Keys and values of encoded fields, float32 `[len(rows), kv_heads, n, head_dim]`."""
         found = []
         for role in ("keys", "values"):
             decoded = self.codec(role, rows).decode(part_named(block, role), self.coded[role])
@@ -223,19 +223,19 @@ class Tier:
         return found[0], found[1]
 
     def as_held(self, rows: range | list[int], block: Block) -> tuple[Tensor, Tensor]:
-        """The same for who encodes them again: exact ones as they lie, without a copy."""
+        """Keys and values for encoding them again: exact ones without a copy or conversion, others decoded."""
         if all(type(stages.codec) is Exact and type(stages.transform) is Identity for _, stages in self.plan.streams()):
             return block["keys.exact"], block["values.exact"]
         return self.decode(rows, block)
 
     def key_codes(self, rows: range | list[int]) -> Sized:
-        """The codec of the keys' codes, which values are predicted from."""
+        """The codec of the keys' codes, from which values are predicted."""
         codec = self.codec("keys", rows).uncorrected
         assert isinstance(codec, Sized)
         return codec
 
     def decoded(self, row: int, pages: list[int], count: int, row_params: list[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values `[kv_heads, count, head_dim]` of a row that has these pages of the pool, and these of `row_params`."""
+        """Keys and values `[kv_heads, count, head_dim]` of a row with these `pages` in the pool and in `row_params`."""
         if not count:
             heads, device = self.pool.kv_heads, self.pool.device
             keys, values = (torch.zeros(heads, 0, width, device=device) for width in self.widths.values())
@@ -252,21 +252,21 @@ class Tier:
 
     @property
     def knows_positions(self) -> bool:
-        """Whether it can be said which token lies in a slot."""
+        """Whether the position of the token in a slot is known."""
         return self.stores_positions or self.first is not None
 
     def positions(self, pages: Pages, start: int, stop: int) -> Tensor | slice:
-        """The positions of the tokens in `pages`, whose slots are [start, stop): int64 `[rows, kv_heads, tokens]`; where they
-        lie in order, the stretch that they are."""
+        """The positions of the tokens in `pages`, whose slots are [start, stop): int64 `[rows, kv_heads, tokens]`, or a slice
+        where tokens are in order."""
         if self.first is not None:
             return slice(self.first + start, self.first + stop)
         return self.kept_positions(pages)
 
     def kept_positions(self, pages: Pages) -> Tensor:
-        """The positions that lie in `pages` with their tokens: int64 `[rows, kv_heads, tokens]`."""
+        """The positions stored in `pages`: int64 `[rows, kv_heads, tokens]`."""
         return self.pool.read(pages, POSITIONS)[""].squeeze(2).long()
 
 
 def part_named(block: Block, role: str) -> dict[str, Tensor]:
-    """The fields of a stream, without its name before them."""
+    """The fields of one role, without the role's prefix in their names."""
     return {name.removeprefix(f"{role}."): part for name, part in block.items() if name.startswith(f"{role}.")}
