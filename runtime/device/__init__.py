@@ -1,1 +1,1 @@
-"""Between host and device: numbers that a step uploads, and copies beside the main stream."""
+"""Transfers between host and device: numbers that a step uploads, and copies on a side stream."""

@@ -1,4 +1,4 @@
-"""The least and the largest number of a tensor, asked for now and read by the host later."""
+"""The minimum and maximum of a tensor, computed now and read by the host later."""
 
 import weakref
 
@@ -9,24 +9,24 @@ from calib.kernels.channel_ranges.operation import extremes_of
 
 
 class Extremes:
-    """Of `[rows, kv_heads, tokens, channels]`; on their way to the host from when this is made.
+    """Extremes of a tensor `[rows, kv_heads, tokens, channels]`; their copy to the host starts with the construction.
 
-    Reading them waits for what the device was given before, and for nothing that it was given since: whoever queues a prompt's
-    attention in between leaves the device busy while the host goes on. Without `__dict__` it weighs nothing in a report of memory.
+    Reading waits for the work queued before the construction only. Whoever queues a prompt's attention in between keeps the
+    device busy while the host goes on. Without `__dict__` the object does not count in `memory.tensors`.
     """
 
     __slots__ = ("_by_channel", "_copied", "_dtype", "_of", "_on_host")
 
     def __init__(self, tensor: Tensor, by_channel: bool = False) -> None:
-        """`by_channel`: `of_channels` will be asked for, of all the same tokens."""
+        """With `by_channel`, extremes by channel are computed as well, for `of_channels`."""
         self._dtype, self._of = tensor.dtype, weakref.ref(tensor)
         self._copied: torch.cuda.Event | None = None
         self._by_channel = extremes_of(tensor) if by_channel and not tensor.is_meta else None
-        if tensor.is_meta:  # no numbers: as if all were small
+        if tensor.is_meta:  # no values: treated as small
             self._on_host = torch.zeros(2)
             return
         source = tensor.detach() if self._by_channel is None else self._by_channel
-        # As it lies: torch copies what is transposed, as values are, and extremes are the same in any order.
+        # In memory order: torch would copy transposed tensors, as values are, and extremes do not depend on the order.
         source = source.permute(sorted(range(source.ndim), key=source.stride, reverse=True))
         self._on_host = found = source.new_empty(2)
         torch.aminmax(source, out=(found[0], found[1]))
@@ -37,14 +37,14 @@ class Extremes:
             self._copied.record(torch.cuda.current_stream(found.device))
 
     def read(self) -> Tensor:
-        """Both, `[1, 1, 2, 1]` in the tensor's dtype on the host: two tokens of one channel that stand for all."""
+        """Both extremes, `[1, 1, 2, 1]` in the tensor's dtype on the host: like two tokens of one channel that stand for all."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
         return self._on_host.to(self._dtype)[None, None, :, None]
 
     def of_channels(self, tokens: Tensor) -> Tensor | None:
-        """What `channel_ranges.extremes_of` found, where `tokens` are the whole tensor as it was given."""
+        """The extremes by channel (`channel_ranges.extremes_of`), if `tokens` is the very tensor given; else None."""
         given = self._of()
         same = given is not None and (given.data_ptr(), given.shape, given.stride(), given.dtype) == (
             tokens.data_ptr(), tokens.shape, tokens.stride(), tokens.dtype
@@ -52,7 +52,7 @@ class Extremes:
         return self._by_channel if same else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Extremes":
-        """An event belongs to one object: the copy has been read."""
+        """Reads the extremes first: an event belongs to one object, so the copy has none."""
         found = Extremes.__new__(Extremes)
         self.read()
         found._dtype, found._on_host, found._copied = self._dtype, self._on_host, None

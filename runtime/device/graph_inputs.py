@@ -1,4 +1,4 @@
-"""Numbers that the host knows and a device reads: lengths, slots, page numbers."""
+"""Numbers that the host computes and a device reads, such as lengths, slots and page numbers."""
 
 from array import array
 from collections.abc import Callable
@@ -12,24 +12,25 @@ from calib.kernels.upload import upload
 
 Forward = TypeVar("Forward")
 
-# What the numbers of a forward are worked out by; lengths and slots of every other forward by the same function.
+# A function that computes numbers from a forward; the same function is used for every later forward.
 Numbers: TypeAlias = Callable[[Forward], list[int] | bytes]
 
 
 class NotRecordableError(RuntimeError):
-    """A step cannot be recorded."""
+    """Raised where a step cannot be recorded."""
 
 
-# What `array` calls the types that numbers are uploaded in.
+# The type codes of `array` for the dtypes in which numbers are uploaded.
 CODES: dict[torch.dtype, Literal["q", "i", "B"]] = {torch.int64: "q", torch.int32: "i", torch.uint8: "B"}
 
-ALIGNED = 32  # bytes: where the numbers of each name begin, as tensors of their own would
+ALIGNED = 32  # bytes: alignment of each name's numbers, as for separate tensors
 
 
 class GraphInputs(Generic[Forward]):
-    """Numbers in tensors that stay where they are, so that what was recorded once reads the numbers of every later step.
+    """Numbers in tensors at fixed addresses, so that a recorded step reads the numbers of every later step.
 
-    The step before tells which there are; `settle` gives them their positions in one stretch of memory, which one copy fills.
+    The step before the recording determines which numbers there are. `settle` puts them into one buffer per device, filled by
+    one copy.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class GraphInputs(Generic[Forward]):
     def tensor(
         self, name: str, numbers: Numbers[Forward], dtype: torch.dtype, device: torch.device, forward: Forward
     ) -> Tensor:
-        """The numbers called `name`, `[n]`: the same tensor for all that ask, and once settled for all steps."""
+        """The numbers called `name`, `[n]`: one tensor for all callers, and after `settle` for all steps. Raises
+        NotRecordableError for a name that is new after `settle`."""
         key = (name, dtype, device)
         if key not in self._tensors:
             if self._stretches:
@@ -49,7 +51,7 @@ class GraphInputs(Generic[Forward]):
         return self._tensors[key]
 
     def settle(self) -> None:
-        """One stretch for all numbers of a device."""
+        """Moves all numbers of each device into one buffer."""
         for device in {device for _, _, device in self._tensors}:
             names = [key for key in self._tensors if key[2] == device]
             stretch = _Stretch[Forward]([self._tensors[key] for key in names], [self._numbers[key] for key in names])
@@ -57,16 +59,16 @@ class GraphInputs(Generic[Forward]):
             self._stretches.append(stretch)
 
     def feed(self, forward: Forward) -> None:
-        """Works every number out for `forward`, and puts it where it is read."""
+        """Computes all numbers for `forward` and copies them to the device."""
         for stretch in self._stretches:
             stretch.feed(forward)
 
 
 class _Stretch(Generic[Forward]):
-    """Memory of a device for the numbers of several names, and the same on the host."""
+    """A buffer on a device for the numbers of several names, and its copy on the host."""
 
     def __init__(self, like: list[Tensor], numbers: list[Numbers[Forward]]) -> None:
-        """Of the sizes and types of the tensors `like`."""
+        """Allocates room for tensors with the sizes and dtypes of `like`."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in like]
         ends = list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
         starts = [0, *ends[:-1]]
@@ -81,9 +83,9 @@ class _Stretch(Generic[Forward]):
             self.fed.append((of_step, code, memoryview(on_host)[start : start + size].cast("B").cast(code)))
 
     def feed(self, forward: Forward) -> None:
-        """The numbers of a step, without waiting for the device."""
+        """Computes and uploads the numbers of a step, without waiting for the device."""
         for of_step, code, own in self.fed:
             own[:] = array(code, of_step(forward))
-        # A copy that waits for the device's turn: the other changes with the next step.
+        # A separate pinned copy, because the upload happens later and the buffer changes with the next step.
         staged = self.on_host.pin_memory() if self.on_device.is_cuda else self.on_host
         self.on_device.copy_(staged, non_blocking=True)

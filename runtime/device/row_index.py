@@ -1,4 +1,4 @@
-"""Rows of a batch as an index that the host does not wait for: a list in brackets is copied to the device, and that copy waits."""
+"""Batch rows as an index without synchronisation: indexing with a list copies it to the device, and that copy waits."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from calib.kernels.upload import upload
 
 
 def row_index(rows: list[int], device: torch.device) -> slice | Tensor:
-    """A slice where `rows` follow each other, so that what it reads is a view; else int64 `[len(rows)]` on `device`."""
+    """A slice where `rows` are consecutive, so that indexing gives a view; else int64 `[len(rows)]` on `device`."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return upload(rows, torch.int64, device)

@@ -1,4 +1,4 @@
-"""Work beside the main stream of a device, so that copies and computation overlap; on a CPU it is done at once."""
+"""Work on a second stream of a device, so that copies and computation overlap; on a CPU it is done at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """One stream beside the main one. What it changes is read behind `wait` alone, what it reads must stay as it is."""
+    """A stream beside the main one. Read what it changes only after `wait`, and do not change what it reads before."""
 
     _streams: "dict[torch.device, torch.cuda.Stream]" = {}
 
@@ -18,13 +18,13 @@ class SideStream:
 
     @classmethod
     def of(cls, device: torch.device) -> "torch.cuda.Stream | None":
-        """The stream beside the main one of `device`; None where nothing was ever done on it."""
+        """The side stream of `device`; None where nothing was ever done on it."""
         return cls._streams.get(device)
 
     @contextmanager
     def work(self, *used: Tensor) -> Iterator[None]:
-        """Within, work is queued behind everything that is queued on the main stream now. `used` tensors may be freed by
-        their owner before it is done."""
+        """Within the context, work is queued on the side stream, after everything that is on the main stream now. `used`
+        tensors may be freed by their owner before the work is done."""
         if self.device.type != "cuda":
             yield
             return
@@ -40,12 +40,12 @@ class SideStream:
             self._done.record(stream)
 
     def wait(self) -> None:
-        """The main stream goes on when the work so far is done; the host does not wait."""
+        """Makes the main stream wait until the work so far is done; the host does not wait."""
         if self._done is not None:
             torch.cuda.current_stream(self.device).wait_event(self._done)
             self._done = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "SideStream":
-        """A stream's work is the original's: the copy begins with none."""
+        """A copy starts without pending work: the original's is awaited."""
         self.wait()
         return SideStream(self.device)

@@ -1,4 +1,4 @@
-"""A step recorded once and replayed: a CUDA graph, which the host starts with one call however many kernels are in it."""
+"""A step recorded once and replayed: a CUDA graph, which the host starts with one call for all its kernels."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,12 +9,12 @@ import torch
 
 
 class Recorded(Protocol):
-    """Work on a device that is done again, in the same memory, by every `replay`."""
+    """Work on a device that every `replay` repeats, in the same memory."""
 
     result: Any
 
     def replay(self) -> None:
-        """Does it again; `result` holds what this time came out."""
+        """Repeats the work; afterwards `result` holds this time's values."""
         ...
 
 
@@ -22,13 +22,13 @@ class CudaGraph:
     """A CUDA graph of `step`, whose `result` is what `step` returned. Recording does not run it."""
 
     def __init__(self, step: Callable[[], Any], stream: torch.cuda.Stream, memory: Any) -> None:
-        """Recorded on a side `stream`; `memory` is a pool shared by graphs that are replayed one after the other.
+        """Records `step` on a side `stream`; `memory` is a pool shared by graphs that are replayed one after the other.
 
-        Raises whatever `step` raises, and RuntimeError for one that waits for the device or moves memory of the host to it.
+        Raises whatever `step` raises, and RuntimeError for one that waits for the device or copies host memory to it.
         """
         self.graph, self.stream, self.memory = torch.cuda.CUDAGraph(), stream, memory
         stream.wait_stream(torch.cuda.current_stream())
-        # Not by torch.cuda.graph: that collects garbage and empties the allocator's cache first, at the price of many steps.
+        # Not torch.cuda.graph, which first collects garbage and empties the allocator's cache: that takes as long as many steps.
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool=memory, capture_error_mode="thread_local")
             try:
@@ -41,7 +41,7 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self) -> None:
-        """See `Recorded`."""
+        """Replays the graph; afterwards `result` holds this time's values."""
         self.graph.replay()
 
 
@@ -49,13 +49,14 @@ Record = Callable[[Callable[[], Any]], Recorded]
 
 
 def recorder(device: torch.device) -> Record | None:
-    """What records steps on `device`; None where nothing does. All steps that it records share one pool of memory."""
+    """Return a function that records steps on `device`; None unless it is a CUDA device. All its recordings share one memory
+    pool."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
         stream, memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        # The allocator gives a pool up with its last graph and refuses its handle from then on, and a block's graph is gone
-        # before the next block's is recorded. This one lives as long as the recorder, and keeps the pool.
+        # The allocator frees a pool with its last graph, and then refuses the handle. A block's graph is dropped before the
+        # next block's is recorded, so this graph, which lives as long as the recorder, keeps the pool.
         keeper = CudaGraph(partial(torch.zeros, 1, device=device), stream, memory)
 
     def record(step: Callable[[], Any]) -> Recorded:

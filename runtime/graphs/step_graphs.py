@@ -1,11 +1,11 @@
-"""Decode steps replayed from graphs: between two encoded blocks the steps of a cache differ in a few numbers alone.
+"""Decode steps replayed from CUDA graphs: between two encodings the steps of a cache differ only in a few numbers.
 
-A step of one token a row takes hundreds of small kernels, and a host needs longer to start them than a GPU to run them.
-So the first step of a block runs as always, but with the shapes of the whole block and with its numbers (lengths, slots) in
-tensors that stay where they are (`GraphInputs`); the second is recorded; all others feed these tensors and replay it.
-What is no such step (a prompt, drafts, a step that encodes) runs as always, and ends what was recorded; but a step that encodes
-into memory that is there already does not. So that it is, windows are allocated whole, and rows have a few pages more than they
-need (`SequenceState.keeps_room`).
+A step of one token per row takes hundreds of small kernels, and the host needs longer to launch them than a GPU to run them. So
+the first step of a block runs normally, but with the shapes of the whole block and with its numbers (lengths, slots) in tensors
+at fixed addresses (`GraphInputs`). The second step is recorded; all others update these tensors and replay it. Any other
+forward (a prompt, drafts, a step that encodes) runs normally and ends the recording. Only a step that encodes into memory that
+is already allocated does not end it: for this, windows are allocated whole, and rows have a few pages more than they need
+(`SequenceState.keeps_room`).
 """
 
 import inspect
@@ -31,9 +31,9 @@ from calib.runtime.paging.sequence_state import SequenceState
 
 @dataclass
 class _Block:
-    """Steps that are alike but for their numbers and the tensors that they are given.
+    """Steps that differ only in their numbers and in the contents of their tensor arguments.
 
-    `given` are these tensors, where the recorded step reads them; `recorded` comes with the second step.
+    `given` are copies of these arguments at the addresses that the recorded step reads; `recorded` is set in the second step.
     """
 
     key: Hashable
@@ -46,22 +46,22 @@ class StepGraphs:
     """The graphs of one cache."""
 
     def __init__(self, sequences: SequenceState, layers: list[CompressedLayer], record: Record) -> None:
-        """The cache's sequences and its layers, all of them, and what records a step."""
+        """`sequences` and `layers` are those of the cache, all of which are compressed; `record` records a step."""
         self.sequences, self.layers, self.record = sequences, layers, record
         self.block: _Block | None = None
-        self.replays = 0  # so far
+        self.replays = 0  # how many steps were replayed so far
         self.refused = False  # the model cannot be recorded
 
     def of(self, sequences: SequenceState, layers: list[CompressedLayer]) -> "StepGraphs":
-        """Graphs of a copy of the cache: none yet."""
+        """The graphs of a copy of the cache, without any recording."""
         return StepGraphs(sequences, layers, self.record)
 
     def forget(self) -> None:
-        """Lets go of what was recorded; the next step starts a block."""
+        """Drops the recording; the next step starts a block."""
         self.block = None
 
     def run(self, forward: Callable[..., Any], named: dict[str, Any]) -> Any:
-        """What `forward(**named)` returns: by a replay where that is possible."""
+        """What `forward(**named)` returns: by a replay where possible."""
         given = None if self.refused else self._given(named)
         if given is None:
             self.forget()
@@ -83,7 +83,7 @@ class StepGraphs:
         if block.recorded is None:
             return self._recorded(block, step, forward, named)
         block.graph_inputs.feed(step)
-        for layer in self.layers:  # has done it on the device alone; the host counts
+        for layer in self.layers:  # the graph does the work on the device; these counters are on the host
             layer.steps += 1
             layer.seen += 1
         step.stored_by_all()
@@ -92,18 +92,18 @@ class StepGraphs:
         return _copied(block.recorded.result)
 
     def _fed(self, block: _Block, step: Forward, forward: Callable[..., Any], named: dict[str, Any]) -> Any:
-        """As always, with shapes and numbers as the block's other steps have them."""
+        """Runs the first step normally, with shapes and numbers as in the block's other steps."""
         step.graph_inputs = block.graph_inputs
         self._tell(step, block.given)
         return forward(**self._arguments(block, named))
 
     def _tell(self, step: Forward, given: dict[str, Any]) -> None:
-        """Its token ids, where a method goes by them: the step has begun before the model is given any."""
+        """Sets the step's token ids where a method needs them: the step has begun before the embedding hook sees them."""
         if any(layer.plan.needs_token_ids for layer in self.layers):
             step.ids = given.get("input_ids")
 
     def _recorded(self, block: _Block, step: Forward, forward: Callable[..., Any], named: dict[str, Any]) -> Any:
-        """Records the step and replays it once; a model that does more than start work on the device runs as always from now on."""
+        """Records the step and replays it once. If the model cannot be recorded, this and all later steps run normally."""
         held = [(layer.steps, layer.seen) for layer in self.layers]
         block.graph_inputs.settle()
         block.graph_inputs.feed(step)
@@ -111,7 +111,7 @@ class StepGraphs:
         self._tell(step, block.given)
         try:
             recorded = self.record(lambda: forward(**self._arguments(block, named)))
-        except Exception as error:  # whatever the model does; nothing of the step has run on the device
+        except Exception as error:  # from the model's code; nothing of the step has run on the device
             reason = " ".join(str(error).split())[:200]
             warnings.warn(f"decode steps are not replayed from graphs: {type(error).__name__}: {reason}", stacklevel=2)
             self.refused = True
@@ -126,7 +126,7 @@ class StepGraphs:
         return _copied(recorded.result)
 
     def _given(self, named: dict[str, Any]) -> dict[str, Tensor] | None:
-        """The tensors of a step of one token for each row; None for any other forward."""
+        """The tensor arguments of a step with one token per row; None for any other forward."""
         sequences, tokens = (
             self.sequences,
             [named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None],
@@ -145,15 +145,15 @@ class StepGraphs:
         ):
             return None
         given = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        # Of a step of sequences that all hold tokens the mask says nothing; and it is longer each time.
+        # Where all rows hold tokens, the mask of a decode step says nothing; and its shape changes with every step.
         given.pop("attention_mask", None)
-        if "position_ids" not in given:  # as the model counts where nobody tells it
+        if "position_ids" not in given:  # as models count by default
             position = self.layers[0].get_seq_length()
             given["position_ids"] = torch.full((len(sequences.lengths), 1), position, device=tokens[0].device)
         return given
 
     def _key(self, step: Forward, named: dict[str, Any], given: dict[str, Tensor]) -> Hashable | None:
-        """What all steps of a block share; None for a step that has to run as always."""
+        """The key that all steps of a block share; None for a step that must run normally."""
         others = tuple(
             (name, value) for name, value in named.items() if name not in NAMES and not isinstance(value, Tensor)
         )
@@ -162,7 +162,7 @@ class StepGraphs:
         except TypeError:
             return None
         tensors = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in given.items())
-        # Layers share the sequence state: what a block is to one it is to all, but whether all can be recorded is asked once.
+        # Layers share the sequence state: the first layer's key stands for all, but whether all can be recorded is checked once.
         first, *further = self.layers
         key = (first.store and first.store.graph_key(step), others, tensors, torch.is_inference_mode_enabled())
         if key[0] is None or (self.block is not None and self.block.key == key):
@@ -171,12 +171,12 @@ class StepGraphs:
 
     @staticmethod
     def _arguments(block: _Block, named: dict[str, Any]) -> dict[str, Any]:
-        """The step's arguments, tensors where they lie in all steps."""
+        """The step's arguments, with tensors at the addresses of the block."""
         return {name: None if name == "attention_mask" else value for name, value in named.items()} | block.given
 
 
 def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[Any]) -> StepGraphs:
-    """Graphs of a cache for `model`. Raises ValueError where steps cannot be replayed."""
+    """Return the graphs of a cache for `model`. Raises ValueError where steps cannot be replayed."""
     record = recorder(model.device)
     if record is None:
         raise ValueError(f"graphs=True replays CUDA graphs, and the model is on {model.device}; move it first")
@@ -197,7 +197,7 @@ def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[An
 
 
 def replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a model, by replays where the cache that it is given has graphs."""
+    """Wraps the `forward` of a model, such that decode steps of a cache with graphs are replayed."""
     names = list(inspect.signature(forward).parameters)
 
     @wraps(forward)
@@ -210,7 +210,7 @@ def replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copied(result: Any) -> Any:
-    """A result of its own: the next replay writes over the other."""
+    """A copy of a result, because the next replay overwrites the original."""
     if isinstance(result, Tensor):
         return result.clone()
     if isinstance(

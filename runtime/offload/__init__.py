@@ -1,1 +1,1 @@
-"""Storage in two places: every token exact on the host, and on the device what finds the ones worth fetching."""
+"""Storage on host and device: every token exact on the host, and on the device a store that finds those worth fetching."""

@@ -1,4 +1,4 @@
-"""Exact pairs that were fetched to the device and stay there as long as they are chosen."""
+"""The exact pairs that were fetched to the device, which stay there as long as they are chosen."""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ STEP = 32  # entries are allocated in steps
 
 
 class FetchedPool:
-    """Entries of a layer: `pairs [rows, kv_heads, n, Dk + Dv]` and the token of each, `positions` int32 `[rows, kv_heads, n]`.
+    """The fetched entries of a layer: `pairs [rows, kv_heads, n, Dk + Dv]`, and each entry's token, `positions` int32
+    `[rows, kv_heads, n]`.
 
     `fetched` counts the pairs copied from the host, int64 `[1]`.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Without entries; the first keys and values `[rows, kv_heads, n, D]` fix shapes, dtype and device."""
+        """Starts without entries; the first keys and values `[rows, kv_heads, n, D]` fix shapes, dtype and device."""
         self.widths = [keys.shape[3], values.shape[3]]
         self.pairs = keys.new_zeros(*keys.shape[:2], 0, sum(self.widths))
         self.positions = torch.zeros(*keys.shape[:2], 0, dtype=torch.int32, device=keys.device)
@@ -27,7 +28,7 @@ class FetchedPool:
         self.side = SideStream(keys.device)
 
     def fit(self, entries: int, most: int) -> None:
-        """Room for so many entries, of which there are never more than `most`."""
+        """Makes room for `entries` entries per row and head, never more than `most`."""
         wanted, (rows, heads, have) = min(most, -(-entries // STEP) * STEP), self.positions.shape
         if wanted <= have:
             return
@@ -37,20 +38,21 @@ class FetchedPool:
         self.positions = torch.cat([self.positions, self.positions.new_full((rows, heads, wanted - have), EMPTY)], 2)
 
     def of(self, rows: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions int32 `[rows, kv_heads, n]`, keys and values `[rows, kv_heads, n, D]`, once what is under way has arrived."""
+        """Positions int32 `[rows, kv_heads, n]`, keys and values `[rows, kv_heads, n, D]`, after pending fetches."""
         self.side.wait()
         keys, values = self.pairs[rows.start : rows.stop].split(self.widths, -1)
         return self.positions[rows.start : rows.stop], keys, values
 
     def fetch(self, rows: range, chosen: Tensor, host: OrderedStore, reach: int) -> None:
-        """From now on the entries hold the tokens `chosen` int64 `[rows, kv_heads, at most n]`, all less than `reach`.
+        """Replaces the entries by the tokens `chosen` int64 `[rows, kv_heads, at most n]`, whose positions are less than
+        `reach`.
 
-        Those that are not there are fetched from `host`, beside whatever the device does next.
+        Tokens that are not fetched yet are copied from `host` on a side stream, while the main stream goes on.
         """
         assert host.pairs is not None
         pages = host.pairs.pairs
         own = slice(rows.start, rows.stop)
-        if pages is None or not len(pages):  # nothing was ever stored: nothing can be chosen
+        if pages is None or not len(pages):  # nothing was ever stored, so nothing can be chosen
             return
         table = host.sequences.table
         numbers = table.numbers(self.positions.device)[own]
@@ -65,7 +67,7 @@ class FetchedPool:
         self.pairs, self.positions = self.pairs.index_select(0, sources), self.positions.index_select(0, sources)
 
     def to(self, device: torch.device) -> None:
-        """Moves every entry."""
+        """Moves every entry to `device`."""
         self.side.wait()
         self.pairs, self.positions, self.fetched = (
             part.to(device) for part in (self.pairs, self.positions, self.fetched)
@@ -73,12 +75,13 @@ class FetchedPool:
         self.side = SideStream(device)
 
     def state(self) -> State:
-        """Every entry."""
+        """All entries, for a file."""
         self.side.wait()
         return {"pairs": self.pairs, "places": self.positions, "fetched": self.fetched}
 
     def restore(self, state: State, lengths: list[int], most: int) -> None:
-        """See `state`; of rows that hold so many tokens, `most` entries at most, no token twice."""
+        """Fills the pool from `state`, for rows of these lengths. Raises StateError for more than `most` entries, for positions
+        that a row does not have, and for a token fetched twice."""
         self.positions = tensor_like(state, "places", self.positions, free=(2,))
         like = self.pairs.new_zeros(()).expand(*self.positions.shape, self.pairs.shape[3])
         self.pairs, self.fetched = tensor_like(state, "pairs", like), tensor_like(state, "fetched", self.fetched)
@@ -94,6 +97,6 @@ class FetchedPool:
             raise StateError("'positions' of fetched tokens are not those of the row's, each once")
 
     def bytes(self) -> int:
-        """Of entries, their positions and the counter, from shapes."""
+        """Bytes of the entries, their positions and the counter, from shapes."""
         entries = self.positions.numel()
         return entries * (sum(self.widths) * self.pairs.element_size() + 4) + 8

@@ -1,4 +1,4 @@
-"""What a method decides for a layer whose tokens are all on the host, and on the device as far as a policy says."""
+"""The plan of a layer whose tokens are all on the host, with a second store on the device and a policy for fetching."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ HOST = LayerPlan.exact(on_host=True)
 
 @dataclass(frozen=True)
 class OffloadPlan(Plan):
-    """`low` is what the device holds of every token, or of some; `policy` says which of the host's are fetched."""
+    """`low` is the plan of the device's store, which holds every token or some; `policy` says which tokens are fetched."""
 
     low: Plan
     policy: TopTokens | TopBlocks
@@ -31,54 +31,55 @@ class OffloadPlan(Plan):
     on_host = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "low", self.low.with_positions())  # a token is named by its position
+        object.__setattr__(self, "low", self.low.with_positions())  # fetched tokens are matched by position
 
     @property
     def needs_rope(self) -> str | None:
-        """The device's part says whether attention must know the model's RoPE."""
+        """As in the device's plan `low`."""
         return self.low.needs_rope
 
     @property
     def needs_token_ids(self) -> bool:
-        """As the device's part says."""
+        """As in the device's plan."""
         return self.low.needs_token_ids
 
     @property
     def lacks_special_ids(self) -> bool:
-        """As the device's part says."""
+        """As in the device's plan."""
         return self.low.lacks_special_ids
 
     def with_special_ids(self, special_ids: tuple[int, ...]) -> "OffloadPlan":
-        """The device's part with them."""
+        """The same plan with these ids in the device's plan."""
         return replace(self, low=self.low.with_special_ids(special_ids))
 
     @property
     def lacks_key_bias(self) -> bool:
-        """As the device's part says."""
+        """As in the device's plan."""
         return self.low.lacks_key_bias
 
     def with_key_bias(self, bias: Tensor) -> "OffloadPlan":
-        """The device's part with it: what lies on the host is exact."""
+        """The same plan with the bias in the device's plan; tokens on the host are exact."""
         return replace(self, low=self.low.with_key_bias(bias))
 
     @property
     def speculative(self) -> bool:
-        """Whether a decode step takes a speculative token along."""
+        """Whether a decode step also has a speculative token."""
         return self.policy.speculates
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Raises ValueError for stages that do not fit a head of this width."""
+        """Raises ValueError for stages of the device's plan that do not fit this head width or dtype."""
         self.low.check(head_dim, dtype)
 
     def sequences(self, layers: int, sliding: int | None) -> SequenceState:
-        """The state of the device's part, with that of the host."""
+        """The sequence state of the device's plan, linked to that of the host."""
         sequences: SequenceState = self.low.sequences(layers, sliding)
-        # The pages that a sliding window gives back are those behind a whole forward: an earlier chunk of it may still see them.
+        # With chunks the host frees no pages behind a sliding window: after a forward's lengths are counted, earlier chunks
+        # still read them.
         sequences.mirror_on_host(HOST.sequences(layers, sliding if self.encoding_chunk is None else None))
         return sequences
 
     def open(self, keys: Tensor, values: Tensor, sequences: SequenceState, context: LayerContext) -> OffloadStore:
-        """The store of this policy."""
+        """The empty store of this policy."""
         low = self.low.open(keys, values, sequences, context)
         assert isinstance(sequences.host_state, OrderedSequenceState)
         host = HOST.open(keys, values, sequences.host_state, context)
@@ -86,12 +87,12 @@ class OffloadPlan(Plan):
 
     @property
     def encoding_chunk(self) -> int | None:
-        """As the policy says: what is fetched is chosen for each chunk."""
+        """As the policy says: tokens to fetch are chosen for each chunk."""
         return self.policy.chunk
 
     @property
     def in_order(self) -> bool:
-        """As the device's part says; so are the following."""
+        """As in the device's plan, like the properties that follow."""
         return self.low.in_order
 
     @property
@@ -115,26 +116,26 @@ class OffloadPlan(Plan):
         return self.low.differs_in_prompt
 
     def codecs(self) -> list[Codec]:
-        """Of the device's part: what the host holds is exact."""
+        """The codecs of the device's plan; tokens on the host are exact."""
         return self.low.codecs()
 
     def pairs(self, context: LayerContext) -> list[Any]:
-        """The device's part's."""
+        """The tiers of the device's plan."""
         return self.low.pairs(context)
 
     def recoded(self, change: Recoding) -> "OffloadPlan":
-        """The device's part with other codecs."""
+        """The same plan with other codecs on the device."""
         return replace(self, low=self.low.recoded(change))
 
     def in_segments(self, first: Recoding, rest: Recoding) -> "OffloadPlan | None":
-        """The device's part with chunks as segments."""
+        """The same plan with chunks as segments on the device; None without chunks."""
         low = self.low.in_segments(first, rest)
         return None if low is None else replace(self, low=low)
 
     def tables(self) -> list[Tensor]:
-        """Those of the device's part."""
+        """The tables of the device's plan."""
         return self.low.tables()
 
     def to(self, device: torch.device) -> "OffloadPlan":
-        """The same with tables of its own on `device`."""
+        """The same plan with copies of its tables on `device`."""
         return replace(self, low=self.low.to(device))

@@ -18,15 +18,15 @@ from calib.runtime.paging.sequence_state import SequenceState
 
 
 class Speculator:
-    """The speculative tokens of one cache: `tokens` int64 `[rows]`, or None where there are none since the last prompt.
+    """The speculative tokens of one cache: `tokens` int64 `[rows]`, or None if none was predicted since the last prompt.
 
     `before` and `after` are hooks of the model's forward.
     """
 
     def __init__(self, sequences: SequenceState, layers: list[CacheLayerMixin]) -> None:
-        """The cache's sequences and its layers; layers that are not compressed drop the speculative token themselves.
+        """`sequences` and `layers` are those of the cache; the speculative token is cropped from layers that are not compressed.
 
-        Raises ValueError where one cannot.
+        Raises ValueError for recurrent layers, which cannot be cropped.
         """
         self.sequences = sequences
         self.others = [layer for layer in layers if not isinstance(layer, CompressedLayer)]
@@ -41,24 +41,24 @@ class Speculator:
         self._held: list[int] = []
 
     def forget(self) -> None:
-        """The next step predicts anew; a forward that was interrupted is over."""
+        """Drops the speculative tokens, and ends a forward that was interrupted; the next step predicts again."""
         self.tokens = None
         if self._taken_along:
             self._taken_along = False
             self._end()
 
     def permute(self, sources: Tensor) -> None:
-        """Row i goes on as row `sources[i]`."""
+        """Row i becomes a copy of row `sources[i]`."""
         if self.tokens is not None:
             self.tokens = self.tokens[sources.to(self.tokens.device)]
 
     def before(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Adds the speculative token to a forward of one token; the arguments of any other forward stay as they are."""
-        if args:  # by name, as most callers give them
+        if args:  # convert to keyword arguments
             named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | named
         if getattr(cache_in(named), "speculator", None) is not self or self._first_is_under_way:
             return None
-        if self._taken_along:  # nobody has come back from that forward
+        if self._taken_along:  # that forward was interrupted before `after`
             self.forget()
         ids: Any = named.get("input_ids")
         if not self._is_step(ids, named):
@@ -71,7 +71,7 @@ class Speculator:
         return (), _longer(named) | {"input_ids": torch.cat([ids, self.tokens[:, None]], 1)}
 
     def after(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
-        """Takes the speculative token's logits out; also where the forward failed."""
+        """Removes the speculative token's logits from the output; also ends a forward that failed."""
         if not self._taken_along or getattr(cache_in(named), "speculator", None) is not self:
             return None
         self._taken_along = False
@@ -86,7 +86,8 @@ class Speculator:
         return output
 
     def _first(self, model: nn.Module, named: dict[str, Any]) -> Tensor:
-        """Pre-decoding (Algorithm 2): the true token runs as if it were speculative, so what it attends to is fetched."""
+        """Pre-decoding (SpeCache, Algorithm 2): runs the true token as a speculative one, so that the tokens it attends are
+        fetched."""
         self._begin()
         self._first_is_under_way = True
         try:
@@ -97,7 +98,7 @@ class Speculator:
         return tokens
 
     def _is_step(self, ids: Any, named: dict[str, Any]) -> bool:
-        """Whether a forward brings one token to each row, in a form to which another can be added."""
+        """Whether a forward has one token for each row, and arguments to which a column can be added."""
         mask, positions = named.get("attention_mask"), named.get("position_ids")
         return (
             isinstance(ids, Tensor)
@@ -120,13 +121,13 @@ class Speculator:
     def _end(self) -> None:
         self.sequences.speculating = False
         for layer, held in zip(self.others, self._held, strict=True):
-            if layer.get_seq_length() > held:  # not where the forward failed before it
+            if layer.get_seq_length() > held:  # not if the forward failed before this layer
                 layer.crop(-1)
             layer.record_past = False
 
 
 def _longer(named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward with one column more."""
+    """The arguments of a forward, extended by one column."""
     longer = dict(named)
     if isinstance(named.get("attention_mask"), Tensor):
         mask = named["attention_mask"]
@@ -134,7 +135,7 @@ def _longer(named: dict[str, Any]) -> dict[str, Any]:
     for name in ("position_ids", "cache_position"):
         if isinstance(named.get(name), Tensor):
             longer[name] = torch.cat([named[name], named[name] + 1], -1)
-    for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):  # the token's, as in generate()
+    for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):  # the last one's, as in generate()
         if isinstance(named.get(name), Tensor):
             longer[name] = torch.cat([named[name], named[name][..., -1:]], -1)
     if named.get("logits_to_keep"):

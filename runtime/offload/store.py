@@ -1,4 +1,4 @@
-"""A store in two places: every token exact on the host, and on the device a store that finds the ones to fetch."""
+"""A store on host and device: every token exact on the host, and on the device a store that finds the ones to fetch."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -20,9 +20,9 @@ from calib.runtime.store import Footprint, LayerContext, Store
 
 
 class OffloadStore(ABC):
-    """`low` on the device, `host` with all tokens, and the pairs that are `pool` of the device for now.
+    """`low` is the store on the device, `host` holds all tokens exactly, and `pool` has the pairs fetched to the device.
 
-    `plan` is a `OffloadPlan`.
+    `plan` is an `OffloadPlan`. Subclasses implement one policy each.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class OffloadStore(ABC):
         sequences: SequenceState,
         context: LayerContext,
     ) -> None:
-        """Both stores empty; the first keys and values fix shapes and dtypes."""
+        """Both stores are empty; the first keys and values fix shapes and dtypes."""
         self.low, self.host, self.context = low, host, context
-        self._plan = replace(plan, low=low.plan)  # whose tables are the store's own
+        self._plan = replace(plan, low=low.plan)  # with the store's own tables
         self.policy, self.sequences = plan.policy, sequences
         self.pool = FetchedPool(keys, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadStore":
-        """Behind what is under way."""
+        """Copies the store after pending work on the side stream."""
         self.pool.side.wait()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -51,7 +51,7 @@ class OffloadStore(ABC):
 
     @property
     def plan(self) -> Any:
-        """The stages, the device's part where that is."""
+        """The plan, with the tables of the device's part on its device."""
         return replace(self._plan, low=self.low.plan)
 
     @property
@@ -60,34 +60,35 @@ class OffloadStore(ABC):
         return self.low.observes
 
     def prepare(self, forward: Forward) -> None:
-        """Room in both stores."""
-        self.pool.side.wait()  # where pages grow they are copied, and no copy to them may be under way
+        """Makes room in both stores."""
+        self.pool.side.wait()  # growing pages copies them, so no write to them may be pending
         self.low.prepare(forward)
         self.host.prepare(_host_forward(forward))
 
     @abstractmethod
     def attend(self, request: AttendRequest) -> Tensor:
-        """Attention over what the device holds and what is fetched for it; changes which tokens the device holds exactly."""
+        """Attention over what the device holds and what is fetched for it; changes which tokens are fetched."""
 
     @abstractmethod
     def fetchable(self, length: int) -> int:
-        """Tokens that a step may fetch for a row that holds `length`."""
+        """How many tokens a step may fetch for a row that holds `length`."""
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Into both stores, the host first: a token may be fetched as soon as the device has no exact one."""
+        """Stores new tokens in both stores, the host first: a token may be fetched as soon as the device no longer has it
+        exactly."""
         on_host = self.keys_on_host(forward, keys)
-        # Freed as soon as every layer has stored.
+        # Tensors that are freed as soon as every layer has stored.
         columns = [own for own in forward.columns or () if own.device == values.device]
         with self.pool.side.work(on_host, values, *columns):
             self.host.store(_host_forward(forward), on_host, values)
         self.low.store(forward, keys, values)
 
     def keys_on_host(self, forward: Forward, keys: Tensor) -> Tensor:
-        """The keys as the host keeps them, all rows' with their padding; as they are where nothing else is said."""
+        """The keys as the host keeps them, for all rows with their padding; unchanged unless a subclass says otherwise."""
         return keys
 
     def on_device(self, request: AttendRequest) -> Tensor:
-        """Attention over what the device holds; the attention of a speculative token is no reason to keep one."""
+        """Attention over what the device holds; a speculative token's attention does not count in the saliency of others."""
         forward, fetched = request.forward, request.fetched
         if not (forward.speculative and request.observe and self.observes):
             return self.low.attend(request)
@@ -98,20 +99,20 @@ class OffloadStore(ABC):
         return output
 
     def exact_on_host(self, request: AttendRequest) -> Tensor:
-        """Attention over every token as the host has it, fetched tile by tile."""
+        """Exact attention over every token, from the host, tile by tile."""
         self.pool.side.wait()
         return self.host.attend(request._replace(forward=_host_forward(request.forward), observe=False, fetched=None))
 
     def encodes(self, forward: Forward) -> bool:
-        """See `Store.encodes`."""
+        """As `Store.encodes`."""
         return False
 
     def branch(self, forward: Forward) -> Hashable:
-        """See `Store.branch`."""
+        """As `Store.branch`."""
         return None
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`: what a step fetches lies in memory of its own each time."""
+        """As `Store.graph_key`: None, because each step fetches into new memory."""
         return None
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
@@ -122,7 +123,7 @@ class OffloadStore(ABC):
         self.pool.permute(sources)
 
     def to(self, device: torch.device) -> None:
-        """Moves what is on the device; the host's part stays, and is seen from there."""
+        """Moves the device's part to `device`; the host's part stays in host memory, mapped for `device`."""
         self.pool.side.wait()
         self.low.to(device)
         self._plan = self.plan
@@ -130,23 +131,23 @@ class OffloadStore(ABC):
         self.pool.to(device)
 
     def state(self) -> State:
-        """Of both stores, and what is fetched."""
+        """The state of both stores and of the fetched pairs."""
         self.pool.side.wait()
         return {"low": self.low.state(), "host": self.host.state(), "residents": self.pool.state()}
 
     def restore(self, state: State) -> None:
-        """See `state`."""
+        """Fills both stores and the fetched pairs from `state`. Raises StateError where it does not fit."""
         self.low.restore(branch(state, "low"))
         self.host.restore(branch(state, "host"))
         self.pool.restore(branch(state, "residents"), self.sequences.lengths, self.policy.entries)
 
     def read_back(self, row: int) -> tuple[Tensor, Tensor]:
-        """See `Store.read_back`: exact, from the host."""
+        """As `Store.read_back`: exact, from the host."""
         self.pool.side.wait()
         return self.host.read_back(row)
 
     def footprint(self) -> Footprint:
-        """Of the device's part, with the fetched tokens; the host's apart."""
+        """Bytes of the device's part, with the fetched tokens; the host's bytes are in `host`."""
         weight = self.low.footprint()
         weight.kinds["fetched"] += self.pool.bytes()
         weight.host += self.host.footprint().host
@@ -157,11 +158,11 @@ class OffloadStore(ABC):
         return self.low.tiers_of(row) + self.host.tiers_of(row)
 
     def on_host(self) -> list[Tensor]:
-        """The pages of the host's part."""
+        """The pages in host memory."""
         return self.host.on_host()
 
     def overflowed_outliers(self) -> int:
-        """Of the device's part."""
+        """Those of the device's part."""
         return self.low.overflowed_outliers()
 
 

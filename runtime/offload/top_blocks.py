@@ -1,8 +1,8 @@
-"""InfLLM's store (arXiv:2402.04617): blocks that have left the local window come back where a query needs them.
+"""InfLLM's store (arXiv:2402.04617): blocks that have left the local window are fetched where queries need them.
 
-A block is known on the device by its representatives: the keys that later queries attended to most. The blocks whose
-representatives fit the queries of a forward best are fetched and attended, exactly. All their tokens take one position, that
-just before the local window; keys are kept before RoPE for it.
+On the device a block is represented by a few of its keys, those that later queries attended to most. The blocks whose
+representatives score highest with a forward's queries are fetched and attended exactly. All their tokens get one position, that
+just before the local window, for which keys are kept before RoPE.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ from calib.runtime.tiered.rope_on_read import unrotated
 
 
 class TopBlocksStore(OffloadStore):
-    """`low` is a `LocalStore`: initial tokens, local ones, and the representatives of the blocks that left."""
+    """`low` is a `LocalStore`: initial tokens, local ones, and the representatives of the blocks that left the window."""
 
     low: Any
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """What the device holds, and the blocks that its representatives call for."""
+        """Attention over what the device holds, and over the blocks with the highest-scoring representatives, which are fetched."""
         forward, rows, tiering = request.forward, request.rows, self.low.tiering
         blocks = [tiering.blocks(forward.before[row]) for row in rows]
         if not self.policy.fetched or not any(blocks):
@@ -43,19 +43,19 @@ class TopBlocksStore(OffloadStore):
         return min(self.policy.fetched, self.low.tiering.blocks(length)) * self.policy.block
 
     def _chosen(self, request: AttendRequest, blocks: list[int], cos_sin: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The tokens of the best blocks, int64 `[rows, kv_heads, n]`: the sum over the queries and a block's representatives of
-        their products, in the mean over the query heads."""
+        """The tokens of the best blocks, int64 `[rows, kv_heads, n]`. A block's score is the sum of q.k over the queries and its
+        representatives, averaged over the query heads of a KV head."""
         forward, rows, logits, query = request.forward, request.rows, request.logits, request.given.query
         keys = self.low.representatives[rows.start : rows.stop, :, : max(blocks)]  # [rows, kv_heads, blocks, r, D]
         asked = query.float() * logits.scale
         if cos_sin is not None:
             asked = Rotation.rotated(asked, *cos_sin)
-        asked = asked.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)  # linear in the query
+        asked = asked.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)  # scores are linear in the query
         scores = (keys.float().sum(3) @ asked[..., None])[..., 0]
         size, initial = self.policy.block, self.low.tiering.initial
         block = torch.arange(max(blocks), device=query.device)
         missing = block >= forward.tensor(f"blocks of {rows}", lambda _: blocks, query.device)[:, None, None]
-        if logits.sliding is not None:  # behind the model's own window nobody sees a block
+        if logits.sliding is not None:  # blocks outside the model's own sliding window are not chosen
             held = forward.tensor(f"held by {rows}", lambda step: [step.before[row] for row in rows], query.device)
             missing = missing | (initial + (block + 1) * size <= held[:, None, None] - logits.sliding)
         scores = scores.masked_fill(missing, -torch.inf)
@@ -64,7 +64,7 @@ class TopBlocksStore(OffloadStore):
         return tokens.masked_fill((numbers == EMPTY)[..., None], EMPTY).flatten(2)
 
     def keys_on_host(self, forward: Forward, keys: Tensor) -> Tensor:
-        """Before RoPE, where blocks take one position."""
+        """The keys before RoPE, if fetched blocks share one position; else unchanged."""
         if not self.low.relocates:
             return keys
         rotated = torch.zeros_like(keys)

@@ -1,7 +1,7 @@
-"""SpeCache's store (arXiv:2503.16163): a low-bit copy finds the tokens that matter, and their exact pairs replace it there.
+"""SpeCache's store (arXiv:2503.16163): a low-bit copy on the device finds the tokens that matter; their exact pairs replace it.
 
-A speculative token, the one that will probably follow, attends together with the true one. The tokens that it attends to are
-prefetched during the step, so that the next step has them. Scores are probabilities over what was attended, fetched tokens
+A speculative token, the predicted next one, attends together with the true token. The tokens that it attends to most are
+prefetched during the step, so that the next step has them. Scores are attention probabilities, those of fetched tokens
 included.
 """
 
@@ -19,14 +19,15 @@ from calib.runtime.paging.page_numbers import PAGE_TOKENS
 
 
 class TopTokensStore(OffloadStore):
-    """`chosen` are the tokens to hold from the next step on, by rows, until `store` has brought the newest to the host."""
+    """`chosen` are the tokens to fetch for the next step, by rows, until `store` has written the newest tokens to the host."""
 
     def __init__(self, *parts: object) -> None:
         super().__init__(*parts)  # type: ignore[arg-type]
         self.chosen: dict[range, Tensor] = {}
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """A prompt, a step with a speculative token, a step without, or a longer forward, which is exact."""
+        """Attention of a prompt, of a step with or without a speculative token, or of a longer forward, which reads the host
+        exactly."""
         forward, rows = request.forward, request.rows
         if not self.policy.k or not any(forward.before[row] for row in rows):
             return self.on_device(request)
@@ -48,7 +49,7 @@ class TopTokensStore(OffloadStore):
         return min(self.policy.k, self.sequences.encoded(0, length))
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Into both stores; then what was chosen is fetched."""
+        """Stores new tokens in both stores, then fetches the chosen ones."""
         super().store(forward, keys, values)
         chosen, self.chosen = self.chosen, {}
         for rows, tokens in chosen.items():
@@ -67,7 +68,7 @@ class TopTokensStore(OffloadStore):
         return FetchedTokens(positions, keys, values, reach, asks=asks)
 
     def _heaviest(self, asked: FetchedTokens, lengths: list[int], request: AttendRequest) -> Tensor:
-        """The k tokens with the most attention among those encoded at these `lengths`: int64 `[rows, kv_heads, n]`."""
+        """The k tokens with the most attention mass among those encoded at these `lengths`: int64 `[rows, kv_heads, n]`."""
         assert asked.mass is not None
         readings, key = request.forward.readings, ("encoded", request.rows, tuple(lengths), asked.mass.device)
         if key not in readings:  # the same for every layer
@@ -76,8 +77,8 @@ class TopTokensStore(OffloadStore):
         return top_k(asked.mass, min(self.policy.k, most), ends)
 
     def _encoded(self, lengths: list[int], rows: range, logits: Logits, device: torch.device) -> tuple[int, Tensor]:
-        """The most encoded tokens of any row, and int32 `[rows, 2]`: the position of the first that the next query sees, and the
-        one behind the last."""
+        """The largest number of encoded tokens in any row, and int32 `[rows, 2]`: the position of the first encoded token that
+        the next query sees, and the position after the last."""
         sinks, counts = self.sequences.sinks, [self.sequences.encoded(row, lengths[row]) for row in rows]
         seen = [0 if logits.sliding is None else lengths[row] - logits.sliding + 1 for row in rows]
         ends = [

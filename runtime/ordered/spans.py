@@ -1,6 +1,5 @@
-"""What an ordered layer holds, as spans: its pages tile by tile or by one kernel, and as one span the last tile, the exact
-window, the new tokens and what is fetched beside them: most caches are no longer than that.
-"""
+"""The tokens of an ordered layer as spans: its pages, tile by tile or by one kernel, then the last tile, the exact window, the
+new tokens and fetched ones as one span, because most caches are no longer than that."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,14 +36,14 @@ from calib.runtime.paging.page_numbers import Pages
 
 @dataclass
 class OrderedTokens(LayerTokens):
-    """Both streams of a layer; see `LayerTokens`."""
+    """Keys and values of a layer (`LayerTokens`)."""
 
     state: OrderedSequenceState
     keys: Stream
     values: Stream
 
     def plan(self, queries: range, query_rows: int) -> ReadPlan:
-        """With slices for masks where rows hold equally much and nothing is fetched beside them."""
+        """The read plan; with slices instead of masks where rows have equal lengths and nothing is fetched."""
         device, window = self.keys.pool.device, self.values.window.tokens.shape[2]
         # No kernel adds a folded bias to scores.
         fused = prefers_triton(device) and self.keys.bias is None and supported(query_rows, *self._streams)
@@ -57,7 +56,7 @@ class OrderedTokens(LayerTokens):
     def spans(
         self, query: GroupedQuery, plan: ReadPlan, new_keys: Tensor, new_values: Tensor, observed: Observed | None
     ) -> Iterator[ScoredSpan | ExactSpan]:
-        """Nothing is watched: a token lies where its number says."""
+        """The spans. Nothing is watched: slots follow from positions, so storing needs no attention mass."""
         scorer, tiles = _Scorer(self.keys, query, self.forward), plan.tiers[0]
         keys, values = plan.read_of(new_keys), plan.read_of(new_values)
         if plan.trimmed and tiles and (span := plan.page_spans[0]) is not None and self._meets_first_slots(query):
@@ -88,7 +87,7 @@ class OrderedTokens(LayerTokens):
     def _by_kernels(
         self, scorer: "_Scorer", plan: ReadPlan, new: tuple[ExactGroup, ...]
     ) -> Iterator[ScoredSpan | ExactSpan]:
-        """Packed tokens by one kernel and all others by another: the window, and the `new` ones with those fetched."""
+        """Packed tokens by one kernel, all others by another: the window, the `new` tokens and the fetched ones."""
         tiles, span, slots, count, ahead = plan.tiers[0], plan.page_spans[0], slice(0, 0), 0, None
         if span is not None:
             slots, count = slice(tiles[0].start, tiles[-1].stop), self._slots_ahead(plan)
@@ -104,18 +103,18 @@ class OrderedTokens(LayerTokens):
         yield ExactSpan(ExactTokens(groups, hidden), positions=self._positions_of_exact(plan) if self.asks else ())
 
     def _meets_all_exact(self, query: GroupedQuery, new: tuple[ExactGroup, ...]) -> bool:
-        """Whether a kernel meets everything that is exact: the window, `new` tokens, and fetched ones that the query need not be
-        moved for."""
+        """Whether a kernel can attend all exact tokens together: the window, `new` ones, and fetched ones that need no rotation
+        of the query."""
         tokens = ExactTokens((ExactGroup(self.values.window.tokens, self.keys.window.tokens), *new))
         return (self.fetched is None or self.fetched.cos_sin is None) and exact_supported(query.for_kernels[0], tokens)
 
     def _fetched_group(self) -> tuple[ExactGroup, ...]:
-        """Fetched tokens, if any."""
+        """The fetched tokens as a group of exact ones, if there are any."""
         fetched = self.fetched
         return () if fetched is None or fetched.is_empty else (ExactGroup(fetched.values, fetched.keys),)
 
     def _fetched_masks(self, plan: ReadPlan, slots: slice) -> tuple[Tensor | None, Tensor | None]:
-        """What is hidden of packed tokens, and of exact ones with the fetched behind them."""
+        """Masks of packed tokens, and of exact tokens followed by the fetched ones, such that fetched tokens are attended once."""
         fetched = self.fetched
         if fetched is None or fetched.is_empty:
             return None, plan.hidden
@@ -123,13 +122,13 @@ class OrderedTokens(LayerTokens):
         return fetched_masks(fetched.positions, range(slots.start, slots.stop), exact, plan.hidden, plan.back)
 
     def _positions_of_exact(self, plan: ReadPlan) -> tuple[Tensor, ...]:
-        """Of the window's tokens and the new ones, and of those fetched."""
+        """The positions of the window's tokens and the new ones, and of the fetched tokens."""
         assert self.fetched is not None
         exact = exact_positions(self.state, self.forward, plan.asked, plan.window)
         return (exact,) if self.fetched.is_empty else (exact, self.fetched.positions)
 
     def _meets_first_slots(self, query: GroupedQuery) -> bool:
-        """Whether a kernel of a CPU meets the packed tokens, and what is exact beside them."""
+        """Whether CPU kernels can attend the packed tokens, and the exact ones together with them."""
         exact = ExactTokens((ExactGroup(self.values.window.tokens, self.keys.window.tokens),))
         return (
             self.keys.bias is None
@@ -138,15 +137,15 @@ class OrderedTokens(LayerTokens):
         )
 
     def _meets_any_rows(self, query: GroupedQuery, plan: ReadPlan) -> bool:
-        """Whether the same kernels meet rows that hold whatever number of tokens, which an index and masks describe: of one query
-        each, which sees all of its row's first slots."""
+        """Whether the same kernels can attend rows of different lengths, described by an index and masks: for one query per
+        row, which sees all of the row's first slots."""
         sees_all = plan.back is None and self.fetched is None and not plan.trimmed
         return sees_all and len(plan.asked.queries) == 1 and self._meets_first_slots(query)
 
     def _exact_groups(
         self, plan: ReadPlan, found: WindowKeys, ahead: Tensor | None, new_keys: Tensor, new_values: Tensor
     ) -> ExactTokens:
-        """The window, the tokens whose keys alone are packed, which have scores `ahead`, and the new ones."""
+        """The window, the tokens of which only keys are packed (with their scores, `ahead`), and the new tokens."""
         own = slice(self.rows.start, self.rows.stop)
         held, values = self.keys.window.tokens[own, :, : found.exact], self.values.window.tokens[own, :, : plan.window]
         groups = [ExactGroup(values[:, :, : found.exact], held)] if found.exact else []
@@ -155,8 +154,8 @@ class OrderedTokens(LayerTokens):
         return ExactTokens((*groups, ExactGroup(new_values, new_keys)))
 
     def _slots_ahead(self, plan: ReadPlan) -> int:
-        """For how many keys behind the attended tokens the kernel gives scores: for a whole window where any is packed while its
-        value is exact, whatever the step, so that all steps of a block are alike."""
+        """For how many packed keys after the attended tokens the kernel also returns scores: a whole window, if any key is
+        packed while its value is exact. The same in all steps of a block, so that their shapes are equal."""
         if not plan.window:
             return 0
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
@@ -165,11 +164,11 @@ class OrderedTokens(LayerTokens):
         return plan.window if found.recent_pages is not None and served else 0
 
     def _same_rings(self) -> bool:
-        """Whether the exact key of a window's value lies in the same slot: rings are as long."""
+        """Whether a window slot holds key and value of the same token, because both rings have the same size."""
         return self.state.keys.window() == self.state.values.window()
 
     def _slots(self, scorer: "_Scorer", plan: ReadPlan, ahead: Tensor | None) -> ExactGroup:
-        """All slots of the window; `ahead`: scores of the keys behind those attended."""
+        """All window slots as a group; `ahead` are the scores of packed keys after the attended tokens."""
         held, values = (stream.window.leading(self.rows, plan.window) for stream in (self.keys, self.values))
         found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
         if ahead is not None:
@@ -179,7 +178,7 @@ class OrderedTokens(LayerTokens):
         return ExactGroup(values, scores=self._window_scores(scorer, found))
 
     def _window_scores(self, scorer: "_Scorer", found: WindowKeys) -> Tensor:
-        """Of the keys that belong to the window's slots, which are exact or packed."""
+        """Scores of the keys for the window's slots, each of which is exact or packed."""
         sources = scorer.exact(self.keys.window.tokens[self.rows.start : self.rows.stop])
         if found.pages is not None:
             sources = torch.cat([sources, scorer.packed(found.pages, found.positions)], -1)
@@ -187,8 +186,8 @@ class OrderedTokens(LayerTokens):
         return sources.gather(-1, found.index.expand(*sources.shape[:3], -1))
 
     def _with_keys_ahead(self, span: PageSpan, slots: slice) -> tuple[PageSpan, slice]:
-        """With the pages of keys that are packed ahead of the slots: they may lie in later ones."""
-        key = ("keys ahead", id(span))  # which the plan of all layers holds
+        """The span extended by the pages of keys that are packed ahead of their values, which may be later pages."""
+        key = ("keys ahead", id(span))  # `span` is kept alive by the plan of all layers
         if key not in self.forward.readings:
             table, page = self.state.table, self.keys.pool.page_tokens
             held = table.longest if self.forward.of_block else max(len(table.rows[row]) for row in self.rows)
@@ -201,8 +200,8 @@ class OrderedTokens(LayerTokens):
     def _in_one(
         self, scorer: "_Scorer", span: PageSpan, slots: slice, ahead: int = 0, runs: bool = False
     ) -> ScoredSpan:
-        """All packed tokens in `slots` by one kernel, and scores of so many keys `ahead` of them; with `runs` parts may wait to be
-        joined."""
+        """Attends all packed tokens in `slots` with one kernel, which also returns scores of `ahead` further keys. With `runs`
+        the result may be in parts that are still to be merged."""
         keys, values = self._streams
         assert keys is not None and values is not None
         (query, scale), constant = scorer.query.for_kernels, None
@@ -219,7 +218,7 @@ class OrderedTokens(LayerTokens):
         return ScoredSpan(scores, found, positions=slots if self.asks else None)
 
     def _tile(self, scorer: "_Scorer", tile: Tile) -> ScoredSpan:
-        """One tile of packed tokens."""
+        """Scores one tile of packed tokens."""
         hidden, positions = tile.hidden, slice(tile.start, tile.stop)
         if self.fetched is not None:
             hidden = either(hidden, self.fetched.hides(positions))
@@ -229,7 +228,7 @@ class OrderedTokens(LayerTokens):
     def _last_of_equal(
         self, scorer: "_Scorer", plan: ReadPlan, tiles: list[Tile], new_keys: Tensor, new_values: Tensor
     ) -> ScoredSpan:
-        """The last span of rows that hold equally much: slices do what index and masks do in general."""
+        """The last span for rows of equal length: slices replace index and masks."""
         found, own = WindowKeys.of(self.state, self.forward, plan, 0), slice(self.rows.start, self.rows.stop)
         exact = scorer.exact(torch.cat([self.keys.window.tokens[own, :, : found.exact], new_keys], 2))
         scores, read = [exact], tiles[0].stop - tiles[0].start if tiles else 0
@@ -247,7 +246,7 @@ class OrderedTokens(LayerTokens):
     def _last(
         self, scorer: "_Scorer", plan: ReadPlan, tiles: list[Tile], new_keys: Tensor, new_values: Tensor
     ) -> ScoredSpan:
-        """The last span of any rows: ragged ones, several queries, sliding windows."""
+        """The last span in general: rows of different lengths, several queries, sliding windows."""
         spans = [self._exact(scorer, plan, new_keys, new_values), *(self._tile(scorer, tile) for tile in tiles)]
         if self.fetched is not None:
             spans.append(self.fetched.span(scorer.query.scaled, self.logits, plan.back))
@@ -255,13 +254,13 @@ class OrderedTokens(LayerTokens):
         return joined(spans, order[: len(spans)])
 
     def _exact(self, scorer: "_Scorer", plan: ReadPlan, new_keys: Tensor, new_values: Tensor) -> ScoredSpan:
-        """The window and the new tokens."""
+        """The window and the new tokens as a span."""
         scores, hidden, positions = [scorer.exact(new_keys)], plan.hidden, None
         own = slice(self.rows.start, self.rows.stop)
         if plan.window:
             found = WindowKeys.of(self.state, self.forward, plan, self.keys.window.tokens.shape[2])
             scores.insert(0, self._window_scores(scorer, found))
-        if self.fetched is not None:  # a key in a page may be replaced while its value is exact here
+        if self.fetched is not None:  # a packed key may be replaced by a fetched one while its value is in the window
             positions = exact_positions(self.state, self.forward, plan.asked, plan.window)
             hidden = either(hidden, self.fetched.hides(positions))
 
@@ -276,11 +275,11 @@ class OrderedTokens(LayerTokens):
 
     @cached_property
     def _streams(self) -> tuple[PackedStream | None, PackedStream | None]:
-        """Keys and values as a kernel reads them."""
+        """Keys and values in the form that a kernel reads; None where no kernel does."""
         return self.keys.in_pages, self.values.in_pages
 
     def _mix(self, tile: Tile, weights: Tensor) -> list[Tensor]:
-        """Weighted sum of a tile's values; a tile may end within its last page."""
+        """Weighted sum of a tile's values; the tile may end inside its last page."""
         stages, values = self.values.plan, self.values.pool.read(tile.pages)
         if tile.stop % self.values.pool.page_tokens:
             weights = F.pad(weights, (0, -tile.stop % self.values.pool.page_tokens))
@@ -289,18 +288,18 @@ class OrderedTokens(LayerTokens):
 
 
 class _Scorer:
-    """One tile of query rows against a layer's keys."""
+    """Scores one tile of query rows against a layer's keys."""
 
     def __init__(self, keys: Stream, query: GroupedQuery, forward: Forward) -> None:
         self.keys, self.query, self.forward = keys, query, forward
 
     @cached_property
     def folded(self) -> tuple[Tensor, Tensor | None]:
-        """The query that meets what keys are encoded from, and what is added to its scores."""
+        """The query with the key transform folded in, and the constant to add to its scores, if any."""
         return self.keys.plan.transform.fold_query(self.query.scaled)
 
     def packed(self, pages: Pages, positions: slice | Tensor | None) -> Tensor:
-        """Scores of the keys in `pages`, whose slots are at `positions`: `[rows, kv_heads, query rows, tokens]`."""
+        """Scores of the keys in `pages`, whose slots have these `positions`: `[rows, kv_heads, query rows, tokens]`."""
         folded, constant = self.folded
         scores = self.keys.plan.codec.scores(folded, self.keys.pool.read(pages))
         scores = scores if constant is None else scores + constant
@@ -310,5 +309,5 @@ class _Scorer:
         return scores + self.keys.bias.scores(self.forward, self.query.scaled, positions)
 
     def exact(self, keys: Tensor) -> Tensor:
-        """Scores of `keys [rows, kv_heads, tokens, D]`."""
+        """Scores of exact `keys [rows, kv_heads, tokens, D]`."""
         return self.query.scaled @ keys.float().mT

@@ -1,4 +1,4 @@
-"""A store whose tokens keep their order: two streams with a schedule each, pages shared by one table."""
+"""A store that keeps tokens in order of position: keys and values have a schedule each, and share one page table."""
 
 import copy
 from collections.abc import Hashable
@@ -32,16 +32,16 @@ from calib.runtime.store import Footprint, LayerContext, Plan, Recoding
 
 
 def _lengths(*windows: int) -> list[int]:
-    """Lengths of a row where a schedule may do something: near the first multiples of each window, a page to either side."""
+    """The row lengths at which schedules must be checked: near the first multiples of each window, by a page to either side."""
     near = PAGE_TOKENS + 2
     return sorted({n for w in windows for k in range(5) for n in range(max(0, k * w - near), k * w + near)})
 
 
 @dataclass(frozen=True)
 class LayerPlan(Plan):
-    """The stages of one layer's keys and values; refuses what the storage cannot hold.
+    """The stages of one layer's keys and values. Raises ValueError for stages that pages and windows cannot hold.
 
-    With `on_host` the pages lie in host memory, a token's key beside its value, and a tile is fetched when it is attended.
+    With `on_host` the pages are in host memory, a token's key beside its value, and tiles are fetched when they are attended.
     """
 
     keys: StreamPlan
@@ -70,23 +70,23 @@ class LayerPlan(Plan):
 
     @staticmethod
     def exact(on_host: bool = False) -> "LayerPlan":
-        """Every token in pages as the model made it."""
+        """The plan that keeps every token exact, in pages."""
         stream = StreamPlan(Identity(), Exact(), SlidingResidual(0))
         return LayerPlan(stream, stream, on_host)
 
     @property
     def needs_rope(self) -> str | None:
-        """Where the bias of keys is folded: it turns with the tokens' positions."""
+        """The advice to give where the model's RoPE is not supported, if the bias of keys is folded: it is rotated by RoPE."""
         return None if self.keys.transform.key_bias is None else "use key_bias='kept'"
 
     @property
     def lacks_key_bias(self) -> bool:
-        """Whether a bias is folded that nobody has given."""
+        """Whether the bias of keys is folded and not set yet."""
         found = self.keys.transform.key_bias
         return found is not None and found.bias is None
 
     def with_key_bias(self, bias: Tensor) -> "LayerPlan":
-        """The same with it."""
+        """The same plan with this bias of keys."""
         found = self.keys.transform.key_bias
         return self if found is None else replace(self, keys=replace(self.keys, transform=found.with_bias(bias)))
 
@@ -96,7 +96,7 @@ class LayerPlan(Plan):
             stream.codec.fields(head_dim, dtype, False)
 
     def sequences(self, layers: int, sliding: int | None) -> OrderedSequenceState:
-        """Both schedules over one table, whose pages are fitted where tokens go straight into them, one by one."""
+        """The sequence state of both schedules; pages are fitted to short rows where tokens go straight into pages, one by one."""
         streams = (self.keys, self.values)
         single = all(stream.schedule.window() == 0 and stream.codec.token_group() == 1 for stream in streams)
         growth = HOST_GROWTH if self.on_host else GROWTH
@@ -106,7 +106,7 @@ class LayerPlan(Plan):
     def open(
         self, keys: Tensor, values: Tensor, sequences: OrderedSequenceState, context: LayerContext
     ) -> "OrderedStore":
-        """Both streams, empty."""
+        """An empty store, with its pages on the device or on the host."""
         pairs = PinnedKV(keys.shape[3], values.shape[3]) if self.on_host else None
         memory = {role: device_memory if pairs is None else pairs.of(role) for role in ("keys", "values")}
         room = sequences.keeps_room
@@ -117,19 +117,19 @@ class LayerPlan(Plan):
         return OrderedStore(streams, sequences, pairs)
 
     def tables(self) -> list[Tensor]:
-        """Those of both streams."""
+        """The tables of keys and of values."""
         return self.keys.tables() + self.values.tables()
 
     def codecs(self) -> list[Codec]:
-        """Of both streams."""
+        """The codecs of keys and of values."""
         return [self.keys.codec, self.values.codec]
 
     def pairs(self, context: LayerContext) -> "list[LayerPlan]":
-        """Itself: all tokens are alike."""
+        """The plan itself, because all tokens are encoded alike."""
         return [self]
 
     def recoded(self, change: Recoding) -> "LayerPlan":
-        """Both streams with other codecs."""
+        """The same plan with other codecs for keys and values."""
         keys, values = (
             replace(stream, codec=change(role, stream.transform, stream.codec))
             for role, stream in (("keys", self.keys), ("values", self.values))
@@ -137,12 +137,12 @@ class LayerPlan(Plan):
         return replace(self, keys=keys, values=values)
 
     def to(self, device: torch.device) -> "LayerPlan":
-        """Both streams' stages on `device`."""
+        """The same plan with its stages' tables on `device`."""
         return replace(self, keys=self.keys.to(device), values=self.values.to(device))
 
 
 class OrderedStore:
-    """Keys and values of one layer, each a `Stream`; `pairs` is the host memory that their pages lie in, if they do."""
+    """Keys and values of one layer, each a `Stream`; `pairs` is the host memory of their pages, or None."""
 
     observes = False
 
@@ -152,7 +152,7 @@ class OrderedStore:
         self.streams, self.sequences, self.pairs = streams, sequences, pairs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OrderedStore":
-        """Host memory before the streams, whose pages lie in it."""
+        """Copies the host memory before the streams, whose pages are views of it."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copy.deepcopy(self.pairs, memo)
@@ -161,24 +161,24 @@ class OrderedStore:
 
     @property
     def plan(self) -> LayerPlan:
-        """The stages, where the streams are."""
+        """The stages, with tables on the streams' device."""
         keys, values = (stream.plan for stream in self.streams)
         return LayerPlan(keys, values, on_host=self.pairs is not None)
 
     def prepare(self, forward: Forward) -> None:
-        """Pages for both streams."""
+        """Makes room in the pages of keys and values."""
         table = self.sequences.table
         for stream in self.streams:
             stream.prepare(forward, table)
 
     def attend(self, request: AttendRequest) -> Tensor:
-        """See `calib.runtime.attend`; nothing here depends on what was attended."""
+        """Attention as `runtime/attend` computes it. Storing does not depend on it, so nothing is observed."""
         if is_prompt(request):
             return prompt(request)
         return attend(OrderedTokens(self.sequences, request, *self.streams))
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
-        """Into windows and pages, as the schedules say."""
+        """Stores new tokens in windows and pages, as the schedules say."""
         for stream in self.streams:
             if stream.extremes is not None:
                 stream.settle()
@@ -196,31 +196,31 @@ class OrderedStore:
             stream.window.resize(max(map(slots, forward.after)))
 
     def _encoded_pair(self, keys: Tensor, values: Tensor) -> tuple[Block, Block] | None:
-        """A step's tokens encoded at once; None where that is not done."""
+        """The tokens of a decode step, keys and values encoded by one call; None where that is not supported."""
         one, other = self.streams
         if not (one.encodes_plainly and other.encodes_plainly) or one.fp32_params != other.fp32_params:
             return None
         return one.plan.codec.encode_pair(other.plan.codec, (keys, values), one.fp32_params)
 
     def encodes(self, forward: Forward) -> bool:
-        """See `Store.encodes`."""
+        """As `Store.encodes`."""
         return any(stream.encodes(forward) for stream in self.streams)
 
     def branch(self, forward: Forward) -> Hashable:
-        """See `Store.branch`."""
+        """As `Store.branch`: nothing, launches are equal in all steps of a block."""
         return None
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`."""
+        """As `Store.graph_key`; None for pages on the host."""
         if self.pairs is not None or any(forward.copies):
             return None
         streams, table = tuple(stream.graph_key(forward) for stream in self.streams), self.sequences.table
-        # Pools have as many pages as the table, and such ones, once they are prepared.
+        # The number and size of pages that pools have after `prepare`.
         shared = table.capacity, table.page_tokens, self.sequences.graph_key(forward)
         return None if None in streams else (streams, shared)
 
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
-        """Windows are copied, pages shared by the table."""
+        """Copies windows; pages are shared through the table."""
         for stream in self.streams:
             stream.window.permute(sources.to(stream.window.tokens.device))
             stream.window.resize(max(map(stream.plan.schedule.slots, self.sequences.lengths), default=0))
@@ -228,27 +228,27 @@ class OrderedStore:
                 stream.pool.keep(kept[0])
 
     def to(self, device: torch.device) -> None:
-        """Both streams."""
+        """Moves keys and values to `device`."""
         for stream in self.streams:
             stream.to(device)
 
     def state(self) -> State:
-        """Both streams."""
+        """Keys and values, for a file."""
         return {stream.role: stream.state(self.sequences.lengths) for stream in self.streams}
 
     def restore(self, state: State) -> None:
-        """See `state`."""
+        """Fills the store from `state`. Raises StateError where it does not fit."""
         for stream in self.streams:
             stream.restore(branch(state, stream.role), self.sequences.table, self.sequences.lengths)
 
     def read_back(self, row: int) -> tuple[Tensor, Tensor]:
-        """See `Store.read_back`."""
+        """As `Store.read_back`."""
         length, table = self.sequences.lengths[row], self.sequences.table
         keys, values = (stream.read_back(table, row, length) for stream in self.streams)
         return keys, values
 
     def footprint(self) -> Footprint:
-        """Pages, windows and drafts of both streams."""
+        """Bytes of pages, windows and drafts."""
         weight = Footprint()
         for stream in self.streams:
             pool, itemsize = stream.pool, stream.window.tokens.element_size()
@@ -266,7 +266,7 @@ class OrderedStore:
         return weight
 
     def tiers_of(self, row: int) -> list[HeldTier]:
-        """Packed tokens, those whose key alone is packed, and exact ones; those behind a sliding window are gone."""
+        """Packed tokens, those of which only the key is packed, and exact ones; without those that a sliding window has dropped."""
         length, pages = self.sequences.lengths[row], self.sequences.table.rows[row]
         keys, values = self.streams
         of_keys, of_values = (stream.plan.schedule.packed(length) for stream in self.streams)
@@ -282,9 +282,9 @@ class OrderedStore:
         return in_order(spans, values.pool.kv_heads, values.pool.device, host=self.pairs is not None)
 
     def on_host(self) -> list[Tensor]:
-        """The pages, where they lie there."""
+        """The pages, if they are in host memory."""
         return [] if self.pairs is None or self.pairs.pairs is None else [self.pairs.pairs]
 
     def overflowed_outliers(self) -> int:
-        """Of both streams."""
+        """The sum over keys and values."""
         return counts_of(stream.overflowed_outliers for stream in self.streams)

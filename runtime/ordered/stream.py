@@ -1,4 +1,4 @@
-"""One stream of one layer, keys or values: its stages, its pages and its window, and how tokens move between them."""
+"""A stream is the keys or the values of one layer: its stages, pages and window, and how tokens move between them."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from calib.runtime.stages.to_device import tensors_of, to_device
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The stages of a stream: what a method decides."""
+    """The stages of keys or of values, which a method decides."""
 
     transform: Transform
     codec: Codec
@@ -49,12 +49,13 @@ class StreamPlan:
         return replace(self, transform=to_device(self.transform, device), codec=to_device(self.codec, device))
 
 
-MOST_KNOWN = 4096  # lengths that are remembered
+MOST_KNOWN = 4096  # lengths whose steps are cached
 
 
 class _Step(NamedTuple):
-    """Where the tokens of a decode step go: groups of rows of which a block is `encoding`, slots of the `window` in use behind it,
-    and there the `slots` of the newest tokens of `rows`, None where all stay; without a window the slots of pages `rows`."""
+    """Where the tokens of a decode step go. With a window: groups of rows that are `encoding` a block; the number of `window`
+    slots in use afterwards; and the window `slots` of the new tokens of `rows` (None: all rows). Without a window: the pages
+    `rows` and their `slots`."""
 
     encoding: list[list[int]]
     window: int
@@ -63,7 +64,7 @@ class _Step(NamedTuple):
 
 
 class Stream:
-    """Storage of one stream. Tokens arrive in the window or, where the schedule says so, go straight to pages."""
+    """Storage of keys or of values. New tokens go to the window or, where the schedule says so, straight to pages."""
 
     def __init__(
         self,
@@ -74,13 +75,14 @@ class Stream:
         rotation: Rotation | None = None,
         keeps_room: bool = False,
     ) -> None:
-        """`like [rows, kv_heads, tokens, head_dim]`: the first tokens, which fix shapes, dtype and parameter width; `memory`
-        is where pages lie; `rotation` is the model's RoPE, where a bias of keys is folded; `keeps_room`: of the window."""
+        """`like [rows, kv_heads, tokens, head_dim]` are the first tokens, which fix shapes, dtype and parameter width. `memory`
+        allocates pages; `rotation` is the model's RoPE, needed where a key bias is folded; `keeps_room` allocates all window
+        slots."""
         self.role, self.plan, self.rotation = role, plan.to(like.device), rotation
         self.head_dim = like.shape[3]
         self.tile_tokens = tile_tokens(like.shape[1], like.shape[3])
         self.fp32_params = False
-        self.extremes: Extremes | None = None  # until parameters are as wide as the first tokens ask for
+        self.extremes: Extremes | None = None  # until the first tokens have decided the width of parameters
         if like.shape[2]:
             self._ask(self._coded(like))
         self.window = Window(plan.schedule.window(), like, keeps_room)
@@ -91,28 +93,29 @@ class Stream:
         self.encodes_plainly = self._encodes_plainly()
 
     def _ask(self, coded: Tensor) -> None:
-        """Whether parameters of tokens like `coded` need float32: what the host can read later, `settle` reads."""
+        """Decides whether parameters of tokens like `coded` need float32, or starts a copy of their extremes, which `settle`
+        reads."""
         if not self.plan.codec.asks_extremes:
             self.fp32_params = self.plan.codec.fp32_params(coded)
         elif may_need_fp32(self.plan.codec, coded.dtype):
             self.extremes = Extremes(coded)
 
     def settle(self) -> None:
-        """Fixes the width of parameters by the first tokens; before anything is written."""
+        """Decides the width of parameters from the first tokens; called before anything is written."""
         extremes, self.extremes = self.extremes, None
         if extremes is not None and self.plan.codec.fp32_params(extremes.read()):
             self.fp32_params = True
             self.pool.fit(self.plan.codec.fields(self.head_dim, self.window.tokens.dtype, True))
 
     def _coded(self, like: Tensor) -> Tensor:
-        """What the codec sees. Tokens that no transform changes stay where they lie: a prompt in float32 would be written and read
-        once more."""
+        """The tokens as the codec sees them. Tokens that the transform only moves are not copied: a prompt in float32 would be
+        written and read once more."""
         prologue = self.plan.transform.prologue()
         return like if prologue is not None and prologue.moves else self.plan.transform.forward(like)
 
     @property
     def bias(self) -> BiasAtPositions | None:
-        """What is taken off keys before they are encoded; None: nothing is."""
+        """The bias that is subtracted from keys before they are encoded; None without one."""
         stage = self.plan.transform.key_bias
         if stage is None:
             return None
@@ -121,18 +124,18 @@ class Stream:
 
     @property
     def in_pages(self) -> PackedStream | None:
-        """The pages as a kernel of attention reads them; None: no kernel does."""
+        """The pages in the form that an attention kernel reads; None where no kernel does."""
         return self.pool.derived.once("stream", self._in_pages, (prefers_triton(self.pool.device),))
 
     def _in_pages(self) -> PackedStream | None:
         return mapped(packed_stream(self.plan.codec, self.pool, self.head_dim), self.plan.transform)
 
     def decoded(self, table: PageTable, row: int, length: int) -> Tensor:
-        """What the codes of a row of `length` tokens say, in order: float32 `[kv_heads, packed tokens, head_dim]`."""
+        """The decoded tokens of a row of `length` tokens, in order: float32 `[kv_heads, packed tokens, head_dim]`."""
         pool, group, packed = self.pool, self.plan.codec.token_group(), self.plan.schedule.packed(length)
         if not packed:
             return torch.zeros(pool.kv_heads, 0, self.head_dim, device=pool.device)
-        whole = -(-packed // group) * group  # codes of a group come with its parameters
+        whole = -(-packed // group) * group  # a group's codes are read together with its parameters
         pages = table.pages(row, 0, -(-packed // pool.page_tokens))
         block = {
             name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : whole // pool.rows_of(pool.fields[name])]
@@ -144,12 +147,12 @@ class Stream:
         return tokens if self.bias is None else self.bias.whole(tokens)
 
     def read_back(self, table: PageTable, row: int, length: int) -> Tensor:
-        """All tokens of a row in order, `[kv_heads, length, head_dim]` in the model's dtype: what codes say, then the window."""
+        """All tokens of a row in order, `[kv_heads, length, head_dim]` in the model's dtype: decoded ones, then the window."""
         decoded = self.decoded(table, row, length).to(self.window.tokens.device, self.window.tokens.dtype)
         return torch.cat([decoded, self.window.in_order([row], decoded.shape[1], length)[0]], 1)
 
     def prepare(self, forward: Forward, table: PageTable) -> None:
-        """Room for what the forward adds; pages that were shared and will be written are duplicated."""
+        """Makes room for what the forward adds, and duplicates shared pages that will be written."""
         self.pool.grow(table.capacity, table.page_tokens)
         if forward.copies[0]:
             self.pool.copy(forward.copies[0])
@@ -164,14 +167,15 @@ class Stream:
         self.overflowed_outliers = None if self.overflowed_outliers is None else self.overflowed_outliers.to(device)
 
     def state(self, lengths: list[int]) -> State:
-        """Pages and window, of rows of these lengths."""
+        """Pages and window of rows of these lengths, for a file."""
         self.settle()
         counted: State = {} if self.overflowed_outliers is None else {"further": self.overflowed_outliers}
         window = self.window.state(max(map(self.plan.schedule.slots, lengths), default=0))
         return {"wide": self.fp32_params, "pages": self.pool.state(), "window": window} | counted
 
     def restore(self, state: State, table: PageTable, lengths: list[int]) -> None:
-        """See `state`; the pages of `table`, and tokens of each row."""
+        """Fills the stream from `state`, with the pages of `table` and rows of `lengths`. Raises StateError where it does not
+        fit."""
         self.fp32_params = part_of(state, "wide", bool)
         self.pool.fit(self.plan.codec.fields(self.head_dim, self.window.tokens.dtype, self.fp32_params))
         self.pool.restore(branch(state, "pages"), table.capacity, table.page_tokens)
@@ -181,7 +185,7 @@ class Stream:
         )
 
     def _encodes_plainly(self) -> bool:
-        """Whether a step's token goes straight into pages, encoded as it is."""
+        """Whether a decode step's token goes straight into pages, and is encoded without further work."""
         if self.plan.schedule.window():
             return False
         prologue = self.plan.transform.prologue()
@@ -189,8 +193,8 @@ class Stream:
         return plain
 
     def store_step(self, forward: Forward, table: PageTable, new: Tensor, block: Block | None = None) -> list[Put]:
-        """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, whatever the rows' lengths are, but for what it
-        returns: that is still to be put where it belongs. `block`: the tokens encoded, where that is done already."""
+        """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, for rows of any lengths. Returns the writes that
+        the caller must still do with `put_tokens`. `block` has the encoded tokens, if they are encoded already."""
         key = ("step", self.role, new.device)
         if key not in forward.readings:  # the same for every layer
             forward.readings[key] = self._step(forward, table, new.device)
@@ -206,7 +210,7 @@ class Stream:
         return [] if step.slots is None else [Put(self.window.tokens, new, step.slots, step.rows)]
 
     def _step(self, forward: Forward, table: PageTable, device: torch.device) -> "_Step":
-        """See `_Step`."""
+        """The `_Step` of a forward; the same for every layer."""
         schedule, size = self.plan.schedule, self.window.size
         if not size:
             pages, slots = (forward.tensor(*numbers, device) for numbers in _positions(table))
@@ -224,23 +228,23 @@ class Stream:
         return _Step(encoding, window, at, slots)
 
     def _encoding(self, forward: Forward, row: int) -> tuple[int, int]:
-        """The first token of a row that a forward encodes, and where they end."""
+        """The range of a row's tokens that a forward encodes: (first, stop)."""
         encoded = self.plan.schedule.encoded
         return max(encoded(forward.before[row]), forward.oldest[row]), encoded(forward.after[row])
 
     def graph_key(self, forward: Forward) -> Hashable | None:
-        """See `Store.graph_key`."""
+        """As `Store.graph_key`; None where the window has other memory than the step needs."""
         rows, _, slots, _ = self.window.tokens.shape
         if self.window.allocated(self._step_of(forward)[0]) != slots:
             return None
         return rows, slots
 
     def encodes(self, forward: Forward) -> bool:
-        """See `Store.encodes`: whether any row's tokens go from its window into pages."""
+        """As `Store.encodes`: whether any row's tokens move from the window into pages."""
         return self.window.size > 0 and self._step_of(forward)[1]
 
     def _step_of(self, forward: Forward) -> tuple[int, bool]:
-        """`_step_at` of all rows together; the same for every layer."""
+        """`_step_at` over all rows: the most window slots, and whether any row encodes; computed once for all layers."""
         key = ("slots and whether it encodes", self.role)
         if key not in forward.readings:
             slots, encodes = zip(*map(self._step_at, forward.before), strict=True)
@@ -249,8 +253,8 @@ class Stream:
         return found
 
     def _step_at(self, length: int) -> tuple[int, bool]:
-        """Of one more token behind so many: slots of the window then in use, and whether any token is encoded. Remembered, because
-        rows of one length and consecutive steps ask again."""
+        """For one more token in a row of `length`: window slots in use afterwards, and whether any token is encoded. Cached,
+        because rows of one length and consecutive steps need the same."""
         if length not in self._steps:
             if len(self._steps) > MOST_KNOWN:
                 self._steps.clear()
@@ -260,7 +264,7 @@ class Stream:
         return self._steps[length]
 
     def store_run(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor) -> None:
-        """Stores what `rows`, a group of equal length, were given: `new [len(rows), kv_heads, their tokens, head_dim]`."""
+        """Stores the new tokens of `rows`, a group of equal length: `new [len(rows), kv_heads, their tokens, head_dim]`."""
         before, after = forward.before[rows[0]], forward.after[rows[0]]
         self._write_pages(rows, forward, table, new, own=True)
         first = max(before, self.plan.schedule.packed(after))
@@ -268,7 +272,7 @@ class Stream:
             self.window.write(rows, first, new[:, :, first - before :])
 
     def _write_pages(self, rows: list[int], forward: Forward, table: PageTable, new: Tensor, own: bool = False) -> None:
-        """Encodes what the schedule asks for. `new` holds the tokens of all rows of the batch, or of `rows` if `own`."""
+        """Encodes the tokens that the schedule says. `new` holds the tokens of all rows of the batch, or of `rows` if `own`."""
         before, (start, stop) = forward.before[rows[0]], self._encoding(forward, rows[0])
         if start >= stop:
             return
@@ -291,7 +295,7 @@ class Stream:
 
     @staticmethod
     def _runs(forward: Forward, table: PageTable, rows: list[int], first: int) -> TokenRuns:
-        """Where tokens from `first` on go; the same for every layer."""
+        """The slots that tokens from `first` on are written to; the same for every layer."""
         key = (TokenRuns, table, *rows, first)
         if key not in forward.readings:
             forward.readings[key] = table.runs(rows, first)
@@ -305,7 +309,7 @@ class Stream:
 
 
 def _positions(table: PageTable) -> Iterator[tuple[str, Numbers[Forward]]]:
-    """Name and numbers of the page, and of the slot in it, where each row's next token goes."""
+    """For pages and for slots a name and a function of the forward: where each row's next token goes."""
 
     def part(number: int, step: Forward) -> list[int]:
         return [table.location(row, held)[number] for row, held in enumerate(step.before)]

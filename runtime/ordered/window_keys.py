@@ -1,11 +1,11 @@
-"""Where the keys of the exact window lie: KIVI encodes a block of keys while the values of the same tokens are still exact.
+"""Where the keys of the exact window are: KIVI encodes a block of keys while the values of the same tokens are still exact.
 
     tokens of a row   0 ........ attended ........ packed keys ........ before ........ after
     keys              | packed pages ............................| key window  | this forward
     values            | packed pages   | value window .......................  | this forward
 
-A row reads keys and values from pages up to `attended`. Beyond it the values are exact, and the keys packed ahead of them,
-the `recent` ones, are met in their pages.
+A row reads keys and values from pages up to `attended`. After it the values are exact. The keys that are packed ahead of them,
+the `recent` ones, are scored from their pages.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,19 @@ from calib.runtime.paging.page_numbers import Pages
 
 @dataclass(frozen=True)
 class WindowKeys:
-    """For each slot of the value window its key.
+    """Where the key for each slot of the value window is.
 
     Attributes:
-        recent_pages: gives those of the recent keys, for a trimmed plan together with the last tile's; None where there are none.
-        index: int64 `[rows, 1, 1, slots]`, among the key window's slots followed by the tokens of `pages`; None where a plan is
-            trimmed.
-        exact: leading slots of the key window in use: they are the value window's first ones, because both rings have the
-            same size. The others belong, in order, to `recent`.
-        recent: among the tokens of `pages`, where a plan is trimmed.
-        positions: of the tokens of `pages`: a stretch, or int64 `[rows, tokens]`, of slots without a token anything; None where
-            there are none.
+        recent_pages: returns the pages of the recent keys, for a trimmed plan together with the last tile's; None without any.
+        index: int64 `[rows, 1, 1, slots]`, an index into the key window's slots followed by the tokens of `pages`; None for a
+            trimmed plan.
+        exact: leading slots of the key window in use: they match the value window's first slots, because both rings have the
+            same size. The other slots belong, in order, to `recent`.
+        recent: the recent keys' range among the tokens of `pages`, for a trimmed plan.
+        positions: positions of the tokens of `pages`: a slice, or int64 `[rows, tokens]`, undefined in empty slots; None without
+            pages.
+        ahead_index: int32 `[rows, slots]`: for each window slot its key's index among the packed keys ahead, -1 where the key is
+            exact; None without such keys.
     """
 
     recent_pages: Callable[[], Pages] | None
@@ -45,7 +47,7 @@ class WindowKeys:
 
     @cached_property
     def pages(self) -> Pages | None:
-        """`recent_pages`; a kernel that reads all pages does not ask."""
+        """The pages of `recent_pages`; not computed for a kernel that reads all pages."""
         return None if self.recent_pages is None else self.recent_pages()
 
     @property
@@ -55,7 +57,7 @@ class WindowKeys:
 
     @staticmethod
     def of(state: OrderedSequenceState, forward: Forward, plan: ReadPlan, key_slots: int) -> "WindowKeys":
-        """What goes with the plan of a forward, of key windows of `key_slots`; made by the first layer that asks."""
+        """The window keys for a plan, with key windows of `key_slots`; computed by the first layer that asks."""
         key = (WindowKeys, plan.asked, key_slots)
         if key not in forward.readings:
             made = (
@@ -69,7 +71,7 @@ class WindowKeys:
 
 
 def _trimmed(state: OrderedSequenceState, forward: Forward, plan: ReadPlan) -> WindowKeys:
-    """Of rows that hold equally much."""
+    """For rows of equal length, which are read by slices."""
     rows, tiles, page = plan.asked.rows, plan.tiers[0], state.table.page_tokens
     length = forward.before[rows.start]
     attended, packed, exact = state.packed(length), state.keys.packed(length), state.keys.slots(length)
@@ -84,7 +86,7 @@ def _trimmed(state: OrderedSequenceState, forward: Forward, plan: ReadPlan) -> W
 def _indexed(
     state: OrderedSequenceState, forward: Forward, asked: ReadRequest, slots: int, key_slots: int
 ) -> WindowKeys:
-    """Of any rows."""
+    """For rows of any lengths."""
     rows, device = asked.rows, asked.device
     before, page = [forward.before[row] for row in rows], state.table.page_tokens
     attended, packed = ([of(length) for length in before] for of in (state.packed, state.keys.packed))
@@ -97,7 +99,7 @@ def _indexed(
     of_recent, ahead = None, None
     some = any(stop > max(read, oldest) for stop, read, oldest in zip(packed, attended, seen, strict=True))
     reach = max(-(-stop // page) - count // page for stop, count in zip(packed, attended, strict=True))
-    if forward.of_block:  # whatever its steps find, unless every page has been given back
+    if forward.of_block:  # the same in all its steps, unless every page has been freed
         some = state.packs_ahead(forward) and state.table.capacity > 0
         reach = -(-state.values.window() // page) + 1
     if some:
@@ -105,7 +107,7 @@ def _indexed(
         ends, firsts = (state.numbers(forward, rows, field, device) for field in ("packed_keys", "page_start"))
         index = torch.where(positions < ends, key_slots + positions - firsts, index)
         read = state.numbers(forward, rows, "packed", device)
-        # What is hidden has a score's number, whatever it is: the slot's key need not be there.
+        # A hidden slot gets the index of some score, because its key need not be there.
         ahead = torch.where(positions < ends, positions - read, -1).masked_fill_(absent, 0).int()
         of_recent = firsts + torch.arange(reach * page, device=device)
     return WindowKeys(
@@ -117,9 +119,9 @@ def _indexed(
 
 
 def _recent(state: OrderedSequenceState, forward: Forward, asked: ReadRequest, reach: int) -> Tensor:
-    """So many pages of each row, from the one on that has the next token that is attended: int64 `[rows, reach]`."""
+    """`reach` pages of each row, from the page of the row's next attended token on: int64 `[rows, reach]`."""
     rows, device, table = asked.rows, asked.device, state.table
-    if forward.of_block:  # in which they change
+    if forward.of_block:  # page numbers change within a block
         held = table.numbers_with_room(device)[rows.start : rows.stop].long()
         first = state.numbers(forward, rows, "page_start", device) // table.page_tokens
         return held.gather(1, (first + torch.arange(reach, device=device)).clamp_(max=held.shape[1] - 1))

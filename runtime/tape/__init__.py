@@ -1,1 +1,1 @@
-"""Decode steps without graphs: a layer's launches are listed once and done again, with little left to do for the host."""
+"""Decode steps without CUDA graphs: a layer's kernel launches are recorded once and repeated, with little work for the host."""

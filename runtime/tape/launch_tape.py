@@ -1,8 +1,8 @@
-"""The launches of one layer in a decode step, done again in later steps.
+"""The kernel launches of one layer in a decode step, repeated in later steps.
 
-Between two encoded blocks a layer's steps launch the same kernels in the same grids with the same numbers, and most of a step's
-time on the host goes into working that out. What differs are tensors: those that the layer is given, those that the first layer of
-the step has worked out for all (masks, slots, lengths), and the memory that kernels fill on the way, which is allocated anew.
+Between two encodings a layer's steps launch the same kernels with the same grids and numbers, and most of a step's host time is
+spent on computing these. Only tensors differ: those passed to the layer, those that the step's first layer computes for all
+(masks, slots, lengths), and intermediate memory, which is allocated anew.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from calib.runtime.tape.step_tensors import Memory, Step, StepTensors, TapedStep
 
 
 class Hole(NamedTuple):
-    """An argument of a launch that differs by step, and the register that it is taken from, or part of it."""
+    """A tensor argument of a launch that differs by step: its index, and the register (or the part of it) that supplies it."""
 
     position: int
     register: int
@@ -24,7 +24,7 @@ class Hole(NamedTuple):
 
 
 class LaunchTape:
-    """Launches with holes. Registers are what the layer is given, its output, and what it takes from the step, in this order."""
+    """Launches with holes. The registers are, in this order, the layer's arguments, its output, and the tensors from the step."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class LaunchTape:
         self.launches, self.output, self.tensors = launches, output, tensors
 
     def run(self, given: Sequence[Tensor], step: Step) -> Tensor | None:
-        """What the layer returns; None, and nothing is launched, where the step's layers have not yet worked out all it takes."""
+        """What the layer returns. None, without any launch, if the step has not yet computed all shared tensors that are needed."""
         taken = TapedStep.of(step).take(self.tensors)
         if taken is None:
             return None

@@ -1,7 +1,7 @@
 """Where the tensors come from that a layer's kernels are given, and the tape that follows from it.
 
-Sizes, grids and memory differ from block to block and from layer to layer; what comes from where does not. It is found out once
-(`recording.py`). From then on to list a layer's launches costs little more than the layer.
+Sizes, grids and memory differ from block to block and from layer to layer, but not where each tensor comes from. That is
+determined once (`recording.py`); afterwards recording a layer's launches costs little more than running the layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from calib.runtime.tape.step_tensors import Memory, Shared, Step, StepTensors, T
 
 
 class KnownLaunch(NamedTuple):
-    """What is known of a launch: the types of its arguments, and of tensors among them which are the layer's own and where the
-    others come from."""
+    """The known part of a launch: the kernel, the types of its arguments, the indices of the layer's own tensors (`own`), and
+    the sources of the other tensors (`holes`)."""
 
     kernel: Any
     types: tuple[type, ...]
@@ -26,14 +26,15 @@ class KnownLaunch(NamedTuple):
 
 
 class UnlikeError(Exception):
-    """A layer does not do what is known of it."""
+    """Raised where a layer's launches differ from its outline."""
 
 
 class Outline(NamedTuple):
-    """What tapes have in common of layers whose plans are equal, in steps that take the same way through them. It holds no tensor.
+    """The common part of the tapes of layers with equal plans, in steps that take the same way through the code. It holds no
+    tensor.
 
-    Registers are numbered as a tape's: what the layer is given, its output, then so many that are `shared`, and `memory` of these
-    types.
+    Registers are numbered as in a tape: the layer's arguments, its output, then `shared` tensors of the step, then intermediate
+    `memory` with these dtypes.
     """
 
     launches: list[KnownLaunch]
@@ -43,7 +44,7 @@ class Outline(NamedTuple):
     def recorded(
         self, layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step
     ) -> tuple[Tensor, LaunchTape | None]:
-        """What `layer()` returns, and its launches; None where it does something else."""
+        """What `layer()` returns, and the tape of its launches; None for the tape where the layer differs from the outline."""
         shared, before, listed = TapedStep.of(step).shared(), step.worked_out.keys(), list[Launch]()
 
         def take(launch: Launch) -> None:
@@ -57,8 +58,8 @@ class Outline(NamedTuple):
     def tape(
         self, launches: list[Launch], output: Tensor, given: Sequence[Tensor], shared: dict[int, tuple[Shared, Tensor]]
     ) -> LaunchTape | None:
-        """The tape of these launches; None where they are others, or tensors come from elsewhere than `TapedStep.shared` and what
-        the layer is given."""
+        """The tape of these launches; None where they differ from the outline, or tensors come from elsewhere than
+        `TapedStep.shared` and the layer's arguments."""
         if len(launches) != len(self.launches):
             return None
         found = _Registers(self, output, given, shared)
@@ -70,7 +71,7 @@ class Outline(NamedTuple):
 
 
 class _Registers:
-    """What the registers stand for in one layer of one step."""
+    """The values of the registers in one layer of one step."""
 
     def __init__(
         self, outline: Outline, output: Tensor, given: Sequence[Tensor], shared: dict[int, tuple[Shared, Tensor]]
@@ -79,12 +80,12 @@ class _Registers:
         self.out, self.memory = len(given), len(given) + 1 + outline.shared
         self.of_output = storage_of(output)
         self.of_step = {self.of_output, *map(storage_of, given), *shared}
-        # Found when a launch names them: what is shared, and where memory lies.
+        # Filled while launches are read: the shared tensors, and the storages of intermediate memory.
         self.parts: dict[int, Shared] = {}
         self.rooms: dict[int, torch.UntypedStorage] = {}
 
     def emptied(self, launch: Launch, known: KnownLaunch) -> tuple[Launch, list[Hole]]:
-        """The launch without what differs by step: nothing keeps these tensors until the next."""
+        """The launch without the tensors that differ by step, so that they are not kept alive, and its holes."""
         arguments = list(launch.arguments)
         if launch.kernel is not known.kernel or tuple(map(type, arguments)) != known.types:
             raise UnlikeError
@@ -97,9 +98,9 @@ class _Registers:
         return Launch(launch.kernel, launch.grid, tuple(arguments), launch.options), holes
 
     def _hole(self, part: Tensor, hole: Hole) -> Hole:
-        """The hole that a tensor leaves."""
+        """The hole for a tensor, with the part of its register that it is."""
         register = hole.register
-        if register < self.out:  # all of it: a piece may be of several that lie in the same memory
+        if register < self.out:  # only whole arguments: several may be parts of one storage
             given = self.given[register]
             if (part.data_ptr(), part.dtype) != (given.data_ptr(), given.dtype):
                 raise UnlikeError
@@ -120,7 +121,7 @@ class _Registers:
         return hole if view is None else Hole(hole.position, register, view)
 
     def _read(self, register: int, part: Tensor) -> None:
-        """Notes where a tensor is in the step."""
+        """Records which shared tensor of the step a register is."""
         if (found := self.shared.get(storage_of(part))) is None:
             raise UnlikeError
         one, whole = found
@@ -131,7 +132,7 @@ class _Registers:
             raise UnlikeError
 
     def tape(self, launches: list[tuple[Launch, list[Hole]]]) -> LaunchTape:
-        """All that the registers are made of."""
+        """The tape, from the output and all registers."""
         output, device, dtype = self.output, self.output.device, self.output.dtype
         count, view = output.untyped_storage().nbytes() // dtype.itemsize, _view(output, self.of_output, dtype)
         shape = output.shape
@@ -146,7 +147,8 @@ class _Registers:
 
 
 def _view(part: Tensor, begin: int, dtype: torch.dtype) -> View | None:
-    """How a part lies in what begins at this address. None where it begins with it: a kernel is told shapes and strides besides."""
+    """The part of a tensor relative to the address `begin`; None where it begins there, because kernels get shapes and strides
+    anyway."""
     offset = part.data_ptr() - begin
     if offset == 0 and part.dtype == dtype:
         return None

@@ -1,4 +1,4 @@
-"""Finds out, of a layer's first recorded step, where the tensors come from that its kernels are given."""
+"""Records a layer's first taped step, and determines where the tensors come from that its kernels are given."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import lru_cache
@@ -12,15 +12,15 @@ from calib.runtime.tape.launch_tape import Hole, LaunchTape
 from calib.runtime.tape.outline import KnownLaunch, Outline, UnlikeError
 from calib.runtime.tape.step_tensors import Step, TapedStep, storage_of
 
-# Torch's operators that make memory and put nothing into it.
+# Operators of torch that allocate memory without writing to it.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def recorded(
     layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step
 ) -> tuple[Tensor, LaunchTape | None, Outline | None]:
-    """What `layer()` returns, its launches, and their outline. None where it does more than to launch kernels and allocate memory:
-    torch's own operators, or work for all layers, which adds to what is worked out."""
+    """What `layer()` returns, the tape of its launches, and their outline. Both are None where the layer does more than launch
+    kernels and allocate memory: where it calls other operators of torch, or computes something for all layers."""
     shared, listed = TapedStep.of(step).shared(), _Listed()
     before = step.worked_out.keys()
     with listed, LaunchedBy(listed.take):
@@ -33,17 +33,18 @@ def recorded(
 
 
 class _Listed(TorchDispatchMode):
-    """What happens inside: launches, which are done, memory that is made, and other operators of torch but for views."""
+    """Records what happens inside: kernel launches, which are carried out, allocations, and other operators of torch except
+    views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[Launch] = []
-        self.made: list[Tensor] = []  # kept: no address comes twice
+        self.made: list[Tensor] = []  # kept alive, so that no address is used twice
         self.others: set[str] = set()
         self._launching = False
 
     def take(self, launch: Launch) -> None:
-        """Lists a launch and does it; operators within are the interpreter's."""
+        """Records a launch and carries it out; operators called within it belong to Triton's interpreter."""
         self.launches.append(launch)
         self._launching = True
         try:
@@ -57,7 +58,7 @@ class _Listed(TorchDispatchMode):
             return result
         if name in ALLOCATIONS and result.is_contiguous():
             self.made.append(result)
-        elif not _is_view(func) or name == "lift_fresh":  # which brings numbers of the host
+        elif not _is_view(func) or name == "lift_fresh":  # which uploads host numbers
             self.others.add(name)
         return result
 
@@ -68,18 +69,18 @@ def _is_view(func: Any) -> bool:
 
 
 class _Origins:
-    """Where tensors come from, by the memory that they lie in. What lies in none of a step's is the layer's own."""
+    """Where tensors come from, by their storage. A tensor in none of the step's storages is the layer's own."""
 
     def __init__(self, output: Tensor, given: Sequence[Tensor], shared: Collection[int], made: list[Tensor]) -> None:
         self.output, self.given, self.shared = storage_of(output), given, shared
         self.of_given = {storage_of(tensor) for tensor in given}
         self.made = {storage_of(tensor): tensor for tensor in made if tensor.numel()}
-        # By name, in the order of the launches that take them.
+        # By name, in the order in which launches use them.
         self.read: dict[Hashable, None] = {}
         self.filled: dict[Hashable, Tensor] = {}
 
     def outline(self, launches: list[Launch]) -> Outline | None:
-        """None where it cannot be said where a tensor comes from."""
+        """The outline of these launches; None where the source of a tensor cannot be determined."""
         if self.output not in self.made:
             return None
         try:
@@ -104,7 +105,7 @@ class _Origins:
         return Outline(known, len(self.read), types)
 
     def _name(self, part: Tensor) -> Hashable:
-        """What a tensor is called that differs by step; None for the layer's own."""
+        """The name of a tensor that differs by step; None for the layer's own tensors."""
         storage = storage_of(part)
         if storage in self.of_given:
             return _of_given(self._number_of_given(part))
@@ -123,7 +124,7 @@ class _Origins:
         for number, tensor in enumerate(self.given):
             if (tensor.data_ptr(), tensor.dtype) == (part.data_ptr(), part.dtype):
                 return number
-        raise UnlikeError  # a piece, perhaps of several that lie in the same memory
+        raise UnlikeError  # a part of an argument; several arguments may share one storage
 
 
 def _of_given(number: int) -> Hashable:

@@ -1,4 +1,4 @@
-"""Tensors that the layers of a step have in common: what the first has worked out for all, and memory that each fills anew."""
+"""Tensors that the layers of a step share: those that the first layer computes for all, and memory that each layer overwrites."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import is_dataclass
@@ -9,39 +9,39 @@ from torch import Tensor
 
 
 class Step(Protocol):
-    """A forward under way."""
+    """The current forward, as far as tapes use it."""
 
     readings: dict[Hashable, Any]
 
     @property
     def worked_out(self) -> dict[Hashable, Any]:
-        """What its layers share so far: its `readings`, and the numbers that it has uploaded."""
+        """All that its layers share so far: its `readings`, and the numbers that it has uploaded."""
         ...
 
 
 class View(NamedTuple):
-    """Part of a tensor's memory."""
+    """Part of a tensor's memory: `offset` elements from its first, with another dtype, shape and strides."""
 
     dtype: torch.dtype
-    offset: int  # elements behind the tensor's first
+    offset: int  # in elements, from the tensor's first
     shape: torch.Size
     stride: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of `whole`."""
+        """This part of `whole`."""
         typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
 
 
 class Shared(NamedTuple):
-    """A tensor that a step's first layer has worked out for all: at `key`, and within what is there where `path` says."""
+    """A tensor that a step's first layer computes for all: reached from the step's entry at `key` by `path`."""
 
     key: Hashable
     path: tuple[int | str, ...]
     view: View | None = None
 
     def of(self, worked_out: dict[Hashable, Any]) -> Tensor:
-        """This step's."""
+        """The tensor in this step."""
         found = worked_out[self.key]
         for way in self.path:
             found = getattr(found, way) if isinstance(way, str) else found[way]
@@ -50,26 +50,27 @@ class Shared(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What kernels fill on the way from one to the next."""
+    """Intermediate memory that kernels of a layer write and read."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def make(self) -> Tensor:
-        """As much of it."""
+        """Allocates it."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class StepTensors(NamedTuple):
-    """Tensors that a layer takes from the step: those that are shared, and memory, which layers fill one after the other."""
+    """The tensors that a layer takes from the step: shared ones, and intermediate memory, which the layers use one after the
+    other."""
 
     shared: tuple[Shared, ...]
     memory: tuple[Memory, ...]
 
 
 class TapedStep:
-    """What tapes know and need of one step, no longer than the step is."""
+    """The state of tapes in one step; it lives as long as the step."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -79,12 +80,12 @@ class TapedStep:
 
     @classmethod
     def of(cls, step: Step) -> "TapedStep":
-        """That of a step."""
+        """The state of a step, created at the first call."""
         found: TapedStep = step.readings.get("taped") or step.readings.setdefault("taped", cls(step))
         return found
 
     def shared(self) -> dict[int, tuple[Shared, Tensor]]:
-        """By their memory the tensors that the step has worked out; found once for all layers, until it has more."""
+        """The tensors that the step has computed, by storage address; searched once for all layers, until there are more."""
         worked_out = self._step.worked_out
         if self._seen != len(worked_out):
             self._seen, self._shared = len(worked_out), {}
@@ -95,7 +96,7 @@ class TapedStep:
         return self._shared
 
     def take(self, tensors: StepTensors) -> list[Tensor] | None:
-        """This step's; None where not all are worked out yet."""
+        """This step's tensors for `tensors`; None where not all are computed yet."""
         found = self._taken.get(id(tensors))
         if found is None:
             worked_out = self._step.worked_out
@@ -107,7 +108,7 @@ class TapedStep:
         return found
 
     def _room(self, number: int, wanted: Memory) -> Tensor:
-        """Memory that layers have in common, at least as much as is wanted."""
+        """Memory that all layers share, at least as large as `wanted`."""
         if number == len(self._memory):
             self._memory.append(wanted.make())
         held = self._memory[number]
@@ -117,16 +118,16 @@ class TapedStep:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of the memory that a tensor lies in."""
+    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
-# What holds no tensor, and is most of what is found in lists.
+# Types without tensors, which most list entries have.
 _NUMBERS = frozenset({int, float, bool, bytes, str, type(None), range})
 
 
 def _tensors(value: Any) -> Iterator[tuple[tuple[int | str, ...], Tensor]]:
-    """The tensors in what a step has worked out, and how they are reached."""
+    """The tensors in a value that a step has computed, each with its path."""
     if isinstance(value, Tensor):
         yield (), value
         return

@@ -1,4 +1,4 @@
-"""Which plans are equal but for the contents of their tensors: layers that have them do the same."""
+"""Compares plans without the contents of their tensors: layers with equal structures launch the same kernels."""
 
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def structure(part: Any) -> Hashable:
-    """All that a stage or a plan is, but of a tensor only shape, strides, type and device. What cannot be compared is like no
-    other."""
+    """A key of a stage or plan: its types and values, but of tensors only shape, strides, dtype and device. Values that cannot
+    be hashed get a key that equals no other."""
     if isinstance(part, Tensor):
         return part.shape, part.stride(), part.dtype, part.device
     if isinstance(part, tuple | list):

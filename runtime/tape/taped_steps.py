@@ -1,7 +1,7 @@
-"""Which decode steps are alike, and the tapes of their layers.
+"""Groups decode steps into blocks with equal launches, and keeps the tapes of their layers.
 
-The first step of a block runs as always. From the second on shapes are those of the whole block, and every layer behind the first
-is recorded the first time and launched from its tape in all further steps. Behind a block in which that has paid, the next one is
+The first step of a block runs normally. From the second on, shapes are those of the whole block: every layer after the first is
+recorded once and launched from its tape in all further steps. After a block in which tapes were used, the next block is
 recorded from its first step on.
 """
 
@@ -16,32 +16,32 @@ from calib.runtime.tape.recording import recorded
 from calib.runtime.tape.step_tensors import Step, StepTensors
 from calib.runtime.tape.structure import structure
 
-# What tensors have to share to be given to the same launches: shape, strides, type and device of each.
+# What tensors must have in common to be passed to the same launches: shape, strides, dtype and device of each.
 _Form = tuple[tuple[Any, ...], ...]
 
 
 class TapedSteps:
-    """The tapes of one cache's layers, for the block that its last step belongs to."""
+    """The tapes of one cache's layers, for the block of its last step."""
 
     def __init__(self) -> None:
         self.step = 0
         self.key: Hashable | None = None
-        self.goes_on = False  # with the block of the step before
-        self.launched = 0  # layers' steps so far that a tape has launched
+        self.goes_on = False  # whether this step continues the last one's block
+        self.launched = 0  # how many layers' steps tapes have launched so far
         self._before = 0  # how many of them before this block
-        self._pays = False  # whether tapes have launched layers in the block before
+        self._pays = False  # whether tapes launched any layer in the last block
         self._tapes: dict[Hashable, tuple[_Form, LaunchTape | None]] = {}
         self._outlines: dict[Hashable, Outline] = {}
-        self._alike: dict[StepTensors, StepTensors] = {}  # the first of those that are equal
+        self._alike: dict[StepTensors, StepTensors] = {}  # the first of equal ones
         self._kinds: dict[int, tuple[Any, int]] = {}
         self._structures: dict[Hashable, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TapedSteps":
-        """Tapes name the memory of one cache; a copy has none yet."""
+        """A copy has no tapes: they refer to the memory of one cache."""
         return TapedSteps()
 
     def forget(self) -> None:
-        """What was recorded no longer holds: memory has moved, or rows have changed, or the block is over."""
+        """Ends the block and drops its tapes: memory has moved, rows have changed, or the block is over."""
         if self.key is not None:
             self._pays, self._before = self.launched > self._before, self.launched
         self.key = None
@@ -49,8 +49,8 @@ class TapedSteps:
         self._alike.clear()
 
     def begin(self, step: int, key: Hashable | None, encodes: bool = False) -> bool:
-        """Whether layers of the forward number `step` run by tapes, or are recorded. It shares `key` with all steps of its block;
-        None is that of a forward that is no such step. One that `encodes` runs as always, and its block goes on behind it."""
+        """Starts the forward number `step`; returns whether its layers are recorded or run by tapes. All steps of a block have
+        the same `key`; None marks any other forward. A step that `encodes` runs normally, and its block continues afterwards."""
         self.goes_on = key is not None and key == self.key and step == self.step + 1
         if not self.goes_on:
             self.forget()
@@ -64,10 +64,11 @@ class TapedSteps:
     def run(
         self, number: int, plan: Any, way: Hashable, layer: Callable[[], Tensor], given: Sequence[Tensor], step: Step
     ) -> Tensor:
-        """What `layer()` returns in a `step`, by its tape where there is one; else by a call, recorded if it is the first.
+        """What `layer()` returns in a `step`: by its tape where there is one, else by a call, which is recorded if it is the
+        first.
 
-        It is the layer of this `number` and `plan`, which takes this `way` through its code. `given` are the tensors that are the
-        layer's own and differ by step.
+        The layer has this `number` and `plan`, and takes this `way` through its code (a hashable key). `given` are the layer's
+        own tensor arguments, which differ by step.
         """
         name, form = (number, way), tuple([(part.shape, part.stride(), part.dtype, part.device) for part in given])
         if name not in self._tapes:
@@ -88,7 +89,8 @@ class TapedSteps:
         given: Sequence[Tensor],
         step: Step,
     ) -> Tensor:
-        """By the outline of such layers where there is one; a layer that differs from it is recorded in full in its next step."""
+        """Records by the outline of layers of this `kind` where there is one; a layer that differs is recorded in full in its
+        next step."""
         outline = self._outlines.pop(kind, None)
         if outline is None:
             output, tape, outline = recorded(layer, given, step)
@@ -103,7 +105,7 @@ class TapedSteps:
         return output
 
     def _kind(self, number: int, plan: Any) -> int:
-        """A number for each structure of plans."""
+        """A number for the structure of the layer's plan, equal for equal structures."""
         known = self._kinds.get(number)
         if known is None or known[0] is not plan:
             of_structure = self._structures.setdefault(structure(plan), len(self._structures))
