@@ -50,7 +50,7 @@ def attention(
     """Attention as transformers calls it: `query [batch, heads, n, D]` -> (output `[batch, n, heads, D]`, None).
 
     `key` and `value` are tensors `[batch, kv_heads, keys, D]`, or the compressed layer twice. Raises ValueError for dropout,
-    attention weights as output, masks of more than two axes, unknown kinds of attention, and gradients through stored tokens.
+    attention weights as output, masks that are not 2-D, unknown kinds of attention, and gradients through stored tokens.
     """
     if kwargs.get("output_attentions"):
         raise ValueError(
@@ -87,9 +87,7 @@ _logits = lru_cache(Logits)  # the same for all layers of most models
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
     """Exact causal attention on tensors; the last key belongs to the last query. `mask [batch, keys]` is True at real tokens.
-
-    `query [batch, heads, n, D]`, `key` and `value [batch, kv_heads, keys, D]` -> `[batch, heads, n, D]`.
-    """
+    `query [batch, heads, n, D]`, `key` and `value [batch, kv_heads, keys, D]` -> `[batch, heads, n, D]`."""
     length, total, sliding = query.shape[2], key.shape[2], logits.sliding
     sdpa = partial(F.scaled_dot_product_attention, query, key, value, scale=logits.scale, enable_gqa=True)
     if mask is None and logits.softcap is None and (sliding is None or total <= sliding) and length in (1, total):
@@ -122,9 +120,7 @@ def padding_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """Return the 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding.
-
-    Raises ValueError for a mask function that is neither causal nor a sliding window, and for a static cache.
-    """
+    Raises ValueError for a mask function that is neither causal nor a sliding window, and for a static cache."""
     held = q_offset + q_length
     if mask_function is not causal_mask_function and not _is_known(
         mask_function, getattr(config, "sliding_window", None), batch_size, held
@@ -144,8 +140,7 @@ def padding_mask(
 def _is_known(mask_function: Callable[..., Any], window: int | None, rows: int, held: int) -> bool:
     """Whether the function is causal attention over the last `window` tokens. A function that depends on the text, such as on
     the positions of images, may also be plain causal for this text of `held` tokens."""
-    # Every forward makes its function anew. Equal code and closure are tested once: a recorded step must not wait for the
-    # device.
+    # Every forward makes its function anew. Equal ones are tested once: a recorded step must not wait for the device.
     made = tuple(_parts(mask_function))
     device = next((part.device for part in made if isinstance(part, Tensor)), None)
     if device is not None:
