@@ -41,7 +41,7 @@ class CompressedLayer(CacheLayerMixin):
     """Keys and values of one attention layer: takes `[rows, kv_heads, tokens, head_dim]`, keeps packed pages and an exact
     window."""
 
-    # For transformers: `crop` takes drafts back without a trace, and get_mask_sizes counts every column.
+    # For transformers: `crop` removes drafts completely, and get_mask_sizes counts every column.
     is_croppable = True
     is_sliding = False
 
@@ -277,7 +277,7 @@ class CompressedLayer(CacheLayerMixin):
             keys, values = keys.detach(), values.detach()
         store.store(forward, keys, values)
 
-    if not TYPE_CHECKING:  # mypy goes on refusing misspelt attributes
+    if not TYPE_CHECKING:  # hidden from mypy, which still reports misspelt attributes
         # Both raise a helpful error in a model that treats what `update` returned as a tensor.
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(f"a compressed layer is no tensor and has no {name!r}: {NO_TENSOR}")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The lines of the report: packed codes, their parameters, what corrects them, atoms of the rows' own, exact pages, the exact
-# window, pairs fetched from the host, keys that stand for what is there, positions of tokens in tiers, saliency, tables of
-# the artifact and of pages, layers left uncompressed.
+# The lines of the report: packed codes, their parameters, their corrections (outliers, low rank, residual), the rows' own
+# dictionary atoms, exact pages, the exact window, pairs fetched from the host, representative keys, positions of tokens in
+# tiers, saliency, tables of the artifact and of pages, uncompressed layers.
 KINDS = (
     *("codes", "parameters", "outliers", "low_rank", "residual", "dictionary", "exact", "window"),
     *("fetched", "representatives", "positions", "saliency", "tables", "uncompressed"),

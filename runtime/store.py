@@ -64,7 +64,7 @@ class Store(Protocol):
 
     def attend(self, request: AttendRequest) -> Tensor:
         """Attention of the rows of the request, `[rows, heads, n, D]`. Stored tokens do not change; where `request.observe` is
-        set, the attention that they get is added to their saliency."""
+        set, the attention that they get is recorded for `store`, or added to their saliency at once."""
         ...
 
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
@@ -180,7 +180,7 @@ class Plan(Protocol):
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether storing must know token ids."""
+        """Whether storing needs token ids."""
         return False
 
     @property

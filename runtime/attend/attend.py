@@ -1,9 +1,10 @@
 """Attention of one layer over everything it holds: one loop over spans of scored tokens, one running softmax over them all.
 
-    store.attend -> attend: for each tile of query columns a ReadPlan;   plan -> spans: pages in packed form, fetched
-    tokens, the exact window, the new tokens;   span -> weights -> mixture;   at the end what needs final probabilities
+    store.attend -> attend: for each tile of query columns a ReadPlan
+    ReadPlan -> spans: packed pages, fetched tokens, the exact window, the new tokens
+    span -> weights -> mixture of values; at the end corrections and statistics that need final probabilities
 
-New tokens are attended as they arrived: encoding comes after attention, so a prompt's own attention is exact.
+New tokens are attended exactly: they are encoded after attention, so a prompt's own attention is exact.
 """
 
 from collections.abc import Callable

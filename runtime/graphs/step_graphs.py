@@ -213,9 +213,8 @@ def _copied(result: Any) -> Any:
     """A copy of a result, because the next replay overwrites the original."""
     if isinstance(result, Tensor):
         return result.clone()
-    if isinstance(
-        result, ModelOutput
-    ):  # attributes, and those that are not None also by name; made anew, or set as usual, it would check every one
+    if isinstance(result, ModelOutput):
+        # Attributes, and those that are not None also as items. The constructor and `__setitem__` would check each of them.
         copied = OrderedDict.__new__(type(result))
         own = vars(copied)
         own.update(vars(result))

@@ -73,8 +73,8 @@ class OffloadPlan(Plan):
     def sequences(self, layers: int, sliding: int | None) -> SequenceState:
         """The sequence state of the device's plan, linked to that of the host."""
         sequences: SequenceState = self.low.sequences(layers, sliding)
-        # With chunks the host frees no pages behind a sliding window: after a forward's lengths are counted, earlier chunks
-        # still read them.
+        # With chunks the host's pages are not freed behind a sliding window: they would be freed for the whole forward at once,
+        # and its earlier chunks still read them.
         sequences.mirror_on_host(HOST.sequences(layers, sliding if self.encoding_chunk is None else None))
         return sequences
 

@@ -162,7 +162,7 @@ class OffloadStore(ABC):
         return self.host.on_host()
 
     def overflowed_outliers(self) -> int:
-        """Those of the device's part."""
+        """As `Store.overflowed_outliers`, of the device's part."""
         return self.low.overflowed_outliers()
 
 

@@ -15,7 +15,7 @@ from calib.runtime.paging.pages import GROWTH, PageTable
 from calib.runtime.paging.sequence_state import SequenceState
 from calib.runtime.stages.selection import Schedule
 
-MOST_KNOWN = 4096  # lengths that are remembered
+MOST_KNOWN = 4096  # lengths whose `OrderedRow` is cached
 
 
 class RowShape(NamedTuple):

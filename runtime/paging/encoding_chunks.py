@@ -18,7 +18,7 @@ class EncodingChunk:
     """One chunk: its `forward`, and the `columns` of the whole forward in it, one slice for all rows or int64 `[tokens]` of
     each.
 
-    It has no padding between tokens: each row's tokens begin at column 0, and columns behind the tokens of shorter rows are
+    It has no padding between tokens: each row's tokens begin at column 0, and columns after the tokens of shorter rows are
     unused.
     """
 

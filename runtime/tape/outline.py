@@ -1,6 +1,6 @@
-"""Where the tensors come from that a layer's kernels are given, and the tape that follows from it.
+"""The sources of the tensors that a layer's kernels are given, and the tape that follows from them.
 
-Sizes, grids and memory differ from block to block and from layer to layer, but not where each tensor comes from. That is
+Sizes, grids and memory differ from block to block and from layer to layer, but not the source of each tensor. It is
 determined once (`recording.py`); afterwards recording a layer's launches costs little more than running the layer.
 """
 

@@ -1,4 +1,4 @@
-"""Records a layer's first taped step, and determines where the tensors come from that its kernels are given."""
+"""Records a layer's first taped step, and determines the sources of the tensors that its kernels are given."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import lru_cache

@@ -164,7 +164,7 @@ class BudgetStore(BudgetScores):
         heavy = min(heavy, count)
         # By position. Without earlier tokens the candidates are in that order already; the recent ones are the last.
         order = arrival.positions.argsort(-1)[..., :count] if arrival.slots else None
-        if self.saliency is None:  # the earliest
+        if self.saliency is None:  # the earliest are kept
             scores = torch.zeros(*arrival.positions.shape[:2], count, device=arrival.positions.device)
         else:
             scores = self.scores(arrival.mass)
@@ -219,7 +219,7 @@ class BudgetStore(BudgetScores):
         mass[:, :, staying % size] = arrival.mass[:, :, staying % size]
         arrived = torch.arange(position, recent.stop, device=mass.device)
         mass[:, :, arrived % size] = arrival.mass[:, :, arrival.slots + arrived - arrival.before]
-        while position < recent.stop:  # twice at most: the ring's end and its beginning
+        while position < recent.stop:  # at most two iterations: the ring's end and its beginning
             stop = min(recent.stop, position + size - position % size)
             part = slice(position - arrival.before, stop - arrival.before)
             keys, values = arrival.keys[:, :, part], arrival.values[:, :, part]

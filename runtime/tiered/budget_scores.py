@@ -21,8 +21,8 @@ from calib.runtime.tiered.store import TieredStore
 
 class BudgetScores(TieredStore):
     """`mass [rows, numbers x kv_heads, slots]` float32: the attention mass that the saliency has kept for each important token
-    since it arrived; behind it, where scores depend on it (`numbers` is 2), how many queries have seen the token. `numbers` is
-    0 without a saliency, where the newest tokens fill the budget.
+    since it arrived; after the mass of all heads, where scores depend on it (`numbers` is 2), how many queries have seen the
+    token. `numbers` is 0 without a saliency, where the newest tokens fill the budget.
 
     In a prompt only probe queries count; in a later forward all queries, or the newest. A decode step has one query, whose
     probabilities are computed anyway. Probing only some steps would save nothing, and could leave tokens without a score when

@@ -166,7 +166,7 @@ class ChunkStore(TieredStore):
         return None if shapes is None else (shapes, len(self.mass), slots)
 
     def encodes(self, forward: Forward) -> bool:
-        """Whether a row's chunk is complete with the step."""
+        """As `Store.encodes`: whether the step completes a chunk of any row."""
         before, after = self.sequences.slots(forward)
         return any(map(le, after.exact, before.exact))
 

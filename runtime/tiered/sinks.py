@@ -46,7 +46,7 @@ class SinkStore(TieredStore):
             self._write(0, rows, before, before, min(after, tiering.sinks), own, before)
             # Of a long forward only the tokens that the window will hold.
             position = max(before, tiering.sinks, after - tiering.window)
-            while position < after:  # twice at most: the ring's end and its beginning
+            while position < after:  # at most two iterations: the ring's end and its beginning
                 slot = (position - tiering.sinks) % tiering.window
                 stop = min(after, position + tiering.window - slot)
                 self._write(1, rows, slot, position, stop, own, before)
