@@ -16,8 +16,8 @@ class ScoredSpan:
     Attributes:
         scores: float32 `[rows, kv_heads, query rows, tokens]`, -inf where hidden. Undefined for a kernel's result, unless its
             probabilities are needed.
-        mix: maps weights `[rows, kv_heads, query rows, tokens]` to mixtures of values `[rows, kv_heads, query rows, D]`, which
-            are added in this order; or a kernel's mixture; None where the output already has it.
+        mix: maps weights `[rows, kv_heads, query rows, tokens]` to parts `[rows, kv_heads, query rows, D]` of the mixture of
+            values, which are added in this order; or a kernel's mixture; None where the output already has it.
         watched: whether saliency needs the final probabilities.
         left: what corrections add to the output, from the final probabilities of all spans with the same function, concatenated.
         positions: integers `[rows, kv_heads or 1, tokens]` or a slice, where the tokens' mass is wanted.
@@ -44,8 +44,8 @@ class ExactSpan:
     Attributes:
         tokens: keys and values of the window and of the new tokens.
         watched: as in `ScoredSpan`.
-        positions: where the tokens' mass is wanted: the positions of each part, `[rows, kv_heads or 1, tokens]` integers; the
-            parts are concatenated in `tokens`.
+        positions: where the tokens' mass is wanted: integers `[rows, kv_heads or 1, tokens]`, one tensor for each of several
+            consecutive parts of `tokens`.
     """
 
     tokens: ExactTokens

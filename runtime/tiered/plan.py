@@ -42,8 +42,8 @@ class TieredPlan(Plan):
         saliency: the scores that decide between tiers; None where the tiering needs no scores.
         probes: which queries are observed (`RatioTiers`), or which of a prompt's (`HeavyHitterBudget`).
         shared_across_heads: whether all KV heads of a layer share one set of salient tokens, by the sum of their mass.
-        oracle_share: oracle eviction: the share of tokens, those with the highest logits, that each query of a later forward
-            attends.
+        oracle_share: oracle eviction: the share of tokens that each query of a later forward attends, those with the highest
+            logits.
         before_rope: keys are encoded as they were before RoPE, and rotated to their positions when attended (`RatioTiers` only).
         measured: number of positions over which the keys' statistics were measured; beyond it a warning is given. None: valid
             everywhere (`RatioTiers` only).

@@ -17,7 +17,7 @@ Streams: TypeAlias = tuple[PackedStream | None, PackedStream | None]
 
 @dataclass(frozen=True)
 class TierReading:
-    """Dictionaries are by role, "keys" or "values".
+    """The stages by which some rows read a tier. The dictionaries are by role, "keys" or "values".
 
     Attributes:
         tier: the tier that is read.
