@@ -21,7 +21,6 @@ from calib.runtime.held_tier import HeldTier
 from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.pool import PagePool
 from calib.runtime.paging.window import Window
-from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec.corrected import counts_of
 from calib.runtime.stages.parameter_width import may_need_fp32
 from calib.runtime.stages.seeded_rng import SeededRng
@@ -29,6 +28,7 @@ from calib.runtime.stages.selection import Saliency
 from calib.runtime.store import Footprint, LayerContext
 from calib.runtime.tiered import stored
 from calib.runtime.tiered.forward_stats import ForwardStats
+from calib.runtime.tiered.row_contents import RowContents
 from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.sequence_state import TieredSequenceState
@@ -280,63 +280,23 @@ class TieredStore(ABC):
 
     def counts(self, row: int) -> list[int]:
         """How many tokens of a row are in each tier."""
-        return self.sequences.held(row, self.sequences.lengths[row])
-
-    def decoded(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys after RoPE and values of a row in each tier, float32 `[kv_heads, count, D]`, in the order of slots."""
-        found = []
-        for number, (tier, count) in enumerate(zip(self.tiers, self.counts(row), strict=True)):
-            row_params = [] if self.sequences.row_params is None else self.sequences.row_params.rows[row]
-            keys, values = tier.decoded(row, self.sequences.tables[number].rows[row], count, row_params)
-            if count and self.plan.before_rope and self.context.rotation is not None:
-                keys = Rotation.rotated(keys, *self.context.rotation.at(self.positions(row, number)))
-            found.append((keys, values))
-        return found
-
-    def read_back(self, row: int) -> tuple[Tensor, Tensor]:
-        """As `Store.read_back`. Tiers without known positions hold tokens in order, one tier after the other."""
-        tier, length, at = self.tiers[0], self.sequences.lengths[row], self.sequences.sinks
-        keys, values = (
-            torch.empty(self.heads, length, n, dtype=tier.dtype, device=tier.pool.device) for n in self.widths
-        )
-        for number, held in enumerate(self.decoded(row)):
-            count = held[0].shape[1]
-            positions = torch.arange(at, at + count, device=keys.device).expand(self.heads, -1)
-            if self.tiers[number].knows_positions:
-                positions = self.positions(row, number)
-            for whole, part in zip((keys, values), held, strict=True):
-                whole.scatter_(1, positions[..., None].expand_as(part), part.to(whole.dtype))
-            at += count
-        exact = self._exact_positions(row).to(keys.device)
-        for whole, window in zip((keys, values), self.windows or (), strict=False):
-            whole[:, exact] = window.tokens[row, :, : len(exact)]
-        return keys, values
-
-    def _exact_positions(self, row: int) -> Tensor:
-        """The positions of the tokens in the exact window, sinks and newest: int64 `[n]` on the host."""
-        length = self.sequences.lengths[row]
-        exact = 0 if self.windows is None else self.sequences.exact(row, length)
-        first = min(self.sequences.sinks, exact)
-        return torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
+        return RowContents(self, row).counts()
 
     def positions(self, row: int, number: int) -> Tensor:
-        """The positions of a row's tokens in a tier that `knows_positions`: int64 `[kv_heads, count]`."""
-        tier, pages, count = self.tiers[number], self.sequences.tables[number].rows[row], self.counts(row)[number]
-        found = tier.positions(torch.tensor([pages], dtype=torch.int32, device=tier.pool.device), 0, count)
-        if isinstance(found, slice):
-            return torch.arange(found.start, found.stop, device=tier.pool.device).expand(self.heads, -1)
-        return found[0, :, :count]
+        """See `RowContents.positions`."""
+        return RowContents(self, row).positions(number)
+
+    def decoded(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """See `RowContents.decoded`."""
+        return RowContents(self, row).decoded()
+
+    def read_back(self, row: int) -> tuple[Tensor, Tensor]:
+        """See `RowContents.in_order`."""
+        return RowContents(self, row).in_order()
 
     def tiers_of(self, row: int) -> list[HeldTier]:
-        """The tokens of each tier, then those of the exact window, sinks and newest."""
-        found = []
-        for number, (tier, count) in enumerate(zip(self.tiers, self.counts(row), strict=True)):
-            keys, values = (tier.pool.bits_per_value(width, f"{role}.") for role, width in tier.widths.items())
-            positions = self.positions(row, number).sort(-1).values if tier.knows_positions else None
-            found.append(HeldTier(count, keys, values, positions))
-        exact, bits = self._exact_positions(row).to(self.tiers[0].pool.device), 8.0 * self.itemsize
-        found.append(HeldTier(len(exact), bits, bits, exact.expand(self.heads, -1)))
-        return [tier for tier in found if tier.count]
+        """See `RowContents.tiers`."""
+        return RowContents(self, row).tiers()
 
     def footprint(self) -> Footprint:
         """Bytes of the pages of all tiers, of the rows' own parameters, and of unconfirmed tokens."""
