@@ -164,7 +164,7 @@ class BudgetStore(BudgetScores):
         heavy = min(heavy, count)
         # By position. Without earlier tokens the candidates are in that order already; the recent ones are the last.
         order = arrival.positions.argsort(-1)[..., :count] if arrival.slots else None
-        if self.saliency is None:  # the earliest are kept
+        if self.saliency is None:  # locality alone: `heavy` is 0, and every candidate loses
             scores = torch.zeros(*arrival.positions.shape[:2], count, device=arrival.positions.device)
         else:
             scores = self.scores(arrival.mass)
