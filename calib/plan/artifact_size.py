@@ -1,8 +1,8 @@
 """The artifact of a fit that has not been run: its tensors by name and shape, and the bytes of its file.
 
-A stand-in of the same shapes is written in memory by the code that writes the real one. Unknown before the fit are its
-figures, each counted as long as a third in digits, and how many dictionaries measured groups of layers need: as many as for
-layers that have nothing in common.
+A stand-in artifact of the same shapes is encoded in memory by the code that writes the real one. Two things are unknown before
+the fit: its measured figures, each of which is assumed to be as long in JSON as 1/3, and the number of dictionaries when layer
+groups are measured, which is assumed to be the largest possible (layers whose distributions differ completely).
 """
 
 import math
@@ -33,21 +33,21 @@ FIGURE = 1 / 3
 def stand_in(
     calibration: Calibration, tried: Calibration, meta_model: MetaModel, corpus: Corpus, seed: int, batch_size: int
 ) -> Artifact:
-    """An artifact of the fit's shapes for the whole model: one layer's numbers for all.
+    """Return an artifact with the shapes that the fit would give for the whole model; all layers repeat one layer's numbers.
 
     Args:
-        calibration: of the fit.
-        tried: the same for one layer, complete.
+        calibration: the fit's options.
+        tried: the same options after `dry_run`: every statistic of one layer is filled.
         meta_model: the model.
-        corpus: of the fit's sizes.
-        seed: of the fit.
-        batch_size: of the fit.
+        corpus: a corpus of the fit's sizes.
+        seed: the fit's seed.
+        batch_size: the fit's batch size.
     """
     layers = meta_model.shape.layers
     one = tried.tensors(tuple(tried.statistics))
     tensors = {name: x if name in SHARE_AXES else x.expand(layers, *x.shape[1:]) for name, x in one.items()}
     if calibration.klt:
-        tensors[LOSSES["before"]] = torch.ones(len(BITS), 2)  # or after RoPE: as large
+        tensors[LOSSES["before"]] = torch.ones(len(BITS), 2)  # the same size for losses after RoPE
     groups: list[dict[str, Any]] = []
     if calibration.dictionary.atoms:
         found, groups = dictionary_tensors(calibration.dictionary, meta_model)
@@ -64,7 +64,8 @@ def stand_in(
 def dictionary_tensors(
     options: DictionaryOptions, meta_model: MetaModel
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Groups, divergences and dictionaries where layers have nothing in common; and what a fit notes of each group."""
+    """Return the tensors of layer groups, divergences and dictionaries for the largest possible divergence (ln 2) between any two
+    layers, and the metrics that a fit records for each group."""
     shape, tensors, groups = meta_model.shape, dict[str, Tensor](), list[dict[str, Any]]()
     atoms, reached = options.atoms * shape.kv_heads, range(shape.layers)
     divergence = torch.full((shape.layers, shape.layers), math.log(2)).fill_diagonal_(0)
@@ -94,7 +95,7 @@ def dictionary_tensors(
 
 
 def lengthened(figures: Any) -> Any:
-    """The same structure with every number that is measured as long as such numbers are."""
+    """Copy a JSON structure with every float, which is what a fit measures, replaced by 1/3."""
     if isinstance(figures, dict):
         return {name: lengthened(value) for name, value in figures.items()}
     if isinstance(figures, list):

@@ -1,4 +1,4 @@
-"""`calib bench --plan`: everything that is told of a bench before it runs, as plain JSON."""
+"""`calib bench --plan`: the plan of a bench as plain JSON: cache sizes, memory, disk space and time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,15 @@ from calib.plan.meta_model import read_meta_model
 from calib.plan.run_memory import RunMemory, at_most, placed
 from calib.plan.run_time import RunPace, seconds_content
 
-# Of the three reports without rows, and of a row of a cell in them, as published runs have them (docs/plan.md).
+# Bytes of the three reports without rows, and of one row of one cell in them, taken from published runs (docs/plan.md).
 REPORTS, ROW = 20_000, 2000
 
 
 def make_bench_plan(request: BenchRequest) -> dict[str, Any]:
-    """The plan of a bench; raises UsageError for no such model or artifact, and for contexts that the model was not made for."""
+    """Return the plan of a bench.
+
+    Raises UsageError if the model or artifact cannot be read, or if a context is longer than the model's positions allow.
+    """
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     artifact, _ = read_artifact(request.artifact)
@@ -64,7 +67,8 @@ def cell_content(
     weights: int,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """One batch and context: every row's cache behind the new tokens, and the most at once, when all caches are there."""
+    """Sizes for one batch and context: every row's cache after the new tokens, and the peak with all caches together and with the
+    largest cache alone."""
     new, beside = request.new_tokens, memory.forward(batch, context) + memory.logits(batch)
     sizes = {name: memory.cache(entry, title_of(context), batch, context, new) for name, entry in rows.items()}
     there = [size for size in sizes.values() if size.refused is None]
@@ -82,7 +86,7 @@ def cell_content(
 
 
 def largest(memory: RunMemory, request: BenchRequest, weights: int, on_gpu: bool) -> list[dict[str, Any]]:
-    """Of every row and context the largest batch that the limit leaves room for, activations counted."""
+    """Return, for every method row and context, the largest batch that fits into `request.memory`, activations included."""
     if request.memory is None:
         return []
     found = []
@@ -110,7 +114,8 @@ def largest(memory: RunMemory, request: BenchRequest, weights: int, on_gpu: bool
 
 
 def seconds(pace: RunPace, request: BenchRequest, rows: int, on_gpu: bool) -> dict[str, float]:
-    """By part: each row alone, prompts in turns, new tokens in turns, and what the largest batches are computed from."""
+    """Return the seconds of each part of a bench: every row alone, prompts in turns, new tokens in turns, and the cells that the
+    largest batches are computed from; `rows` counts the exact cache too."""
     found = dict.fromkeys(("rows alone", "prompts", "new tokens", "largest batches"), 0.0)
     methods, new, turns = rows - 1, request.new_tokens, request.turns
     pause = 0.0 if on_gpu else PAUSE * turns * rows

@@ -1,4 +1,4 @@
-"""The size of every method's cache at a batch and a context: the runtime's own prediction, of stores that hold no numbers."""
+"""The size of every method's cache for a batch and a context: the runtime's own stores are filled on the `meta` device."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ class CacheSize:
     """Bytes of a cache.
 
     Attributes:
-        device: all that lies on the device, tables of the artifact and layers that stay uncompressed included.
-        host: pages in host memory.
-        refused: why the method cannot serve this model; None where it can.
+        device: bytes on the device, including the artifact's tables and the layers that stay uncompressed.
+        host: bytes of pages in host memory.
+        refused: why the method cannot serve this model; None if it can.
     """
 
     device: int = 0
@@ -32,14 +32,14 @@ class CacheSize:
     refused: str | None = None
 
     def content(self, values: int) -> dict[str, Any]:
-        """As plain JSON; `values` keys and values of all layers in it."""
+        """Return the size as plain JSON; `values` is the number of key and value elements of all layers in the cache."""
         if self.refused is not None:
             return {"refused": self.refused}
         return {"device_bytes": self.device, "host_bytes": self.host, "bits_per_value": 8 * self.device / values}
 
 
 def cache_sizes(meta_model: MetaModel, artifact: Artifact, batch: int, context: int) -> dict[str, Any]:
-    """Every method's at its default options, given this artifact; `exact` is the cache of transformers in 16 bits."""
+    """Sizes of every method's cache at its default options with this artifact; `exact_16_bit_bytes` is a 16-bit `DynamicCache`."""
     shape = meta_model.shape
     values = batch * 2 * shape.kv_heads * shape.head_dim * context * shape.layers
     sizes = {name: cache_size(meta_model, name, {}, artifact, batch, context).content(values) for name in METHODS}
@@ -55,21 +55,23 @@ def cache_size(
     context: int,
     after: int = 0,
 ) -> CacheSize:
-    """Of `batch` rows that each hold a prompt of `context` tokens, and so many `after` it."""
+    """Size of a cache of `batch` rows, each with a prompt of `context` tokens and `after` tokens stored after it."""
     try:
         built = build(method, options)
         plans = [built.plan(number, Geometry.of(meta_model.text), artifact) for number in meta_model.compressed]
         one, two = (predicted(meta_model, plans, rows, context, after) for rows in MEASURED)
     except ValueError as error:
         return CacheSize(refused=" ".join(str(error).split()))
-    # Rows stand alone, so two batches give all.
+    # The size is linear in the batch, so two batch sizes determine it for every batch.
     device, host = (Law.through(getattr(one, part), getattr(two, part)).at(batch) for part in ("device", "host"))
     return CacheSize(device, host)
 
 
 def predicted(meta_model: MetaModel, plans: Sequence[Plan], batch: int, context: int, after: int = 0) -> CacheSize:
-    """What `memory()` of a cache with such a prompt in it, and tokens after it, would predict, given the `plans` of the layers that
-    are compressed: all take what the first does."""
+    """Size that the `memory()` report of a cache with such a prompt, and `after` tokens after it, would give.
+
+    `plans` are those of the compressed layers; each of these layers is assumed to need as much as the first one.
+    """
     dtype, numbers, geometry = meta_model.model.dtype, meta_model.compressed, Geometry.of(meta_model.text)
     plan, windows = plans[0], [meta_model.windows[number] for number in numbers]
     plan.check(geometry.head_dim, dtype)
@@ -98,7 +100,7 @@ def predicted(meta_model: MetaModel, plans: Sequence[Plan], batch: int, context:
 
 
 def exact_bytes(meta_model: MetaModel, layers: Iterable[int], batch: int, context: int) -> int:
-    """Of a `DynamicCache` for some layers: all tokens, of a layer that slides those that it still sees."""
+    """Bytes of a `DynamicCache` for some layers: all tokens, or the last window - 1 tokens of a sliding-window layer."""
     geometry = Geometry.of(meta_model.text)
     token = 2 * batch * geometry.kv_heads * geometry.head_dim * meta_model.model.dtype.itemsize
     windows = (meta_model.windows[number] for number in layers)

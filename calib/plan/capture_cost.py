@@ -1,4 +1,4 @@
-"""What a fit captures and in how many passes; the corpus it will have at most."""
+"""What a fit captures, in how many passes over the corpus, and the largest corpus that it may have."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -16,8 +16,16 @@ from calib.plan.meta_tensors import META, MetaTensors
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the corpus: tokens of a sequence, sequences of each part and of a batch, processes that share them, positions that they
-    are spread over."""
+    """Sizes of the corpus.
+
+    Attributes:
+        length: tokens of a sequence.
+        train: sequences of the training part.
+        heldout: sequences of the held-out part.
+        batch: sequences of a batch, for each process.
+        processes: processes that share the sequences.
+        positions: number of positions that the sequences are spread over; None if they start at 0.
+    """
 
     length: int
     train: int
@@ -28,13 +36,13 @@ class Sizes:
 
     @staticmethod
     def of(data: CaptureData, meta_model: MetaModel, processes: int) -> "Sizes":
-        """What is asked for; a text may hold less."""
+        """The requested sizes, limited to the model's positions; a text may hold fewer sequences."""
         length = min(data.length, meta_model.longest or data.length)
         positions = data.positions and min(data.positions, meta_model.longest or data.positions)
         return Sizes(length, data.sequences, data.heldout_sequences, data.batch_size, processes, positions)
 
     def corpus(self, data: CaptureData) -> Corpus:
-        """A corpus of these sizes without text, which notes of itself what the real one will."""
+        """Return a corpus of these sizes without text, whose `origin` has the same entries as the real corpus's."""
         blank = torch.zeros(1, 1, dtype=torch.int64)
         source, digest = data.source, "0" * 64
         origin: dict[str, Any] = {"name": source.label, "sha256": digest}
@@ -57,11 +65,11 @@ class Pass:
     """A stage's pass over a part of the corpus.
 
     Attributes:
-        stage: of the fit.
-        sequences: that it reads, over all processes.
-        batches: of one process.
-        saves: checkpoints that it writes.
-        statistics: that it fills.
+        stage: the fit's stage.
+        sequences: number of sequences that the pass reads, over all processes.
+        batches: number of batches of one process.
+        saves: number of checkpoints that the pass writes.
+        statistics: names of the statistics that the pass fills.
     """
 
     stage: Stage
@@ -83,7 +91,7 @@ class Pass:
 
 
 def passes(calibration: Calibration, sizes: Sizes) -> list[Pass]:
-    """Every stage that reads the corpus, in order."""
+    """Return the passes of all stages that read the corpus, in order."""
     found = []
     for stage in calibration.stages():
         sequences = sizes.train if stage.part == "train" else sizes.heldout
@@ -96,7 +104,7 @@ def passes(calibration: Calibration, sizes: Sizes) -> list[Pass]:
 
 
 def statistics(calibration: Calibration, meta_model: MetaModel) -> dict[str, dict[str, Any]]:
-    """Every statistic's tensors while fitting, all layers: `[{"shape", "dtype", "count"}]` and their `bytes`."""
+    """Return, for every statistic, its `tensors` while fitting, all layers (`[{"shape", "dtype", "count"}]`), and their `bytes`."""
     whole = prepared(calibration, meta_model)
     found: dict[str, dict[str, Any]] = {}
     for name, statistic in whole.statistics.items():
@@ -112,7 +120,7 @@ def statistics(calibration: Calibration, meta_model: MetaModel) -> dict[str, dic
 
 
 def prepared(calibration: Calibration, meta_model: MetaModel) -> Calibration:
-    """A copy of `calibration` with the statistics of the whole model, without numbers."""
+    """Return a copy of `calibration` with the statistics of the whole model on the `meta` device."""
     whole = copy.deepcopy(calibration)
     with MetaTensors(), META:
         whole.prepare(meta_model.model, seed=0)

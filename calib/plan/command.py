@@ -1,4 +1,4 @@
-"""What `calib fit --plan` does: makes the plan of the fit and tells it."""
+"""What `calib fit --plan` does: make the plan of the fit and print it."""
 
 from calib.fit.options import FitCLI
 from calib.plan.plan import make_plan
@@ -7,7 +7,7 @@ from calib.plan.text import plan_text
 
 
 def tell(cli: FitCLI) -> None:
-    """Prints what the fit would capture, hold, write and take; writes nothing but the JSON that was asked for."""
+    """Print what the fit would capture, its memory, disk space and time; write nothing except `--plan_json`, if given."""
     config, trainer = cli.config, cli.trainer
     plan = make_plan(
         cli.model,

@@ -1,4 +1,4 @@
-"""The fit's statistics for one layer of the model, fed with random numbers: what they give has the shapes that a fit gives."""
+"""The fit's statistics for one layer of the model, fed with random numbers: their results have the shapes of a real fit's."""
 
 import copy
 from dataclasses import replace
@@ -16,24 +16,24 @@ TOKENS = 64
 
 
 def dry_run(calibration: Calibration, meta_model: MetaModel, length: int) -> Calibration:
-    """`calibration`, as it was configured, for one layer and a few random tokens: every statistic has seen something.
+    """Return a copy of `calibration`, prepared for one layer, whose statistics have all observed a few random tokens.
 
-    A residual basis in groups of more tokens than a sequence has is missing, as it is from the fit.
+    If a residual basis has groups of more tokens than a sequence has, that basis is missing, as it is in the fit.
     """
     tried = copy.deepcopy(calibration)
-    tried.clip_factors = calibration.clip_factors[:1]  # of which no shape depends
+    tried.clip_factors = calibration.clip_factors[:1]  # no shape depends on them
     tried.prepare(meta_model.one_layer(), seed=0)
     forms = residual_forms(meta_model.shape.head_dim, calibration.residual_forms)
     groups = [(form.group or (None,))[0] or 1 for form in forms]
     sample = random_sample(meta_model.shape, min(length, max(TOKENS, *groups)))
     for stage in tried.stages():
         tried.begin(stage)
-        tried.observe(replace(sample, taken_at=sample))  # random numbers do for derivatives too
+        tried.observe(replace(sample, taken_at=sample))  # random numbers serve as derivatives too
     return tried
 
 
 def random_sample(shape: Shape, tokens: int) -> LayerSample:
-    """A layer's sample of one sequence, float32."""
+    """Return a layer's sample of one sequence of `tokens` random tokens, float32."""
     drawn = torch.Generator().manual_seed(0)
     heads = {"queries": shape.heads, "keys": shape.kv_heads, "values": shape.kv_heads}
     parts: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """How long a fit takes, extrapolated from pieces of its work.
 
-A layer's forward grows with its floating-point operations, 2 for each weight and token and 2 head_dim for each pair of a
-query head and a key that it sees, twice over; a statistic with the tokens; a dictionary with its steps, all epochs counted.
+Assumed growth: a layer's forward with its floating-point operations (2 for each weight and token, and 2 * 2 * head_dim for each
+query of a head and key that it attends to: scores and weighted sum); a statistic with the number of tokens; a dictionary with its
+training steps in all epochs.
 """
 
 import time
@@ -26,14 +27,14 @@ Timed = TypeVar("Timed")
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, in the units of a `Pace`.
+    """The work of a fit, from which the timings of a `Pace` are extrapolated.
 
     Attributes:
-        calibration: of the fit.
+        calibration: the fit's options.
         meta_model: the model.
-        sizes: of the corpus.
-        passes: over it.
-        statistics: bytes of all of them.
+        sizes: sizes of the corpus.
+        passes: passes over the corpus.
+        statistics: bytes of all statistics.
     """
 
     calibration: Calibration
@@ -43,7 +44,7 @@ class Work:
     statistics: int
 
     def seconds(self, pace: Pace) -> dict[str, float]:
-        """Of every stage, and of the checkpoints of all."""
+        """Return the seconds of every stage, and of the checkpoints of all stages together."""
         found = {one.stage.name: self._of_pass(one, pace) for one in self.passes}
         if self.calibration.klt:
             found["losses"] = self._of_losses(pace)
@@ -62,15 +63,16 @@ class Work:
         return layers * (forward + observing + sum(pace.finish[name] for name in one.statistics))
 
     def _of_losses(self, pace: Pace) -> float:
-        """Forwards with and without a cache; what the cache costs beside them is left out.
+        """Seconds of the model's forwards that measure losses; the work of the coded cache itself is left out.
 
-        Of every budget, and of the keys and the values of every head that a sequence measures; and exact ones.
+        There is one forward with exact keys and values, one for each bit budget, and one for the keys and one for the values of
+        every head that is measured on a sequence.
         """
         layers, heads, length = self.meta_model.shape.layers, self.meta_model.shape.kv_heads, self.sizes.length
         tokens = (1 + len(loss_curve.BITS)) * min(self.sizes.heldout, loss_curve.SEQUENCES) * length
         sequences = min(self.sizes.train, head_losses.SEQUENCES)
         measured = sum(len(head_losses.heads_of(sequence, 0, heads, sequences)) for sequence in range(sequences))
-        # An answer passes through the layer whose keys, or values, are coded, and those above it.
+        # An answer is forwarded only through the layer whose keys or values are coded, and the layers above it.
         tokens += sequences * length + (layers + 1) * measured * head_losses.said_of(length)
         piece = flops(self.meta_model, pace.tokens, pace.length)
         return layers * pace.forward * flops(self.meta_model, tokens, length) / piece
@@ -80,7 +82,7 @@ class Work:
         return len(STREAMS) * layers * (layers - 1) / 2 * pace.pair
 
     def _of_dictionaries(self, pace: Pace) -> float:
-        """As many dictionaries as layers: fewer have as many vectors in all."""
+        """Seconds of training one dictionary for each layer; fewer dictionaries train on as many vectors in total."""
         options, layers, total = self.calibration.dictionary, self.meta_model.shape.layers, 0.0
         for name in STREAMS:
             samples, heldout = (count * chunks(name, options) for count in (options.samples, options.heldout_samples))
@@ -92,13 +94,13 @@ class Work:
 
 
 def flops(meta_model: MetaModel, tokens: int, length: int) -> float:
-    """Floating-point operations of a layer's forward over `tokens` in sequences of `length`."""
+    """Floating-point operations of a layer's forward over `tokens` tokens in sequences of `length` tokens."""
     shape = meta_model.shape
     return tokens * (2.0 * layer_parameters(meta_model) + 2 * shape.heads * shape.head_dim * length)
 
 
 def layer_parameters(meta_model: MetaModel) -> int:
-    """Weights of a layer, in the mean: all but the embedding and the head."""
+    """Mean number of weights of a layer: all parameters except the embedding and the output head."""
     model = meta_model.model
     outside = {id(part): part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
     weights = {id(one): one.numel() for part in outside.values() for one in part.parameters()}
@@ -111,13 +113,13 @@ def extrapolated(
     off: tuple[float, float],
     pace: Callable[[Timed], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Stages and their sum with the range that it may be off by, and the pieces that they were extrapolated from.
+    """Return the seconds of every stage, their sum with an uncertainty range, and the timings that they were extrapolated from.
 
     Args:
-        measured: times pieces on `device`; gives what was timed, and the seconds of every stage.
-        device: where.
-        off: what was taken for what had been told, least and most.
-        pace: of what was timed, as plain JSON.
+        measured: times pieces of the work on `device`; returns the timings and the seconds of every stage.
+        device: where the pieces are timed.
+        off: smallest and largest ratio of real to predicted time.
+        pace: turns the timings into plain JSON.
     """
     began = time.perf_counter()
     with watched() as neighbours:

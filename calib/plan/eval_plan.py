@@ -1,4 +1,4 @@
-"""`calib eval --plan`: everything that is told of an evaluation before it runs, as plain JSON."""
+"""`calib eval --plan`: the plan of an evaluation as plain JSON: columns, cache sizes, memory, disk space and time."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from calib.plan.planned_subject import PlannedSubject, planned_tokenizer
 from calib.plan.run_memory import LOGIT, RunMemory, at_most, placed
 from calib.plan.run_time import RunPace, seconds_content
 
-# Of the three reports without cells, and of a cell there and in a file of its own, as published runs have them (docs/plan.md).
+# Bytes of the three reports without cells, and of one cell in them and in its own file, taken from published runs (docs/plan.md).
 REPORTS, CELL = 25_000, 5000
 
 
 @dataclass(frozen=True)
 class ColumnWork:
-    """What a column asks of one method.
+    """The forwards and the memory that a column of a task needs with one method.
 
     Attributes:
-        column: made without weights.
-        batch: rows at once.
+        column: the column, made without the model's weights.
+        batch: number of rows evaluated at once.
     """
 
     column: Column
@@ -35,7 +35,7 @@ class ColumnWork:
 
     @staticmethod
     def of(column: Column, request: Request) -> "ColumnWork":
-        """With as many rows at once as there are."""
+        """The work of `column` with the request's batch size, but no more rows at once than the column has."""
         return ColumnWork(column, min(request.batch_size, column.rows))
 
     @property
@@ -50,17 +50,17 @@ class ColumnWork:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a forward behind the prompt."""
+        """Tokens of a forward after the prompt."""
         return min(getattr(self.column, "chunk", 1), max(1, self.longest - self.prompt))
 
     @property
     def steps(self) -> int:
-        """Forwards behind a batch's prompt."""
+        """Number of forwards after a batch's prompt."""
         return math.ceil((self.column.length - self.column.prompt) / self.chunk)
 
     @property
     def batches(self) -> int:
-        """Of the column's rows."""
+        """Number of batches that the column's rows are evaluated in."""
         return math.ceil(self.column.rows / self.batch)
 
     @property
@@ -69,15 +69,15 @@ class ColumnWork:
         return int(getattr(self.column, "kept_bytes", 0))
 
     def cache(self, memory: RunMemory, entry: CacheEntry) -> CacheSize:
-        """A row's, where all that are there at once are as long as the longest."""
+        """Size of the cache of `entry` for one batch whose rows are all as long as the longest row."""
         return memory.cache(entry, self.column.title, self.batch, self.prompt, self.longest - self.prompt)
 
     def logits(self, memory: RunMemory) -> int:
-        """Bytes of the most logits at once."""
+        """Bytes of the logits of the forward that needs most of them."""
         return memory.logits(self.batch * (self.chunk if self.steps else 1), getattr(self.column, "logit_bytes", LOGIT))
 
     def seconds(self, pace: RunPace, methods: int) -> float:
-        """Of the model's forwards for so many methods; those of answers that are kept come once more."""
+        """Seconds of the model's forwards for `methods` methods; if answers are kept, the pass that makes them is added."""
         rows, column = self.column.rows / self.batch, self.column
         one = pace.prefill(self.batch, column.prompt) * getattr(column, "passes", 1)
         if self.steps:
@@ -86,7 +86,7 @@ class ColumnWork:
         return rows * one * (methods + bool(self.kept))
 
     def content(self, methods: int) -> dict[str, Any]:
-        """As plain JSON; `methods` are asked."""
+        """Return the work as plain JSON, for `methods` methods."""
         return {
             "title": self.column.title,
             "task": self.column.settings["task"],
@@ -103,14 +103,14 @@ class ColumnWork:
 
 
 def make_eval_plan(request: Request, only: Sequence[str] = ()) -> dict[str, Any]:
-    """The plan of an evaluation.
+    """Return the plan of an evaluation.
 
     Args:
-        request: checked.
-        only: patterns of the rows that are run, as `--only` has them.
+        request: the checked request.
+        only: patterns that select rows, as in `--only`.
 
     Raises:
-        UsageError: no such model, artifact or text, a pattern that fits no row, or a task that the model does not allow.
+        UsageError: if the model, the artifact or a text is missing, a pattern matches no row, or the model does not allow a task.
     """
     if request.threads is not None:
         torch.set_num_threads(request.threads)
@@ -147,12 +147,12 @@ def make_eval_plan(request: Request, only: Sequence[str] = ()) -> dict[str, Any]
 
 
 def serves(entry: Entry, column: Column) -> bool:
-    """Whether a row has a cache that the column goes through; answers from a file have none."""
+    """Whether `entry` has a cache that can be evaluated on the column; answers read from a file have no cache."""
     return isinstance(entry, CacheEntry) and entry.serves(column)
 
 
 def largest_cache(memory: RunMemory, entry: Entry, works: Sequence[ColumnWork]) -> dict[str, Any] | None:
-    """Of a row the largest of its caches, and where; None where it has none."""
+    """Return the largest cache of a row and the column that needs it, or why the method refuses the model; None for no cache."""
     if not isinstance(entry, CacheEntry) or not works:
         return None
     sizes = [(work.cache(memory, entry), work) for work in works]
@@ -167,7 +167,7 @@ def largest_cache(memory: RunMemory, entry: Entry, works: Sequence[ColumnWork]) 
 def peak(
     memory: RunMemory, works: Sequence[ColumnWork], asked: dict[str, list[Entry]], weights: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """The most at once, and of which row on which column; what is kept between methods is of all columns."""
+    """Return the peak memory with its row and column; answers kept between methods (`kept`) are counted for all columns."""
     kept, found = sum(work.kept for work in works), list[dict[str, Any]]()
     for work in works:
         beside = memory.forward(work.batch, work.prompt) + work.logits(memory)

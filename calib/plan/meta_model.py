@@ -1,4 +1,4 @@
-"""The model of a plan: its configuration read, its modules built without weights; and one layer of it by itself."""
+"""The model of a plan: its modules built from the configuration on the `meta` device, and a model with one layer of it."""
 
 import copy
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from calib.capture.shape import Shape
 from calib.errors import UsageError
 from calib.fit.calibration import model_shape
 
-WORDS = 1024  # of the vocabulary of a layer by itself, whose embedding costs nothing
+WORDS = 1024  # vocabulary size of the one-layer model, small so that its embedding costs almost nothing
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model whose weights are nowhere.
+    """A model without weights.
 
     Attributes:
-        model: every module on the `meta` device, but for its rotary embedding.
-        layer: the model's configuration with one layer and a small vocabulary.
+        model: all modules on the `meta` device, except the rotary embeddings (on the CPU).
+        layer: the model's configuration reduced to one layer and a small vocabulary.
     """
 
     model: PreTrainedModel
@@ -40,12 +40,12 @@ class MetaModel:
 
     @property
     def shape(self) -> Shape:
-        """Layers and heads."""
+        """The numbers of layers and heads, and head_dim."""
         return model_shape(self.model)
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers in the weights; tied ones once."""
+        """Number of parameters; tied ones count once."""
         return sum(part.numel() for part in self.model.parameters())
 
     @cached_property
@@ -55,24 +55,24 @@ class MetaModel:
 
     @cached_property
     def windows(self) -> list[int | None]:
-        """How many tokens each layer looks back, its own included; None for all."""
+        """Sliding window of each layer in tokens, the query's own token included; None for full attention."""
         layers = DynamicCache(config=self.text).layers
         return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
     @cached_property
     def compressed(self) -> list[int]:
-        """The layers that a cache compresses: those that attend to everything, or all where none does."""
+        """Indices of the layers that a cache compresses: the full-attention layers, or the sliding ones if there are no others."""
         layers = DynamicCache(config=self.text).layers
         plain = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         return plain or [number for number, window in enumerate(self.windows) if window is not None]
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest sequence that the model was made for."""
+        """`max_position_embeddings` of the configuration: tokens of the longest sequence; None if it has no such entry."""
         return getattr(self.text, "max_position_embeddings", None)
 
     def content(self, path: str) -> dict[str, Any]:
-        """What a plan says of the model at `path`."""
+        """Return a plan's entry on the model at `path`, as plain JSON."""
         return {
             "path": path,
             "architecture": self.text.model_type,
@@ -85,14 +85,15 @@ class MetaModel:
         }
 
     def one_layer(self) -> PreTrainedModel:
-        """A layer by itself on `meta`, with embedding and head of a small vocabulary."""
+        """Return a model of one layer on the `meta` device, whose embedding and head have a small vocabulary."""
         return without_weights(self.layer, self.model.dtype)
 
 
 def read_meta_model(path: str, dtype: str) -> MetaModel:
-    """The model at `path`, a folder, a GGUF file or a hub name, of which only the configuration is read.
+    """Read the configuration of the model at `path` (a folder, a GGUF file or a hub name) and build the model without weights.
 
-    Raises UsageError where there is no such configuration, or none of a causal language model that can be built from it.
+    `dtype` is a name of `DTYPES` or "auto". Raises UsageError if there is no configuration, or if no causal language model can be
+    built from it.
     """
     found = ModelFiles.find(path)
     with without_waiting_for_the_hub(), without_notes():
@@ -105,7 +106,7 @@ def read_meta_model(path: str, dtype: str) -> MetaModel:
 
 
 def told(path: str, local: bool, read: Callable[[], Any]) -> Any:
-    """What `read` gives; whatever it raises as one line."""
+    """Return `read()`; turn any exception into a UsageError of one line."""
     try:
         return read()
     except Exception as error:  # transformers raises many types; each means that this model cannot be planned for
@@ -119,7 +120,7 @@ def told(path: str, local: bool, read: Callable[[], Any]) -> Any:
 
 
 def without_weights(config: Any, dtype: Any) -> PreTrainedModel:
-    """The model of a configuration on `meta`; rotary embeddings are real, since what they hold follows from it."""
+    """Build a configuration's model on the `meta` device, with real rotary embeddings (the configuration determines their values)."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     with_rotary_embeddings(model, torch.device("cpu"))
@@ -127,16 +128,16 @@ def without_weights(config: Any, dtype: Any) -> PreTrainedModel:
 
 
 def with_rotary_embeddings(model: nn.Module, device: torch.device) -> None:
-    """Makes the model's rotary embeddings anew on `device`."""
+    """Replace the model's rotary embeddings by newly built ones on `device`."""
     for owner in list(model.modules()):
         for name, part in owner.named_children():
-            buffers = [kind for kind, _ in part.named_buffers(recurse=False)]  # of each kind of layer, in some models
+            buffers = [kind for kind, _ in part.named_buffers(recurse=False)]  # some models have one buffer for each kind of layer
             if any(kind.endswith("inv_freq") for kind in buffers) and hasattr(part, "config"):
                 setattr(owner, name, type(part)(part.config).to(device))
 
 
 def one_layer(config: Any) -> Any:
-    """`config` with its first layer alone."""
+    """Return a copy of `config` with the first layer only and a small vocabulary."""
     alone = copy.deepcopy(config)
     text = alone.get_text_config(decoder=True)
     layers = text.num_hidden_layers
@@ -145,5 +146,5 @@ def one_layer(config: Any) -> Any:
             setattr(text, name, value[:1])
     text.num_hidden_layers = 1
     text.vocab_size = min(text.vocab_size, WORDS)
-    text.pad_token_id = None  # it may be beyond the words that are left
+    text.pad_token_id = None  # it may lie outside the reduced vocabulary
     return alone

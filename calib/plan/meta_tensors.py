@@ -1,7 +1,7 @@
-"""Running the fit's own code on tensors that have shapes and no numbers, and counting the bytes that it holds meanwhile.
+"""Run the fit's and the runtime's own code on `meta` tensors, which have shapes but no data, and count the bytes that it holds.
 
-Tensors of the `meta` device carry no numbers, so what the host asks of them has no answer. The code that is run here asks
-little, and what it asks has a usual answer: everything is finite, no token is padding, no value is too large for float16.
+Operations that read values of a tensor on the host fail on the `meta` device. The code that is run here uses few of them, and
+each gets the usual answer: everything is finite, no token is padding, no value is too large for float16.
 """
 
 import weakref
@@ -19,11 +19,11 @@ WRITES = (aten.copy_.default, aten.index_put_.default)
 
 
 class MetaTensors(TorchDispatchMode):
-    """Inside, operations on `meta` tensors go on where they would ask for numbers or leave the device.
+    """Context manager in which operations on `meta` tensors succeed even if they read values or copy to another device.
 
     Attributes:
-        held: bytes of the `meta` tensors made inside that still exist.
-        most: the most of them at any moment.
+        held: bytes of the `meta` tensors that were made in the context and still exist.
+        most: largest value of `held` so far.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class MetaTensors(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 0
         if func is aten.all.default:
-            return torch.ones((), dtype=torch.bool)  # a real one: finite, and no padding
+            return torch.ones((), dtype=torch.bool)  # a CPU tensor: all finite, no padding
         if func is aten.allclose.default:
             return True
         if func is aten.nonzero.default:
@@ -67,7 +67,7 @@ class MetaTensors(TorchDispatchMode):
             args = (args[0], [part for index in args[1] for part in _positions(index)])
         if func in WRITES and not args[0].is_meta:
             return args[0]
-        # What the host made meets what is on the device, whichever comes first.
+        # CPU tensors in the arguments are moved to `meta`, since the operation needs all tensors on one device.
         return func(*tree_map(_there, args), **kwargs)
 
     def _count(self, storage: Any) -> None:
@@ -83,7 +83,8 @@ class MetaTensors(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Attention that never forms its matrix, as SDPA does it; without a device torch would decompose it into products."""
+    """Replaces SDPA by a version that never allocates the attention matrix, as fused kernels do not; on `meta` tensors torch would
+    decompose SDPA into matrix products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
@@ -92,7 +93,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Attended(torch.autograd.Function):
-    """The output alone; for a derivative it is kept beside queries, keys and values."""
+    """Allocates the attention output only, and saves query, key, value and output for the backward pass."""
 
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class _Attended(torch.autograd.Function):
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
-    """An index of bools as what it stands for: every position of its own."""
+    """Replace a boolean mask by the integer indices that it stands for, one tensor for each axis, as if all entries were true."""
     if index is None or index.dtype != torch.bool:
         return [index]
     return [torch.empty(index.numel(), dtype=torch.int64, device=META) for _ in range(index.ndim)]

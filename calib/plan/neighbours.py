@@ -1,4 +1,4 @@
-"""How busy others keep this machine's processors while something is timed: what a time then tells of the machine alone."""
+"""Measures how busy other processes keep the processors during a timing, to judge how far the timing can be trusted."""
 
 import os
 from collections.abc import Iterator
@@ -6,28 +6,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Its first line: jiffies of all processors together, `cpu user nice system idle iowait irq softirq steal ...` (proc(5)).
+# The first line of this file: jiffies of all processors, `cpu user nice system idle iowait irq softirq steal ...` (proc(5)).
 COUNTERS = Path("/proc/stat")
 IDLE = slice(3, 5)  # idle and iowait
-COUNTED = 8  # what follows is part of the others
-BUSY = 0.15  # a share of the processors that is worth telling
+COUNTED = 8  # the later fields (guest times) are contained in the earlier ones
+BUSY = 0.15  # share of the processors above which the plan mentions other processes
 
 
 @dataclass
 class Neighbours:
-    """`share` of the processors' time that other processes used; None where the system does not tell."""
+    """`share` is the share of the processors' time that other processes used; None if the system does not report it."""
 
     share: float | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether they slowed down what was timed."""
+        """Whether other processes used more than `BUSY` of the processors."""
         return self.share is not None and self.share > BUSY
 
 
 @contextmanager
 def watched() -> Iterator[Neighbours]:
-    """What others did inside is known behind it."""
+    """Context manager: the `share` of the yielded object is set when the block ends."""
     found, before, own = Neighbours(), jiffies(), own_seconds()
     yield found
     after, mine = jiffies(), own_seconds() - own
@@ -38,7 +38,7 @@ def watched() -> Iterator[Neighbours]:
 
 
 def jiffies() -> tuple[int, int] | None:
-    """All of the processors' and the busy ones, since the system began; None where nobody tells."""
+    """Return the jiffies of all processors since boot, in total and busy; None if they cannot be read."""
     try:
         numbers = [int(word) for word in COUNTERS.read_text(encoding="ascii").splitlines()[0].split()[1:]][:COUNTED]
     except (OSError, ValueError, IndexError):

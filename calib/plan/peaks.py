@@ -1,8 +1,8 @@
-"""The most memory that each stage holds: counted, not measured, by running its code on one layer without numbers.
+"""The peak memory of each stage of a fit, counted (not measured) by running the stage on one layer of `meta` tensors.
 
-On a GPU the device has the weights, the statistics of all layers, a batch's activations and what a statistic makes of one
-layer; where the model is differentiated, one sequence's activations in every layer. The host has checkpoints on their way to
-the disk, which Lightning holds twice, and the vectors of the dictionaries. On a CPU all of it is the host's.
+GPU memory holds the weights, the statistics of all layers, a batch's activations and the temporaries of a statistic for one
+layer; in the stage that computes derivatives, one sequence's activations in every layer. Host memory holds checkpoints while they
+are written, which Lightning buffers twice, and the dictionaries' vectors. On a CPU, host memory holds all of this.
 """
 
 import copy
@@ -27,8 +27,8 @@ from calib.runtime.artifact.tensor_registry import STREAMS
 from calib.statistics.components import Components
 
 FLOAT = 4
-COPIES = 2  # of a checkpoint while it is saved: Lightning's buffer, and the bytes taken out of it
-STATE = 6  # atoms, their gradient, Adam's two moments, the best so far and what is being written
+COPIES = 2  # copies of a checkpoint while it is saved: Lightning's buffer, and the bytes read from that buffer
+STATE = 6  # tensors of the atoms' size: atoms, their gradient, Adam's two moments, the best so far, the copy being written
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Peak:
 
 
 def peaks(calibration: Calibration, meta_model: MetaModel, sizes: Sizes, statistics: int, on_gpu: bool) -> list[Peak]:
-    """Every stage's; `statistics` are the bytes of all of them."""
+    """Return the peak of every stage; `statistics` are the bytes of all statistics."""
     resident, saving = meta_model.weights + statistics, COPIES * statistics
     found = [Peak("loading", meta_model.weights, meta_model.weights)] if on_gpu else []
     for stage, size in transients(calibration, meta_model, sizes).items():
@@ -49,21 +49,21 @@ def peaks(calibration: Calibration, meta_model: MetaModel, sizes: Sizes, statist
     options = calibration.dictionary
     if options.atoms:
         vectors = stream_bytes(options, meta_model.shape)
-        # On the host: both streams' in groups, and one stream's by layers as well; a GPU gets a copy of the first.
+        # The host holds both streams' vectors by group, and one stream's by layer as well; a GPU holds a copy of those by group.
         device = resident + training_bytes(options, meta_model.shape, on_gpu) + (2 * vectors if on_gpu else 0)
         found.append(placed("dictionaries", device, 3 * vectors, on_gpu))
     return found
 
 
 def placed(stage: str, device: int, host: int, on_gpu: bool) -> Peak:
-    """Both parts; on a CPU they are one."""
+    """Return the peak of a stage; without a GPU the `device` bytes are added to those of the host."""
     return Peak(stage, device, host) if on_gpu else Peak(stage, 0, device + host)
 
 
 def transients(calibration: Calibration, meta_model: MetaModel, sizes: Sizes) -> dict[str, int]:
-    """Bytes beside weights and statistics while a full batch goes through a layer, by stage."""
+    """Return for each stage the bytes in addition to weights and statistics while a full batch goes through a layer."""
     one, found = copy.deepcopy(calibration), {}
-    # Every width and factor is tried in the same memory.
+    # One bit width and one clip factor suffice: they are tried one after the other, in the same memory.
     one.bits, one.residual_bits, one.clip_factors = one.bits[:1], one.residual_bits[:1], (1.0,)
     model = meta_model.one_layer()
     with torch.no_grad(), MetaTensors() as memory, META:
@@ -86,26 +86,26 @@ def transients(calibration: Calibration, meta_model: MetaModel, sizes: Sizes) ->
 
 
 def answer_bytes(meta_model: MetaModel, sizes: Sizes) -> int:
-    """Of what is computed over the vocabulary for the last quarter of one sequence: logits and their derivative, in the
-    model's dtype, float32 and, for the draw, float64."""
+    """Bytes of the tensors over the vocabulary for the last quarter of one sequence: logits and their derivative, in the model's
+    dtype, float32 and, for sampling, float64."""
     positions = sizes.length // ANSWER
     return positions * meta_model.text.vocab_size * (2 * meta_model.model.dtype.itemsize + 3 * FLOAT + 2 * 2 * FLOAT)
 
 
 def stream_bytes(options: DictionaryOptions, shape: Shape) -> int:
-    """Bytes of the vectors of keys, or of values, that dictionaries are trained and validated on, all layers."""
+    """Bytes of the key vectors (or of the value vectors) of all layers that dictionaries are trained and validated on."""
     return shape.layers * (options.samples + options.heldout_samples) * shape.head_dim * FLOAT
 
 
 def training_bytes(options: DictionaryOptions, shape: Shape, on_gpu: bool) -> int:
-    """Bytes of all dictionaries in training, and of the steps that are done at once: on a CPU one a thread."""
+    """Bytes of all dictionaries in training, and of the steps that run at once (on a CPU, one for each thread)."""
     atoms, at_once = options.atoms * shape.kv_heads, 1 if on_gpu else torch.get_num_threads()
     state = sum(shape.layers * STATE * atoms * shape.head_dim // chunks(one, options) * FLOAT for one in STREAMS)
     return state + at_once * max(step_bytes(options, shape, stream, on_gpu) for stream in STREAMS)
 
 
 def step_bytes(options: DictionaryOptions, shape: Shape, stream: str, on_gpu: bool) -> int:
-    """Bytes of the largest step: a batch of training, of validation or of k-means."""
+    """Bytes of the largest step among a training batch, a validation batch and a k-means batch."""
     atoms, width, pairs = (
         options.atoms * shape.kv_heads,
         shape.head_dim // chunks(stream, options),

@@ -1,4 +1,4 @@
-"""`calib fit --plan`: everything that is told of a fit before it runs, as plain JSON."""
+"""`calib fit --plan`: the plan of a fit as plain JSON: passes, statistics, artifact, memory, disk space, time, cache sizes."""
 
 from dataclasses import asdict
 from typing import Any
@@ -20,10 +20,10 @@ from calib.plan.probe import Pace, measured_pace
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.tensor_registry import STREAMS
 
-# What fits took for what had been told, stage by stage (docs/plan.md, "Compared with real fits"): 1 / 2.4 to 1 / .8.
+# Ratio of real to predicted time of the stages of real fits (docs/plan.md, "Compared with real fits"): 1 / 2.4 to 1 / .8.
 LEAST, MOST = 0.4, 1.3
 
-BUDGET = 3.0  # seconds of captured pieces, roughly
+BUDGET = 3.0  # approximate seconds for timing forwards and statistics
 
 
 def make_plan(
@@ -36,20 +36,20 @@ def make_plan(
     processes: int = 1,
     budget: float = BUDGET,
 ) -> dict[str, Any]:
-    """The plan of a fit.
+    """Return the plan of a fit.
 
     Args:
-        calibration: the fit's, as configured.
-        data: the corpus, not read.
-        seed: of the fit.
+        calibration: the fit's options.
+        data: the options of the corpus, which is not read.
+        seed: the fit's seed.
         batch: rows of the caches whose sizes are predicted.
-        context: tokens of each.
+        context: tokens of each row of these caches.
         device: where the fit runs and pieces of it are timed.
-        processes: of the fit.
-        budget: seconds for timing what is captured.
+        processes: number of processes of the fit.
+        budget: approximate seconds for timing forwards and statistics.
 
     Raises:
-        UsageError: no such model, or dictionaries that it cannot have.
+        UsageError: if there is no such model, or it cannot have the requested dictionaries.
     """
     libraries = resident("VmRSS")
     meta_model = read_meta_model(calibration.path, calibration.dtype_name)
@@ -88,7 +88,7 @@ def make_plan(
 
 
 def dictionaries_content(calibration: Calibration, meta_model: MetaModel, artifact: Artifact) -> dict[str, Any] | None:
-    """By stream, where there are any; as many groups as layers that have nothing in common need."""
+    """Return sizes and training steps of the dictionaries of keys and of values, for the most groups of layers; None if none."""
     options, shape = calibration.dictionary, meta_model.shape
     if not options.atoms:
         return None
@@ -108,7 +108,7 @@ def dictionaries_content(calibration: Calibration, meta_model: MetaModel, artifa
 
 
 def disk_content(calibration: Calibration, artifact: Artifact, stages: int, held: int, size: int) -> dict[str, int]:
-    """Bytes that a fit leaves below its folder and at `output`, and the checkpoint being written beside those it replaces."""
+    """Bytes that a fit leaves in its folder and at `output`, and of a checkpoint that is written while the old one still exists."""
     atoms = sum(artifact.tensors[f"{one}.dictionary"].numel() for one in STREAMS) if calibration.dictionary.atoms else 0
     found = {
         "statistics_checkpoints": stages * held,
@@ -121,7 +121,7 @@ def disk_content(calibration: Calibration, artifact: Artifact, stages: int, held
 
 
 def seconds_content(work: Work, device: torch.device, budget: float) -> dict[str, Any]:
-    """Stages and their sum, from pieces timed on `device`."""
+    """Return the seconds of all stages and their sum, extrapolated from pieces of work timed on `device`."""
 
     def measured() -> tuple[Pace, dict[str, float]]:
         pace = measured_pace(work.calibration, work.meta_model, work.sizes, device, budget)

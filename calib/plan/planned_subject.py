@@ -1,4 +1,4 @@
-"""What an evaluation's columns are made with before the model is loaded: its tokenizer, and English where it would be asked."""
+"""The subject with which a plan makes an evaluation's columns: the model's tokenizer, and English text for sampled text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from calib.capture.language_model import without_notes, without_waiting_for_the_
 from calib.capture.model_files import ModelFiles
 from calib.evaluate.tasks import Subject
 
-# Whose tokenizer counts where the model's own is not there.
+# The model whose tokenizer counts tokens if the planned model's own tokenizer is missing.
 EMBEDDED = "artifacts/tiny-llama"
 TURNS = (
     "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}"
@@ -22,7 +22,7 @@ TEXT = "The river had risen in the night, and by the morning nobody could cross 
 
 @dataclass(frozen=True)
 class PlannedSubject(Subject):
-    """A model without weights: what it would be asked to say is English of that many tokens."""
+    """A model without weights: text that the model would sample is replaced by English text of as many tokens."""
 
     def sampled(self, first: int, length: int, count: int) -> Tensor:
         words = self.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
@@ -31,7 +31,7 @@ class PlannedSubject(Subject):
 
 
 def planned_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """The tokenizer of the model at `path`; where there is none the embedded model's, and why."""
+    """Return the tokenizer of the model at `path` and None; if there is none, the embedded model's tokenizer and the reason."""
     found = ModelFiles.find(path)
     with without_waiting_for_the_hub(), without_notes():
         try:

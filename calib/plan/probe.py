@@ -1,8 +1,8 @@
-"""Seconds of this machine for one piece of each kind of work, at the model's own shapes and with random numbers.
+"""Times one piece of each kind of a fit's work on this machine, with the model's own shapes and random numbers.
 
-A piece grows from 32 tokens on, until it is a whole batch or the next one would take longer than is left: what is small is
-mostly overhead. Statistics that try bit widths and clip factors try a few of them. Dictionaries are timed by steps of full
-size. What is read off is extrapolated in `duration.py`.
+The timed piece starts at 32 tokens and grows until it is a whole batch or the next one would exceed the time budget, because
+small pieces are mostly overhead. Statistics that try bit widths and clip factors try a few of them. Dictionaries are timed by
+steps of full size. `duration.py` extrapolates from these timings.
 """
 
 import copy
@@ -33,12 +33,12 @@ from calib.plan.meta_model import MetaModel, with_rotary_embeddings
 from calib.runtime.artifact.tensor_registry import STREAMS
 from calib.side_by_side import side_by_side
 
-FIRST, GROWTH = 32, 4  # tokens of the first piece, and of the next one for each of them
-STEPS, LONG = 32, 0.3  # of training at most, and seconds of them
-VECTORS = 512  # that are validated
-TRIED = 2  # clip factors
-SHORT, MOST = 0.1, 5  # seconds and times, whichever is over first
-WRITTEN = 2**25  # bytes
+FIRST, GROWTH = 32, 4  # tokens of the first piece, and factor by which pieces grow
+STEPS, LONG = 32, 0.3  # most training steps that are timed, and about how many seconds they take
+VECTORS = 512  # vectors of a timed validation
+TRIED = 2  # clip factors that are tried
+SHORT, MOST = 0.1, 5  # a timing is repeated until so many seconds or repetitions are reached
+WRITTEN = 2**25  # bytes of the timed checkpoint
 
 
 @dataclass
@@ -46,17 +46,18 @@ class Pace:
     """Seconds of pieces of work.
 
     Attributes:
-        tokens: of the piece that `forward` and `observe` are of: sequences x length.
-        length: of a sequence of it.
-        forward: one layer of the model.
-        observe: by statistic, one layer's sample; of the first that reads derivatives all that differentiating a layer takes beside
-            its forward, of the others nothing.
-        finish: by statistic, one layer's tensors.
-        step: by stream, a training step; this and what follows where as many are at work as in the fit, for each of them.
-        validation: by stream, a held-out vector.
-        start: by stream, a vector in k-means, all passes.
-        pair: of layers, compared.
-        byte: written into a checkpoint.
+        tokens: tokens of the piece that `forward` and `observe` refer to (sequences x length).
+        length: tokens of a sequence of that piece.
+        forward: the forward of one layer of the model.
+        observe: by statistic, observing one layer's sample. For statistics that read derivatives, the first one has the whole time
+            of differentiating a layer beyond its forward, and the others have 0.
+        finish: by statistic, computing one layer's tensors.
+        step: by stream, one training step of a dictionary. This and the next two are timed with as many dictionaries in parallel as
+            in the fit, and divided by their number.
+        validation: by stream, one held-out vector.
+        start: by stream, one vector in k-means, all passes.
+        pair: comparing two layers.
+        byte: writing one byte of a checkpoint.
     """
 
     tokens: int = 0
@@ -74,7 +75,7 @@ class Pace:
 def measured_pace(
     calibration: Calibration, meta_model: MetaModel, sizes: Sizes, device: torch.device, budget: float
 ) -> Pace:
-    """Measures on `device`; the captured pieces take about `budget` seconds."""
+    """Time all pieces on `device`; forwards and statistics take about `budget` seconds."""
     pace, devices = Pace(), [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
@@ -89,13 +90,13 @@ def measured_pace(
 def capture(
     pace: Pace, calibration: Calibration, meta_model: MetaModel, sizes: Sizes, device: torch.device, budget: float
 ) -> None:
-    """One layer's forward and every statistic, in pieces that grow."""
+    """Time one layer's forward and every statistic, in growing pieces, and write the seconds into `pace`."""
     model, one = random_layer(meta_model, device), copy.deepcopy(calibration)
     one.bits, one.residual_bits, one.clip_factors = one.bits[:1], one.residual_bits[:1], one.clip_factors[:TRIED]
     one.prepare(model, seed=0)
     one.to(device)
     size, whole = min(FIRST, sizes.length), sizes.batch * sizes.length
-    piece(pace, one, model, 1, size, device)  # the first of anything takes longer
+    piece(pace, one, model, 1, size, device)  # the first run takes longer
     end = time.perf_counter() + budget
     while True:
         piece(pace, one, model, max(1, size // sizes.length), min(size, sizes.length), device)
@@ -112,12 +113,12 @@ def capture(
     }
     for name in one.statistics:
         pace.observe[name] *= tried.get(name, 1)
-        bases = tried[name] if name == "residual_basis" else 1  # of every width
+        bases = tried[name] if name == "residual_basis" else 1  # one for every width
         pace.finish[name] = bases * seconds(one.statistic(name).tensors, device)
 
 
 def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, length: int, device: torch.device) -> None:
-    """Times everything on `batch` random sequences."""
+    """Time the forward and all statistics on `batch` random sequences of `length` tokens."""
     tokens = torch.randint(3, model.config.get_text_config(decoder=True).vocab_size, (batch, length), device=device)
     real, samples = torch.ones_like(tokens, dtype=torch.bool), list[LayerSample]()
     index = torch.arange(tokens.numel(), device=device).view_as(tokens)
@@ -135,7 +136,7 @@ def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, leng
 
 
 def dictionaries(pace: Pace, calibration: Calibration, meta_model: MetaModel, device: torch.device) -> None:
-    """Dictionaries of each stream, as many side by side as are trained at once: threads of a CPU are in each other's way."""
+    """Time each stream's dictionaries, as many in parallel as the fit trains at once, since CPU threads slow each other down."""
     options, shape, at_once = calibration.dictionary, meta_model.shape, together(meta_model, device)
     atoms = options.atoms * shape.kv_heads
     for name in STREAMS:
@@ -145,7 +146,7 @@ def dictionaries(pace: Pace, calibration: Calibration, meta_model: MetaModel, de
         module = NeuralDictionaries([task] * at_once, options, 0, {}).to(device)
         every = list(module.all())
         for one in every:
-            one.losses.zero_()  # begun: k-means is timed by itself
+            one.losses.zero_()  # marks training as begun: k-means is timed separately
             one.atoms.data.copy_(unit_rows(samples[:atoms]))
             one.begin()
             one.begin_epoch()
@@ -163,33 +164,33 @@ def dictionaries(pace: Pace, calibration: Calibration, meta_model: MetaModel, de
 
 
 def together(meta_model: MetaModel, device: torch.device) -> int:
-    """Dictionaries that a process trains at once, of keys and values for every layer."""
+    """Number of dictionaries that a process trains at once, of those of keys and values for every layer."""
     return min(torch.get_num_threads(), len(STREAMS) * meta_model.shape.layers) if device.type == "cpu" else 1
 
 
 def trained(dictionary: NeuralDictionary, steps: int = 1) -> None:
-    """Training, step after step: side by side dictionaries slow each other down, which a single step does not show."""
+    """Train for several steps: dictionaries in parallel slow each other down, which a single step does not show."""
     for _ in range(steps):
         dictionary.train_batch(dictionary.samples[: dictionary.options.batch_size])
 
 
 @torch.no_grad()
 def assigned(dictionary: NeuralDictionary) -> None:
-    """The most of k-means: the nearest centroid of every vector, here of few."""
+    """Find the nearest centroid of every held-out vector, which is most of the work of k-means."""
     nearest_centres(dictionary.heldout, dictionary.atoms)
 
 
 def compared(vectors: Tensor, moments: tuple[Tensor, Tensor]) -> float:
-    """The divergence of two layers that happen to have the same `vectors [d, V]`."""
+    """Compute the divergence of two layers that both have the same `vectors [d, V]` (d channels, V vectors)."""
     axes = principal_axes(moments, moments).float()
     return histogram_divergence(axes @ vectors, axes @ vectors)
 
 
 def random_layer(meta_model: MetaModel, device: torch.device) -> PreTrainedModel:
-    """A layer of the model by itself on `device`, with random weights."""
+    """Return a one-layer model on `device` with random weights."""
     model = meta_model.one_layer().to_empty(device=device)
     for part in model.parameters():
-        # Drawn anew for every entry it would take longer than what is timed.
+        # Random numbers are repeated, since drawing every entry would take longer than the work that is timed.
         drawn = torch.randn(min(part.numel(), 2**16), device=device) / math.sqrt(part.shape[-1])
         part.data.view(-1).copy_(drawn.repeat(-(-part.numel() // len(drawn)))[: part.numel()])
     for buffer in model.buffers():
@@ -199,7 +200,7 @@ def random_layer(meta_model: MetaModel, device: torch.device) -> PreTrainedModel
 
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """What `work` takes, the device's part included; in the mean of several times where it is short."""
+    """Seconds of `work()`, including its work on the device; short work is repeated and averaged."""
     settle(device)
     began, times = time.perf_counter(), 0
     while times < MOST and time.perf_counter() - began < SHORT:
@@ -210,6 +211,6 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Waits until the device has nothing left to do."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,6 +1,6 @@
-"""What rows that go through a model take beside its weights: their caches, one layer's activations, logits.
+"""The memory that rows of a batch need in addition to the model's weights: their caches, one layer's activations, logits.
 
-As for a fit (`calib/plan/peaks.py`, `cache_sizes.py`): stores and a layer run without numbers, and their bytes are counted.
+As in `peaks.py` and `cache_sizes.py`, stores and one layer are run on the `meta` device and their bytes are counted.
 """
 
 import torch
@@ -15,15 +15,15 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.files import canonical_json
 
 FLOAT = 4
-LOGIT = 20  # bytes of a logit beside the model's dtype: float32, float64, and its logarithm
+LOGIT = 20  # bytes of a logit in addition to the model's dtype: in float32, in float64, and its log-probability in float64
 
 
 class RunMemory:
-    """Bytes of one model's rows.
+    """Predicts the bytes that an evaluation or a bench of one model needs.
 
     Args:
         meta_model: the model.
-        artifact: for rows that use one.
+        artifact: the artifact for rows that use one.
     """
 
     def __init__(self, meta_model: MetaModel, artifact: Artifact | None) -> None:
@@ -32,7 +32,10 @@ class RunMemory:
         self._forwards: dict[tuple[int, int], int] = {}
 
     def cache(self, entry: CacheEntry, title: str, batch: int, prompt: int, after: int) -> CacheSize:
-        """Of `batch` rows with a prompt and tokens after it; of quanto and hqq what their tokens take as they came."""
+        """Size of the cache of `batch` rows with a prompt and `after` tokens after it.
+
+        Quanto and HQQ caches of transformers are counted as an exact cache, which is an upper bound.
+        """
         if isinstance(entry, MethodEntry):
             options = entry.options_for(title)
             key = (entry.name, canonical_json.dumps(options), entry.uses_artifact, batch, prompt, after)
@@ -47,19 +50,19 @@ class RunMemory:
         return CacheSize(exact)
 
     def values(self, batch: int, context: int) -> int:
-        """Keys and values of so many rows of so many tokens, all layers."""
+        """Number of key and value elements of `batch` rows of `context` tokens, all layers."""
         shape = self.meta_model.shape
         return 2 * batch * context * shape.layers * shape.kv_heads * shape.head_dim
 
     def forward(self, batch: int, tokens: int) -> int:
-        """Of the activations while `batch` prompts of `tokens` go through a layer; attention never forms its matrix."""
+        """Peak bytes of activations while `batch` prompts of `tokens` go through a layer; no attention matrix is allocated."""
         if (batch, tokens) not in self._forwards:
             model = self.meta_model.one_layer()
             with torch.no_grad(), MetaTensors() as memory, META:
                 ids = torch.empty(batch, tokens, dtype=torch.int64)
                 held = [
                     part.detach() for part in model.parameters()
-                ]  # known from here on: a view of them is nothing new
+                ]  # registered now, so that views of them are not counted later
                 before = memory.most = memory.held
                 stream(model, ids, torch.ones_like(ids, dtype=torch.bool), ids, lambda sample: None)
                 del held
@@ -67,11 +70,11 @@ class RunMemory:
         return self._forwards[batch, tokens]
 
     def logits(self, positions: int, each: int = LOGIT) -> int:
-        """Of the logits of so many positions in the model's dtype, and of what is made of them, `each` bytes a logit."""
+        """Bytes of the logits of `positions` positions in the model's dtype, plus `each` bytes a logit for tensors made of them."""
         return positions * int(self.meta_model.text.vocab_size) * (self.meta_model.model.dtype.itemsize + each)
 
     def weights(self, products: str = "model") -> int:
-        """Of the model; with products in float32 a 16-bit model's linear layers are there in float32 as well."""
+        """Bytes of the weights; `products` "float32" adds a float32 copy of a 16-bit model's linear layers."""
         found = self.meta_model.weights
         if products == "float32":
             parts = (part.weight for part in self.meta_model.model.modules() if type(part) is nn.Linear)
@@ -80,10 +83,10 @@ class RunMemory:
 
 
 def at_most(entry: CacheEntry) -> bool:
-    """Whether a row's size is the most that it may be, and not what it will be."""
+    """Whether the predicted size of a row's cache is only an upper bound."""
     return isinstance(entry, PeerEntry) and entry.peer not in ("dynamic", "offloaded")
 
 
 def placed(device: int, host: int, on_gpu: bool) -> dict[str, int]:
-    """Bytes of both; without a GPU all of it is the host's."""
+    """Bytes on the device and in host memory; without a GPU all of them are in host memory."""
     return {"device": device, "host": host} if on_gpu else {"device": 0, "host": device + host}

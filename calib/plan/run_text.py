@@ -1,4 +1,4 @@
-"""The plan of an evaluation or a bench for a person to read, in the style of a fit's (`text.py`)."""
+"""The plan of an evaluation or a bench as text, in the style of a fit's plan (`text.py`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from calib.bench.byte_sizes import spoken_size
 from calib.plan.text import TIME, drawn, model_sentence, stage_times, wrapped
 
-AT_MOST = "<= "  # what transformers does not predict is at most what is exact
+AT_MOST = "<= "  # sizes of transformers' quantized caches are not predicted; the exact cache is their upper bound
 WHAT = "the model's own forwards over one layer with random weights, times layers and tokens"
 NOT_IN_TIME = (
     f"{WHAT}. What methods add to a forward or take off it is not in it, nor loading, downloads, sampling text, checking "
@@ -15,13 +15,13 @@ NOT_IN_TIME = (
 
 
 def run_text(plan: dict[str, Any]) -> str:
-    """All of it; the paragraph on time is the only one that another machine changes."""
+    """Return the whole plan as text; only the paragraph on time depends on the machine."""
     parts = of_evaluation(plan) if plan["kind"] == "evaluation" else of_bench(plan)
     return "\n\n".join([*parts, disk(plan), times(plan)])
 
 
 def of_evaluation(plan: dict[str, Any]) -> list[str]:
-    """Model, columns, memory, rows."""
+    """Paragraphs of an evaluation's plan: model, columns, memory, caches."""
     about = [f"Plan of the evaluation '{plan['name']}'; no weight was loaded.", model_sentence(plan["model"])]
     if plan["no_tokenizer"] is not None:
         about.append(
@@ -32,7 +32,7 @@ def of_evaluation(plan: dict[str, Any]) -> list[str]:
 
 
 def columns(plan: dict[str, Any]) -> str:
-    """What every column asks."""
+    """Table of the columns: methods, rows, tokens and forwards of each."""
     rows = [
         [
             one["title"],
@@ -55,7 +55,7 @@ def columns(plan: dict[str, Any]) -> str:
 
 
 def memory(plan: dict[str, Any]) -> str:
-    """The most at once, and what it is made of."""
+    """Sentence on the peak memory and its parts."""
     found = plan["memory"]
     most, weights = found["most"], spoken_size(found["weights"])
     if most is None:
@@ -69,13 +69,13 @@ def memory(plan: dict[str, Any]) -> str:
 
 
 def both(found: dict[str, Any], size: dict[str, int]) -> str:
-    """`device 1.00 GiB and host 2.00 GiB`, or the host alone."""
+    """`device 1.00 GiB and host 2.00 GiB`, or the host part only if there is no GPU."""
     host = f"host {spoken_size(size['host'])}"
     return f"device {spoken_size(size['device'])} and {host}" if found["gpu"] else host
 
 
 def caches(plan: dict[str, Any]) -> str:
-    """The largest cache of every row."""
+    """Table of the largest cache of every row."""
     rows, refused = [], []
     for one in plan["caches"]:
         if "refused" in one:
@@ -87,14 +87,14 @@ def caches(plan: dict[str, Any]) -> str:
 
 
 def sizes(one: dict[str, Any]) -> list[str]:
-    """Device, host, bits per value."""
+    """Table cells of a cache: device bytes, host bytes, bits per value."""
     sign = AT_MOST if one["at_most"] else ""
     host = spoken_size(one["host_bytes"]) if one["host_bytes"] else ""
     return [f"{sign}{spoken_size(one['device_bytes'])}", host, f"{sign}{one['bits_per_value']:.2f}"]
 
 
 def of_bench(plan: dict[str, Any]) -> list[str]:
-    """Model, cells, largest batches."""
+    """Paragraphs of a bench's plan: model, memory, caches of every cell, largest batches."""
     rows, cells = list(plan["cells"][0]["rows"]), plan["cells"]
     about = [
         f"Plan of the bench '{plan['name']}'; no weight was loaded.",
@@ -119,7 +119,7 @@ HEADINGS = "row,device,host,bits per value"
 
 
 def bench_memory(plan: dict[str, Any]) -> str:
-    """The most of every cell: all caches at once while new tokens are timed, or where that fails the largest alone."""
+    """Table of the peak memory of every cell: with all caches together, as while new tokens are timed, or the largest alone."""
     found, rows = plan["memory"], list[Sequence[str]]()
     names = ("device", "host") if found["gpu"] else ("host",)
     for cell in plan["cells"]:
@@ -136,7 +136,7 @@ def bench_memory(plan: dict[str, Any]) -> str:
 
 
 def largest(plan: dict[str, Any]) -> str:
-    """The batches that the limit has room for."""
+    """Table of the largest batches that fit into the memory limit."""
     rows = [
         [
             one["name"],
@@ -152,7 +152,7 @@ def largest(plan: dict[str, Any]) -> str:
 
 
 def disk(plan: dict[str, Any]) -> str:
-    """What a run leaves."""
+    """Sentence on the disk space of the files that a run leaves."""
     found = plan["disk"]
     what = "one file for each finished cell and three reports" if plan["kind"] == "evaluation" else "three reports"
     return wrapped(
@@ -162,7 +162,7 @@ def disk(plan: dict[str, Any]) -> str:
 
 
 def times(plan: dict[str, Any]) -> str:
-    """By column, or by part of a bench."""
+    """Paragraph on time: by column of an evaluation, or by part of a bench."""
     if plan["seconds"] is None:
         return wrapped(f"{TIME}: this machine has no such device to time pieces on, so none is told.")
     heading = "column" if plan["kind"] == "evaluation" else "part"

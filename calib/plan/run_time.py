@@ -1,8 +1,8 @@
-"""Seconds of a model's own forwards, from pieces of one layer with random weights on this machine.
+"""Seconds of a model's own forwards, extrapolated from timings of one layer with random weights on this machine.
 
-A prompt grows with its floating-point operations (`duration.flops`); a forward behind it is timed as it is, over exact keys and
-values of so many tokens, and goes with the rows beyond those that are timed. The head is timed over a part of the vocabulary.
-What a method adds to a forward, or takes off it, is in none of them.
+A prompt's time is assumed to grow with its floating-point operations (`duration.flops`). A forward after the prompt is timed with
+its real number of tokens over an exact cache, and scaled to the batch if fewer rows are timed. The output head is timed over a part
+of the vocabulary. The time that a method adds to a forward or saves is not included.
 """
 
 import math
@@ -24,26 +24,26 @@ from calib.plan.meta_model import MetaModel
 from calib.plan.probe import FIRST, GROWTH, random_layer, seconds
 from calib.runtime import cache_argument
 
-# What runs took for what had been told (docs/plan.md, "Compared with real runs").
+# Ratio of real to predicted time of real runs (docs/plan.md, "Compared with real runs").
 LEAST, MOST = 0.5, 3.0
 
-BUDGET = 2.0  # seconds of prompts
-WORDS = 8192  # of the vocabulary whose product is timed
-KEPT = 2**27  # bytes of the keys and values that a timed forward attends to
+BUDGET = 2.0  # seconds for timing prompts
+WORDS = 8192  # vocabulary entries of the timed output head
+KEPT = 2**27  # most bytes of the keys and values that a timed forward attends to
 
 
 @dataclass
 class RunPace:
-    """What was timed; a model's forwards follow from it.
+    """Timings of one layer and of the output head, from which the seconds of a model's forwards are extrapolated.
 
     Attributes:
         meta_model: the model.
         device: where pieces are timed.
-        products: as an evaluation's.
-        tokens: of the prompt that was timed.
-        prompt: seconds of it, one layer.
-        steps: seconds of a forward of one layer, by rows, tokens of each, and tokens before them.
-        heads: seconds of the whole head, by positions.
+        products: `products` of the evaluation request: "model", or "float32" for matrix products in float32.
+        tokens: tokens of the timed prompt.
+        prompt: seconds of one layer for that prompt.
+        steps: seconds of a forward of one layer, by number of rows, new tokens of each row, and cached tokens of each row.
+        heads: seconds of the output head over the whole vocabulary, by number of positions.
     """
 
     meta_model: MetaModel
@@ -61,9 +61,9 @@ class RunPace:
 
     @torch.no_grad()
     def measure_prompt(self, longest: int, budget: float = BUDGET) -> None:
-        """Times prompts that grow up to `longest` tokens, or until the next one would take longer than is left."""
+        """Time growing prompts up to `longest` tokens, or until the next one would exceed `budget` seconds."""
         size, end = min(FIRST, longest), time.perf_counter() + budget
-        self._prompt(size)  # the first of anything takes longer
+        self._prompt(size)  # the first run takes longer
         while True:
             self.tokens, self.prompt = size, self._prompt(size)
             if size >= longest or time.perf_counter() + GROWTH * self.prompt > end:
@@ -75,14 +75,14 @@ class RunPace:
         return seconds(partial(self._layer.base_model, input_ids=ids, use_cache=False), self.device)
 
     def prefill(self, batch: int, tokens: float) -> float:
-        """Seconds of `batch` prompts through all layers, and of the head for their last tokens."""
+        """Seconds of the prefill of `batch` prompts through all layers, and of the head for their last tokens."""
         piece = flops(self.meta_model, self.tokens, self.tokens)
         whole = flops(self.meta_model, batch * math.ceil(tokens), math.ceil(tokens))
         return self.meta_model.shape.layers * self.prompt * whole / piece + self.head(batch)
 
     @torch.no_grad()
     def step(self, batch: int, tokens: int, before: int) -> float:
-        """Seconds of a forward of `tokens` in each of `batch` rows that hold `before`, with the head for all of them."""
+        """Seconds of a forward of `tokens` new tokens in each of `batch` rows with `before` cached tokens, output head included."""
         shape, dtype = self.meta_model.shape, self._layer.dtype
         row = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize * max(before, 1)
         rows = max(1, min(batch, KEPT // row))
@@ -102,7 +102,7 @@ class RunPace:
 
     @torch.no_grad()
     def head(self, positions: int) -> float:
-        """Seconds of the logits of so many positions."""
+        """Seconds of the logits of `positions` positions."""
         if positions not in self.heads:
             width, words = self.meta_model.text.hidden_size, int(self.meta_model.text.vocab_size)
             dtype = torch.float32 if self.products == "float32" else self._layer.dtype
@@ -121,9 +121,15 @@ def seconds_content(
     work: Callable[[RunPace], dict[str, float]],
     budget: float = BUDGET,
 ) -> dict[str, Any] | None:
-    """The seconds of every part that `work` makes of a pace, as of a fit; None where this machine has no such device.
+    """Return the predicted seconds of every part (see `extrapolated`), or None if this machine has no such device.
 
-    longest: tokens of the longest prompt.
+    Args:
+        meta_model: the model.
+        device: name of the device.
+        products: as of `RunPace`.
+        longest: tokens of the longest prompt.
+        work: computes the seconds of every part from the timings.
+        budget: seconds for timing prompts.
     """
     try:
         where = usable_device(device)

@@ -1,4 +1,4 @@
-"""A plan for a person to read: tables as a terminal shows them."""
+"""The plan of a fit as text, with tables for a terminal."""
 
 import io
 import textwrap
@@ -14,17 +14,17 @@ from calib.bench.byte_sizes import spoken_size
 from calib.layer_groups.grouping import in_words
 
 WIDTH = 120
-TIME = "Time"  # what begins with it depends on the machine
+TIME = "Time"  # first word of the only paragraph that depends on the machine
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """All of it; paragraphs are parted by empty lines, and the one on time is the only one that another machine changes."""
+    """Return the whole plan as paragraphs separated by empty lines; only the paragraph on time depends on the machine."""
     parts = [about(plan), captured(plan), dictionaries(plan), memory(plan), disk(plan), times(plan), caches(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
 def about(plan: dict[str, Any]) -> str:
-    """The model and the corpus."""
+    """Sentences on the model and the corpus."""
     corpus = plan["corpus"]
     shared = f", in {corpus['processes']} processes" if corpus["processes"] > 1 else ""
     return "\n".join(
@@ -39,7 +39,7 @@ def about(plan: dict[str, Any]) -> str:
 
 
 def model_sentence(model: dict[str, Any]) -> str:
-    """The model's sizes, and what caches do with its layers."""
+    """Sentence on the model's sizes, its sliding-window layers and the layers that caches compress."""
     sliding = [number for number, window in enumerate(model["windows"]) if window is not None]
     slide = f"layers {in_words(sliding)} slide" if sliding else "every layer attends to all tokens"
     left = [number for number in range(model["layers"]) if number not in model["compressed"]]
@@ -53,7 +53,7 @@ def model_sentence(model: dict[str, Any]) -> str:
 
 
 def captured(plan: dict[str, Any]) -> str:
-    """Passes over the corpus, and the statistics that they fill."""
+    """Tables of the passes over the corpus and of the statistics that they fill."""
     stages = [
         [one["stage"], one["part"], f"{one['sequences']:,}", f"{one['batches']:,}", f"{one['checkpoints']:,}"]
         for one in plan["passes"]
@@ -68,13 +68,13 @@ def captured(plan: dict[str, Any]) -> str:
 
 
 def shapes(tensors: Sequence[dict[str, Any]]) -> str:
-    """`2 x float32 [4, 2, 64]` and so on; single numbers are left out."""
+    """Lines such as `2 x float32 [4, 2, 64]`; scalars are left out."""
     told = [f"{one['count']} x {one['dtype']} [{', '.join(map(str, one['shape']))}]" for one in tensors if one["shape"]]
     return "\n".join(told)
 
 
 def dictionaries(plan: dict[str, Any]) -> str:
-    """What is trained; nothing where no dictionaries are."""
+    """Table of the dictionaries that are trained, or a sentence that there are none."""
     found = plan["dictionaries"]
     if found is None:
         return "No dictionaries."
@@ -90,7 +90,7 @@ def dictionaries(plan: dict[str, Any]) -> str:
 
 
 def memory(plan: dict[str, Any]) -> str:
-    """The most of every stage, and which is highest."""
+    """Table of the peak memory of every stage, with the highest one in its title."""
     found = plan["memory"]
     names = ("device", "host") if found["gpu"] else ("host",)
     rows = [[one["stage"], *(spoken_size(one[name]) for name in names)] for one in found["stages"]]
@@ -103,7 +103,7 @@ def memory(plan: dict[str, Any]) -> str:
 
 
 def disk(plan: dict[str, Any]) -> str:
-    """Files, the artifact among them."""
+    """Sentence on the disk space of checkpoints and the artifact."""
     found = plan["disk"]
     return wrapped(
         f"Disk: {spoken_size(found['total'])}, of which checkpoints {spoken_size(found['statistics_checkpoints'])} and "
@@ -115,7 +115,7 @@ def disk(plan: dict[str, Any]) -> str:
 
 
 def times(plan: dict[str, Any]) -> str:
-    """Stages by extrapolation, and from what."""
+    """Table of the predicted seconds of every stage, with a description of the timed pieces."""
     tokens = plan["seconds"]["pace"]["tokens"]
     return stage_times(
         plan["seconds"],
@@ -126,7 +126,14 @@ def times(plan: dict[str, Any]) -> str:
 
 
 def stage_times(found: dict[str, Any], pieces: str, without: str, heading: str = "stage") -> str:
-    """The seconds of every stage: extrapolated from `pieces`; what others' work did to them."""
+    """Table of the seconds of every stage.
+
+    Args:
+        found: the plan's `seconds`.
+        pieces: description of the pieces of work that were timed.
+        without: end of the sentence that says what happens without other processes on the machine.
+        heading: heading of the first column.
+    """
     rows = [[name, spoken_time(seconds)] for name, seconds in found["stages"].items()]
     rows.append(["all", spoken_time(found["total"])])
     least, most = map(spoken_time, found["range"])
@@ -143,7 +150,7 @@ def stage_times(found: dict[str, Any], pieces: str, without: str, heading: str =
 
 
 def caches(plan: dict[str, Any]) -> str:
-    """Every method's cache at its default options."""
+    """Table of every method's cache at its default options."""
     found = plan["cache"]
     exact = found["exact_16_bit_bytes"]
     rows, refused = [["16 bits", spoken_size(exact), "", "16.00", "1.00"]], []
@@ -165,7 +172,7 @@ def caches(plan: dict[str, Any]) -> str:
 
 
 def drawn(title: str, headings: str, rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """A table below its title; its first `words` columns are text."""
+    """Draw a table below its title; the first `words` columns are left-aligned text, the others right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings.split(",")):
         table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
@@ -177,7 +184,7 @@ def drawn(title: str, headings: str, rows: Sequence[Sequence[str]], words: int =
 
 
 def wrapped(text: str) -> str:
-    """A sentence in lines of the page's width."""
+    """Wrap a text at `WIDTH` characters."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
