@@ -1,4 +1,4 @@
-"""Sizes of a cell's caches at the end of their rows, one a batch, and all of them together."""
+"""Sizes of a cell's caches (one for each batch) after their last token, and of all of them together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from calib.runtime import Memory
 
 @dataclass(frozen=True)
 class CacheSize:
-    """One cache.
+    """Size of one cache.
 
     Attributes:
-        measured_bytes: storage of every tensor on the device.
-        values: key and value elements of the real tokens seen.
-        host_bytes: storage of tensors placed in host memory.
-        predicted_bytes: from shapes alone; None where nobody predicts them.
-        marginal_bits: bits a value of one more token; None where it is not known.
-        by_kind: predicted bytes of every kind.
-        layers: attention layers that are compressed, and in all; None where it is not known.
-        dynamic_bytes: what a `DynamicCache` of the model's dtype holds for the same tokens; None where it is not known.
-        encoded: whether any token has left the exact window; else the bytes say nothing about the method.
+        measured_bytes: storage of all its tensors on the device.
+        values: key and value elements of the tokens seen, without padding.
+        host_bytes: storage of its tensors in host memory.
+        predicted_bytes: bytes predicted from shapes alone; None if there is no prediction.
+        marginal_bits: bits per value of one more token; None if unknown.
+        by_kind: predicted bytes of every kind (codes, parameters, tables ...).
+        layers: number of compressed attention layers and of all attention layers; None if unknown.
+        dynamic_bytes: bytes of a `DynamicCache` in the model's dtype for the same tokens; None if unknown.
+        encoded: whether any token has been encoded; if not, the bytes say nothing about the method.
     """
 
     measured_bytes: int
@@ -36,7 +36,7 @@ class CacheSize:
 
     @staticmethod
     def of(memory: Memory) -> "CacheSize":
-        """A compressed cache's."""
+        """Return the size of a compressed cache from its memory report."""
         measured, bits = memory.measured_bytes, memory.bits_per_value
         return CacheSize(
             measured_bytes=measured,
@@ -52,15 +52,15 @@ class CacheSize:
 
 
 def is_encoded(size: Mapping[str, Any]) -> bool:
-    """Whether sizes tell something about the method; runs of earlier releases do not say, and count as if."""
+    """Whether any token was encoded, so that the sizes say something about the method; True for runs without this entry."""
     return bool(size.get("encoded", True))
 
 
 def sizes(caches: Sequence[CacheSize]) -> dict[str, Any]:
-    """The batches' caches together: bytes are sums, bits are over all values; None for what is not known of them.
+    """Combine the sizes of all batches' caches: sums of bytes, bits per value over all values; None for what is unknown.
 
-    `by_kind` has the predicted bytes of every kind of which there are any. `encoded` is false where no batch's cache has
-    encoded anything yet.
+    `marginal_bits` is the mean over the caches. `by_kind` has the kinds with predicted bytes. `encoded` is false if no batch's
+    cache has encoded a token.
     """
     measured, values = sum(size.measured_bytes for size in caches), sum(size.values for size in caches)
     bits = 8 * measured / values if values else 0.0

@@ -1,9 +1,9 @@
-"""The cases of the columns as JSON, for whoever answers them elsewhere (`calib/evaluate/entries/results.py`).
+"""Writes the cases of the columns as JSON, for another program that answers them (`calib/evaluate/entries/results.py`).
 
     {"format": 1, "model": ..., "weights": ..., "dtype": ..., "columns": [{"title", "settings", "kind", "batches", ...}]}
 
 `kind` is `answers` (prompts, mask, answers, asked: as in `tasks/retrieval.py`) or `text` (tokens, with `prefill` and
-`chunk`: as in `tasks/perplexity.py`). Columns of other tasks ask for more than another library's cache can tell.
+`chunk`: as in `tasks/perplexity.py`). Other tasks need more than another library's cache gives, and are not written.
 """
 
 import json
@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 def cases(evaluation: Evaluation) -> str:
-    """The text of the file; raises UsageError where no column can be written."""
+    """Return the text of the file; raises UsageError if no column can be written."""
     written = [column for column in evaluation.columns if isinstance(column, Written)]
     if not written:
         titles = ", ".join(f"'{column.title}'" for column in evaluation.columns)

@@ -20,19 +20,27 @@ def cell_key(
     settings: Mapping[str, Any],
     artifact_hash: str | None,
 ) -> str:
-    """A cell's key, of a run or of what a file says of one: `base` as in `Cell.key`, `settings` of its column."""
+    """Return a cell's key (SHA-256), for a cell of this run or of a results file.
+
+    Args:
+        base: what all cells of the run depend on, as in `Cell.key`.
+        method: name of the method.
+        options: all its options.
+        settings: settings of the column.
+        artifact_hash: SHA-256 of the artifact's file if the cell uses it, else None.
+    """
     own = {"method": method, "options": options, "column": settings, "artifact": artifact_hash}
     return sha256(plain({**base, **own}, "cell"))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row and a column that it serves.
+    """A row (entry) of the table, and a column that it can be measured on.
 
     Attributes:
         entry: the row.
         column: the column.
-        artifact_hash: SHA-256 of the artifact's file where the row uses it, else None.
+        artifact_hash: SHA-256 of the artifact's file if the row uses it, else None.
     """
 
     entry: Entry
@@ -41,19 +49,22 @@ class Cell:
 
     @property
     def tokens(self) -> float:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return self.column.rows * self.column.length
 
     def options(self) -> dict[str, Any]:
-        """All options of the row on this column, those left at their default included, as plain JSON."""
+        """Return all options of the row on this column as plain JSON, including those at their default."""
         return self.entry.all_options(self.column.title)
 
     def key(self, base: dict[str, Any]) -> str:
-        """SHA-256 of everything the figures depend on; `base` is what all cells of a run share."""
+        """Return the SHA-256 of everything that the figures depend on; `base` is what all cells of a run depend on."""
         return cell_key(base, self.entry.method, self.options(), self.column.settings, self.artifact_hash)
 
     def measure(self, given: Given, advance: Callable[[float], None]) -> Result:
-        """Has the batches answered one after another; calls `advance(tokens)` after each."""
+        """Answer the column's batches one after another, and return the cell's figures, sizes and seconds.
+
+        `advance(tokens)` is called after each batch.
+        """
         advance(0)  # the bar names the cell while its data are made
         batches = self.column.batches()
         parts, cache_sizes, start = [], [], time.perf_counter()

@@ -1,4 +1,4 @@
-"""Finished cells on disk, one file each, so that a killed run goes on where it was and a repeated one takes seconds."""
+"""Finished cells on disk, one file each, so that an interrupted run can be continued and a repeated one takes seconds."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from calib.runtime.files.atomic_file import write_atomically
 
 
 class CellFiles:
-    """The cells below a folder, by key.
+    """The finished cells in a folder, by key.
 
     Attributes:
         notes: one line for each file that could not be used; its cell is measured again.
@@ -23,7 +23,7 @@ class CellFiles:
         self.notes: list[str] = []
 
     def read(self, key: str, column: Column) -> Result | None:
-        """The finished cell of the column, or None where there is none."""
+        """Return the finished cell with this key, or None if there is no usable file."""
         path = self.folder / f"{key}.json"
         if not path.is_file():
             return None
@@ -34,13 +34,13 @@ class CellFiles:
             return None
 
     def write(self, key: str, result: Result) -> None:
-        """Keeps a finished cell; raises OSError."""
+        """Write a finished cell; raises OSError."""
         text = json.dumps({"key": key, "result": result}, indent=1, sort_keys=True, allow_nan=False)
         write_atomically(self.folder / f"{key}.json", f"{text}\n".encode())
 
 
 def checked(content: object, key: str, column: Column) -> Result:
-    """The result in a file's `content`; raises ValueError for what is not that of the cell `key`."""
+    """Return the result in a file's `content`; raises ValueError if it is not a complete result of the cell `key`."""
     require(isinstance(content, dict) and content.get("key") == key, "it is another cell's")
     assert isinstance(content, dict)
     entry(content, "result", dict, "result")

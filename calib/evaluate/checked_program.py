@@ -1,12 +1,12 @@
-"""Programs that a model wrote: each runs in an interpreter of its own, which says whether it came to its end.
+"""Runs programs that a model wrote, each in a separate interpreter, and reports whether the program reached its end.
 
-The child is a fresh interpreter (`-I`: no environment variables of Python's, no user's packages) in an empty temporary folder,
-with an environment of three words, no input and no output, and ends with all its processes after `seconds`. Where the platform
-has the module `resource`, memory, processor time, the size of files and new processes are limited too; the limit of processes
-does not hold for root.
+The child is a fresh interpreter (`-I`: Python's environment variables and the user's packages are ignored) in an empty temporary
+folder, with three environment variables (on Windows a fourth), no input and no output. It is killed with all its processes after
+`seconds`. If the platform has the module `resource`, memory, processor time, the size of files and new processes are limited too;
+the limit of processes does not hold for root.
 
-This keeps a mistaken program from doing harm by accident. It is no sandbox: what a program means to do, it can do with the rights
-of whoever runs it, to files and over the network as well.
+This keeps a faulty program from doing harm by accident. It is no sandbox: a malicious program can do everything that the user who
+runs it may do, to files and over the network as well.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from pathlib import Path
 CHILD = Path(__file__).with_name("checked_program_child.py")
 MEMORY = 2**30  # bytes of addresses; an interpreter takes less than a tenth of them
 FILE = 2**20  # bytes of a file
-KEPT = ("SYSTEMROOT",)  # of the environment: Windows starts no interpreter without it
+KEPT = ("SYSTEMROOT",)  # environment variables that the child inherits: Windows needs this one to start an interpreter
 
 
 def ends_well(program: str, seconds: float) -> bool:
-    """Whether `program` comes to its last line within `seconds` of wall time, an interpreter's start included.
+    """Whether `program` runs to its end without an error within `seconds` of wall time, the interpreter's start included.
 
-    The child writes a random token when the last line is behind it, so that a program that ends itself (`sys.exit(0)`) has
-    not ended well.
+    The child writes a random token after the program's last line, so that a program that exits early (`sys.exit(0)`) does not
+    count as having reached its end.
     """
     token = secrets.token_hex(16)
     limits = {"AS": MEMORY, "FSIZE": FILE, "CPU": math.ceil(seconds) + 1, "NPROC": 0, "CORE": 0}
@@ -59,16 +59,16 @@ def ends_well(program: str, seconds: float) -> bool:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """What the child may see of the environment."""
+    """Return the environment variables of the child."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {"HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8", **kept}
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the child, and what it started and left behind in its session."""
+    """Kill the child and all processes of its session."""
     with contextlib.suppress(
         ProcessLookupError, PermissionError
-    ):  # of a session where all have ended, on Linux and macOS
+    ):  # raised on Linux and macOS if all processes have ended
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
     child.kill()

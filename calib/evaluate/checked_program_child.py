@@ -1,6 +1,7 @@
-"""The child of `checked_program`: limits itself, runs one program, and writes the token behind its last line.
+"""The child of `checked_program`: limits itself, runs one program, and then writes the token that marks the program's end.
 
-It reads {"program", "token", "limits"} from its input, is run by its path and imports nothing but the standard library.
+It reads {"program", "token", "limits"} as JSON from its standard input, is started by its path and imports the standard library
+only.
 """
 
 import json
@@ -9,9 +10,9 @@ import sys
 
 
 def main() -> None:
-    """Ends with status 0 where the program came to its end."""
+    """Run the program; exit with status 0 if it reached its end."""
     asked = json.loads(sys.stdin.buffer.read())
-    write, leave, report, token = os.write, os._exit, os.dup(1), asked["token"].encode()  # whatever becomes of `os`
+    write, leave, report, token = os.write, os._exit, os.dup(1), asked["token"].encode()  # the program may change `os`
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
         os.dup2(nothing, stream)
@@ -22,7 +23,7 @@ def main() -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Sets the limits that the platform has, by their names behind RLIMIT_; macOS refuses some of its own."""
+    """Set the limits that the platform has; keys are names without RLIMIT_. macOS refuses some, which are skipped."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""What `calib eval` does with a request: prepare, measure, write, tell; or write its cases; and with two runs: compare them."""
+"""What `calib eval` does: measure a request and write its reports, write its cases, or compare two runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,24 +32,24 @@ def evaluate(
     drawn: Drawn | None = None,
     reuse: str | None = None,
 ) -> int:
-    """Runs the request; returns 1 where a cell failed, else 0.
+    """Run the request and write its reports; return 1 if a cell failed, else 0.
 
     Args:
-        request: checked.
+        request: the checked request.
         output: folder that receives `results.json`, `report.md`, `report.html` and finished cells.
-        only: patterns of the rows to run; the report holds the finished cells of the others.
+        only: patterns of the rows to run; of the other rows the report has the finished cells.
         fresh: measure finished cells again.
-        command: the words that were typed, for the report.
+        command: the command line, for the report.
         old: the `results.json` of an earlier run to compare with.
-        drawn: a part for the page that was drawn elsewhere.
-        reuse: the `results.json` of an earlier run whose cells are taken over where they are the same.
+        drawn: an additional part of the HTML page, such as a chart of `calib tune`.
+        reuse: the `results.json` of an earlier run whose cells are taken over if they have the same key.
 
     Raises:
-        UsageError: what the model, the tokenizer, the text or the artifact does not allow; `old` or `reuse` is no run, or
-            nothing of `reuse` is the same.
-        OSError: the output folder cannot be written.
+        UsageError: if the model, the tokenizer, the text or the artifact does not allow the request, if `old` or `reuse` is not
+            a run of `calib eval`, or if no cell of `reuse` can be taken over.
+        OSError: if the output folder cannot be written.
     """
-    then = None if old is None else read_run(old)  # before anything is loaded: a wrong file costs no run
+    then = None if old is None else read_run(old)  # read first, so that a wrong file fails before anything is loaded
     earlier = None if reuse is None else EarlierRun.read(reuse)
     evaluation = prepare(request)
     cells = CellFiles(output / "cells")
@@ -61,7 +61,7 @@ def evaluate(
         results, told = with_earlier(evaluation, earlier, results, cells)
         notes += told
     for note in notes:
-        print(f"calib: {printable(note)}")  # it may quote a file that a terminal would obey
+        print(f"calib: {printable(note)}")  # a quoted file may hold terminal control codes
     todo = [cell for cell in wanted if fresh or evaluation.key(cell) not in results]
     print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them finished before")
     with CellProgress(todo) as progress:
@@ -77,7 +77,7 @@ def evaluate(
     for path, content in files.values():
         write_atomically(path, content.encode())
     if todo:
-        from calib.evaluate.tracking import track  # seconds, which a run that finds everything finished does not take
+        from calib.evaluate.tracking import track  # slow to import, so only if cells were measured
 
         track(now, output / "logs", {kind: path for kind, (path, _) in files.items()})
     print_table(evaluation, results)
@@ -92,7 +92,10 @@ def evaluate(
 def with_earlier(
     evaluation: Evaluation, earlier: EarlierRun, results: dict[str, Result], cells: CellFiles
 ) -> tuple[dict[str, Result], list[str]]:
-    """The finished `results` with those of an earlier run, kept as finished cells from now on; and what is to be said of them."""
+    """Add the cells of an earlier run that have the same keys to the finished `results`, and write them as finished cells.
+
+    Returns the results and notes to print.
+    """
     found = taken_over(evaluation, earlier, results)
     new = {key: result for key, result in found.results.items() if key not in results}
     for key, result in new.items():
@@ -101,8 +104,8 @@ def with_earlier(
 
 
 def evaluate_models(requests: Mapping[str, Request], output: Path, only: list[str], fresh: bool, command: str) -> int:
-    """Runs the requests one after another, each below a folder of its model's name, and writes their tables beside each
-    other into `models.md`; returns 1 where a cell of any failed, else 0. Raises as `evaluate` does."""
+    """Run the requests one after another, each with its model's name as output folder, and write a table of all models into
+    `models.md`; return 1 if any cell failed, else 0. Raises the same errors as `evaluate`."""
     folders = {name: output / name for name in requests}
     statuses = []
     for name, request in requests.items():
@@ -116,7 +119,7 @@ def evaluate_models(requests: Mapping[str, Request], output: Path, only: list[st
 
 
 def write_cases(request: Request, path: Path) -> int:
-    """Writes the cases of the request's columns for whoever answers them elsewhere; raises UsageError and OSError."""
+    """Write the cases of the request's columns for another program to answer; raises UsageError and OSError."""
     text = written_cases(prepare(request))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode())
@@ -125,7 +128,7 @@ def write_cases(request: Request, path: Path) -> int:
 
 
 def compare_files(old: str, new: str) -> int:
-    """Prints the run in the file `new` beside that in `old`; raises UsageError or RunError for a file that is none."""
+    """Print a comparison of the runs in the files `old` and `new`; raises UsageError if a file is not a run."""
     then, now = read_run(old), read_run(new)
     show(compared(now, then, old))
     return 0

@@ -1,6 +1,6 @@
-"""Two runs beside each other: every row and column now and then, and whether their intervals overlap.
+"""Compares two runs: every row and column in the current run ("now") and the earlier one ("then"), and whether intervals overlap.
 
-Intervals that lie apart tell of a change; those that overlap do not prove that there is none.
+Disjoint intervals show a change; overlapping ones do not prove that there is none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +13,19 @@ from calib.html_page.table import Table
 
 FAILED = "failed"
 SAME = "model, settings and versions are the same"
-TOLD = ("title", "measures", "chance")  # of a column; the rest is what its data depend on
+TOLD = ("title", "measures", "chance")  # entries of a column that are not settings which its data depend on
 
 
 def compared(now: Run, then: Run, name: str) -> list[Table]:
-    """What differs between the runs, then a table for each column both have. `name` is the earlier run's file."""
+    """Return a table of the differences of the runs' settings, then a table for each common column.
+
+    `name` is the earlier run's file.
+    """
     return [Table(f"Compared with {name}", ["", ""], list(notes(now, then))), *tables(now, then)]
 
 
 def notes(now: Run, then: Run) -> Iterator[tuple[str, str]]:
-    """Model, settings and versions in one line, then what only one of the runs has, then what was asked otherwise."""
+    """Yield (heading, text): differences of model, settings and versions; rows and columns of only one run; changed options."""
     kinds = ("architecture", "config_hash", "weights")
     model = [spoken(kind) for kind in kinds if now["model"].get(kind) != then["model"].get(kind)]
     others = [f"another model ({', '.join(model)})"] * bool(model)
@@ -44,7 +47,7 @@ def notes(now: Run, then: Run) -> Iterator[tuple[str, str]]:
 
 
 def changed(row: Row, old: Row) -> Iterator[tuple[str, str]]:
-    """A line for each column on which a method of the same name was asked otherwise."""
+    """Yield a line for each column on which rows of the same name have another method or other options."""
     for title in (title for title in row.cells if title in old.cells):
         asked, was = ({"method": cell["method"], **cell["options"]} for cell in (row.cells[title], old.cells[title]))
         other = "; ".join(differing(asked, was))
@@ -53,14 +56,14 @@ def changed(row: Row, old: Row) -> Iterator[tuple[str, str]]:
 
 
 def differing(now: Mapping[str, Any], then: Mapping[str, Any], *but: str) -> Iterator[str]:
-    """ "seed 21 (now 20)" of every entry that is not the same."""
+    """Yield "seed 21 (now 20)" for every entry that differs; the keys `but` are ignored."""
     for key in dict.fromkeys([*now, *then]):
         if key not in but and now.get(key) != then.get(key):
             yield f"{spoken(key)} {inline(then.get(key))} (now {inline(now.get(key))})"
 
 
 def tables(now: Run, then: Run) -> list[Table]:
-    """A table for each column both runs have: a line a method that either of them measured on it."""
+    """Return a table for each column of both runs, with a line for each method that either run measured on it."""
     mine, theirs = ({row.name: row for row in rows(run)} for run in (now, then))
     found = []
     for title in (title for title in titles(now) if title in titles(then)):
@@ -79,7 +82,7 @@ def tables(now: Run, then: Run) -> list[Table]:
 
 
 def line(method: str, names: Sequence[str], now: Any, then: Any) -> list[str]:
-    """One method on one column."""
+    """The table cells of one method on one column."""
     parts = [method]
     for position, name in enumerate(names):
         parts += triple(shown(now, name), shown(then, name))
@@ -88,7 +91,7 @@ def line(method: str, names: Sequence[str], now: Any, then: Any) -> list[str]:
 
 
 def shown(cell: Mapping[str, Any] | None, name: str) -> float | str:
-    """A cell's figure; a dash where it has none."""
+    """A cell's figure, "failed", or a dash if the cell has no such figure."""
     if cell is None or "error" in cell:
         return FAILED if cell else "-"
     value: float | str = cell["figures"].get(name, "-")
@@ -96,13 +99,13 @@ def shown(cell: Mapping[str, Any] | None, name: str) -> float | str:
 
 
 def bits(cell: Mapping[str, Any] | None) -> float | str:
-    """A cell's bits per value; a dash where it has none."""
+    """A cell's bits per value, or a dash if it has none."""
     found: float | str = "-" if cell is None or "error" in cell else cell["sizes"]["bits_per_value"]
     return found
 
 
 def triple(now: float | str, then: float | str) -> list[str]:
-    """Now, then, and the difference where both are numbers; a difference that is none is empty."""
+    """Both values as text, and their difference if both are numbers (empty for equal values)."""
     told = [value if isinstance(value, str) else number(value) for value in (now, then)]
     if isinstance(now, str) or isinstance(then, str):
         return [*told, "-"]
@@ -111,7 +114,7 @@ def triple(now: float | str, then: float | str) -> list[str]:
 
 
 def overlap(now: Any, then: Any, name: str) -> str:
-    """Whether the intervals of a column's quality overlap; a dash where one of the cells has none."""
+    """Whether the two cells' intervals of the figure `name` overlap ("overlap" or "apart"); a dash if one has no interval."""
     if any(cell is None or "error" in cell for cell in (now, then)):
         return "-"
     ends = [interval(cell["figures"], name) for cell in (now, then)]

@@ -1,4 +1,4 @@
-"""The walk of an evaluation: load, check everything, then measure every cell that is not finished yet."""
+"""The steps of an evaluation: load the model, check every method and task, then measure the cells."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ class Evaluation:
     """A request with its model loaded and everything checked.
 
     Attributes:
-        request: what was asked.
-        subject: the model and what the columns make their data with.
-        columns: of the table.
-        cells: row by row.
-        given: the model with what rows need besides.
+        request: the request.
+        subject: the model, tokenizer and sizes from which the columns make their data.
+        columns: columns of the table.
+        cells: cells of the table, row by row.
+        given: the model, artifact and tokenizer that the rows use.
         base: what all cells depend on: model, dtype, device, seed, batch size, versions.
-        tokenizer: the tokenizer's `identity`.
+        tokenizer: the hash of `tokenizer_identity`.
     """
 
     request: Request
@@ -59,12 +59,12 @@ class Evaluation:
         return self.request.methods
 
     def key(self, cell: Cell) -> str:
-        """The cell's key in `CellFiles`: of what runs are compared by (`base`), the tokenizer and the packages that answer."""
+        """Return the cell's key in `CellFiles`: the hash of `base`, the cell, the tokenizer and the versions of used packages."""
         return cell.key({**self.base, "tokenizer": self.tokenizer, "packages": cell.entry.packages})
 
 
 def prepare(request: Request) -> Evaluation:
-    """Loads the model and checks every method on every column; raises UsageError for what cannot be done."""
+    """Load the model and check every method on every column; raises UsageError if the request cannot be run."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     device = usable_device(request.device)
@@ -100,7 +100,7 @@ def prepare(request: Request) -> Evaluation:
 
 
 def usable_device(name: str) -> torch.device:
-    """The torch device; UsageError where this machine has none of that kind."""
+    """Return the torch device of this name; raises UsageError if this machine has no such device."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -111,7 +111,10 @@ def usable_device(name: str) -> torch.device:
 
 
 def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
-    """The artifact and the SHA-256 of its file; `name` is one of here, of the package or of the hub."""
+    """Load an artifact and return it with the SHA-256 of its file, or (None, None) for no name.
+
+    `name` is a local file, a file of the package, or a file of a Hugging Face hub repository.
+    """
     if name is None:
         return None, None
     packaged = Path(find_model(str(Path(name).parent))) / Path(name).name
@@ -120,14 +123,17 @@ def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
 
 
 def check_model(artifact: Artifact | None, model: PreTrainedModel) -> None:
-    """Raises UsageError for an artifact of another model, whether a row reads it or none does."""
+    """Raise UsageError if the artifact was fitted for another model, even if no row uses it."""
     if artifact is not None:
         with refused_as_usage():
             artifact.check(model)
 
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
-    """The cells of the rows whose label fits one of `patterns` (`h2o*`); all without a pattern. Raises UsageError for none."""
+    """Return the cells of the rows whose label matches one of `patterns` (`h2o*`), or all cells if there are no patterns.
+
+    Raises UsageError if that selects no cell.
+    """
     fits = {entry.label for entry in fitting(evaluation.entries, patterns)}
     found = [cell for cell in evaluation.cells if cell.entry.label in fits]
     if not found:
@@ -138,7 +144,7 @@ def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
 
 
 def fitting(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
-    """The rows whose label fits one of `patterns`; all without a pattern. Raises UsageError for one that fits none."""
+    """Return the rows whose label matches one of `patterns`, or all; raises UsageError for a pattern that matches no row."""
     labels = [entry.label for entry in entries]
     for pattern in patterns:
         if not any(fnmatchcase(label, pattern) for label in labels):
@@ -153,20 +159,20 @@ def measure(
     advance: Callable[[Cell, float], None],
     finished: Callable[[Cell, Result], None] = lambda cell, result: None,
 ) -> dict[str, Result]:
-    """Results by key of `cells`, measured in order, each kept in `files` as soon as it is finished.
+    """Measure `cells` in order and return their results by key; each result is written to `files` as soon as it is finished.
 
-    A cell that fails is `{"error": one line}`, is not kept, and does not end the run. `advance(cell, tokens)` is called
-    as tokens go through, `finished` with each cell that has been tried.
+    The result of a cell that fails is `{"error": one line}`; it is not written and does not end the run. `advance(cell, tokens)`
+    is called after each batch, `finished(cell, result)` after each cell that was measured or failed.
     """
     results: dict[str, Result] = {}
     for cell in cells:
         key = evaluation.key(cell)
-        if "figures" in results.get(key, {}):  # another row asks the same
+        if "figures" in results.get(key, {}):  # another row has the same key
             advance(cell, cell.tokens)
             continue
         try:
             results[key] = cell.measure(evaluation.given, partial(advance, cell))
-        except Exception as error:  # whatever a method or this machine's memory does, the other cells count
+        except Exception as error:  # an error of a method, or too little memory, must not end the other cells
             results[key] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         else:
             files.write(key, results[key])

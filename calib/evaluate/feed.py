@@ -1,4 +1,4 @@
-"""Tokens through a cache, a piece at a time, for rows of different length with the padding on their left."""
+"""Feeds tokens through a model and its cache piece by piece, for left-padded rows of different length."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from calib.runtime import cache_argument
 
 
 class Feed:
-    """Feeds pieces of the same rows one after another, keeping their mask and their positions.
+    """Forwards successive pieces of the same rows, and keeps track of their attention mask and positions.
 
     Args:
         model: a causal language model.
@@ -25,11 +25,11 @@ class Feed:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, mask: Tensor | None = None, only_last: bool = False) -> Tensor:
-        """Logits [rows, tokens or 1, vocabulary] float32 of `tokens` [rows, tokens] int64.
+        """Forward `tokens` [rows, tokens] int64 and return logits [rows, tokens or 1, vocabulary] float32.
 
-        `mask` [rows, tokens] int64 marks real tokens; without it all are. Positions count the real tokens of a row.
-        `only_last` returns those of the last token alone. Raises RunError for a token that the model has not, and a logit that
-        is NaN.
+        `mask` [rows, tokens] int64 is 1 for real tokens and 0 for padding; without it all tokens are real. Positions count the
+        real tokens of a row. With `only_last` the logits are those of the last token only. Raises RunError for a token id that is
+        not in the model's vocabulary, and for NaN logits.
         """
         check_token_ids(self.model, tokens)
         new = torch.ones_like(tokens) if mask is None else mask

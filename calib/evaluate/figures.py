@@ -1,7 +1,7 @@
-"""What the figures of a cell are, told by their names: one is the column's quality, others are of parts, others count.
+"""Classifies the figures of a cell by their names: the column's quality, figures of parts, counts, ends of intervals.
 
-A number alone in a name (`layer 3`, `exact at 0.25`) makes it a figure of a part; names that differ in the last number only
-are one map. Whole numbers are counts. `kl_low` and `kl_high` are the interval of `kl`; `low` and `high` the quality's.
+A separate number in a name (`layer 3`, `exact at 0.25`) makes it a figure of a part; names that differ only in their last number
+form one map. Integer figures are counts. `kl_low` and `kl_high` are the interval of `kl`; `low` and `high` are the quality's.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 Figures = Mapping[str, Any]
 
-LM_EVAL = ("accuracy", "exact_match", "word_perplexity", "f1", "mcc", "bleu", "rouge1")  # its most usual metrics
+LM_EVAL = ("accuracy", "exact_match", "word_perplexity", "f1", "mcc", "bleu", "rouge1")  # lm-eval's most usual metrics
 QUALITIES = (
     "exact",
     "perplexity",
@@ -18,35 +18,35 @@ QUALITIES = (
     "distance",
     *LM_EVAL,
 )  # the first of these that a cell has is its quality
-# Words of names: less is better, or more.
+# Words in figures' names for which lower is better, and for which higher is better.
 LESS = {"perplexity", "kl", "divergence", "nats", "error", "loss", "distance", "excess", "bits", "brier", "ter"}
 MORE = {"exact", "agreement", "accuracy", "probability", "kept", "match", "f1", "mcc", "bleu", "chrf", "likelihood"}
 MORE |= {"rouge1", "rouge2", "rougel", "rougelsum"}
 ENDS = ("low", "high")
 PART = re.compile(r"(?<![A-Za-z0-9.])\d+(?:\.\d+)?(?![A-Za-z0-9.])")
-PLACE = "#"  # where a map's name has its number
+PLACE = "#"  # stands for the number in a map's name
 
 
 def scalars(cells: Iterable[Figures]) -> list[str]:
-    """Names of the figures that a column's cells have as a whole: its quality first, the others by name."""
+    """Names of the figures of a column's cells that describe the whole cell: the quality first, the others alphabetically."""
     found = {name for figures in cells for name in alone(figures)}
     return sorted(found, key=lambda name: (QUALITIES.index(name) if name in QUALITIES else len(QUALITIES), name))
 
 
 def alone(figures: Figures) -> list[str]:
-    """Names of the figures of one cell that are neither of a part nor a count nor an interval's end."""
+    """Names of the figures of one cell that are neither figures of a part, nor counts, nor ends of intervals."""
     parts = {name for found in maps(figures).values() for name in found.values()}
     return [name for name, value in figures.items() if type(value) is float and name not in parts and not is_end(name)]
 
 
 def is_end(name: str) -> bool:
-    """Whether it is the name of an interval's end, of a part's (`low at 0.5`) as well."""
+    """Whether `name` is the name of an end of an interval, also of a part's interval (`low at 0.5`)."""
     words = re.split(r"[ _]", name)
     return words[0] in ENDS or words[-1] in ENDS
 
 
 def maps(figures: Figures) -> dict[str, dict[float, str]]:
-    """Names of figures by part, of every map (`layer #`) that has at least two."""
+    """Return, for every map (`layer #`) with at least two parts, the names of its figures by the part's number."""
     found: dict[str, dict[float, str]] = {}
     for name, value in figures.items():
         numbers = list(PART.finditer(name))
@@ -57,7 +57,7 @@ def maps(figures: Figures) -> dict[str, dict[float, str]]:
 
 
 def interval(figures: Figures, name: str) -> tuple[float, float] | None:
-    """The interval of the figure `name`, where the cell has one."""
+    """Return the interval of the figure `name`, or None if the cell has none."""
     of_quality = name == next(iter(scalars([figures])), None)
     for ends in ([f"{name}_{end}" for end in ENDS], ENDS if of_quality else ()):
         if ends and all(end in figures for end in ends):
@@ -67,7 +67,7 @@ def interval(figures: Figures, name: str) -> tuple[float, float] | None:
 
 
 def less_is_better(name: str) -> bool | None:
-    """Whether a lower figure is the better one; None where its name does not tell."""
+    """Whether a lower value of the figure `name` is better; None if the name does not say."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     return True if words & LESS else False if words & MORE else None
 
@@ -78,7 +78,7 @@ def spoken(name: str) -> str:
 
 
 def number(value: float) -> str:
-    """A figure with as many decimals as tell its size: three below 10, fewer above, a power of ten where it is tiny."""
+    """Format a figure: three decimals below 10, fewer above, and with an exponent if it is tiny or at least 1e6."""
     size = abs(value)
     if size and (size < 5e-4 or size >= 1e6):
         return f"{value:.1e}"

@@ -1,6 +1,6 @@
-"""Text that a model generates behind prompts of different length, through a cache, until a stop text or its last token.
+"""Generates text after prompts of different length with a cache, until a stop text or an end-of-sequence token.
 
-The whole prompt is prefilled, as a user's `generate` does: the first token is predicted from the exact prompt.
+The whole prompt is prefilled, as `generate` does it: the first token is predicted from the exact prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,17 @@ from calib.capture.device_map import check_token_ids
 from calib.errors import RunError
 from calib.runtime import cache_argument
 
-TAIL = 8  # of a prompt's tokens, which tell a text's front from what goes on behind it
+TAIL = 8  # last tokens of a prompt that are decoded together with the new ones
 
 
 class Prompt(NamedTuple):
-    """Ids of a prompt, at least one, to be gone on from for at most `new` tokens or until one of the texts `until`.
+    """A prompt to continue.
 
-    options: further ones of `generate`.
+    Attributes:
+        context: token ids of the prompt, at least one.
+        new: most new tokens.
+        until: texts that end the generation.
+        options: further arguments of `generate`.
     """
 
     context: list[int]
@@ -38,14 +42,14 @@ class Prompt(NamedTuple):
 
 
 def alone(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
-    """The text of `ids`, whatever stands before them."""
+    """Decode `ids` by themselves, without the prompt before them."""
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def behind(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
-    """The text of `ids` behind `context`, to the character.
+    """Decode `ids` as the continuation of `context`, exact to the character.
 
-    Some decoders take a space off the front of a text; here that is in its middle, and may be indentation.
+    Some decoders strip a space from the start of a text. A continuation must keep it, since it may be indentation.
     """
     tail = context[-TAIL:]
     start, whole = (
@@ -63,11 +67,16 @@ def generated(
     rows: Sequence[Prompt],
     decode: Callable[[PreTrainedTokenizerBase, list[int], list[int]], str] = alone,
 ) -> list[str]:
-    """What the model adds to each prompt before the first of its stop texts; settings are the first row's.
+    """Generate greedily or as `options` say, and return each prompt's new text up to its first stop text.
 
-    decode: a row's text, `decode(tokenizer, ids of the prompt, new ids)`; `alone` is lm-eval's.
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        cache: an empty cache for the model.
+        rows: the prompts, one batch; `new`, `until` and `options` of the first one are used for all.
+        decode: `decode(tokenizer, ids of the prompt, new ids)` returns a row's text; lm-eval decodes as `alone` does.
 
-    Raises RunError for tokens that the model has not, and for logits that are NaN.
+    Raises RunError for token ids outside the model's vocabulary, and for NaN logits.
     """
     pad, first = pad_token(tokenizer), rows[0]
     tokens, mask = left_padded([row.context for row in rows], pad, model.device)
@@ -87,32 +96,32 @@ def generated(
     last = {last} if isinstance(last, int) else set(last or ())
     texts = []
     for row, ids in zip(rows, made[:, tokens.shape[1] :].tolist(), strict=True):
-        end = next((at for at, token in enumerate(ids) if token in last), len(ids))  # behind it the row was filled up
+        end = next((at for at, token in enumerate(ids) if token in last), len(ids))  # the ids after it are padding
         texts.append(before(decode(tokenizer, row.context, ids[:end]), first.until))
     return texts
 
 
 class NumbersOnly(LogitsProcessor):
-    """Raises RunError for logits that are NaN, which greedy decoding would take for a token."""
+    """Raises RunError for NaN logits, from which greedy decoding would silently choose a token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[rows, vocabulary]: `scores` as they are."""
+        """Return `scores` [rows, vocabulary] unchanged."""
         if bool(scores.isnan().any()):
             raise RunError("the model's logits are NaN")
         return scores
 
 
 class EndTexts(StoppingCriteria):
-    """Ends a row when one of `texts` has been generated."""
+    """Stops a row when one of `texts` has been generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], prompt: int) -> None:
         self.tokenizer, self.texts, self.prompt = tokenizer, texts, prompt
         self.ended: set[int] = set()
-        # A token holds at least one byte; one token more for those whose decoding depends on what stands before them.
+        # A token has at least one byte. One token more is decoded, since some tokens' text depends on the token before them.
         self.tail = max((len(text.encode()) for text in texts), default=0) + 1
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        """[rows] bool: whether the row is at its end."""
+        """Return bool [rows]: whether each row has generated a stop text."""
         new = input_ids[:, self.prompt :]
         for row, text in enumerate(self.tokenizer.batch_decode(new[:, -self.tail :])):
             if any(end in text for end in self.texts):
@@ -121,18 +130,18 @@ class EndTexts(StoppingCriteria):
 
 
 def before(text: str, ends: Sequence[str]) -> str:
-    """The text before the first of `ends` in it."""
+    """Return `text` up to the first occurrence of any of `ends`."""
     return text[: min((text.find(end) for end in ends if end in text), default=len(text))]
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What pads a row; nothing attends to it."""
+    """Return the token id that pads rows: the padding token, else the end token, else 0; the mask excludes it."""
     found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in found if token is not None)
 
 
 def left_padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and the mask of real ones, [rows, longest] int64 each."""
+    """Return left-padded ids and the mask of real tokens, int64 [rows, longest] each."""
     longest = max(map(len, rows))
     ids = [[pad] * (longest - len(row)) + row for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]

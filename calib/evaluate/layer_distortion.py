@@ -1,11 +1,12 @@
-"""How far a layer's keys and values are from what was given to it, beside the least error that their rate allows.
+"""Errors of a layer's decoded keys and values, compared with the least error that their bit rate allows.
 
-Three errors a layer, each relative to the mean square of what it is an error of:
+x is a key k or value v, x^ its decoded value, q a query, D = head_dim. There are three errors for each layer, each relative to a
+mean square:
 
 - keys, values: E|x - x^|^2 / E|x|^2;
-- logits: E[(q . (k - k^))^2] / E[(q . k)^2], every query with every key: the keys' error as the queries weigh it.
+- logits: E[(q . (k - k^))^2] / E[(q . k)^2], every query with every key: the keys' error weighted by the queries.
 
-Bounds (`rate_distortion`) use the covariance of all tokens, errors and rates those that lie in pages; sums are float64.
+Bounds (`rate_distortion`) use the covariance of all tokens; errors and rates use the tokens in pages. Sums are float64.
 """
 
 from collections.abc import Iterator
@@ -23,15 +24,15 @@ ERRORS = ("keys", "logits", "values")
 
 @dataclass(frozen=True)
 class StreamSums:
-    """Keys or values of one layer.
+    """Sums over the keys or the values of one layer.
 
     Attributes:
-        tokens: given, of each KV head.
+        tokens: number of exact tokens of each KV head.
         total: their sum `[kv_heads, D]`.
         square: the sum of x x^T `[kv_heads, D, D]`.
-        encoded: tokens of each KV head whose error is known.
-        error: the sum of (x - x^) (x - x^)^T over those `[kv_heads, D, D]`.
-        bits: that those take, of all KV heads.
+        encoded: number of encoded tokens of each KV head.
+        error: the sum of (x - x^) (x - x^)^T over the encoded tokens `[kv_heads, D, D]`.
+        bits: bits of the encoded tokens, all KV heads together.
     """
 
     tokens: int
@@ -46,20 +47,26 @@ class StreamSums:
 
     @property
     def rate(self) -> float:
-        """Bits per value of the encoded tokens; 0 without any."""
+        """Bits per value of the encoded tokens; 0 if there are none."""
         return self.bits / (self.encoded * self.total.numel()) if self.encoded else 0.0
 
     def covariance(self) -> Tensor:
-        """Of the given tokens, about their mean: `[kv_heads, D, D]`."""
+        """Covariance of the exact tokens about their mean: `[kv_heads, D, D]`."""
         mean = self.total / self.tokens
         return self.square / self.tokens - mean[:, :, None] * mean[:, None, :]
 
 
 @dataclass(frozen=True)
 class LayerSums:
-    """One layer: both streams, and the sum of q q^T over `asked` queries of each KV head's group `[kv_heads, D, D]`.
+    """Sums over one layer.
 
-    `kept` is the sum of the shares that `rows` rows have kept of their tokens.
+    Attributes:
+        keys: sums over the keys.
+        values: sums over the values.
+        queries: the sum of q q^T over the queries of each KV head's group `[kv_heads, D, D]`.
+        asked: number of those queries for each KV head.
+        kept: sum over rows of the share of its tokens that a row has kept.
+        rows: number of rows.
     """
 
     keys: StreamSums
@@ -75,12 +82,12 @@ class LayerSums:
 
 @dataclass(frozen=True)
 class Distance:
-    """One kind of error of one layer.
+    """One kind of error of one layer, and its bound.
 
     Attributes:
-        error: relative, in dB.
+        error: the relative error in dB.
         bound: the least relative error at the same rate, in dB.
-        excess: bits per value that a code at the bound would not need for the same error.
+        excess: bits per value beyond those that a code at the bound needs for the same error.
     """
 
     error: float
@@ -94,9 +101,13 @@ class Distance:
 
 
 def layer_sums(sample: LayerSample, held: list[dict[str, Stored]], bits: dict[str, float], kept: float) -> LayerSums:
-    """The sums of a layer's sample, its rows held as in `held`, in `bits` for all of them; nothing held: no errors.
+    """Compute the sums of one layer's sample, which has no padding.
 
-    The sample has no padding. `kept` is the sum of the rows' shares.
+    Args:
+        sample: exact queries, keys and values of the layer.
+        held: for each row, the decoded tokens of both streams; empty if nothing is encoded, then there are no errors.
+        bits: bits of the encoded tokens of all rows, by stream.
+        kept: sum over rows of the share of its tokens that a row has kept.
     """
 
     def of(role: str) -> StreamSums:
@@ -109,7 +120,7 @@ def layer_sums(sample: LayerSample, held: list[dict[str, Stored]], bits: dict[st
 
 
 def stream_sums(given: Tensor, held: list[tuple[Tensor, Stored]], bits: float) -> StreamSums:
-    """Of `given [rows, kv_heads, T, D]`; `held`: a row of it and what is stored of that row."""
+    """Compute the sums over `given [rows, kv_heads, T, D]`; `held` pairs a row of it with the row's stored tokens."""
     flat = given.double().transpose(0, 1).flatten(1, 2)
     error, encoded = torch.zeros(flat.shape[0], flat.shape[2], flat.shape[2], dtype=torch.float64), 0
     for exact, stored in held:
@@ -120,12 +131,12 @@ def stream_sums(given: Tensor, held: list[tuple[Tensor, Stored]], bits: float) -
 
 
 def products(x: Tensor) -> Tensor:
-    """The sum of x x^T over vectors `[kv_heads, n, D]`: `[kv_heads, D, D]` on the CPU."""
+    """Return the sum of x x^T over the n vectors of `x [kv_heads, n, D]`: `[kv_heads, D, D]` on the CPU."""
     return (x.mT @ x).cpu()
 
 
 def distances(sums: LayerSums) -> Iterator[tuple[str, Distance]]:
-    """Each of `ERRORS` that the layer has: none of a stream that is exact or not encoded."""
+    """Yield (kind, distance) for each of `ERRORS`; a stream that is exact or not encoded has none."""
     for kind in ERRORS:
         stream = sums.values if kind == "values" else sums.keys
         weight = sums.queries / sums.asked if kind == "logits" else None
@@ -135,9 +146,9 @@ def distances(sums: LayerSums) -> Iterator[tuple[str, Distance]]:
 
 
 def stream_distance(stream: StreamSums, weight: Tensor | None) -> Distance | None:
-    """Of one stream, an error e counting as e^T W e with a `weight [kv_heads, D, D]`; None where there is no error.
+    """Return error and bound of one stream; with a `weight` W `[kv_heads, D, D]` the squared error of e is e^T W e.
 
-    None as well where there is nothing to tell: all tokens the same.
+    None if nothing is encoded, if the error is 0, or if the bound is 0, as for tokens that are all equal.
     """
     if not stream.encoded:
         return None
@@ -151,6 +162,6 @@ def stream_distance(stream: StreamSums, weight: Tensor | None) -> Distance | Non
 
 
 def mean_square(products: Tensor, weight: Tensor | None) -> float:
-    """E[x^T W x] per value, of E[x x^T] `[kv_heads, D, D]`; without a weight E|x|^2 per value."""
+    """Return E[x^T W x] per value from `products` = E[x x^T] `[kv_heads, D, D]`; without a weight W, E|x|^2 per value."""
     traces = products.diagonal(dim1=-2, dim2=-1) if weight is None else (products * weight).sum(-1)
     return float(traces.mean())

@@ -1,4 +1,4 @@
-"""Several models asked the same: `models` of a configuration, and their tables beside each other."""
+"""The same evaluation of several models: `models` of a configuration, and tables that compare the models."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -15,14 +15,14 @@ from calib.html_page.table import Table
 from calib.markdown_page import code, plain, section
 from calib.runtime.messages.printable import printable
 
-KEYS = ("model", "artifact", "dtype")  # of the request, that a model has of its own
+KEYS = ("model", "artifact", "dtype")  # entries of the request that each model may set
 
 
 def requests(content: Mapping[str, Any], name: str) -> dict[str, Request]:
-    """A request for each of `models` by the model's name, or one under "" where the content names a single model.
+    """Return a request for each of `models` by the model's name, or one request under "" if there is no `models`.
 
-    A model is a folder or hub name, or {name:, model:, artifact:, dtype:}; what it leaves out is the content's. Raises
-    UsageError for whatever is wrong with any of them.
+    A model is a folder or hub name, or {name:, model:, artifact:, dtype:}; missing entries are those of the content. Raises
+    UsageError if anything is wrong with one of the requests.
     """
     shared = {key: value for key, value in content.items() if key != "models"}
     if "models" not in content:
@@ -52,7 +52,7 @@ def requests(content: Mapping[str, Any], name: str) -> dict[str, Request]:
 
 
 def beside(runs: Mapping[str, Run]) -> list[Table]:
-    """For each column a line a method, with the quality and the bits that every model has there."""
+    """Return a table for each column, with a line for each method: quality and bits per value of every model."""
     first = next(iter(runs.values()))
     found = []
     for title in titles(first):
@@ -69,7 +69,7 @@ def beside(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def pair(cell: Mapping[str, Any] | None, quality: str) -> tuple[str, str]:
-    """A cell's quality and bits; dashes where it has none."""
+    """A cell's quality and bits per value as text; dashes for a missing cell, "failed" for one that failed."""
     if cell is None or "error" in cell:
         return ("-" if cell is None else "failed"), "-"
     value = cell["figures"].get(quality)
@@ -77,7 +77,7 @@ def pair(cell: Mapping[str, Any] | None, quality: str) -> tuple[str, str]:
 
 
 def page(tables: Sequence[Table], folders: Mapping[str, Path], command: str) -> str:
-    """The tables as Markdown, with where each model's own report is."""
+    """Return the tables as Markdown, with links to each model's own report."""
     lines = ["# calib eval, by model", "", code(command), ""]
     lines += [f"- {plain(name)}: [report]({quote(folder.name)}/report.md)" for name, folder in folders.items()]
     return "\n".join([*lines, "", *(part for table in tables for part in section(table))])

@@ -1,6 +1,6 @@
-"""Products of a 16-bit model on a CPU that has no instructions for them: in float32, rounded once, as those would do.
+"""Matrix products of a 16-bit model in float32, rounded once, for CPUs without 16-bit matrix instructions.
 
-PyTorch multiplies 16-bit matrices on such a processor several times as slowly as 32-bit ones.
+On such a processor PyTorch multiplies 16-bit matrices several times as slowly as 32-bit ones.
 """
 
 from functools import partial
@@ -13,9 +13,9 @@ PRODUCTS = ("model", "float32")
 
 
 def multiply_in_float32(model: nn.Module) -> None:
-    """From now on the model's linear layers keep a float32 copy of their weights and multiply with that.
+    """Make the model's linear layers keep a float32 copy of their weights and multiply with it.
 
-    What comes in and what goes out keeps its dtype, and so does everything that a cache is given.
+    Their inputs and outputs keep the model's dtype, and so do the keys and values that a cache is given.
     """
     for part in model.modules():
         if type(part) is nn.Linear and part.weight.dtype != torch.float32:

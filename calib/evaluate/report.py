@@ -1,4 +1,4 @@
-"""What an evaluation found, for a program (JSON) and for a page (Markdown)."""
+"""The results of an evaluation as JSON (`results.json`) and as Markdown (`report.md`)."""
 
 import json
 import platform
@@ -33,7 +33,7 @@ NOT_ENCODED = (
 
 
 def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str, Any]:
-    """Everything as plain JSON. The same request on the same machine gives the same content but for `seconds`."""
+    """Return all results as plain JSON. The same request on the same machine gives the same content, except `seconds`."""
     request = evaluation.request
     return {
         "format": FORMAT,
@@ -70,18 +70,19 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
 
 
 def chance(column: Column) -> dict[str, float]:
-    """The share of exact answers that guessing has, where the column says that there is any (its `chance`)."""
+    """Return {"chance": share of exact answers that guessing gives}, or {} if the column has no `chance` above 0."""
     share = float(getattr(column, "chance", 0.0))
     return {"chance": share} if share else {}
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """The document's text."""
+    """Return the document as JSON text."""
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str, further: Sequence[Table] = ()) -> str:
-    """The page: what was run, the table of methods and columns, one table a column with its sizes, further tables."""
+    """Return the Markdown report: what was run, the table of methods by columns, a table with sizes for each column, failures,
+    and the tables of `further`."""
     columns, nothing = evaluation.columns, unsolved(document(evaluation, results))
     lines = [f"# calib eval: {plain(evaluation.request.name)}", "", code(command), "", *about(evaluation, results), ""]
     lines += ["## Methods", "", *overview(evaluation, results, nothing), ""]
@@ -100,7 +101,7 @@ def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str
 
 
 def about(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str]:
-    """What was run on what, in words."""
+    """Yield lines that describe the model, the settings and the columns."""
     base, versions = evaluation.base, evaluation.base["versions"]
     products = (
         "" if evaluation.request.products == "model" else ", linear layers multiplied in float32 and rounded once"
@@ -123,7 +124,7 @@ def about(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str
 
 
 def measured(results: Mapping[str, Result]) -> list[Result]:
-    """Those of cells that did not fail."""
+    """Return the results of the cells that did not fail."""
     return [result for result in results.values() if "error" not in result]
 
 
@@ -133,7 +134,7 @@ def failed(evaluation: Evaluation, results: Mapping[str, Result]) -> list[Cell]:
 
 
 def rows(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[tuple[str, str, list[tuple[Cell, Result]]]]:
-    """(group, label, cells that have a result) of every row that has any."""
+    """Yield (group, label, its cells with their results) for every row that has a result."""
     for entry in evaluation.entries:
         cells = [cell for cell in evaluation.cells if cell.entry is entry]
         found = [(cell, results[evaluation.key(cell)]) for cell in cells if evaluation.key(cell) in results]
@@ -142,14 +143,14 @@ def rows(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[tupl
 
 
 def score(column: Column, result: Result | None) -> str:
-    """The cell's figures in words."""
+    """Return the cell's figures in words, "failed", or "" if there is no result."""
     if result is None:
         return ""
     return FAILED if "error" in result else column.words(result["figures"])
 
 
 def bits(result: Result | None) -> str:
-    """ "3.12 (2.61)": true bits a value, with a star where nothing is encoded yet, and the paper's counting where there is one."""
+    """Return "3.12 (2.61)": true bits per value, with a star if nothing is encoded, and in brackets the paper's counting if any."""
     if result is None or "error" in result:
         return ""
     counted = result["sizes"]["paper_counting"]
@@ -158,12 +159,12 @@ def bits(result: Result | None) -> str:
 
 
 def names(column: Column) -> list[str]:
-    """A column's title, and what it measures where the title does not say it."""
+    """Return a column's title, and the name of its measure if that differs."""
     return [column.title] if column.title == column.measure_name else [column.title, column.measure_name]
 
 
 def overview(evaluation: Evaluation, results: Mapping[str, Result], nothing: dict[str, str]) -> Iterator[str]:
-    """Methods by columns; those in `nothing` are marked as not solved by the full cache."""
+    """Yield the table of methods by columns; columns in `nothing` are marked as not solved by the full cache."""
     headings = ["method"]
     for column in evaluation.columns:
         headings += [marked(": ".join(names(column)), nothing, column.title), "bits (paper counting)"]
@@ -181,7 +182,7 @@ def overview(evaluation: Evaluation, results: Mapping[str, Result], nothing: dic
 
 
 def details(evaluation: Evaluation, results: Mapping[str, Result], column: Column) -> Iterator[str]:
-    """One column with every size of its cells."""
+    """Yield the table of one column, with all sizes of its cells."""
     sizes = [
         "bits per value",
         "paper counting",
@@ -199,7 +200,7 @@ def details(evaluation: Evaluation, results: Mapping[str, Result], column: Colum
 
 
 def weights(result: Result) -> list[str]:
-    """A cell's sizes in words, none of a cell that failed."""
+    """Return a cell's sizes as texts, all empty for a cell that failed."""
     if "error" in result:
         return [""] * 8
     size, star = result["sizes"], "" if is_encoded(result["sizes"]) else "*"

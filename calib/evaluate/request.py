@@ -1,4 +1,4 @@
-"""What is to be evaluated: one model, a list of methods, a list of tasks; checked when made, before anything is loaded."""
+"""What to evaluate: one model, a list of methods and a list of tasks, checked before anything is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,20 +16,20 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that is asked for.
+    """What to evaluate. Raises UsageError for an invalid value.
 
     Attributes:
-        name: the configuration's name, also of the folder of its results.
+        name: the configuration's name, also that of the folder of its results.
         methods: rows of the table, in order.
-        tasks: each is one or more columns.
+        tasks: the tasks; each gives one or more columns.
         model: a folder or a hub name.
-        dtype: what the model runs in; `auto` is what its weights are stored in.
+        dtype: the model's dtype; `auto` is the dtype in which its weights are stored.
         device: a torch device.
-        artifact: what `calib fit` wrote for this model, or None.
-        seed: of the cases and of the methods that draw.
-        batch_size: rows the model runs at once.
-        limit: rows of each cell at most (cases, sequences), or None.
-        threads: torch's threads, or None for its own choice.
+        artifact: the file that `calib fit` wrote for this model, or None.
+        seed: seed of the cases and of methods that use random numbers.
+        batch_size: number of rows that the model runs at once.
+        limit: most rows of each cell (cases, sequences), or None.
+        threads: number of torch threads, or None for torch's default.
         products: `model`, or `float32`: how linear layers of a 16-bit model multiply (`calib/evaluate/products.py`).
     """
 
@@ -81,12 +81,12 @@ class Request:
 
     @staticmethod
     def known() -> list[str]:
-        """What a configuration may hold."""
+        """Return the keys that a configuration may have."""
         return [field.name for field in fields(Request) if field.name != "name"]
 
     @staticmethod
     def of(content: Mapping[str, Any], name: str) -> "Request":
-        """The request of a configuration's content; raises UsageError naming the first thing wrong with it."""
+        """Build the request from a configuration's content; raises UsageError that names the first error in it."""
         for key in content:
             if key not in Request.known():
                 raise UsageError(unknown(str(key), Request.known()))
@@ -95,7 +95,7 @@ class Request:
 
 
 def tasks(content: Any) -> tuple[Task, ...]:
-    """The columns' tasks of `tasks`."""
+    """Build the tasks from the `tasks` list of a configuration; raises UsageError."""
     built = []
     for position, item in enumerate(items(content, "tasks", "{task: NAME, ...}")):
         options = dict(item)

@@ -1,8 +1,8 @@
-"""A request out of YAML files and the words of the command line.
+"""Reads a request from YAML files and command-line arguments.
 
     calib eval --config eval/importance.yaml --limit 20 --tasks.retrieval.cases 50
 
-Several files are merged from left to right, key by key; the words come last. A word's value is read as YAML.
+Several files are merged from left to right, key by key; command-line options override them. Option values are read as YAML.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,15 @@ from calib.yaml_input import read_yaml_value
 
 
 def read_request(files: Sequence[str], words: Sequence[str]) -> Request:
-    """The request of a configuration of one model; raises UsageError in one line for whatever is wrong with it."""
+    """Return the first request (see `read_requests`); raises UsageError of one line for any error."""
     return next(iter(read_requests(files, words).values()))
 
 
 def read_requests(files: Sequence[str], words: Sequence[str]) -> dict[str, Request]:
-    """The requests by the model's name, one under "" for a configuration of one model; raises UsageError as that does."""
+    """Return the requests by the model's name, or one under "" for a configuration of one model.
+
+    `files` are configurations, `words` command-line options. Raises UsageError of one line for any error.
+    """
     content: dict[str, Any] = {}
     paths = [find_config(name, "eval") for name in files]
     for path in paths:
@@ -36,7 +39,8 @@ def read_requests(files: Sequence[str], words: Sequence[str]) -> dict[str, Reque
 
 
 def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """`--limit 20 --seed=1` as [("limit", 20), ("seed", 1)]; `--contexts 256 1024` as a list where `lists` has its key."""
+    """Parse `--limit 20 --seed=1` to [("limit", 20), ("seed", 1)]; an option in `lists` may have several values
+    (`--contexts 256 1024`), which become a list."""
     found, queue = [], list(words)
     while queue:
         flag, equals, value = queue.pop(0).partition("=")
@@ -57,14 +61,14 @@ def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] =
 
 
 def known_keys() -> list[str]:
-    """Every key that may be overridden: those of the request, and `tasks.TASK.OPTION`."""
+    """Return all keys that may be overridden: those of the request, and `tasks.TASK.OPTION`."""
     plain = [key for key in [*Request.known(), "models"] if key not in ("methods", "tasks")]
     dotted = [f"tasks.{name}.{field.name}" for name, task in TASKS.items() for field in fields(task)]
     return plain + dotted
 
 
 def overridden(content: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """The content with `key` replaced; `tasks.TASK.OPTION` is replaced in every task of that name."""
+    """Return a copy of the content with `key` replaced; `tasks.TASK.OPTION` is replaced in every task of that name."""
     result = deepcopy(dict(content))
     if "." not in key:
         return result | {key: value}

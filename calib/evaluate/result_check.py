@@ -1,4 +1,4 @@
-"""What a result must have that was not measured just now: a finished cell's, or that of an earlier run."""
+"""Checks results that were read from a file: of a finished cell, or of an earlier run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,13 @@ from calib.evaluate.cache_size import sizes as sizes_of
 from calib.evaluate.run_file import is_number, is_sizes
 from calib.evaluate.tasks import Column
 
-PARTS = ("figures", "sizes", "seconds")  # of a result
+PARTS = ("figures", "sizes", "seconds")  # entries of a result
 OTHERS = {"by_kind": "no mapping of numbers", "encoded": "neither true nor false"}
 KNOWN = ("bits_per_value", "measured_bytes", "host_bytes")  # sizes that are always known; others may be None
 
 
 def incomplete(column: Column, result: Mapping[str, Any]) -> str | None:
-    """What a result of `column` lacks that reports of this release show; None for nothing."""
+    """Return what a result of `column` lacks that this release's reports need, in words; None if it is complete."""
     for part in ("figures", "sizes"):
         if not isinstance(result.get(part), dict):
             return f"it has no {part}"
@@ -24,7 +24,7 @@ def incomplete(column: Column, result: Mapping[str, Any]) -> str | None:
 
 
 def wrong_sizes(sizes: Mapping[str, Any]) -> str | None:
-    """Which of the sizes is missing or of another kind."""
+    """Return which size is missing or has a wrong type, in words; None if all are right."""
     wanted = (*sizes_of([CacheSize(0, 0.0)]), "paper_counting")
     if missing := [name for name in wanted if name not in sizes]:
         return f"its sizes have no {', '.join(missing)}"
@@ -37,7 +37,7 @@ def wrong_sizes(sizes: Mapping[str, Any]) -> str | None:
 
 
 def size_fits(name: str, value: object) -> bool:
-    """Whether `value` is of the kind that `CacheSize` gives the size."""
+    """Whether `value` has the type that the size `name` has in `cache_size.sizes`."""
     if name == "by_kind":
         return is_sizes(value)
     if name == "encoded":
@@ -46,7 +46,7 @@ def size_fits(name: str, value: object) -> bool:
 
 
 def wrong_figures(column: Column, figures: Mapping[str, Any]) -> str | None:
-    """What keeps the column from putting its figures into words."""
+    """Return why the column cannot put these figures into words; None if it can."""
     if wrong := [name for name, value in figures.items() if not is_number(value)]:
         return f"its figures.{wrong[0]} is no number"
     try:

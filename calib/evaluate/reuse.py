@@ -1,12 +1,13 @@
-"""Cells of an earlier run that need not be measured again, by what its `results.json` says of them.
+"""Takes over cells of an earlier run, from its `results.json`, that would give the same figures and need not be measured again.
 
-From the file every cell's key is made anew as `Cell.key` makes it of `Evaluation.base`: model, dtype, device, seed, batch size,
-versions; method, options, the column's settings, the artifact. A cell of this run whose key is among them is taken over, with
-where it comes from. Two more things that figures depend on are compared here, since not every file says them: the tokenizer, and
-packages that answer (`Entry.packages`). A package whose version a file does not say counts as another one. Of a tokenizer runs of
-earlier releases say nothing; there the same weights and configuration have to do, and a note says so.
+From the file, the key of every cell is computed as by `Cell.key(Evaluation.base)`: model, dtype, device, seed, batch size,
+versions; method, options, settings of the column, artifact. A cell of this run that has one of these keys is taken over, and its
+result records where it was measured. Two more things that figures depend on are compared separately, since not every file records
+them: the tokenizer, and the packages that give answers (`Entry.packages`). A package without a recorded version counts as
+different. Runs of earlier releases do not record the tokenizer; for them the same weights and configuration suffice, and a note
+says so.
 
-Not in the file, and so not compared: the code itself. A release number stands for it.
+The code itself is not in the file and is not compared; only calib's version is.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ from calib.evaluate.result_check import PARTS, incomplete
 from calib.evaluate.run_file import Run, read_run
 from calib.runtime.files.canonical_json import plain
 
-SHOWN = 3  # rows that are named of those that differ alike
-OF_MODEL = ("config_hash", "weights")  # whose values say nothing to a person
+SHOWN = 3  # cells that a note names, of those that differ in the same way
+OF_MODEL = ("config_hash", "weights")  # hashes, whose values are not shown
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class EarlierRun:
     """A checked `results.json`.
 
     Attributes:
-        name: the file's.
-        content: of the file.
+        name: name of the file.
+        content: content of the file.
         digest: SHA-256 of the file.
     """
 
@@ -44,12 +45,12 @@ class EarlierRun:
 
     @staticmethod
     def read(name: str) -> "EarlierRun":
-        """Raises UsageError where there is no file, or it is no run of `calib eval`."""
+        """Read the file `name`; raises UsageError if it is missing or not a run of `calib eval`."""
         content = read_run(name)
         return EarlierRun(name, content, hashlib.sha256(Path(name).read_bytes()).hexdigest())
 
     def base(self) -> dict[str, Any]:
-        """What all its cells depend on, as `Evaluation.base` has it; None for what it does not say."""
+        """What all its cells depend on, in the form of `Evaluation.base`; None for entries that the file does not have."""
         config, model, versions = (self.content[part] for part in ("config", "model", "versions"))
         products = config.get("products", "model")  # earlier releases had no other
         return {
@@ -60,11 +61,11 @@ class EarlierRun:
         }
 
     def artifact(self, cell: Mapping[str, Any]) -> str | None:
-        """SHA-256 of the artifact that a cell of the file has read; None for none."""
+        """SHA-256 of the artifact that a cell of the file used; None if it used none."""
         return self.content["config"].get("artifact") if cell.get("artifact") else None
 
     def settings(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the column of a cell of the file."""
+        """Settings of the column of a cell of the file."""
         column = next(column for column in self.content["columns"] if column["title"] == cell["column"])
         return {key: value for key, value in column.items() if key not in TOLD}
 
@@ -75,11 +76,11 @@ class EarlierRun:
 
 @dataclass
 class TakenOver:
-    """What a run need not measure.
+    """Results that a run takes over and need not measure.
 
     Attributes:
-        results: by key.
-        notes: a line for each reason for which cells of the same name and column are not among them.
+        results: the results by key.
+        notes: a line for each reason for which cells with the same name and column are not taken over.
     """
 
     results: dict[str, Result] = field(default_factory=dict)
@@ -87,10 +88,10 @@ class TakenOver:
 
 
 def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection[str] = ()) -> TakenOver:
-    """The results of `earlier` for cells of `evaluation`; of those `finished`, by key, no note is made.
+    """Return the results of `earlier` for cells of `evaluation`; cells with a key in `finished` get no note if they differ.
 
-    Raises UsageError, naming what differs, where no cell could be: another model, dtype, device, seed, batch size, products,
-    versions or tokenizer; or none of the cells is in the file.
+    Raises UsageError that names the difference if no cell can be taken over: another model, dtype, device, seed, batch size,
+    products, versions or tokenizer, or no cell of `evaluation` with the same key in the file.
     """
     if other := "; ".join(differences(evaluation, earlier)):
         raise UsageError(f"--reuse {earlier.name} was measured otherwise: {other}; run without --reuse")
@@ -121,7 +122,7 @@ def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection
 
 
 def differences(evaluation: Evaluation, earlier: EarlierRun) -> list[str]:
-    """What all cells depend on and is not the same, "seed 21 (now 20)"."""
+    """Return the differences in what all cells depend on, such as "seed 21 (now 20)"."""
     mine, theirs = ({**base, **base["versions"], "versions": None} for base in (evaluation.base, earlier.base()))
     model = [spoken(key) for key in OF_MODEL if mine[key] != theirs[key]]
     found = [f"another model ({', '.join(model)})"] * bool(model)
@@ -133,7 +134,7 @@ def differences(evaluation: Evaluation, earlier: EarlierRun) -> list[str]:
 
 
 def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str | None:
-    """Why a cell of the file is not that of this run; None where it is, as far as can be seen beside `differences`."""
+    """Return why a cell of the file cannot be taken over as `cell`; None if nothing is known, apart from `differences`."""
     if "error" in theirs:
         return f"it failed ({theirs['error']})"
     mine = plain({"method": cell.entry.method, **cell.options()}, cell.entry.label)
@@ -154,12 +155,12 @@ def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str |
 
 
 def result_of(theirs: Mapping[str, Any], earlier: EarlierRun) -> Result:
-    """The result of a cell of the file, with where it was measured first."""
+    """Return the result of a cell of the file, with a record (`reused`) of the run that measured it first."""
     source = {"results_sha256": earlier.digest, "machine": earlier.content.get("machine", {})}
     return {**{part: theirs[part] for part in PARTS}, "reused": theirs.get("reused", source)}
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Join the first `SHOWN` names, and say how many more there are."""
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

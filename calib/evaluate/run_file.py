@@ -1,4 +1,4 @@
-"""A `results.json` of an earlier run, checked when read, so that whoever shows it finds what it looks for."""
+"""Reads and checks the `results.json` of an earlier run, so that reports find every entry that they need."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ Run = Mapping[str, Any]
 
 
 def read_run(name: str) -> dict[str, Any]:
-    """The run in the file `name`; UsageError where there is no file, or it is no run of ours."""
+    """Return the run in the file `name`; raises UsageError if it is missing or not a run of `calib eval`."""
     return read_results(name, "calib eval", check)
 
 
 def read_results(name: str, command: str, check: Callable[[object], None]) -> dict[str, Any]:
-    """The results that `command` wrote into the file `name`; `check` raises ValueError for content that is none.
+    """Return the results that `command` wrote into the file `name`; `check` raises ValueError for other content.
 
-    Raises UsageError where there is no file, or it holds something else.
+    Raises UsageError if the file is missing, cannot be read or has other content.
     """
     path = Path(name)
     if not path.is_file():
@@ -39,7 +39,7 @@ def read_results(name: str, command: str, check: Callable[[object], None]) -> di
 
 
 def check(content: object) -> None:
-    """Raises ValueError naming the first entry that a run has and `content` has not."""
+    """Raise ValueError that names the first missing or wrong entry of a run."""
     require(isinstance(content, dict), "it is no mapping")
     assert isinstance(content, dict)
     require("format" in content, "it has no format")
@@ -57,7 +57,7 @@ def check(content: object) -> None:
 
 
 def check_cell(cell: object, titles: set[str], where: str) -> None:
-    """Raises ValueError for a cell that is not one: an error, or figures and sizes, of a column there is."""
+    """Raise ValueError unless a cell belongs to one of the columns `titles` and has an error, or figures and sizes."""
     for key in ("name", "group", "method", "column"):
         entry(cell, key, str, f"{where}.{key}")
     assert isinstance(cell, dict)
@@ -79,42 +79,43 @@ def check_cell(cell: object, titles: set[str], where: str) -> None:
 
 
 def check_source(cell: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError where a cell was taken over and does not say where it was measured first."""
+    """Raise ValueError if a cell was taken over from another run but lacks that run's hash or machine."""
     if "reused" in cell:
         entry(cell["reused"], "results_sha256", str, f"{where}.reused.results_sha256")
         entry(cell["reused"], "machine", dict, f"{where}.reused.machine")
 
 
 def entry(content: object, key: str, kind: type, where: str) -> None:
-    """Raises ValueError unless `content[key]` is there and of that kind."""
+    """Raise ValueError unless `content[key]` exists and has the type `kind`."""
     require(isinstance(content, dict) and isinstance(content.get(key), kind), f"it has no {where}")
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raises ValueError with the reason."""
+    """Raise ValueError with the text `otherwise` unless the condition `holds`."""
     if not holds:
         raise ValueError(otherwise)
 
 
 def optional(value: object, fits: Callable[[object], bool]) -> bool:
-    """Whether it is left out, or fits."""
+    """Whether `value` is None or passes the test `fits`."""
     return value is None or fits(value)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that can be drawn, the ratio of two of them as well; JSON's true and false are none."""
+    """Whether `value` is a number (no bool) of a size that charts can show: 0, or between 1e-150 and 1e150 in absolute value, so
+    that ratios of two such numbers are finite as well."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return known and (value == 0 or 1e-150 < abs(value) < 1e150)
 
 
 def is_sizes(value: object) -> bool:
-    """Whether it is a mapping of numbers."""
+    """Whether `value` is a mapping of numbers."""
     return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method of a run: its heading, its name, and its cells by column."""
+    """A row of a run: the heading of its group, its name, and its cells by the column's title."""
 
     group: str
     name: str
@@ -131,7 +132,7 @@ def rows(run: Run) -> list[Row]:
 
 
 def reused(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each earlier run that some of `cells` were taken over from: how many, which run, on what machine."""
+    """Return a sentence for each earlier run from which some of `cells` were taken over: how many, which run, which machine."""
     found: dict[tuple[str, str], int] = {}
     for source in (cell["reused"] for cell in cells if "reused" in cell):
         machine = ", ".join(f"{spoken(name)} {value}" for name, value in source["machine"].items())
@@ -144,5 +145,5 @@ def reused(cells: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def titles(run: Run) -> list[str]:
-    """The titles of its columns, in order."""
+    """Return the titles of the run's columns, in order."""
     return [column["title"] for column in run["columns"]]

@@ -1,6 +1,7 @@
-"""What the pages of a layer hold of a row: the tokens as they decode, which ones they are, and what that takes.
+"""Reads a row's tokens from the pages of a layer's store: decoded keys and values, their positions, and their size in bits.
 
-Of a store in two places the device's part. Exact tokens of a window lie in no page and are left out, with their bytes.
+Of a store that is split between device and host, only the device's part is read. Exact tokens of a window are not in pages; they
+and their bytes are left out.
 """
 
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ STREAMS = ("keys", "values")
 
 @dataclass(frozen=True)
 class Stored:
-    """One stream of one row.
+    """The stored keys, or values, of one row: n tokens of each KV head.
 
     Attributes:
-        tokens: as they decode, float32 `[kv_heads, n, head_dim]`, in any order.
-        positions: of these tokens in the row, int64 `[kv_heads, n]`.
+        tokens: the decoded tokens, float32 `[kv_heads, n, head_dim]`, in any order.
+        positions: positions of these tokens in the row, int64 `[kv_heads, n]`.
     """
 
     tokens: Tensor
@@ -33,19 +34,19 @@ class Stored:
 
 
 def on_device(store: Store) -> OrderedStore | TieredStore:
-    """The store itself, or of one in two places the device's."""
+    """Return the store itself, or the device part of a store that is split between device and host."""
     found = store.low if isinstance(store, OffloadStore) else store
     assert isinstance(found, OrderedStore | TieredStore)
     return found
 
 
 def knows_positions(store: OrderedStore | TieredStore) -> bool:
-    """Whether it can be said which token lies in a slot."""
+    """Whether the store knows the position of the token in each slot."""
     return isinstance(store, OrderedStore) or all(tier.knows_positions for tier in store.tiers)
 
 
 def kept(store: OrderedStore | TieredStore, row: int) -> float:
-    """The share of a row's tokens that the device has, in pages or in a window."""
+    """Return the share of a row's tokens that are on the device, in pages or in a window."""
     length = store.sequences.lengths[row]
     if isinstance(store, OrderedStore) or not length:
         return 1.0
@@ -53,7 +54,7 @@ def kept(store: OrderedStore | TieredStore, row: int) -> float:
 
 
 def stored(store: OrderedStore | TieredStore, row: int) -> dict[str, Stored]:
-    """Both streams of a row, by name; of tiers one behind the other. The store must know its positions."""
+    """Return a row's stored tokens by stream; tokens of several tiers are concatenated. The store must know its positions."""
     if isinstance(store, OrderedStore):
         return {stream.role: _of_stream(store, stream, row) for stream in store.streams}
     device = store.tiers[0].pool.device
@@ -64,10 +65,10 @@ def stored(store: OrderedStore | TieredStore, row: int) -> dict[str, Stored]:
 
 
 def page_bits(store: OrderedStore | TieredStore, row: int) -> dict[str, float]:
-    """Bits that a row's encoded tokens take, by stream: everything they are decoded from but tables of the artifact.
+    """Return the bits of a row's encoded tokens by stream: all that they are decoded from, except tables of the artifact.
 
-    Codes, parameters, corrections, atoms and transforms of the row's own; positions are half the keys' and half the values'.
-    Slots of a page that nothing was written to yet are not counted.
+    Counted are codes, parameters, corrections, and the row's share of atoms and transforms made online; positions count half for
+    keys and half for values. Empty slots of a page are not counted.
     """
     if isinstance(store, OrderedStore):
         length = store.sequences.lengths[row]
@@ -97,6 +98,6 @@ def _of_stream(store: OrderedStore, stream: Stream, row: int) -> Stored:
 
 
 def _used(pool: PagePool, tokens: int) -> dict[str, int]:
-    """Bytes of the rows that the first `tokens` tokens of a pool's pages lie in, by field."""
+    """Return, by field, the bytes of the page rows that hold the first `tokens` tokens of a pool."""
     rows = {name: -(-tokens // pool.rows_of(field)) for name, field in pool.fields.items()}
     return {name: rows[name] * field.row_bytes(pool.kv_heads) for name, field in pool.fields.items()}

@@ -17,13 +17,13 @@ from calib.evaluate.unsolved import marked, note, unsolved
 from calib.log_lines import CELLS
 
 WIDEST = 10_000  # characters; no table needs more
-SPEED_PERIOD = 600  # seconds the time left is judged by: methods differ in speed
+SPEED_PERIOD = 600  # seconds over which speed is averaged for the time left, since methods differ in speed
 
 
 def print_table(evaluation: Evaluation, results: Mapping[str, Result]) -> None:
-    """Methods by columns, grouped as they were asked for."""
+    """Print the table of methods by columns, in the groups of the request."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    # Names are the user's, and what stands in brackets is no mark-up of rich's: `kivi [2 bits]`.
+    # Names are passed as `Text`, since brackets in a user's names (`kivi [2 bits]`) are not rich's markup.
     table.add_column("method", no_wrap=True)
     nothing = unsolved(document(evaluation, results))
     for column in evaluation.columns:
@@ -43,7 +43,7 @@ def print_table(evaluation: Evaluation, results: Mapping[str, Result]) -> None:
             parts += [brief(column, result), bits(result)]
         table.add_row(*map(Text, parts))
     console, needed = Console(), Console(width=WIDEST).measure(table).maximum
-    # A narrower terminal wraps lines rather than losing figures.
+    # On a narrower terminal the lines wrap; rich would cut off figures.
     (console if console.width >= needed else Console(width=needed)).print(table)
     if not all(is_encoded(result["sizes"]) for result in measured(results)):
         print(NOT_ENCODED.removeprefix("\\"))
@@ -52,7 +52,7 @@ def print_table(evaluation: Evaluation, results: Mapping[str, Result]) -> None:
 
 
 def told(cell: Cell, result: Result, position: str) -> str:
-    """A cell that has been tried in a line; `position` says which of how many it is."""
+    """Return one line on a finished or failed cell; `position` says which of how many it is."""
     found = (
         f"{FAILED}: {result['error']}"
         if "error" in result
@@ -63,15 +63,15 @@ def told(cell: Cell, result: Result, position: str) -> str:
 
 
 def brief(column: Column, result: Result | None) -> str:
-    """The cell's figures without their interval."""
+    """Return the cell's figures without their intervals, "failed", or "" if there is no result."""
     return "" if result is None else FAILED if "error" in result else column.brief(result["figures"])
 
 
 class CellProgress(Progress):
-    """A bar over all tokens that have to go through the model, on stderr; says which cell is under way.
+    """A progress bar on stderr over all tokens that have to go through the model, with the name of the current cell.
 
     Args:
-        cells: those to be measured.
+        cells: the cells to be measured.
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
@@ -90,10 +90,10 @@ class CellProgress(Progress):
         self.tried, self.count = 0, len(cells)
 
     def finish_cell(self, cell: Cell, result: Result) -> None:
-        """A line of it, where the bar is not seen."""
+        """Log one line on a finished or failed cell, for runs without a visible bar."""
         self.tried += 1
         CELLS.info("%s", told(cell, result, f"{self.tried} of {self.count} cells"))
 
     def advance_cell(self, cell: Cell, tokens: float) -> None:
-        """Tells that `tokens` more of `cell` went through."""
+        """Advance the bar by `tokens` tokens of `cell`."""
         self.update(self.bar, advance=tokens, description=f"{cell.entry.label}, {cell.column.title}")

@@ -1,4 +1,4 @@
-"""What a run leaves in Weights & Biases: a table a column, and the files that were written. Offline unless one is logged in."""
+"""Logs a run to Weights & Biases: a table for each column, and the written files. Offline unless the user is logged in."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ SIZES = ("bits_per_value", "paper_counting", "measured_bytes", "host_bytes")
 
 
 def track(run: Run, folder: Path, files: dict[str, Path]) -> None:
-    """Logs a run that has measured something.
+    """Log a run that has measured at least one cell.
 
     Args:
-        run: what `results.json` holds.
-        folder: receives the offline run, or CSV files without W&B.
-        files: written ones, by the kind they are recorded as.
+        run: the content of `results.json`.
+        folder: receives the offline run, or CSV files if W&B is not installed.
+        files: the written files, by the kind under which they are logged.
     """
     logger = run_logger(folder, run["config"]["name"])
     logger.log_hyperparams({**run["config"], **run["versions"]})

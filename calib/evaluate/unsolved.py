@@ -1,7 +1,8 @@
-"""Columns that say nothing about the methods, because the full cache does not solve them either.
+"""Finds columns that say nothing about the methods, because the full cache does not solve them either.
 
-A column is solved when the 95 % interval of the full cache's exact answers lies above what guessing has (0 unless the column
-says more). Where it does not, a method that keeps less has nothing to lose, and its cells tell no method apart.
+A column is solved if the 95 % interval of the full cache's exact answers lies above the share that guessing gives (0 unless the
+column has a `chance`). In an unsolved column a compressed cache has no right answers to lose, so its cells do not distinguish
+methods.
 """
 
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 from calib.evaluate.figures import number
 from calib.evaluate.run_file import Run, is_number
 
-FULL = ("full", "peer dynamic")  # methods that keep everything as it comes
-MARK = "†"  # behind a column's title
+FULL = ("full", "peer dynamic")  # methods that keep all tokens exact
+MARK = "†"  # appended to a column's title
 
 
 def unsolved(run: Run) -> dict[str, str]:
-    """By title of every such column, the reason in words. A run without a full row has none."""
+    """Return the reason in words for every unsolved column, by title; empty for a run without a row of the full cache."""
     chances = {column["title"]: column.get("chance", 0.0) for column in run["columns"]}
     found: dict[str, str] = {}
     for cell in run["cells"]:
@@ -27,17 +28,17 @@ def unsolved(run: Run) -> dict[str, str]:
 
 
 def reason(cell: dict[str, Any], chance: float) -> str:
-    """ "full has 0.040 [0.011, 0.135] exact answers, and guessing 0.050"."""
+    """Return "full has 0.040 [0.011, 0.135] exact answers, and guessing 0.050"."""
     figures, guess = cell["figures"], f", and guessing {number(chance)}" if chance else ""
     ends = "" if "high" not in figures else f" [{number(figures['low'])}, {number(figures['high'])}]"
     return f"{cell['name']} has {number(figures['exact'])}{ends} exact answers{guess}"
 
 
 def note(title: str, why: str) -> str:
-    """The line below a table."""
+    """Return the line below a table on an unsolved column."""
     return f"{MARK} {title} says nothing about the methods: {why}. Give the model a task that it solves with the full cache."
 
 
 def marked(heading: str, columns: dict[str, str], title: str) -> str:
-    """A column's heading, with the mark where `columns` has its title."""
+    """Return a column's heading, with the mark if `columns` has its title."""
     return f"{heading} {MARK}" if title in columns else heading

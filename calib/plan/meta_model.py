@@ -120,7 +120,7 @@ def told(path: str, local: bool, read: Callable[[], Any]) -> Any:
 
 
 def without_weights(config: Any, dtype: Any) -> PreTrainedModel:
-    """Build a configuration's model on the `meta` device, with real rotary embeddings (the configuration determines their values)."""
+    """Build a configuration's model on the `meta` device, with real rotary embeddings, whose values the configuration sets."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     with_rotary_embeddings(model, torch.device("cpu"))
@@ -131,7 +131,7 @@ def with_rotary_embeddings(model: nn.Module, device: torch.device) -> None:
     """Replace the model's rotary embeddings by newly built ones on `device`."""
     for owner in list(model.modules()):
         for name, part in owner.named_children():
-            buffers = [kind for kind, _ in part.named_buffers(recurse=False)]  # some models have one buffer for each kind of layer
+            buffers = [kind for kind, _ in part.named_buffers(recurse=False)]  # some models: one a kind of layer
             if any(kind.endswith("inv_freq") for kind in buffers) and hasattr(part, "config"):
                 setattr(owner, name, type(part)(part.config).to(device))
 

@@ -28,7 +28,7 @@ from calib.statistics.components import Components
 
 FLOAT = 4
 COPIES = 2  # copies of a checkpoint while it is saved: Lightning's buffer, and the bytes read from that buffer
-STATE = 6  # tensors of the atoms' size: atoms, their gradient, Adam's two moments, the best so far, the copy being written
+STATE = 6  # atoms, their gradient, Adam's two moments, the best so far and the copy that is being written
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.files import canonical_json
 
 FLOAT = 4
-LOGIT = 20  # bytes of a logit in addition to the model's dtype: in float32, in float64, and its log-probability in float64
+LOGIT = 20  # bytes of a logit in addition to the model's dtype: float32, float64, and its logarithm in float64
 
 
 class RunMemory:
