@@ -1,4 +1,4 @@
-"""What is measured: the model on its device, with every row and every context checked."""
+"""The loaded model of a bench, with all rows and contexts checked."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +25,10 @@ class BenchModel:
     """A request with its model loaded.
 
     Attributes:
-        request: what was asked.
-        given: what every row is run with.
+        request: the request.
+        given: the model and other inputs of every row.
         artifact_hash: SHA-256 of the artifact's file, None for none.
-        attention: the attention that each part of the model had before any cache of ours was there.
+        attention: (configuration, attention implementation) of each part of the model before any of our caches was attached.
     """
 
     request: BenchRequest
@@ -38,23 +38,23 @@ class BenchModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """In evaluation mode, on its device."""
+        """The model in evaluation mode, on its device."""
         return self.given.model
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         found: torch.device = self.model.device
         return found
 
     @cached_property
     def peak(self) -> Peak:
-        """What tells how much memory is in use."""
+        """The measurement of memory in use on the model's device."""
         return Peak(self.device)
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of the model's parameters and buffers; what several parts share is counted once."""
+        """Bytes of the model's parameters and buffers; shared storage is counted once."""
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}
         return sum(held.values())
 
@@ -64,14 +64,14 @@ class BenchModel:
         yield from self.model.buffers()
 
     def prompt(self, batch: int, context: int) -> Tensor:
-        """Random tokens [batch, context] int64, the same for every row of a table."""
+        """Return random tokens [batch, context] int64, the same for every row of a table."""
         words = self.model.config.get_text_config(decoder=True).vocab_size
         drawn = torch.Generator().manual_seed(self.request.seed)
         return torch.randint(words, (batch, context), generator=drawn).to(self.device)
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Inside, the model attends as it did before a cache of ours was attached: what a cache of transformers meets."""
+        """Context manager: the model uses its original attention implementation, for caches of transformers."""
         ours = [(config, config._attn_implementation_internal) for config, _ in self.attention]
         try:
             for config, name in self.attention:
@@ -82,12 +82,12 @@ class BenchModel:
                 config._attn_implementation_internal = name
 
     def versions(self) -> dict[str, str]:
-        """Of what the figures depend on."""
+        """Return the versions of the packages that the figures depend on."""
         return {"calib": __version__, **{name: version(name) for name in VERSIONS}}
 
 
 def prepare(request: BenchRequest) -> BenchModel:
-    """Loads the model and opens every row's cache once; raises UsageError for what cannot be done."""
+    """Load the model and open every row's cache once as a check; raises UsageError if the request cannot be run."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     device = usable_device(request.device)
@@ -107,6 +107,6 @@ def prepare(request: BenchRequest) -> BenchModel:
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """The longest row that the model knows positions for; None where its configuration does not say."""
+    """Return the model's `max_position_embeddings`; None if its configuration has none."""
     found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write and read them."""
+"""Parses and formats sizes of memory."""
 
 import re
 
@@ -10,9 +10,9 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", re.IGNORECASE)
 
 
 def parse_size(text: object, key: str) -> int:
-    """Bytes of "24GiB" (powers of 1024), "512MB" (powers of 1000), "4096B" or a plain number of bytes.
+    """Return the bytes of "24GiB" (powers of 1024), "512MB" (powers of 1000), "4096B" or a plain number of bytes.
 
-    Raises UsageError naming `key` for anything else, a size of nothing among it.
+    Raises UsageError that names `key` for anything else, and for sizes below 1 byte.
     """
     found = SIZE.fullmatch(f"{text}B" if type(text) is int else str(text).strip())
     size = 0
@@ -27,7 +27,7 @@ def parse_size(text: object, key: str) -> int:
 
 
 def spoken_size(size: float) -> str:
-    """ "1.50 GiB": in the largest unit of 1024 of which there is one."""
+    """Format a size as "1.50 GiB", in the largest binary unit of which there is at least one."""
     power = 0
     while abs(size) >= 1024 and power < len(LETTERS):
         size, power = size / 1024, power + 1

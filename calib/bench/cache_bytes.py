@@ -1,4 +1,4 @@
-"""One row by itself: the bytes of its cache after the new tokens, and the most memory that it took on the way."""
+"""Measures one row alone: the bytes of its cache after the new tokens, and the peak memory during prefill and decoding."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ from calib.evaluate.entries import CacheEntry
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of a row alone.
+    """Bytes of a row that was run alone.
 
     Attributes:
-        size: the cache's, at the end.
-        prefill_peak: the most above what was held before, while the prompt went in; None where nobody tells.
-        decode_peak: the same of the new tokens.
+        size: size of the cache at the end.
+        prefill_peak: peak memory during the prefill, above what was held before; None if it cannot be measured.
+        decode_peak: the same for the new tokens.
     """
 
     size: CacheSize
@@ -27,22 +27,22 @@ class CacheBytes:
 
     @property
     def peak(self) -> int | None:
-        """The most of both."""
+        """The larger of both peaks; None if neither is known."""
         known = [size for size in (self.prefill_peak, self.decode_peak) if size is not None]
         return max(known, default=None)
 
     def cache(self, on_gpu: bool) -> int:
-        """Bytes of the cache where the model is: on a CPU host memory is the same memory."""
+        """Return the bytes of the cache on the model's device; on a CPU this includes host memory."""
         return self.size.measured_bytes + (0 if on_gpu else self.size.host_bytes)
 
     def content(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return peaks and sizes as plain JSON."""
         peaks = {"prefill": self.prefill_peak, "decode": self.decode_peak}
         return {"peak_bytes": peaks, "sizes": sizes([self.size])}
 
 
 def measure_alone(bench_model: BenchModel, entry: CacheEntry, prompt: Tensor) -> CacheBytes:
-    """Prompt and new tokens through a cache of its own, nothing else being there; raises RunError for logits that are none."""
+    """Run prompt and new tokens with a new cache while no other cache exists; raises RunError for logits that are not finite."""
     peak = bench_model.peak
     peak.settle()
     before = peak.held()

@@ -1,4 +1,4 @@
-"""One batch and one context: every row alone, then all of them in turns. A row that fails is told of and left out."""
+"""Measures one batch and one context: every row alone, then all rows in turns. A row that fails is reported and left out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ from calib.bench.open_cache import OpenCache
 from calib.bench.request import AGAIN, title_of
 from calib.evaluate.entries import CacheEntry
 
-REFUSALS = ("can't allocate memory", "not enough memory", "out of memory")  # a CPU's allocator has no error of its own
+REFUSALS = ("can't allocate memory", "not enough memory", "out of memory")  # on a CPU these are plain RuntimeErrors
 
 Failure = dict[str, Any]
 Advance = Callable[[str], None]
@@ -23,18 +23,18 @@ Advance = Callable[[str], None]
 
 @dataclass
 class Cell:
-    """What is measured, and what was found.
+    """The measurement of one batch and context, and its results.
 
     Attributes:
-        subject: the model.
-        batch: rows at once.
+        bench_model: the model and the request.
+        batch: rows of the batch.
         context: tokens of a prompt.
-        rows: by name, the baseline first; its second row among them.
+        rows: rows of the table by name, the baseline first; they include a second row of the baseline.
         advance: called with a row's name after each piece of work.
-        cache_bytes: rows alone.
-        seconds: by kind (`prefill`, `first_token`, `decode`) and name, one figure a turn.
-        paired: decode seconds of the baseline in the turns of a row, where both ran together.
-        failures: rows that are out.
+        cache_bytes: bytes of each row that was run alone, by name.
+        seconds: by kind (`prefill`, `first_token`, `decode`) and name, one figure for each turn.
+        paired: for each row, the baseline's decode seconds in the same turns, if both ran together.
+        failures: failures by name; these rows are not run any more.
     """
 
     bench_model: BenchModel
@@ -49,25 +49,25 @@ class Cell:
 
     @property
     def baseline(self) -> str:
-        """The row that the others' times are divided by."""
+        """Name of the row that speeds are relative to."""
         return next(iter(self.rows))
 
     def alive(self) -> list[str]:
-        """Rows that have not failed."""
+        """Return the names of the rows that have not failed."""
         return [name for name in self.rows if name not in self.failures]
 
     @contextmanager
     def surviving(self, name: str) -> Iterator[None]:
-        """Inside, whatever goes wrong is told of the row `name`, and the run goes on; all that it held is free again."""
+        """Context manager: record any exception as the failure of the row `name`, and free its memory."""
         try:
             yield
-        except Exception as error:  # whatever a method or this machine's memory does, the other rows count
+        except Exception as error:  # an error of a method, or too little memory, must not end the other rows
             self.failures[name] = told(error)
-        if name in self.failures:  # behind the handler: the error held the forward's tensors
+        if name in self.failures:  # outside the handler, since the exception keeps the forward's tensors alive
             self.bench_model.peak.settle()
 
     def measure(self) -> None:
-        """All of it."""
+        """Measure all rows: alone, then prefill and decoding in turns."""
         prompt = self.bench_model.prompt(self.batch, self.context)
         again = self.baseline + AGAIN
         for name in [name for name in self.rows if name != again]:
@@ -80,7 +80,7 @@ class Cell:
         self.decode()
 
     def prefill(self) -> None:
-        """Prompts in turns, each into a fresh cache that is dropped: nothing but one of them is there at a time."""
+        """Time the prefill of all rows in turns, each with a new cache, so that only one cache exists at a time."""
         request = self.bench_model.request
         prompt = self.bench_model.prompt(self.batch, self.context)
         for _, name in interleaved(request.seed, request.turns, self.alive):
@@ -92,21 +92,21 @@ class Cell:
                 with OpenCache(self.bench_model, self.rows[name], prompt) as row:
                     opened = interleave.clock()
                     row.prefill()
-                    interleave.done(self.bench_model.device)  # tokens on their way to the host, too
+                    interleave.done(self.bench_model.device)  # waits for copies to the host as well
                     end = interleave.clock()
                 for kind, taken in (("prefill", end - opened), ("first_token", end - start)):
                     self.seconds.setdefault(kind, {}).setdefault(name, []).append(taken)
             self.advance(name)
 
     def decode(self) -> None:
-        """New tokens in turns. All rows' caches are there at once; where that fails, a part of them at a time."""
+        """Time new tokens in turns, with all rows' caches in memory together, or in smaller groups if that fails."""
         found = self.seconds.setdefault("decode", {})
         groups = [self.alive()] if self.alive() else []
         while groups:
             group = groups.pop(0)
             try:
                 own = self.together(group)
-            except Exception as error:  # of one of them, or of all together: smaller groups tell
+            except Exception as error:  # smaller groups show whether one row or all together caused it
                 failure = told(error)
             else:
                 for name, taken in own.items():
@@ -119,7 +119,7 @@ class Cell:
             groups = [part for part in smaller(group) if any(name not in found for name in part)] + groups
 
     def together(self, names: Sequence[str]) -> dict[str, list[float]]:
-        """Seconds a step of rows whose caches are there at once."""
+        """Return the seconds per step of the rows `names`, whose caches are in memory together."""
         prompt = self.bench_model.prompt(self.batch, self.context)
         with ExitStack() as stack:
             rows = {name: stack.enter_context(OpenCache(self.bench_model, self.rows[name], prompt)) for name in names}
@@ -128,7 +128,7 @@ class Cell:
             return decode_interleaved(self.bench_model, rows, self.advance)
 
     def content(self) -> Iterator[dict[str, Any]]:
-        """What was found, as plain JSON, a row each."""
+        """Yield the results of each row as plain JSON."""
         for name, entry in self.rows.items():
             shown = {
                 "name": name,
@@ -142,14 +142,14 @@ class Cell:
             yield {**shown, **(self.failures[name] if name in self.failures else self.figures(name))}
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Quartiles of a row's times, of the tokens a second that they make and of its speed over the baseline's; its bytes."""
+        """Return quartiles of a row's times, tokens per second and speed relative to the baseline, and its bytes."""
         own = {kind: taken[name] for kind, taken in self.seconds.items()}
         base = {kind: taken.get(self.baseline) for kind, taken in self.seconds.items()} | {
             "decode": self.paired.get(name)
         }
-        # A baseline that failed on the way has no figure for the later turns.
+        # A baseline that failed during the measurement has no figures for the later turns.
         ratios = {kind: speedup(x, own[kind]) for kind, x in base.items() if x and len(x) == len(own[kind])}
-        # The baseline's second row is the same cache again: it is timed alone.
+        # The baseline's second row is the same cache again: it is timed, but its bytes are not measured.
         alone = self.cache_bytes.get(name)
         return {
             "seconds": {kind: quartiles(taken) for kind, taken in own.items()},
@@ -160,7 +160,7 @@ class Cell:
 
 
 def smaller(group: Sequence[str]) -> list[list[str]]:
-    """Groups of about half the size that the same row leads; of a pair each by itself, of one row none."""
+    """Split a group into two of about half its size that both begin with its first row; a pair becomes two single rows."""
     first, *rest = group
     if len(rest) < 2:
         return [[name] for name in group] if rest else []
@@ -169,12 +169,12 @@ def smaller(group: Sequence[str]) -> list[list[str]]:
 
 
 def told(error: Exception) -> Failure:
-    """A failure in one line, and whether it was for want of memory."""
+    """Return an exception as one line of text, and whether memory was exhausted."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return {"error": text, "out_of_memory": is_out_of_memory(error)}
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator found no room."""
+    """Whether an exception means that memory was exhausted."""
     refused = isinstance(error, RuntimeError) and any(words in str(error) for words in REFUSALS)
     return refused or isinstance(error, MemoryError | torch.OutOfMemoryError)

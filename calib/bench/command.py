@@ -1,4 +1,4 @@
-"""What `calib bench` does with a request: prepare, measure, write, tell."""
+"""What `calib bench` does: load the model, measure, write and print the results."""
 
 import json
 from pathlib import Path
@@ -17,19 +17,19 @@ from calib.runtime.files.atomic_file import write_atomically
 
 
 def bench(request: BenchRequest, output: Path, command: str) -> int:
-    """Runs the request; returns 1 where a row failed of something else than want of memory, else 0.
+    """Run the request; return 1 if a row failed for another reason than lack of memory, else 0.
 
     Args:
-        request: checked.
+        request: the checked request.
         output: folder that receives `results.json`, `report.md` and `report.html`.
-        command: the words that were typed, for the report.
+        command: the command line, for the report.
 
     Raises:
-        UsageError: what the model or the artifact does not allow.
-        OSError: the output folder cannot be written.
+        UsageError: if the model or the artifact does not allow the request.
+        OSError: if the output folder cannot be written.
     """
     bench_model = prepare(request)
-    output.mkdir(parents=True, exist_ok=True)  # before anything is measured: a folder that cannot be made costs no run
+    output.mkdir(parents=True, exist_ok=True)  # made first, so that a wrong folder fails before anything is measured
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     left = (TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, *left, console=Console(stderr=True), transient=True) as progress:

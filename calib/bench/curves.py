@@ -1,4 +1,4 @@
-"""A figure against the context, both logarithmic, as an SVG drawing: a line a method with its quartiles and its name."""
+"""A figure against the context as an SVG chart with logarithmic axes: a line for each method, with quartiles and name."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from calib.evaluate.page.axes import Axis, bits_axis
 from calib.evaluate.page.labels import Box
 from calib.html_page.table import words
 
-WIDTH, HEIGHT = 720, 360  # of the drawing's own units
-FRAME = Box(64, 12, WIDTH - 170, HEIGHT - 44)  # names stand to the right of it
-LETTER = 14.0  # from one name to the next
+WIDTH, HEIGHT = 720, 360  # in SVG units
+FRAME = Box(64, 12, WIDTH - 170, HEIGHT - 44)  # names are to the right of it
+LETTER = 14.0  # vertical distance between names
 RADIUS = 3.5
-NEAR = 34.0  # contexts closer than that share a number
-LONGEST = 19  # letters of a name that have room
-COLOURS = 8  # as many as the page has; then lines are dashed
+NEAR = 34.0  # a context closer than this to the last labelled one has no label
+LONGEST = 19  # most letters of a name; longer ones are cut
+COLOURS = 8  # number of the page's colours; further lines repeat them dashed
 
 STYLE = """\
 .curves { display: block; width: 100%; min-width: 34rem; max-width: 54rem; height: auto; font-size: 12px; }
@@ -29,7 +29,7 @@ STYLE = """\
 
 @dataclass(frozen=True)
 class Dot:
-    """A figure at a context, with its quartiles where it has some."""
+    """A figure at a context, with its quartiles (`ends`) if it has some, and a tooltip (`hint`)."""
 
     context: int
     value: float
@@ -38,13 +38,13 @@ class Dot:
 
 
 def curves(lines: Mapping[str, Sequence[Dot]], looks: Mapping[str, int], figure: str, title: str) -> Iterator[str]:
-    """The drawing.
+    """Yield the SVG chart; nothing if there is no positive figure.
 
     Args:
-        lines: by name; figures of nothing are left out, and so are lines of none.
-        looks: the number of each name's look, the same in all drawings of a page.
-        figure: what is measured, in words.
-        title: of the drawing, for those who hear it.
+        lines: dots by name; figures that are not positive are left out.
+        looks: number of each name's colour, the same in all charts of a page.
+        figure: description of the figure.
+        title: title of the chart for screen readers.
     """
     drawn = {name: sorted((d for d in dots if d.value > 0), key=lambda d: d.context) for name, dots in lines.items()}
     drawn = {name: dots for name, dots in drawn.items() if dots}
@@ -67,7 +67,7 @@ def curves(lines: Mapping[str, Sequence[Dot]], looks: Mapping[str, int], figure:
 
 
 def frame(across: Axis, up: Axis, contexts: Sequence[int], figure: str) -> Iterator[str]:
-    """Both axes with their numbers and names, and a line through the drawing for each number."""
+    """Yield both axes with their ticks, names and grid lines."""
     last = -NEAR
     for context in contexts:
         x = x_of(across, context)
@@ -85,7 +85,7 @@ def frame(across: Axis, up: Axis, contexts: Sequence[int], figure: str) -> Itera
 
 
 def line(dots: Sequence[Dot], across: Axis, up: Axis) -> Iterator[str]:
-    """A method's dots with their quartiles, joined."""
+    """Yield a method's line with its dots, quartiles and tooltips."""
     positions = [(x_of(across, dot.context), y_of(up, dot.value)) for dot in dots]
     yield f'<path class="line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in positions)}"/>'
     for dot, (x, y) in zip(dots, positions, strict=True):
@@ -97,14 +97,14 @@ def line(dots: Sequence[Dot], across: Axis, up: Axis) -> Iterator[str]:
 
 
 def label(name: str, x: float, y: float, level: float) -> Iterator[str]:
-    """The line's name to the right of the frame, and what leads to it from the line's end."""
+    """Yield the line's name to the right of the frame, with a leader from the end of the line."""
     short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
     yield f'<path class="lead" d="M{x + RADIUS:.1f} {y:.1f}L{FRAME.right + 6} {level:.1f}"/>'
     yield f'<text class="name" x="{FRAME.right + 9}" y="{level + 4:.1f}"><title>{words(name)}</title>{words(short)}</text>'
 
 
 def spread(levels: Mapping[str, float], low: float, high: float) -> dict[str, float]:
-    """The levels moved apart until names have room, in their order; as near as that where they have not."""
+    """Move the names' vertical positions apart until they do not overlap, in order; with too many names the gaps are smaller."""
     order = sorted(levels, key=lambda name: levels[name])
     gap = min(LETTER, (high - low) / max(len(order) - 1, 1))
     found: dict[str, float] = {}
@@ -116,10 +116,10 @@ def spread(levels: Mapping[str, float], low: float, high: float) -> dict[str, fl
 
 
 def x_of(axis: Axis, value: float) -> float:
-    """The position of a number along the lower edge."""
+    """Return the x coordinate of a value."""
     return FRAME.left + axis.place(value) * (FRAME.right - FRAME.left)
 
 
 def y_of(axis: Axis, value: float) -> float:
-    """The position of a number along the left edge."""
+    """Return the y coordinate of a value."""
     return FRAME.bottom - axis.place(value) * (FRAME.bottom - FRAME.top)

@@ -1,4 +1,4 @@
-"""What a bench found, for a program: everything that the tables and the page are drawn from."""
+"""The results of a bench as JSON, from which the tables and the page are made."""
 
 import platform
 from pathlib import Path
@@ -15,7 +15,7 @@ PROCESSORS = Path("/proc/cpuinfo")
 
 
 def document(bench_model: BenchModel, found: Found) -> dict[str, Any]:
-    """Everything as plain JSON; it names no folder."""
+    """Return all results as plain JSON."""
     request = bench_model.request
     return {
         "format": FORMAT,
@@ -46,7 +46,7 @@ def document(bench_model: BenchModel, found: Found) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, or its kind where the system tells no more."""
+    """Return the processor's model name, or its architecture if the system does not report the name."""
     try:
         lines = PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The walk of a bench: every cell of the grid, then the largest batches."""
+"""Measures every cell of the grid of batches and contexts, then the largest batches."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,14 +20,14 @@ Advance = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured, as plain JSON: `cells` a row, batch and context each, `largest` a row and context each."""
+    """Results as plain JSON: `cells` has an entry for each row, batch and context, `largest` one for each row and context."""
 
     cells: list[dict[str, Any]]
     largest: list[dict[str, Any]]
 
 
 def measure(bench_model: BenchModel, advance: Advance) -> Found:
-    """All of it; `advance(what, tokens)` is called as tokens of prompts go through."""
+    """Measure all cells and the largest batches; `advance(what, tokens)` is called after each piece of work."""
     request, rows = bench_model.request, by_name(bench_model.request)
     warm_up(bench_model)
     cells, known = list[dict[str, Any]](), dict[tuple[str, int, int], CacheBytes]()
@@ -57,7 +57,7 @@ def measure(bench_model: BenchModel, advance: Advance) -> Found:
 
 
 def told(cell: Cell) -> str:
-    """The tokens a second that every row of a cell decodes, in the median, or how it failed."""
+    """Return the median tokens per second of every row of a cell, or how the row failed, as one line."""
     shown = []
     for row in cell.content():
         found = failure(row) if "error" in row else f"{number(row['tokens_per_second'][1])} tokens/s"
@@ -66,22 +66,22 @@ def told(cell: Cell) -> str:
 
 
 def warm_up(bench_model: BenchModel) -> None:
-    """Every row once through the smallest cell: what a first forward loads, compiles and keeps is no row's own memory."""
+    """Run every row once on the smallest cell, so that what a first forward loads, compiles and keeps is not counted later."""
     prompt = bench_model.prompt(min(bench_model.request.batches), min(bench_model.request.contexts))
     for entry in bench_model.request.methods:
-        with suppress(Exception):  # the row's own cell tells
+        with suppress(Exception):  # the failure is reported by the row's cell
             measure_alone(bench_model, entry, prompt)
 
 
 def by_name(request: BenchRequest) -> dict[str, CacheEntry]:
-    """The rows of every table: the baseline, the others, and the baseline again."""
+    """Return the rows of every table by name: the baseline, the others, and the baseline again."""
     own = {entry.label: entry for entry in request.methods}
     first = request.baseline or next(iter(own))
     return {first: own[first], **own, first + AGAIN: own[first]}
 
 
 def work(bench_model: BenchModel) -> float:
-    """Tokens that `advance` will have been told of."""
+    """Return the number of tokens that `advance` is called with in total."""
     request = bench_model.request
     rows, prompts = len(request.methods), sum(request.contexts) * sum(request.batches)
     return prompts * (rows + 2 * request.turns * (rows + 1))

@@ -1,4 +1,4 @@
-"""Every row in every turn, in another order each time, so that what slows the machine down slows both sides of a ratio."""
+"""Runs every row in every turn, in another order each time, so that disturbances affect both sides of a ratio of times."""
 
 import random
 import time
@@ -11,14 +11,14 @@ import torch
 from calib.bench.bench_model import BenchModel
 from calib.bench.open_cache import OpenCache
 
-PAUSE = 0.1  # seconds before a turn on the CPU: other libraries' threads go on spinning for a while, at torch's cost
+PAUSE = 0.1  # seconds before a timing on the CPU, since other libraries' threads spin for a while and slow torch down
 
 Quartiles = list[float]
 clock = time.perf_counter
 
 
 def seconds(bench_model: BenchModel, step: Callable[[], object]) -> float:
-    """Of one call, with everything that it asked of the device."""
+    """Return the seconds of one call of `step`, including its work on the device."""
     ready(bench_model.device)
     start = clock()
     step()
@@ -28,13 +28,13 @@ def seconds(bench_model: BenchModel, step: Callable[[], object]) -> float:
 
 
 def done(device: torch.device) -> None:
-    """Waits until nothing is under way on a GPU, on no stream."""
+    """Wait until all streams of a GPU have finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def ready(device: torch.device) -> None:
-    """Nothing is under way, and the threads are awake: waking them takes as long as a small step."""
+    """Prepare for a timing: wait for a GPU, or on a CPU pause and wake torch's threads, which takes as long as a small step."""
     done(device)
     if device.type == "cuda":
         return
@@ -43,7 +43,7 @@ def ready(device: torch.device) -> None:
 
 
 def interleaved(seed: int, turns: int, names: Callable[[], Sequence[str]]) -> Iterator[tuple[int, str]]:
-    """(turn, name) of all `names()` there are at a turn's beginning, in another order each turn."""
+    """Yield (turn, name) for all `names()` at the beginning of each turn, in another random order each turn."""
     shuffled = random.Random(seed)
     for turn in range(turns):
         found = list(names())
@@ -52,14 +52,17 @@ def interleaved(seed: int, turns: int, names: Callable[[], Sequence[str]]) -> It
 
 
 def shares(tokens: int, turns: int) -> list[int]:
-    """Tokens of each turn: as even as whole numbers are."""
+    """Split a number of tokens over the turns as evenly as possible."""
     return [tokens * (turn + 1) // turns - tokens * turn // turns for turn in range(turns)]
 
 
 def decode_interleaved(
     bench_model: BenchModel, rows: Mapping[str, OpenCache], advance: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds a step of every open row, one figure a turn. The rows' prompts are in; a first step of each is not kept."""
+    """Return the seconds per decode step of every open row, one figure for each turn.
+
+    The rows must be prefilled; the first step of each row is not timed.
+    """
     request = bench_model.request
     for row in rows.values():
         row.decode(1)
@@ -71,10 +74,10 @@ def decode_interleaved(
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Lower quartile, median, upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     return [float(value) for value in np.percentile(values, (25, 50, 75))]
 
 
 def speedup(baseline: Sequence[float], values: Sequence[float]) -> Quartiles:
-    """Quartiles of the baseline's time over a row's, turn by turn: above 1 the row is faster."""
+    """Return the quartiles of the ratio of the baseline's time to the row's, turn by turn; above 1 the row is faster."""
     return quartiles([above / below for above, below in zip(baseline, values, strict=True)])

@@ -1,8 +1,8 @@
-"""The largest batch that a limit on memory leaves room for: computed from two batches, and tried where there is a GPU.
+"""The largest batch that fits into a memory limit: computed from two batches, and tried on a GPU.
 
-A cache's bytes are fixed + rows * per_row, because rows stand alone (tables shared by all rows are the fixed part); so are
-those of what a forward takes besides. Two batches give both numbers. The peak of a process on a CPU has ups and downs of its
-own: it is believed only where a third batch is where the law says, and else the cache's bytes alone give the most.
+A cache's bytes are fixed + rows * per_row, since rows do not share data except tables, which are the fixed part; the memory of a
+forward is assumed to be linear as well. Two batches give both numbers. The peak memory of a process on a CPU fluctuates, so it is
+used only if a third batch agrees with the linear law; otherwise the bytes of the cache alone give an upper bound for the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,51 +17,51 @@ from calib.bench.cache_bytes import CacheBytes, measure_alone
 from calib.bench.cell import told
 from calib.evaluate.entries import CacheEntry
 
-MEASURED = (1, 2)  # batches that the law is drawn through
-CHECKED = 4  # the batch that a process's peak is checked at
-NEAR = 0.25  # of a row's bytes: how far from the law it may be
-STEP = 32  # a step from one batch to try to the next is this part of it
+MEASURED = (1, 2)  # batches from which the linear law is computed
+CHECKED = 4  # batch at which a process's peak is checked against the law
+NEAR = 0.25  # largest deviation from the law in that check, as a share of a row's bytes
+STEP = 32  # batches are tried in steps of batch / STEP
 
 Known = Mapping[tuple[str, int, int], CacheBytes]  # by name, batch, context
 
 
 @dataclass(frozen=True)
 class Law:
-    """Bytes of a batch: `fixed` + rows * `per_row`."""
+    """Linear law of the bytes of a batch: `fixed` + rows * `per_row`."""
 
     fixed: int
     per_row: int
 
     @staticmethod
     def through(one: int, two: int) -> "Law":
-        """Of the bytes of the batches in `MEASURED`."""
+        """Return the law through the bytes `one` and `two` of the batches in `MEASURED`."""
         return Law(2 * one - two, two - one)
 
     def at(self, batch: int) -> int:
-        """Bytes of a batch."""
+        """Return the bytes of a batch."""
         return self.fixed + batch * self.per_row
 
     def largest(self, room: int) -> int:
-        """The largest batch whose bytes are at most `room`; 0 where not even one row's are."""
+        """Return the largest batch whose bytes are at most `room`; 0 if not even one row fits."""
         return max((room - self.fixed) // self.per_row, 0)
 
 
 def largest(
     bench_model: BenchModel, entry: CacheEntry, context: int, known: Known, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What is computed and tried for one row and context, as plain JSON; `error` where a batch cannot be run at all."""
+    """Return the computed and tried batches for one row and context as plain JSON, or `error` if a batch fails."""
     about = {"name": entry.label, "context": context}
     advance(entry.label)
     try:
         return about | computed_and_tried(bench_model, entry, context, known)
-    except Exception as error:  # the other rows count
+    except Exception as error:  # must not end the other rows
         failure = told(error)
     bench_model.peak.settle()
     return about | failure
 
 
 def computed_and_tried(bench_model: BenchModel, entry: CacheEntry, context: int, known: Known) -> dict[str, Any]:
-    """The laws, the batch they give, and on a GPU the batch that was seen to fit."""
+    """Return the laws, the batch that they give, and on a GPU the largest tried batch that fits."""
     limit, on_gpu = bench_model.request.memory, bench_model.peak.on_gpu
     assert limit is not None
     one, two = (
@@ -88,7 +88,7 @@ def computed_and_tried(bench_model: BenchModel, entry: CacheEntry, context: int,
 
 
 def confirmed(bench_model: BenchModel, entry: CacheEntry, context: int, known: Known, peak: Law) -> bool:
-    """Whether the peak of a larger batch is what the law says of it, as far as the limit has room for one."""
+    """Whether the measured peak of a larger batch agrees with the law; True if the limit leaves no room for a larger batch."""
     assert bench_model.request.memory is not None
     batch = min(CHECKED, peak.largest(bench_model.request.memory - bench_model.weights))
     if batch <= MEASURED[-1]:  # nothing is extrapolated
@@ -100,10 +100,10 @@ def confirmed(bench_model: BenchModel, entry: CacheEntry, context: int, known: K
 
 
 def laws(one: CacheBytes, two: CacheBytes, on_gpu: bool) -> tuple[Law, Law | None]:
-    """Of the cache, and of the most memory that a run takes with it.
+    """Return the law of the cache's bytes, and the law of the peak memory of a run.
 
-    None for the second where nobody tells the peak, or where it grows by less than the cache does: then the process
-    had room left from before, and its size says nothing about one row more.
+    The second is None if the peak is not known, or if it grows by less than the cache does: then the process reused memory that it
+    already held, and its peak says nothing about one more row.
     """
     cache = Law.through(one.cache(on_gpu), two.cache(on_gpu))
     if one.peak is None or two.peak is None:
@@ -113,9 +113,9 @@ def laws(one: CacheBytes, two: CacheBytes, on_gpu: bool) -> tuple[Law, Law | Non
 
 
 def tried(fits: Callable[[int], bool], computed: int) -> tuple[int, list[dict[str, Any]]]:
-    """The largest batch that was seen to fit (0 for none) and every try, from the computed one on.
+    """Return the largest tried batch that fits (0 for none) and all tries, beginning with the computed batch.
 
-    Where it fits, one step more is tried; where not, ever longer steps down until one does.
+    If the computed batch fits, one larger batch is tried; if not, smaller ones in growing steps until one fits.
     """
     tries: list[dict[str, Any]] = []
 
@@ -135,7 +135,7 @@ def tried(fits: Callable[[int], bool], computed: int) -> tuple[int, list[dict[st
 
 
 def fits(bench_model: BenchModel, entry: CacheEntry, context: int, batch: int) -> bool:
-    """Whether the prompt and the new tokens of a batch go through; raises what is no want of memory."""
+    """Whether prompt and new tokens of a batch fit into memory; raises any other exception."""
     try:
         measure_alone(bench_model, entry, bench_model.prompt(batch, context))
         found = True
@@ -149,7 +149,7 @@ def fits(bench_model: BenchModel, entry: CacheEntry, context: int, batch: int) -
 
 @contextmanager
 def limited(device: torch.device, limit: int) -> Iterator[None]:
-    """Inside, PyTorch's allocator gets at most `limit` bytes of the GPU; what the driver takes for itself is not in it."""
+    """Context manager: limit PyTorch's allocator to `limit` bytes of the GPU; the driver's own memory is not included."""
     whole = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(limit / whole, 1.0), device)
     try:

@@ -1,4 +1,4 @@
-"""A row's cache while it is in use: the prompt goes in, then one token after another."""
+"""A row's cache in use: prefill of the prompt, then decoding of one token after another."""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -16,10 +16,10 @@ from calib.runtime.cache import CompressedCache
 
 
 class OpenCache:
-    """A fresh cache of `entry`, a context that lets go of it.
+    """A new cache of `entry`; as a context manager it closes the cache at the end.
 
     Args:
-        subject: the model.
+        bench_model: the model and the request.
         entry: the row.
         prompt: tokens [batch, context] int64.
     """
@@ -40,17 +40,17 @@ class OpenCache:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the cache; the model is as before."""
+        """Close the cache and detach it from the model."""
         self.entry.close(self.cache)
 
     def prefill(self) -> list[int]:
-        """One forward of the prompt; each row's first new token, which is on the host by then."""
+        """Forward the prompt and return each row's first new token, copied to the host."""
         self.last = self.forward(self.prompt).argmax(-1)
         found: list[int] = self.last[:, 0].tolist()
         return found
 
     def decode(self, steps: int) -> Tensor:
-        """Greedy steps of one token a row; logits [batch, 1, vocabulary] of the last one."""
+        """Decode greedily for `steps` steps of one token per row; return the last step's logits [batch, 1, vocabulary]."""
         for _ in range(steps):
             logits = self.forward(self.last)
             self.last = logits.argmax(-1)
@@ -58,18 +58,18 @@ class OpenCache:
         return logits
 
     def check(self, logits: Tensor) -> None:
-        """Raises RunError for logits that are no numbers: nothing is said about their speed."""
+        """Raise RunError for logits that are not finite, for which no times are reported."""
         if not bool(logits.isfinite().all()):
             raise RunError("the model's logits are not finite")
 
     def cache_size(self) -> CacheSize:
-        """The cache's size now."""
+        """Return the cache's current size."""
         batch, context = self.prompt.shape
         return self.entry.cache_size(self.bench_model.given, self.cache, batch * (context + self.steps))
 
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, 1, vocabulary] of the last of `tokens` [batch, n]."""
+        """Forward `tokens` [batch, n] and return the logits [batch, 1, vocabulary] of the last one."""
         ours = isinstance(self.cache, CompressedCache)
         attention: AbstractContextManager[None] = nullcontext() if ours else self.bench_model.own_attention()
         with attention:

@@ -1,4 +1,4 @@
-"""The most memory that something takes, from who knows: the GPU's allocator, or the operating system of this process."""
+"""Measures peak memory: from PyTorch's allocator on a GPU, from the operating system for this process on a CPU."""
 
 import ctypes
 import gc
@@ -7,38 +7,38 @@ from pathlib import Path
 import torch
 
 PROCESS = Path("/proc/self")
-ANEW = "5"  # written to clear_refs: the highest resident size is that of now (proc(5))
+ANEW = "5"  # written to clear_refs: resets the peak resident size to the current one (proc(5))
 KIB = 1024
 
 
 class Peak:
-    """Bytes in use: on a GPU by tensors, on the CPU resident in this process."""
+    """Memory in use and its peak, in bytes: of tensors on a GPU, or the resident size of this process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is a GPU's memory that is short."""
+        """Whether GPU memory is measured."""
         return self.device.type == "cuda"
 
     def settle(self) -> None:
-        """Gives back what is held for nobody, so that what follows is not served from it unseen."""
+        """Free unused cached memory, so that later allocations do not reuse it without showing in the peak."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         else:
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library alone
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only the GNU C library has it
             if trim is not None:
                 trim(0)
 
     def held(self) -> int | None:
-        """Bytes in use now; None where nobody tells."""
+        """Return the bytes in use now; None if they cannot be measured."""
         return torch.cuda.memory_allocated(self.device) if self.on_gpu else resident("VmRSS")
 
     def begin(self) -> bool:
-        """From now on `highest` counts; False where it cannot."""
+        """Reset the peak that `highest` returns; return False if that is impossible."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
@@ -49,12 +49,12 @@ class Peak:
         return True
 
     def highest(self) -> int | None:
-        """The most that was in use since `begin`."""
+        """Return the peak of the bytes in use since `begin`; None if it cannot be measured."""
         return torch.cuda.max_memory_allocated(self.device) if self.on_gpu else resident("VmHWM")
 
 
 def resident(name: str) -> int | None:
-    """Bytes of a line of the process's status; None where there is no such line."""
+    """Return the bytes in the line `name` of the process's status; None if there is no such line."""
     try:
         lines = (PROCESS / "status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is to be measured: one model, a list of methods, a grid; checked when made, before anything is loaded."""
+"""What to measure: one model, a list of methods, and a grid of batches and contexts, checked before anything is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,31 +12,31 @@ from calib.evaluate.request import DTYPES
 from calib.runtime.messages.printable import printable
 
 DEVICES = ("cpu", "cuda")
-DYNAMIC = "DynamicCache"  # the row that times are divided by where none is named
-AGAIN = " again"  # behind the name of the baseline's second row: their ratio is the noise
-LISTS = ("methods", "contexts", "batches")  # keys of several values
+DYNAMIC = "DynamicCache"  # the default baseline
+AGAIN = " again"  # suffix of the baseline's second row, whose speed relative to the first shows the noise
+LISTS = ("methods", "contexts", "batches")  # keys with several values
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Everything that is asked for.
+    """What to measure. Raises UsageError for an invalid value.
 
     Attributes:
-        name: the configuration's name, also of the folder of its results.
+        name: the configuration's name, also that of the folder of its results.
         methods: rows of the tables, in order.
         model: a folder or a hub name.
-        dtype: what the model runs in; `auto` is what its weights are stored in.
-        device: `cpu`, `cuda` or one such as `cuda:1`.
-        artifact: what `calib fit` wrote for this model, or None.
-        contexts: tokens of a row's prompt.
-        batches: rows at once.
-        new_tokens: tokens that each row decodes behind its prompt.
-        turns: in so many turns; prefills are repeated as often.
-        baseline: the row that the others' times are divided by, or None for the first; `of` takes that of `DynamicCache` where a
-            configuration names none, and adds it.
-        memory: bytes in which the largest batch is to fit, or None where nobody asks.
-        threads: torch's threads, or None for its own choice.
-        seed: of the prompts, of the order in each turn, and of the methods that draw.
+        dtype: the model's dtype; `auto` is the dtype in which its weights are stored.
+        device: `cpu`, `cuda` or a device such as `cuda:1`.
+        artifact: the file that `calib fit` wrote for this model, or None.
+        contexts: prompt lengths in tokens.
+        batches: batch sizes.
+        new_tokens: number of tokens that each row decodes after its prompt.
+        turns: number of turns over which the new tokens are split; the prefill is repeated as often.
+        baseline: name of the row that speeds are relative to, or None for the first; if a configuration names none, `of` uses a row
+            with `DynamicCache` and adds one if there is none.
+        memory: memory limit in bytes for the largest batch, or None for no search.
+        threads: number of torch threads, or None for torch's default.
+        seed: seed of the prompts, of the order of rows in each turn, and of methods that use random numbers.
     """
 
     name: str
@@ -100,8 +100,8 @@ class BenchRequest:
                 entry.all_options(title_of(context))
 
     def check_positions(self, most: int | None) -> None:
-        """Raises UsageError for longer rows than the model knows positions for; None where its configuration does not say."""
-        # One more token than is timed: the first step behind a prompt warms up.
+        """Raise UsageError if prompt and new tokens exceed the model's `most` positions (None: unknown, no check)."""
+        # One more token than is timed: the first step after a prompt is a warm-up.
         longest = max(self.contexts) + self.new_tokens + 1
         if most is not None and longest > most:
             raise UsageError(
@@ -111,12 +111,12 @@ class BenchRequest:
 
     @staticmethod
     def known() -> list[str]:
-        """What a configuration may hold."""
+        """Return the keys that a configuration may have."""
         return [field.name for field in fields(BenchRequest) if field.name != "name"]
 
     @staticmethod
     def of(content: Mapping[str, Any], name: str) -> "BenchRequest":
-        """The request of a configuration's content; raises UsageError naming the first thing wrong with it."""
+        """Build the request from a configuration's content; raises UsageError that names the first error in it."""
         for key in content:
             if key not in BenchRequest.known():
                 raise UsageError(unknown(str(key), BenchRequest.known()))
@@ -135,12 +135,12 @@ class BenchRequest:
 
 
 def title_of(context: int) -> str:
-    """What a context is called where an option has a value for each of them."""
+    """Return the key of a context in an option with a value for each context."""
     return f"{context} tokens"
 
 
 def with_dynamic(methods: tuple[CacheEntry, ...]) -> tuple[tuple[CacheEntry, ...], str]:
-    """The rows with one of transformers' `DynamicCache`, in front where there was none, and that row's name."""
+    """Return the rows, preceded by a row with transformers' `DynamicCache` if there is none, and that row's name."""
     for entry in methods:
         if isinstance(entry, PeerEntry) and entry.peer == "dynamic":
             return methods, entry.label
@@ -148,7 +148,10 @@ def with_dynamic(methods: tuple[CacheEntry, ...]) -> tuple[tuple[CacheEntry, ...
 
 
 def rows_of(content: Any) -> tuple[CacheEntry, ...]:
-    """The rows of `methods`; a name alone is a method as published."""
+    """Build the rows from `methods`; a plain name is a method with its default options.
+
+    Raises UsageError for invalid entries and for a file of answers.
+    """
     if isinstance(content, list):
         content = [{"method": item} if isinstance(item, str) else item for item in content]
     found = []

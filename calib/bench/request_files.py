@@ -1,4 +1,4 @@
-"""A request out of YAML files and the words of the command line, as `calib eval` reads them.
+"""Reads a request from YAML files and command-line arguments, as `calib eval` does.
 
 calib bench --config bench/quick.yaml --batches 1 8 --memory 2GiB
 calib bench --model FOLDER --methods full kivi --contexts 1024 4096
@@ -13,7 +13,7 @@ from calib.evaluate.request_files import overrides
 
 
 def read_bench(files: Sequence[str], words: Sequence[str]) -> BenchRequest:
-    """The request; raises UsageError in one line for whatever is wrong with it."""
+    """Return the request; raises UsageError of one line for any error."""
     content: dict[str, Any] = {}
     paths = [find_config(name, "bench") for name in files]
     for path in paths:

@@ -1,4 +1,4 @@
-"""A `results.json` of `calib bench`, checked when read for what its curves are drawn from."""
+"""Reads a `results.json` of `calib bench` and checks the entries that its curves need."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from calib.evaluate.run_file import entry, is_number, read_results, require
 
 
 def read_bench_run(name: str) -> dict[str, Any]:
-    """The run in the file `name`; UsageError where there is no file, RunError where it is no run of `calib bench`."""
+    """Return the run in the file `name`; raises UsageError if it is missing or not a run of `calib bench`."""
     return read_results(name, "calib bench", check)
 
 
 def check(content: object) -> None:
-    """Raises ValueError naming the first entry that such a run has and `content` has not."""
+    """Raise ValueError that names the first missing or wrong entry of such a run."""
     require(isinstance(content, dict) and content.get("format") == FORMAT, f"its format is not {FORMAT}")
     assert isinstance(content, dict)
     for key, kind in (("config", dict), ("model", dict), ("versions", dict), ("machine", dict), ("cells", list)):
@@ -32,7 +32,7 @@ def check(content: object) -> None:
             speeds = cell.get("tokens_per_second")
             three = isinstance(speeds, list) and len(speeds) == 3 and all(map(is_number, speeds))
             require(three, f"cells[{position}].tokens_per_second are not three numbers")
-            if cell["name"] != content["config"]["baseline"] + AGAIN:  # that one is timed alone
+            if cell["name"] != content["config"]["baseline"] + AGAIN:  # the second row is timed only
                 entry(cell, "sizes", dict, f"cells[{position}].sizes")
                 known = is_number(cell["sizes"].get("measured_bytes"))
                 require(known, f"cells[{position}].sizes.measured_bytes is no number")

@@ -41,7 +41,7 @@ def evaluate(
         fresh: measure finished cells again.
         command: the command line, for the report.
         old: the `results.json` of an earlier run to compare with.
-        drawn: an additional part of the HTML page, such as a chart of `calib tune`.
+        drawn: an additional part of the HTML page, such as the curves of a `calib bench` run.
         reuse: the `results.json` of an earlier run whose cells are taken over if they have the same key.
 
     Raises:

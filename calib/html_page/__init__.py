@@ -1,1 +1,1 @@
-"""What every page we write shares: one HTML file for any screen, light or dark, that asks the network for nothing."""
+"""Shared parts of our HTML pages: each is one file for any screen size, light or dark, that loads nothing over the network."""

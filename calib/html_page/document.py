@@ -1,4 +1,4 @@
-"""The frame of a page: a title, a look, a body, and a policy that forbids the browser to load anything."""
+"""The frame of an HTML page: title, CSS, body, and a content security policy that forbids the browser to load anything."""
 
 import base64
 import hashlib
@@ -8,7 +8,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def document(title: str, style: str, body: Iterable[str], script: str = "") -> str:
-    """The whole file; `title` is escaped already. `script` is the only one the browser will run: it is named by its hash."""
+    """Return the whole HTML file. `title` must be escaped. The policy allows only `script`, identified by its hash."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -30,7 +30,7 @@ def document(title: str, style: str, body: Iterable[str], script: str = "") -> s
 
 
 def allowed(script: str) -> str:
-    """What the policy says of the script: nothing where there is none."""
+    """Return the policy's entry that allows the script; "" if there is no script."""
     if not script:
         return ""
     return f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""How a page looks: light or dark as the reader's system is, readable on a phone."""
+"""CSS of all pages: light or dark like the reader's system, readable on a phone."""
 
 BASE = """\
 :root { color-scheme: light dark; --page: #fdfdfc; --ink: #1a1a19; --soft: #62615c; --line: #dcdbd6;

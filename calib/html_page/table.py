@@ -1,4 +1,4 @@
-"""Tables of texts, and how they stand on a page."""
+"""Tables of texts and their HTML."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from html import escape
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. A header of empty names is not shown; `by_layer` tables may be cut between columns."""
+    """A table of texts. A header of empty names is not shown; a table with `by_layer` may be split between columns."""
 
     title: str
     header: Sequence[str]
@@ -16,7 +16,7 @@ class Table:
 
 
 def section(table: Table, titled: bool = True) -> Iterator[str]:
-    """One table under its title; on a narrow screen it scrolls sideways by itself."""
+    """Yield the HTML of a table under its title; on a narrow screen it scrolls sideways."""
     if titled:
         yield f"<h2>{words(table.title)}</h2>"
     named = any(table.header)
@@ -29,15 +29,15 @@ def section(table: Table, titled: bool = True) -> Iterator[str]:
 
 
 def row(cells: Sequence[str], tag: str) -> str:
-    """A table's row."""
+    """Return the HTML of a table row."""
     return f"<tr>{''.join(f'<{tag}>{words(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def words(text: str) -> str:
-    """Text out of a file, fit for a page."""
+    """Escape text for HTML, and replace characters that cannot be printed."""
     return escape(printable(text), quote=True)
 
 
 def printable(text: str) -> str:
-    """`text` with a question mark for every character that would not be printed: a terminal or a browser obeys some."""
+    """Replace every unprintable character of `text` by a question mark, since some are control codes of terminals or browsers."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

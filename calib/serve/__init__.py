@@ -1,1 +1,1 @@
-"""What serving engines load: one folder an engine or a cache server, each on `calib.runtime` alone."""
+"""Plugins for serving engines: one folder for each engine or cache server, based only on `calib.runtime` and shared files here."""

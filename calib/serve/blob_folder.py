@@ -1,8 +1,8 @@
-"""Blobs as files of one folder: what is not there, or cannot be read, is a miss; what cannot be read or written is said once.
+"""Stores blobs as files of one folder. A missing or unreadable file is a cache miss; read and write errors are logged once.
 
-A file's name is a hash of what identifies the codec and of the engine's key, which is untrusted. So engines may share a folder, and
-one codec never meets another's files. They lie in subfolders by the name's first two digits, so that none gets long. Files are
-written whole or not at all (`runtime/files/atomic_file.py`); nothing bounds the folder's size.
+A file's name is a hash of the codec's identity and of the engine's key, which is untrusted. So engines may share a folder, and a
+codec never reads another codec's files. Files are in subfolders named by the first two digits of the hash, which keeps folders
+small. Files are written atomically (`runtime/files/atomic_file.py`); the folder's size is not limited.
 """
 
 import errno
@@ -23,14 +23,14 @@ class BlobFolder:
     """The files of one codec; threads and engines may share it.
 
     Args:
-        folder: is made. Raises ValueError where it cannot be.
-        identity: of the codec, and of whatever else must not be mixed.
-        refusals: where it is said that the folder takes no files.
+        folder: path of the folder, which is made. Raises ValueError if it cannot be made.
+        identity: identity of the codec, and of everything else that must not be mixed.
+        refusals: logs files that cannot be read or written.
     """
 
     def __init__(self, folder: str, identity: str, refusals: Refusals) -> None:
         self._folder, self._identity, self._refusals = Path(folder), identity, refusals
-        # Where what killed writers left is gone: a writer removes what others left of its own name, and a key may never come again.
+        # Subfolders in which temporary files of killed writers were removed: otherwise they would stay if their key never recurs.
         self._swept: set[Path] = set()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class BlobFolder:
             ) from error
 
     def has(self, key: str) -> bool:
-        """Whether the blob's file is there, and may be read, else that is said; whether it can be used is seen when it is read."""
+        """Whether the blob's file exists and may be read; missing permission is logged. The content is not checked."""
         path = self._path(key)
         if os.access(path, os.R_OK):
             return True
@@ -49,7 +49,7 @@ class BlobFolder:
         return False
 
     def read(self, key: str) -> bytes | None:
-        """The blob, or None where it is not there, or cannot be read, which is said."""
+        """Return the blob, or None if it is missing or cannot be read; the latter is logged."""
         try:
             return self._path(key).read_bytes()
         except FileNotFoundError:
@@ -59,12 +59,12 @@ class BlobFolder:
             return None
 
     def write(self, key: str, blob: Tensor) -> bool:
-        """Stores a blob, uint8 `[bytes]` in host memory; whether it could be."""
+        """Store a blob, uint8 `[bytes]` in host memory; return whether it was written. A failure is logged."""
         path = self._path(key)
         if path.parent not in self._swept:
             remove_abandoned(path.parent)
             self._swept.add(path.parent)
-        if not os.access(path, os.R_OK):  # its permissions would be those of the new file
+        if not os.access(path, os.R_OK):  # the new file would get the old one's permissions
             self.remove(key)
         try:
             write_atomically(path, blob.numpy().tobytes())
@@ -79,12 +79,12 @@ class BlobFolder:
         return True
 
     def remove(self, key: str) -> None:
-        """So that it is stored again; left where that is not permitted."""
+        """Remove a blob, so that it can be stored again; without permission it is left."""
         with suppress(OSError):
             self._path(key).unlink()
 
     def clear(self) -> None:
-        """Removes all blobs of the folder, other engines' as well."""
+        """Remove all blobs of the folder, including those of other engines."""
         for path in self._folder.glob(f"*/*{SUFFIX}"):
             path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Fields of an engine's JSON that are ours: read, checked, and refused in one line."""
+"""Reads and checks our fields of an engine's JSON configuration; errors are one line."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,17 +18,17 @@ def read(
     wholes: tuple[str, ...] = (),
     alone: bool = True,
 ) -> Options:
-    """The options that the JSON says; fields that are null are at their defaults.
+    """Build the options from the JSON; fields that are null get their defaults.
 
     Args:
-        options: a dataclass of them.
-        given: the JSON.
-        what: whose fields they are, such as "serde calib": how a message begins.
-        texts: the fields that must be there, strings.
-        wholes: the fields that are whole numbers, at least 1.
-        alone: whether all fields are ours; otherwise others are the engine's, and left alone.
+        options: the dataclass of the options.
+        given: the JSON's fields.
+        what: beginning of error messages, such as "serde calib".
+        texts: names of the required fields, which are non-empty strings.
+        wholes: names of the fields that are whole numbers of at least 1.
+        alone: whether all fields are ours; otherwise unknown fields are the engine's and are ignored.
 
-    Raises ValueError for a field that is missing, unknown or out of its range. Budgets are checked by `Codec`.
+    Raises ValueError if a field is missing, unknown or out of range. Bit budgets are checked by `Codec`.
     """
     known = [field.name for field in fields(options)]  # type: ignore[arg-type]
     unknown = sorted(set(given) - set(known))

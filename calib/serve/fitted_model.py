@@ -1,4 +1,4 @@
-"""What an artifact says of the model that an engine serves, and the codecs of its chunks."""
+"""The model shape in an artifact, for comparison with the model that an engine serves, and the codecs of its chunks."""
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.storage import Codec
@@ -6,20 +6,20 @@ from calib.serve.slices import Slices
 
 
 class FittedModel:
-    """The model of one artifact, at one budget.
+    """The model of one artifact, with codecs for one bit budget.
 
     Args:
         artifact: path of an artifact of `calib fit`.
         bits: the budget in bits per value, keys and values together.
-        fixed_size, entropy, trellis: as `Codec.from_artifact` takes them.
+        fixed_size, entropy, trellis: the options of `Codec.from_artifact`.
 
     Attributes:
-        layers, kv_heads, head_dim: of the model.
+        layers, kv_heads, head_dim: the model's shape.
         positions: `max_position_embeddings` of the model.
         slices: the codecs, one for each slice of KV heads.
-        identity: of all of them (`Codec.identity`).
+        identity: `Codec.identity` of the codec for all heads.
 
-    Raises ArtifactError and ValueError as `Codec.from_artifact` does: no engine starts with an artifact that cannot be used.
+    Raises ArtifactError and ValueError as `Codec.from_artifact` does, so that no engine starts with an unusable artifact.
     """
 
     def __init__(

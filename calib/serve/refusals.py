@@ -1,4 +1,4 @@
-"""What is refused is said in an engine's log, once for each reason: stores ask for thousands of chunks."""
+"""Logs refused chunks in an engine's log, once for each reason, since stores handle thousands of chunks."""
 
 import re
 import threading
@@ -6,11 +6,11 @@ from logging import Logger
 
 
 class Refusals:
-    """Reasons that were told. Threads may share it.
+    """Logs each reason once. Threads may share it.
 
     Args:
-        logger: of the engine.
-        what: the sentence's beginning, such as "serde calib refuses a chunk".
+        logger: the engine's logger.
+        what: beginning of the log message, such as "serde calib refuses a chunk".
     """
 
     def __init__(self, logger: Logger, what: str) -> None:
@@ -19,7 +19,7 @@ class Refusals:
         self._lock = threading.Lock()
 
     def tell(self, error: Exception) -> None:
-        """Warns of `error`, unless one that differs in numbers alone was told before."""
+        """Log `error` as a warning, unless one that differs only in words with digits was logged before."""
         reason = re.sub(r"\w*\d\w*", "0", str(error))
         with self._lock:
             if reason in self._told:

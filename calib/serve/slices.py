@@ -1,4 +1,4 @@
-"""The codecs of one artifact, one for each slice of KV heads that a rank of tensor parallelism has."""
+"""The codecs of one artifact, one for each slice of KV heads, as the ranks of tensor parallelism have them."""
 
 import threading
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from calib.runtime.storage import Codec
 
 
 class Slices:
-    """Codecs that are made when they are asked for; threads may share it.
+    """Codecs that are made at their first use; threads may share it.
 
     Args:
-        make: the codec of some KV heads, of fixed size.
-        kv_heads: of the model.
+        make: makes the codec of a range of KV heads.
+        kv_heads: number of KV heads of the model.
     """
 
     def __init__(self, make: Callable[[range], Codec], kv_heads: int) -> None:
@@ -28,11 +28,11 @@ class Slices:
             return self._codecs[heads]
 
     def of_rank(self, count: int, world: int, rank: int) -> range:
-        """The KV heads of one rank that has `count` of them: a run of its own, or one head that several ranks share.
+        """Return the KV heads of a rank with `count` of them: a range of its own, or one head that several ranks share.
 
-        Raises ValueError where `world` ranks do not make up the model so.
+        Raises ValueError if `world` such ranks do not make up the model under tensor parallelism alone.
         """
-        shared = count * world // self._kv_heads  # ranks that have the same heads
+        shared = count * world // self._kv_heads  # number of ranks with the same heads
         if (
             count * world != shared * self._kv_heads
             or not (shared == 1 or (shared > 1 and count == 1))
@@ -46,9 +46,10 @@ class Slices:
         return range(first, first + count)
 
     def size(self, count: int, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of the largest blob of so many KV heads: heads have unlike bits, and a store asks before it says which they are.
+        """Bytes of the largest blob of any slice of `count` KV heads.
 
-        Raises ValueError where `count` heads are no slice.
+        Heads have different bits, and a store asks for the size before it says which heads a chunk has. Raises ValueError if
+        `count` does not divide the model's KV heads.
         """
         if self._kv_heads % count:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Where a chunk begins, where an engine does not say: told from its keys, among the multiples of its length.
+"""Finds the position at which a chunk begins from its keys, for engines that do not report it.
 
-Engines cut texts from their first token on into chunks of one length, and store a request's in order. So 0 and the position
-behind the chunk before are tried first; all other multiples only where neither fits, which takes as long as there are multiples.
-Of the embedded model's and of SmolLM2's chunks of 128 and 256 tokens the right start was always the clear one; a chunk that fits
-none is of another model or layout (`runtime/storage/start.py`).
+Engines cut texts into chunks of one length, beginning at the first token, and store a request's chunks in order. So the candidates
+are the multiples of the length: 0 and the positions at and after the previous chunk are tried first, all others only if none of
+these fits, which takes time proportional to their number. For chunks of 128 and 256 tokens of the embedded model and of SmolLM2,
+the right start was always unambiguous; a chunk that fits no start is from another model or layout (`runtime/storage/start.py`).
 """
 
 from torch import Tensor
@@ -12,14 +12,14 @@ from calib.runtime.storage import Codec
 
 
 class Starts:
-    """Finds starts below `positions`, one chunk behind another; threads may share it, what they share is a guess."""
+    """Finds starts of successive chunks below `positions`; threads may share it, since the remembered start is only a guess."""
 
     def __init__(self, positions: int) -> None:
         self._positions = positions
-        self._before = 0  # start of the chunk before
+        self._before = 0  # start of the previous chunk
 
     def of(self, codec: Codec, chunk: Tensor) -> int:
-        """The start of `chunk`, as `Codec.encode` takes it. Raises ValueError where no multiple of its length is clearly it."""
+        """Return the start of `chunk` (as for `Codec.encode`). Raises ValueError if no multiple of its length clearly fits."""
         tokens = chunk.shape[2]
         candidates = range(0, self._positions - tokens + 1, tokens)
         near = [start for start in (0, self._before, self._before + tokens) if start in candidates]

@@ -1,4 +1,4 @@
-"""Chunks in a folder of blobs, through one codec: what cannot be coded is not stored, what cannot be decoded is a miss."""
+"""Stores chunks in a folder of blobs with one codec: a chunk that cannot be encoded is not stored, a bad blob is a cache miss."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ class StoredChunks:
     """The chunks of one slice of KV heads; threads may share it.
 
     Args:
-        codec: of the slice.
-        folder: where their blobs are.
-        refusals: where it is said why a chunk is not stored, or not used.
+        codec: the slice's codec.
+        folder: the folder of their blobs.
+        refusals: logs why a chunk is not stored or not used.
     """
 
     def __init__(self, codec: Codec, folder: BlobFolder, refusals: Refusals) -> None:
@@ -25,7 +25,10 @@ class StoredChunks:
         return self._folder.has(key)
 
     def store(self, key: str, chunk: Tensor, start: int) -> bool:
-        """Whether the chunk, as `Codec.encode` takes it, is there now. One with NaN is not stored."""
+        """Encode and store a chunk (as for `Codec.encode`) unless it is stored already; return whether it is stored now.
+
+        A chunk that the codec refuses, such as one with NaN, is not stored.
+        """
         if self._folder.has(key):
             return True
         try:
@@ -36,10 +39,10 @@ class StoredChunks:
         return self._folder.write(key, blob)
 
     def load(self, key: str, tokens: int, dtype: torch.dtype, start: int | None = None) -> Tensor | None:
-        """The chunk `[2, layers, tokens, kv_heads * head_dim]` in host memory, or None where it is not there.
+        """Return the chunk `[2, layers, tokens, kv_heads * head_dim]` in host memory, or None for a miss.
 
-        One that is damaged, or has another number of tokens, dtype or start (None: any), is not there either: its file is removed,
-        so that it can be stored again.
+        A blob that is damaged, or has another number of tokens, dtype or start (None: any), is a miss too; its file is removed, so
+        that it can be stored again.
         """
         blob = self._folder.read(key)
         if blob is None:

@@ -1,23 +1,23 @@
-"""One candidate for each layer, so that the mean of their costs stays within a budget and the sum of their errors is least.
+"""Chooses one candidate for each layer so that the mean cost stays within a budget and the sum of errors is as small as possible.
 
-Of each layer only candidates on the lower convex hull of (cost, error) can be best for any price of a bit (Shoham and Gersho,
-1988, Efficient bit allocation for an arbitrary set of quantizers). The hulls' edges, taken from the steepest on as long as
-they fit, are therefore the best allocation of what they cost; what is left of the budget is filled greedily with any candidates.
+For any Lagrange multiplier (price of a bit), only a layer's candidates on the lower convex hull of (cost, error) can be optimal
+(Shoham and Gersho, 1988, Efficient bit allocation for an arbitrary set of quantizers). Taking the hulls' edges, steepest first, as
+long as they fit, is therefore optimal for the cost reached; the rest of the budget is filled greedily with any candidates.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-TINY = 1e-9  # bits per value: what sums of costs may be off by
+TINY = 1e-9  # bits per value: tolerance for rounding errors in sums of costs
 
 
 def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], budget: float) -> list[int] | None:
-    """The number of each layer's candidate; None where even the least costs exceed the budget.
+    """Return the index of each layer's candidate, or None if even the smallest costs exceed the budget.
 
     Args:
-        costs: of each layer's candidates, at least one each.
-        errors: of the same.
-        budget: for the mean of the layers' costs.
+        costs: costs by layer and candidate, at least one candidate for each layer.
+        errors: errors by layer and candidate.
+        budget: largest mean of the layers' costs.
     """
     hulls = [hull(*pair) for pair in zip(costs, errors, strict=True)]
     chosen = [corners[0] for corners in hulls]
@@ -29,7 +29,7 @@ def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
         for layer, (corners, cost, error) in enumerate(zip(hulls, costs, errors, strict=True))
         for a, b in pairwise(corners)
     ]
-    for _, layer, position in sorted(edges):  # along a hull slopes rise, so a layer's edges come in their order
+    for _, layer, position in sorted(edges):  # slopes rise along a hull, so a layer's edges stay in order
         step = costs[layer][position] - costs[layer][chosen[layer]]
         if step > left:
             break
@@ -42,7 +42,7 @@ def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
 
 
 def hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """Numbers of the candidates on the lower convex hull, from the least cost to the least error."""
+    """Return the indices of the candidates on the lower convex hull, from the least cost to the least error."""
     found: list[int] = []
     for position in sorted(range(len(costs)), key=lambda position: (costs[position], errors[position], position)):
         if found and errors[position] >= errors[found[-1]]:
@@ -54,14 +54,14 @@ def hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
 
 
 def _below(costs: Sequence[float], errors: Sequence[float], a: int, b: int, c: int) -> bool:
-    """Whether `b` lies below the line from `a` to `c`."""
+    """Whether candidate `b` lies below the line from `a` to `c`."""
     return (errors[b] - errors[a]) * (costs[c] - costs[a]) < (errors[c] - errors[a]) * (costs[b] - costs[a])
 
 
 def _best_move(
     costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], chosen: Sequence[int], left: float
 ) -> tuple[int, int] | None:
-    """The change of one layer that takes most error away and fits into what is left."""
+    """Return the (layer, candidate) change that reduces the error most and costs at most `left` more; None if there is none."""
     moves = [
         (errors[layer][now] - errors[layer][position], -layer, -position)
         for layer, now in enumerate(chosen)

@@ -1,8 +1,8 @@
-"""What a candidate's encoded tokens take in bits per value, by the runtime's own count: codes, parameters, indices, positions.
+"""Bits per value of a candidate's encoded tokens, as the runtime counts them: codes, parameters, indices, positions.
 
-It is what one more token will take (`Memory.marginal_bits`). Two kinds of methods spend something else on a prompt than on what
-follows: a budget of important tokens, which the prompt fixes, and segments, of which a prompt is one and each block
-another. Of those it is the larger of that and of what the pages of the measured prompts take.
+In general these are the bits of one more token (`Memory.marginal_bits`). Two kinds of methods spend different bits on a prompt and
+on later tokens: methods whose number of important tokens is fixed by the prompt, and methods that encode segments, where the prompt
+is one segment and each later block another. For them the result is the larger of marginal bits and bits in the prompts' pages.
 """
 
 from calib.evaluate.stored import page_bits
@@ -12,7 +12,10 @@ from calib.runtime.tiered.tier import POSITIONS
 
 
 def bits_per_value(store: OrderedStore | TieredStore, told: bool) -> float:
-    """Of the tokens in `store`; `told`: its positions are there only to say which token is where, and are not counted."""
+    """Return the bits per value of the encoded tokens in `store`.
+
+    `told` says that the store records positions only for this measurement; then they are not counted.
+    """
     weight = store.footprint()
     marginal = 8 * weight.marginal
     if isinstance(store, OrderedStore):

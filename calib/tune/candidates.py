@@ -1,4 +1,4 @@
-"""Every combination of a method's grid that a model and an artifact allow."""
+"""All combinations of a method's option grid that a model and an artifact allow."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from calib.runtime.store import Plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination.
+    """One combination of options.
 
     Attributes:
-        shared: number of its combination of the options that are the same in every layer.
-        options: those that are the same in every layer, given ones included.
-        own: those that may differ by layer.
-        plans: the stages of each compressed layer; of a method that keeps exact tokens on the host those on the device.
+        shared: index of its combination of options that are the same in every layer.
+        options: the options that are the same in every layer, including those that the user gave.
+        own: the options that may differ by layer.
+        plans: the plan of each compressed layer; for a method with exact tokens on the host, the plan of its device part.
     """
 
     shared: int
@@ -32,7 +32,7 @@ class Candidate:
 
 
 def grid_of(method: str, given: Mapping[str, Any]) -> Grid:
-    """What a budget chooses of a method where some options are given; UsageError where nothing is left to choose."""
+    """Return the method's grid without the `given` options; raises UsageError if nothing is left to choose."""
     found: Grid | None = getattr(method_class(method), "grid", None)
     if found is None:
         known = ", ".join(name for name, chosen in METHODS.items() if hasattr(chosen, "grid"))
@@ -54,8 +54,10 @@ def candidates(
     dtype: torch.dtype,
     complete: Callable[[dict[int, Plan]], dict[int, Plan]] = lambda plans: plans,
 ) -> list[Candidate]:
-    """Those that the method takes in all of `layers`; raises UsageError with the last reason where it takes none. `complete` adds
-    what plans must know of the model and its tokenizer."""
+    """Return the combinations that are valid in all `layers`; raises UsageError with the last reason if there are none.
+
+    `complete` adds to the plans what they need from the model and its tokenizer.
+    """
     grid, found, reason = grid_of(method, given), [], ""
     for number, shared in enumerate(grid.globals()):
         for own in grid.layers():
@@ -65,9 +67,7 @@ def candidates(
                 plans = {layer: on_device(plan) for layer, plan in whole.items()}
                 for plan in plans.values():
                     plan.check(geometry.head_dim, dtype)
-            except (
-                ValueError
-            ) as error:  # such as more bits for the others than for the important, a group wider than a head
+            except ValueError as error:  # such as a group wider than a head
                 reason = str(error)
                 continue
             found.append(Candidate(number, {**given, **shared}, own, plans))
@@ -77,5 +77,5 @@ def candidates(
 
 
 def on_device(plan: Plan) -> Plan:
-    """The part that encodes: what lies on the host is exact."""
+    """Return the part of the plan that encodes; tokens on the host are exact."""
     return plan.low if isinstance(plan, OffloadPlan) else plan

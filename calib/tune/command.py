@@ -1,4 +1,4 @@
-"""What `calib tune` does with a request: load, measure every candidate, choose for each budget, write, tell."""
+"""What `calib tune` does: load the model, measure every candidate, choose for each budget, write and print the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from calib.tune.tracking import track
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says, checked as far as that goes without the model."""
+    """The options of the command line, checked as far as possible without the model."""
 
     method: str
     options: Mapping[str, Any]
@@ -58,12 +58,12 @@ class Request:
 
 
 def tune(request: Request) -> int:
-    """Runs it; returns 0.
+    """Run the request and write the artifact with its choices; return 0.
 
     Raises:
-        UsageError: a method or options without a choice, a budget out of reach, an artifact without sensitivities or of another
-            model, text that does not fill a sequence.
-        RunError: a file that cannot be written.
+        UsageError: if the method has no options to choose, a budget is too small, the artifact has no sensitivities or is for
+            another model, or the text does not fill a sequence.
+        RunError: if a file cannot be written.
     """
     with as_usage():
         grid_of(request.method, request.options)
@@ -118,7 +118,7 @@ def tune(request: Request) -> int:
 
 
 def fetched_pairs(request: Request, subject: Subject, left: float) -> FetchedPairs | None:
-    """What a step of this method fetches on this model, with `left` bits per value to spend; None where it fetches nothing."""
+    """Return how many pairs this method fetches for a decode step, for at most `left` bits per value; None if it fetches none."""
     option = method_class(request.method).grid.fetched
     if option is None:
         return None
@@ -132,7 +132,7 @@ def fetched_pairs(request: Request, subject: Subject, left: float) -> FetchedPai
 
 
 def longest(model: PreTrainedModel) -> int | None:
-    """Tokens that a model was made for."""
+    """Return the model's `max_position_embeddings`, or None if its configuration has none."""
     found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found
 
@@ -140,7 +140,7 @@ def longest(model: PreTrainedModel) -> int | None:
 def sequences(
     request: Request, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Token ids `[sequences, length]` and where they come from: of the text, or generated as `calib fit` does."""
+    """Return token ids `[sequences, length]` and their origin: from the text, or generated as by `calib fit`."""
     most = longest(model)
     if most is not None and request.length > most:
         raise UsageError(f"--length {request.length}: this model was made for {most} tokens; give at most that")

@@ -1,8 +1,8 @@
-"""How many exact pairs a step fetches from the host (SpeCache's k, arXiv:2503.16163), and what they take of a budget.
+"""Chooses how many exact pairs a decode step fetches from the host (SpeCache's k, arXiv:2503.16163), and counts their bits.
 
-An exact pair stands in for a low-bit one, so that more of them are never worse, and attention is so sparse that few suffice: k
-comes first. It is what the link brings while a step computes, so that nobody waits for it, or less where a budget would leave no
-room for the cheapest low-bit copy. The copy gets what is left of the budget.
+An exact pair replaces a low-bit one, so that more pairs never hurt, and attention is so sparse that few suffice. So k is chosen
+first: as many pairs as the link transfers while a step computes, so that the step does not wait for them, but no more than leave
+room in the budget for the cheapest low-bit copy. That copy gets the rest of the budget.
 """
 
 import math
@@ -15,18 +15,18 @@ from calib.runtime.methods import Geometry, method_class
 from calib.runtime.methods.tuned import MOST_NUMBER
 from calib.tune.allocation import TINY
 
-POSITION_BYTES = 4  # of a pair on the device: which token it is
+POSITION_BYTES = 4  # bytes of a fetched pair's position on the device
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between the host and the device, as a decode step meets it.
+    """The link between host and device during a decode step.
 
     Attributes:
-        bandwidth: 10^9 bytes a second, or None.
-        step_ms: milliseconds that a step takes, or None.
-        rows: sequences of a batch, which share the link.
-        context: tokens of a sequence over which its pairs are counted; None is the model's longest.
+        bandwidth: bandwidth in 10^9 bytes per second, or None.
+        step_ms: milliseconds of a decode step, or None.
+        rows: rows of a batch, which share the link.
+        context: tokens of a sequence, over which the bits of its fetched pairs are averaged; None: the model's longest.
     """
 
     bandwidth: float | None = None
@@ -37,14 +37,14 @@ class Link:
 
 @dataclass(frozen=True)
 class FetchedPairs:
-    """What is chosen.
+    """The chosen number of fetched pairs.
 
     Attributes:
-        option: the method's, which says k.
-        k: pairs of each layer and KV head.
-        bits: that they take on the device, per value of a sequence of `context` tokens.
-        context: tokens.
-        step_bytes: that come over the link in a step, of all rows, where every pair is a new one.
+        option: name of the method's option for k.
+        k: fetched pairs of each layer and KV head.
+        bits: their bits on the device, per value of a sequence of `context` tokens.
+        context: tokens of the sequence.
+        step_bytes: most bytes that a step transfers, for all rows: no pair is on the device already.
     """
 
     option: str
@@ -55,7 +55,7 @@ class FetchedPairs:
 
 
 def check_link(method: str, options: Mapping[str, Any], link: Link) -> None:
-    """UsageError for a link where nothing is fetched, none where something is, or one that is none."""
+    """Raise UsageError if link options are given for a method that fetches nothing, or are missing, invalid or superfluous."""
     option, given = method_class(method).grid.fetched, link.bandwidth is not None or link.step_ms is not None
     if option is None:
         if given or link.rows != 1 or link.context is not None:
@@ -91,21 +91,21 @@ def fetched_within(
     itemsize: int,
     left: float,
 ) -> FetchedPairs:
-    """The pairs of a step.
+    """Return the pairs that a step fetches.
 
     Args:
-        option: the method's.
-        given: k where the user says it: it is not chosen.
-        link: checked.
+        option: name of the method's option for k.
+        given: k if the user gave it; then it is not chosen.
+        link: the checked link.
         context: tokens of a sequence.
-        layers: that fetch.
-        geometry: of the model.
-        itemsize: bytes of a number of its keys and values.
-        left: bits per value that they may take: the budget without the cheapest low-bit copy.
+        layers: number of layers that fetch.
+        geometry: the model's shape.
+        itemsize: bytes of an element of its keys and values.
+        left: most bits per value of the fetched pairs: the budget minus the cheapest low-bit copy.
     """
     pair = 2 * geometry.head_dim * itemsize  # a key and a value
     heads = layers * geometry.kv_heads
-    bits = 8 * (pair + POSITION_BYTES) / (2 * geometry.head_dim * context)  # of one, per value of the context
+    bits = 8 * (pair + POSITION_BYTES) / (2 * geometry.head_dim * context)  # bits of one pair per value of the context
     if given is None:
         assert link.bandwidth is not None and link.step_ms is not None
         arriving = link.bandwidth * link.step_ms * 1e6 / (link.rows * heads * pair)

@@ -1,8 +1,8 @@
-"""What an error of a layer's keys and values is worth: e^T W e, with the sensitivities W that `calib fit` has measured.
+"""The loss caused by errors e of a layer's keys and values: e^T W e, with the sensitivities W that `calib fit` has measured.
 
-The artifact has for each layer and KV head the basis T of `klt`, and T^T T = W. The loss of a token is |T_k (k - k^)|^2 +
-|T_v (v - v^)|^2, summed over the heads; of a layer the mean over the tokens that the method has encoded, or evicted. Of an
-evicted token nothing is left that could be decoded: its error is counted as what it differs by from the mean of its stream.
+The artifact has the basis T of `klt` for each layer and KV head, with T^T T = W. The loss of a token is |T_k (k - k^)|^2 +
+|T_v (v - v^)|^2, summed over the heads (k^ and v^ are decoded); the loss of a layer is the mean over its encoded or evicted tokens.
+An evicted token cannot be decoded: its error is its difference from the mean of its keys or values.
 """
 
 from dataclasses import dataclass
@@ -20,19 +20,20 @@ from calib.runtime.tiered.store import TieredStore
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Of one stream of one layer: `basis` T `[kv_heads, D, D]`, `mean [kv_heads, 1, D]`, both float32."""
+    """Sensitivity of one layer's keys or values: `basis` T `[kv_heads, D, D]`, `mean [kv_heads, 1, D]`, both float32 (D:
+    head_dim)."""
 
     basis: Tensor
     mean: Tensor
 
     def of(self, error: Tensor) -> Tensor:
-        """e^T W e of errors `[kv_heads, n, D]`: `[kv_heads, n]`."""
+        """Return e^T W e `[kv_heads, n]` of n errors `[kv_heads, n, D]`."""
         return (error @ self.basis.mT).square().sum(-1)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Sums over rows: of a stream's losses, and its tokens that were encoded or evicted."""
+    """Sums over rows: `total` loss of the keys or values, and number of `tokens` that were encoded or evicted."""
 
     total: float
     tokens: int
@@ -42,12 +43,12 @@ class Loss:
 
     @property
     def mean(self) -> float:
-        """Of a token; 0 where none was encoded."""
+        """Mean loss of a token; 0 if there are none."""
         return self.total / self.tokens if self.tokens else 0.0
 
 
 def check_sensitivities(artifact: Artifact, name: str) -> None:
-    """UsageError where the artifact does not say what an error is worth."""
+    """Raise UsageError if the artifact has no sensitivities."""
     for role in STREAMS:
         if not artifact.has(f"{role}.klt.basis"):
             raise UsageError(
@@ -57,7 +58,7 @@ def check_sensitivities(artifact: Artifact, name: str) -> None:
 
 
 def sensitivities(artifact: Artifact, layer: int, device: torch.device) -> dict[str, Sensitivity]:
-    """Of both streams of a layer."""
+    """Return the sensitivities of a layer's keys and values on `device`."""
     return {
         role: Sensitivity(
             artifact.tensor(f"{role}.klt.basis")[layer].to(device),
@@ -68,7 +69,10 @@ def sensitivities(artifact: Artifact, layer: int, device: torch.device) -> dict[
 
 
 def losses(sample: LayerSample, store: OrderedStore | TieredStore, worth: dict[str, Sensitivity]) -> dict[str, Loss]:
-    """Of both streams, all rows of a sample without padding that `store` holds; it must know its positions."""
+    """Return the losses of keys and values over all rows of a sample without padding that is in `store`.
+
+    The store must know the positions of its tokens.
+    """
     found = {role: Loss(0.0, 0) for role in STREAMS}
     for row in range(len(sample.keys)):
         held = stored(store, row)
@@ -80,7 +84,10 @@ def losses(sample: LayerSample, store: OrderedStore | TieredStore, worth: dict[s
 
 
 def stream_loss(given: Tensor, held: Stored, gone: Tensor | None, worth: Sensitivity) -> Loss:
-    """Of one row's `given [kv_heads, T, D]`; `gone` bool `[kv_heads, T]` are tokens that were evicted."""
+    """Return the loss of one row with exact keys or values `given [kv_heads, T, D]` (T tokens).
+
+    `gone`, bool `[kv_heads, T]`, marks evicted tokens.
+    """
     exact = given.float()
     positions = held.positions.to(given.device)[..., None].expand(held.tokens.shape)
     total = worth.of(exact.gather(1, positions) - held.tokens.to(given.device)).sum(dtype=torch.float64)
@@ -92,7 +99,7 @@ def stream_loss(given: Tensor, held: Stored, gone: Tensor | None, worth: Sensiti
 
 
 def evicted(store: OrderedStore | TieredStore, row: int, held: Stored) -> Tensor | None:
-    """Which tokens of a row are neither in a tier nor in the exact window, bool `[kv_heads, T]`; None where none is."""
+    """Return a mask of the evicted tokens of a row, which are in no tier and not exact: bool `[kv_heads, T]`; None if none is."""
     length = store.sequences.lengths[row]
     if isinstance(store, OrderedStore) or store.sequences.kept(row, length) == length:
         return None

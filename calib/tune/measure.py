@@ -1,7 +1,7 @@
-"""Bits and losses of every candidate in every layer: captured keys and values, really stored in the method's own store.
+"""Measures bits and losses of every candidate in every layer, by storing captured keys and values in the method's own store.
 
-Attention over a prompt is exact, so that what one layer stores changes nothing in the others: a model runs once over the text,
-and of each layer all candidates are stored while its sample is there. Nothing of a layer is held afterwards.
+Attention over a prompt is exact, so a layer's store does not change the inputs of other layers. Therefore the model runs once over
+the text, and each layer's captured sample is stored with all candidates; the sample is freed before the next layer.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -34,11 +34,11 @@ class Subject:
     """The layers of a model that a cache compresses.
 
     Attributes:
-        model: in evaluation mode, on its device.
-        artifact: checked to be this model's.
-        layers: their numbers in the model.
-        sliding: the window of all of them, or None.
-        seed: of what methods draw.
+        model: the model in evaluation mode, on its device.
+        artifact: the model's artifact, checked.
+        layers: indices of the compressed layers in the model.
+        sliding: the sliding window of all of these layers, or None.
+        seed: seed for methods that use random numbers.
     """
 
     model: PreTrainedModel
@@ -49,7 +49,7 @@ class Subject:
 
     @staticmethod
     def of(model: PreTrainedModel, artifact: Artifact, seed: int) -> "Subject":
-        """As `compress` sees it, whose refusals these are."""
+        """Return the layers that `compress` compresses; raises the errors of `compress` for a model or artifact that it refuses."""
         with compress(model, "full", artifact, seed=seed) as cache:
             layers = [number for number, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)]
             return Subject(model, artifact, layers, cache.sequences.sliding, seed)
@@ -60,7 +60,7 @@ class Subject:
         return Geometry.of(self.model.config.get_text_config(decoder=True))
 
     def context(self, layer: int, plan: Plan) -> LayerContext:
-        """Where a plan of a layer is opened."""
+        """Return the context in which a plan of a layer is opened."""
         remedy = plan.needs_rope
         rotation = None if remedy is None else Rotation.of(self.model, remedy)
         return LayerContext(self.layers.index(layer), self.seed, rotation)
@@ -68,7 +68,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measured:
-    """`bits` per value and `loss` a token of each layer (outer) and candidate (inner), and the layers' numbers."""
+    """`bits` per value and `loss` per token by layer (outer) and candidate (inner), and the `layers`' indices in the model."""
 
     layers: Sequence[int]
     bits: Sequence[Sequence[float]]
@@ -81,9 +81,9 @@ def measure(
     plans: Sequence[dict[int, Plan]],
     advance: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Every candidate's on `batches` of token ids `[rows, tokens]`, all of one length; `advance` is called after each layer.
+    """Measure every candidate on `batches` of token ids `[rows, tokens]` of equal length; `advance` is called after each layer.
 
-    Raises UsageError for sequences that are too short for a candidate to encode anything of, or longer than a sliding window.
+    Raises UsageError if the sequences are too short for a candidate to encode a token, or longer than a sliding window.
     """
     length = batches[0].shape[1]
     if subject.sliding is not None and subject.sliding < length:
@@ -125,10 +125,10 @@ def measure(
 def filled(
     plan: Plan, sample: LayerSample, ids: Tensor, subject: Subject, shown: dict[Hashable, ForwardStats]
 ) -> tuple[OrderedStore | TieredStore, bool]:
-    """A store of the sample as one prompt, and whether positions were added to it so that its tokens can be told apart.
+    """Store the sample as one prompt; return the store, and whether it records positions only for this measurement.
 
-    `ids` are the sample's tokens, for probes that go by them. `shown` is what attention has shown of the sample to earlier
-    candidates, by what they look at: it is attended once for all.
+    `ids` are the sample's token ids, for probes that select by them. `shown` caches attention statistics of the sample by what
+    candidates observe, so that attention is computed once for all candidates that observe the same.
     """
     context = subject.context(sample.layer, plan)
     sequences = plan.sequences(1, subject.sliding)
@@ -154,7 +154,7 @@ def filled(
 
 
 def copy_of(shown: ForwardStats) -> ForwardStats:
-    """The same tensors in containers of its own: a store forgets what it was shown."""
+    """Copy the statistics without copying their tensors, since a store removes entries from its own."""
     copied = ForwardStats()
     copied.seen, copied.queries, copied.policies = dict(shown.seen), dict(shown.queries), dict(shown.policies)
     return copied

@@ -1,4 +1,4 @@
-"""The front of a method as a drawing: predicted loss against true bits, tuned by layer beside one setting for all layers."""
+"""HTML page of a tuned method: chart of predicted loss against true bits, for tuned layers and for one setting in all layers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ ABOUT = (
 def page(
     search: Search, settings: Mapping[float, Setting], front: Sequence[Setting], tables: Sequence[Table], command: str
 ) -> str:
-    """The whole page; whatever stands on it is escaped."""
+    """Return the HTML page; all texts are escaped."""
     title = words(f"calib tune: {search.method}")
     body = [
         f"<h1>{title}</h1>",
@@ -32,7 +32,7 @@ def page(
 
 
 def points(search: Search, settings: Mapping[float, Setting], front: Sequence[Setting]) -> list[Point]:
-    """The chosen settings, the front, and the single settings that no other single one beats, those first that have a name."""
+    """Return points for the chosen settings, for the front, and for the Pareto-optimal settings that are equal in all layers."""
     own = [Point(f"tuned, {budget:g}", one.mean_bits, one.loss, None) for budget, one in settings.items()]
     tuned = [Point("tuned", one.mean_bits, one.loss, None) for one in front]
     singles: list[Setting] = []

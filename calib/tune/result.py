@@ -1,4 +1,4 @@
-"""What a budget gives: a setting for each layer, the front of all budgets, and the best that one setting for all layers can do."""
+"""Results of the search: the best setting by layer for a budget, the front over budgets, the best setting equal in all layers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from calib.tune.candidates import Candidate
 from calib.tune.fetched import FetchedPairs
 from calib.tune.measure import Measured
 
-FRONT = 24  # budgets that the front is drawn through
+FRONT = 24  # number of budgets at which the front is computed
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Setting:
     """A candidate for each measured layer, all with the same shared options.
 
     Attributes:
-        chosen: of each layer its candidate.
-        bits: of each layer, per value of its encoded tokens.
-        losses: of each layer, a token's.
+        chosen: the candidate of each layer.
+        bits: bits per value of each layer's encoded tokens.
+        losses: loss per token of each layer.
     """
 
     chosen: Sequence[Candidate]
@@ -31,29 +31,31 @@ class Setting:
 
     @property
     def mean_bits(self) -> float:
-        """Of the whole model: layers have equally many values."""
+        """Bits per value of the whole model, whose layers have equally many values."""
         return sum(self.bits) / len(self.bits)
 
     @property
     def loss(self) -> float:
-        """Of a token, over all layers, keys and values."""
+        """Loss of a token, summed over all layers, keys and values."""
         return sum(self.losses)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Every candidate with what was measured of it."""
+    """All candidates of a method, with their measured bits and losses."""
 
     method: str
     candidates: Sequence[Candidate]
     measured: Measured
 
     def at(self, budget: float, fetched: float = 0.0) -> Setting:
-        """The least loss within a budget, of which `fetched` bits are taken; UsageError where none is within it, with what
-        there is."""
+        """Return the setting with the least loss within a budget, of which fetched pairs take `fetched` bits per value.
+
+        Raises UsageError that names the possible range if no setting is within the budget.
+        """
         left = budget - fetched
         found = [self._allocated(positions, left) for positions in self._groups()]
-        found.append(self.uniform(left))  # where an edge of a hull has no room, filling greedily may do worse
+        found.append(self.uniform(left))  # it may be better than the greedy end of the allocation
         within = [setting for setting in found if setting is not None]
         if not within:
             low, high = (end + fetched for end in self.reach())
@@ -64,16 +66,16 @@ class Search:
         return min(within, key=lambda setting: (setting.loss, setting.mean_bits))
 
     def uniform(self, budget: float) -> Setting | None:
-        """The same candidate in every layer, the least loss within a budget; None where none is within it."""
+        """Return the best setting within a budget that has the same candidate in every layer; None if there is none."""
         found = [setting for setting in self.uniforms() if setting.mean_bits <= budget + TINY]
         return min(found, key=lambda setting: (setting.loss, setting.mean_bits), default=None)
 
     def uniforms(self) -> list[Setting]:
-        """Every candidate in all layers."""
+        """Return a setting for each candidate that uses it in all layers."""
         return [self._setting([position] * len(self.measured.layers)) for position in range(len(self.candidates))]
 
     def reach(self) -> tuple[float, float]:
-        """Bits of the cheapest setting, and of the dearest that is of use: the least loss of all."""
+        """Return the bits per value of the cheapest setting, and of the setting with the least loss."""
         ends = []
         for positions in self._groups():
             of_layers = [hull(*pair) for pair in zip(*self._parts(positions), strict=True)]
@@ -83,7 +85,7 @@ class Search:
         ).mean_bits
 
     def front(self) -> list[Setting]:
-        """The best settings of `FRONT` budgets, by ratio evenly spread over the reach; each once."""
+        """Return the best settings for `FRONT` budgets that are spaced geometrically over `reach`, without duplicates."""
         low, high = self.reach()
         found: list[Setting] = []
         for step in range(FRONT):
@@ -100,7 +102,7 @@ class Search:
         measured_on: dict[str, Any],
         fetched: FetchedPairs | None = None,
     ) -> Choice:
-        """The record of a budget's setting, for a model of so many `layers`; `fetched` pairs are counted in its bits."""
+        """Return the artifact's record of a budget's setting, for a model of `layers` layers; its bits include `fetched` pairs."""
         own = dict(zip(self.measured.layers, setting.chosen, strict=True))
         figures = dict(zip(self.measured.layers, zip(setting.bits, setting.losses, strict=True), strict=True))
         apart = 0.0 if fetched is None else fetched.bits
@@ -130,14 +132,14 @@ class Search:
         )
 
     def _groups(self) -> list[list[int]]:
-        """Numbers of the candidates that may stand side by side: of the same shared options."""
+        """Return groups of candidates' indices that can be combined in one model: those with the same shared options."""
         groups: dict[int, list[int]] = {}
         for position, candidate in enumerate(self.candidates):
             groups.setdefault(candidate.shared, []).append(position)
         return list(groups.values())
 
     def _parts(self, positions: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
-        """Bits and losses of some candidates, by layer."""
+        """Return the bits and losses of some candidates, by layer."""
         bits, loss = (
             [[of[position] for position in positions] for of in part]
             for part in (self.measured.bits, self.measured.loss)

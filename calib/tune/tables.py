@@ -1,4 +1,4 @@
-"""The choices as tables, for the terminal, the page and the logger."""
+"""Tables of the choices, for the terminal, the page and the logger."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from calib.runtime.methods.tuned import Choice
 
 
 def budget_table(choices: list[Choice]) -> Table:
-    """A line a budget: what was reached and predicted, beside the best single setting within the same budget."""
+    """Return a table with a line for each budget: its bits and predicted loss, and the best setting equal in all layers."""
     header = ["budget", "bits", "loss", "one setting", "its bits", "its loss"]
     rows = []
     for choice in choices:
@@ -27,7 +27,7 @@ def budget_table(choices: list[Choice]) -> Table:
 
 
 def layer_table(choice: Choice) -> Table:
-    """A line a layer; what all layers share stands in the title."""
+    """Return a table with a line for each layer; the options that all layers share are in its title."""
     shared = options(choice.options)
     rows = [
         [str(layer), options(own), f"{found['bits']:.3f}", number(found["loss"])]
@@ -42,12 +42,12 @@ def layer_table(choice: Choice) -> Table:
 
 
 def options(of: Mapping[str, Any]) -> str:
-    """ "bits=2 group=64"; of pairs such as tiers both numbers."""
+    """Format options as "bits=2 group=64"."""
     return " ".join(f"{name}={value(part)}" for name, part in of.items())
 
 
 def value(part: Any) -> str:
-    """A number or a word as it is, pairs as 4:0.6/2:0.4."""
+    """Format one option's value; pairs such as tiers become 4:0.6/2:0.4."""
     if isinstance(part, list | tuple):
         return "/".join(":".join(map(str, inner)) if isinstance(inner, list | tuple) else str(inner) for inner in part)
     return "default" if part is None else str(part)

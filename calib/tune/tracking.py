@@ -1,4 +1,4 @@
-"""What a run leaves in Weights & Biases: the choices, the front, and the files. Offline unless one is logged in."""
+"""Logs a run to Weights & Biases: the choices, the front, and the files. Offline unless the user is logged in."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ def track(
     folder: Path,
     files: Mapping[str, Path],
 ) -> None:
-    """Logs a run; `folder` receives the offline run, or CSV files without W&B; `files` by the kind they are recorded as."""
+    """Log a run; `folder` receives the offline run, or CSV files without W&B; keys of `files` are the kinds they are logged as."""
     logger = run_logger(folder, f"tune-{search.method}")
     logger.log_hyperparams(dict(config))
     for step, (budget, setting) in enumerate(settings.items()):

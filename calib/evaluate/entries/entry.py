@@ -1,4 +1,4 @@
-"""What a row of the table is: something that answers a column's questions and whose cache is measured."""
+"""The interface of a row of the table: it answers a column's batches, and its cache is measured."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,19 +16,19 @@ from calib.runtime import Artifact
 from calib.runtime.cache_argument import cache_in
 from calib.runtime.methods.per_stream import is_per_stream
 
-MAPPINGS = ("corrections", "low")  # options that are mappings of options
+MAPPINGS = ("corrections", "low")  # options whose values are mappings of further options
 
 
 @dataclass(frozen=True)
 class Given:
-    """What every row is run with.
+    """The model and other inputs that every row gets.
 
     Attributes:
-        model: in evaluation mode, on its device.
-        seed: for methods that draw.
-        artifact: for rows that use one.
+        model: the model in evaluation mode, on its device.
+        seed: seed for methods that use random numbers.
+        artifact: the artifact for rows that use one.
         identity: the model's fingerprint.
-        tokenizer: the model's, for rows that ask it which tokens are special.
+        tokenizer: the model's tokenizer, for rows that need its special tokens.
     """
 
     model: PreTrainedModel
@@ -40,13 +40,13 @@ class Given:
 
 @dataclass(frozen=True)
 class Entry(ABC):
-    """One row.
+    """A row of the table.
 
     Attributes:
-        label: what the row is called; no two rows alike.
-        group: the heading it stands under, "" for none.
-        options: its own. A value that is a mapping holds one value a column, by the column's title, unless it is
-            `{keys: ..., values: ...}`; those of `MAPPINGS`, mappings themselves, do where their values are mappings.
+        label: the row's unique name.
+        group: the heading above it, "" for none.
+        options: its options. A mapping gives a value for each column, by the column's title, unless it is `{keys: ..., values:
+            ...}`; an option of `MAPPINGS` does so only if its values are mappings.
     """
 
     label: str
@@ -58,10 +58,10 @@ class Entry(ABC):
     @property
     @abstractmethod
     def method(self) -> str:
-        """The name of what answers."""
+        """Name of the method or cache."""
 
     def options_for(self, title: str) -> dict[str, Any]:
-        """The options for the column `title`; raises UsageError where a mapping has no value for it."""
+        """Return the options for the column `title`; raises UsageError if a mapping has no value for it."""
         found = {}
         for name, value in self.options.items():
             by_column = _has_names(value) and (name not in MAPPINGS or any(map(_has_names, value.values())))
@@ -75,35 +75,35 @@ class Entry(ABC):
 
     @property
     def packages(self) -> dict[str, str]:
-        """Versions of packages that answer besides those which every cell depends on, by name."""
+        """Versions, by name, of packages that the row uses in addition to those that every cell depends on."""
         return {}
 
     @abstractmethod
     def all_options(self, title: str) -> dict[str, Any]:
-        """The options for the column `title`, those left at their default included, as plain JSON.
+        """Return all options for the column `title` as plain JSON, including those at their default.
 
-        Raises UsageError for what the row refuses, before anything is loaded.
+        Raises UsageError for invalid options; nothing has to be loaded for this check.
         """
 
     def serves(self, column: Column) -> bool:
-        """Whether the row can be asked that column's questions."""
+        """Whether the row can be measured on that column."""
         return not column.reads_pages
 
     @abstractmethod
     def check(self, given: Given, column: Column) -> None:
-        """Raises UsageError for what the model or the column does not allow, before anything runs."""
+        """Raise UsageError if the row cannot be used with the model or the column."""
 
     @abstractmethod
     def answers(self, given: Given, column: Column, batches: Sequence[Any]) -> Iterator[tuple[Any, CacheSize]]:
-        """Of each batch its part of the column's figures, and the size of the cache at the end."""
+        """Yield, for each batch, its part of the column's figures, and the size of its cache at the end."""
 
     def counted_bits(self, given: Given, column: Column) -> float | None:
-        """Bits a value as the paper counts them for this column's lengths; None where there is no such formula."""
+        """Bits per value as counted by the method's paper, for this column's lengths; None if there is no formula."""
         return None
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Inside, whatever its options raise is the user's: UsageError with the row's name."""
+        """Context manager: turns ValueError, TypeError and ImportError into UsageError with the row's name."""
         try:
             yield
         except (ValueError, TypeError, ImportError) as error:
@@ -111,19 +111,22 @@ class Entry(ABC):
 
 
 class CacheEntry(Entry):
-    """A row that answers with a cache of its own for every batch."""
+    """A row that answers each batch with the model and a new cache."""
 
     @abstractmethod
     def open(self, given: Given, title: str) -> Cache:
-        """An empty cache with the options for the column `title`; let go with `close`. Raises ValueError and the like."""
+        """Return an empty cache with the options for the column `title`; release it with `close`.
+
+        Raises ValueError, TypeError or ImportError for options that are refused.
+        """
 
     @abstractmethod
     def close(self, cache: Cache) -> None:
-        """Gives the model back."""
+        """Detach the cache from the model."""
 
     @abstractmethod
     def cache_size(self, given: Given, cache: Cache, tokens: int) -> CacheSize:
-        """The cache's size; `tokens` real tokens went through it, over all rows."""
+        """Return the cache's size; `tokens` is the number of tokens without padding that it has seen, over all rows."""
 
     def check(self, given: Given, column: Column) -> None:
         with self.refusing():
@@ -138,32 +141,32 @@ class CacheEntry(Entry):
                 size = self.cache_size(given, cache, seen.tokens())
             finally:
                 self.close(cache)
-            del cache  # before the next one is made
+            del cache  # frees memory before the next cache is made
             yield part, size
 
 
 class Seen:
-    """Real tokens that went through one cache."""
+    """Counts the tokens without padding that the model feeds to one cache."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.fed: Any = 0
 
     def __call__(self, model: PreTrainedModel, args: Any, given: dict[str, Any]) -> None:
-        """The hook before a forward: a mask counts what was fed before as well."""
+        """Forward pre-hook: take the count from the attention mask, which covers earlier tokens too, or add the new ids."""
         if cache_in(given) is not self.cache:
             return
         mask, ids = given.get("attention_mask"), given.get("input_ids", args[0] if args else None)
         self.fed = mask.sum() if mask is not None else self.fed + ids.numel()
 
     def tokens(self) -> int:
-        """Over all rows."""
+        """Return the number of tokens over all rows."""
         return int(self.fed)
 
 
 @contextmanager
 def counting(model: PreTrainedModel, cache: Cache) -> Iterator[Seen]:
-    """While it lasts, counts the real tokens that the model feeds the cache."""
+    """Context manager: counts the tokens without padding that the model feeds to the cache."""
     seen = Seen(cache)
     hook = model.register_forward_pre_hook(seen, with_kwargs=True)
     try:
@@ -173,10 +176,10 @@ def counting(model: PreTrainedModel, cache: Cache) -> Iterator[Seen]:
 
 
 def _has_names(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a value is a mapping, and not the settings of keys and of values."""
+    """Whether a value is a mapping other than `{keys: ..., values: ...}`."""
     return is_mapping(value) and not is_per_stream(value)
 
 
 def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a value of the configuration has names inside."""
+    """Whether a value of the configuration is a mapping."""
     return isinstance(value, Mapping)

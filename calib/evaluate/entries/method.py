@@ -1,4 +1,4 @@
-"""A method of ours as a row."""
+"""A row with one of our own methods."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class MethodEntry(CacheEntry):
 
     Attributes:
         name: a name from `calib methods`.
-        uses_artifact: whether the method is given the artifact; without one it works as published.
+        uses_artifact: whether the method gets the artifact; without one it works as published.
     """
 
     name: str
@@ -31,7 +31,10 @@ class MethodEntry(CacheEntry):
 
     @staticmethod
     def of(label: str, group: str, name: str, options: dict[str, Any]) -> "MethodEntry":
-        """Of the options as they stand in the configuration, `artifact` among them."""
+        """Build the row from the options of the configuration; their entry `artifact` sets `uses_artifact`.
+
+        By default a row uses the artifact if its options, or a mapping of `MAPPINGS`, have `statistics: calibrated`.
+        """
         parts = [options, *(options.get(name) for name in MAPPINGS)]
         calibrated = any(is_mapping(part) and part.get("statistics") == "calibrated" for part in parts)
         uses = options.pop("artifact", calibrated)
@@ -44,7 +47,7 @@ class MethodEntry(CacheEntry):
         return self.name
 
     def build(self, title: str) -> Method:
-        """The method for the column `title`; raises UsageError for what it refuses."""
+        """Build the method for the column `title`; raises UsageError for invalid options."""
         with self.refusing():
             return build(self.name, self.options_for(title))
 
@@ -66,7 +69,7 @@ class MethodEntry(CacheEntry):
 
     def cache_size(self, given: Given, cache: Cache, tokens: int) -> CacheSize:
         assert isinstance(cache, CompressedCache)
-        return CacheSize.of(cache.memory())  # its own count of tokens
+        return CacheSize.of(cache.memory())  # the cache counts its tokens itself
 
     def counted_bits(self, given: Given, column: Column) -> float | None:
         shape = Geometry.of(given.model.config.get_text_config(decoder=True))

@@ -1,4 +1,4 @@
-"""A cache of transformers as a row: what people use today, under the same questions and measured the same way."""
+"""A row with a cache of transformers, as a baseline that is evaluated and measured in the same way as our methods."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
@@ -19,22 +19,22 @@ from calib.runtime.methods import Geometry
 
 
 class Peer(ABC):
-    """A kind of cache; fields are its options. Building it raises ValueError or ImportError for what it refuses.
+    """A kind of cache; its fields are its options. Building it raises ValueError or ImportError for what it refuses.
 
     Attributes:
-        package: that computes it, installed besides transformers; None for none.
+        package: the package that it needs in addition to transformers; None for none.
     """
 
     package: ClassVar[str | None] = None
 
     @abstractmethod
     def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
-        """An empty cache."""
+        """Return an empty cache."""
 
 
 @dataclass(frozen=True)
 class Dynamic(Peer):
-    """DynamicCache: everything as it comes."""
+    """DynamicCache: exact keys and values."""
 
     def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
         return DynamicCache(config=config)
@@ -42,7 +42,7 @@ class Dynamic(Peer):
 
 @dataclass(frozen=True)
 class Offloaded(Peer):
-    """DynamicCache with offloading: layers lie in host memory and are fetched one ahead."""
+    """DynamicCache with offloading: layers are in host memory, and the next layer is prefetched."""
 
     def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
         if device.type != "cuda":
@@ -52,13 +52,13 @@ class Offloaded(Peer):
 
 @dataclass(frozen=True)
 class Quantized(Peer):
-    """QuantizedCache.
+    """QuantizedCache of transformers.
 
     Attributes:
-        bits: of a code.
-        group: numbers that share a scale.
-        residual: tokens that stay exact before all of it is quantised again.
-        axis: along which groups lie, of keys and values; None: what the backend's documents advise.
+        bits: bits of a code.
+        group: number of values that share a scale.
+        residual: most exact tokens (`residual_length`); beyond it, all tokens are quantised again.
+        axis: axis of the groups, for keys and values; None: the one that the backend's documentation advises.
     """
 
     backend: ClassVar[str]
@@ -76,7 +76,7 @@ class Quantized(Peer):
 
 
 class Quanto(Quantized):
-    """With optimum-quanto."""
+    """QuantizedCache with optimum-quanto."""
 
     backend, advised, package = "quanto", 0, "optimum-quanto"
 
@@ -86,7 +86,7 @@ class Quanto(Quantized):
 
 
 class HQQ(Quantized):
-    """With hqq."""
+    """QuantizedCache with hqq."""
 
     backend, advised, package = "hqq", 1, "hqq"
 
@@ -130,26 +130,26 @@ class PeerEntry(CacheEntry):
         return PEERS[self.peer](**self.options_for(title)).build(config, given.model.device)
 
     def close(self, cache: Cache) -> None:
-        """Nothing of the model was changed."""
+        """Do nothing: these caches do not change the model."""
 
     def cache_size(self, given: Given, cache: Cache, tokens: int) -> CacheSize:
         everything = measure(cache)
         held = measure(cache, given.model.device)
         config = given.model.config.get_text_config(decoder=True)
         values = tokens * values_of_token(config)
-        # Beside layers that slide it depends on the length of each row.
+        # With sliding-window layers the bytes of a DynamicCache depend on the length of each row, which is not known here.
         dynamic = None if any(slides(config)) else values * given.model.dtype.itemsize
         return CacheSize(held, values, host_bytes=everything - held, dynamic_bytes=dynamic)
 
 
 def values_of_token(config: PreTrainedConfig) -> int:
-    """Key and value elements of one token in the layers that a method of ours would compress: all but sliding ones beside
-    others, as in `Memory.bits_per_value`."""
+    """Number of key and value elements of one token in the layers that our methods compress, as in `Memory.bits_per_value`: the
+    full-attention layers, or all layers if all of them slide."""
     shape, sliding = Geometry.of(config), slides(config)
     return 2 * shape.kv_heads * shape.head_dim * (sliding.count(False) or len(sliding))
 
 
 def slides(config: PreTrainedConfig) -> list[bool]:
-    """Of each layer whether transformers keeps a sliding window of it alone."""
+    """Return for each layer whether transformers keeps only a sliding window of it."""
     layers: list[Any] = list(DynamicCache(config=config).layers)
     return [type(layer) is not DynamicLayer for layer in layers]

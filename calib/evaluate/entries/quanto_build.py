@@ -1,6 +1,7 @@
-"""quanto compiles its C++ at the first use; a process that dies meanwhile leaves a lock, and every later one would wait for ever.
+"""Waits for the build of quanto's C++ extension, and detects a stale build lock.
 
-The lock is a file that `torch.utils.cpp_extension.load` makes in the extension's folder and removes when it is done.
+quanto compiles its C++ at the first use. A process that dies during the build leaves a lock, and later processes would wait for
+it forever. The lock is a file that `torch.utils.cpp_extension.load` makes in the extension's folder and removes after the build.
 """
 
 import logging
@@ -10,12 +11,12 @@ from pathlib import Path
 
 LOG = logging.getLogger(__name__)
 LOCK = "lock"
-LIMIT = 300.0  # seconds; a build takes about one minute
-PAUSE = 1.0  # seconds between two looks
+LIMIT = 300.0  # seconds after which a lock is stale; a build takes about one minute
+PAUSE = 1.0  # seconds between two checks
 
 
 def build_folders() -> list[Path]:
-    """Where quanto builds its extensions; none where it is not installed."""
+    """Return the folders in which quanto builds its extensions; empty if it is not installed."""
     try:
         from optimum.quanto.library.extensions import get_extension, is_extension_available
     except ImportError:
@@ -25,7 +26,7 @@ def build_folders() -> list[Path]:
 
 
 def wait_for_builds(folders: Iterable[Path], limit: float = LIMIT) -> None:
-    """Waits while another process builds, and says so; ValueError for a lock that is older than `limit` seconds."""
+    """Wait while another process builds, with a log message; raises ValueError for a lock older than `limit` seconds."""
     for folder in folders:
         lock, told = folder / LOCK, False
         while (age := age_of(lock)) is not None:
@@ -41,7 +42,7 @@ def wait_for_builds(folders: Iterable[Path], limit: float = LIMIT) -> None:
 
 
 def age_of(lock: Path) -> float | None:
-    """Seconds since the lock was made; None where there is none (any more)."""
+    """Return the seconds since the lock was made; None if there is no lock."""
     try:
         return time.time() - lock.stat().st_mtime
     except OSError:

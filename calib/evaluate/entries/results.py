@@ -1,13 +1,13 @@
-"""Answers that were given elsewhere, as a row: another library's, in an environment of its own, to the same cases.
+"""A row with answers from a file, which another library gave to the same cases in its own environment.
 
-`calib eval --write-cases FILE` writes the cases of the columns that can be written (`calib/evaluate/cases.py`); whoever
+`calib eval --write-cases FILE` writes the cases of the columns that can be written (`calib/evaluate/cases.py`); the program that
 answers them writes
 
     {"format": 1, "name": ..., "options": {...}, "versions": {...}, "weights": {...}, "dtype": ...,
      "columns": [{"title", "settings", "parts": [...], "bytes": [...], "values": [...]}, ...]}
 
-with one part, one number of bytes and one of values a batch, or for a column that failed `error`, one line, in their place.
-Weights, dtype and settings are those of the cases.
+with one part, one number of bytes and one number of key and value elements for each batch. A column that failed has `error` (one
+line) instead of these lists. Weights, dtype and settings are copied from the cases.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ class ResultsEntry(Entry):
     """`{results: FILE}`.
 
     Attributes:
-        path: the file, read when made.
+        path: path of the file.
         digest: SHA-256 of the file.
-        content: the file's.
+        content: content of the file.
     """
 
     path: str
@@ -44,7 +44,7 @@ class ResultsEntry(Entry):
 
     @staticmethod
     def of(label: str, group: str, options: Mapping[str, Any], path: object) -> "ResultsEntry":
-        """Reads the file; raises UsageError for options beside it and for a file that holds no results."""
+        """Read the file; raises UsageError if there are options, or if the file is missing or has no results."""
         if options:
             raise UsageError(f"methods: '{label}': results in a file have no option, got {', '.join(options)}")
         if not isinstance(path, str) or not Path(path).is_file():
@@ -70,7 +70,7 @@ class ResultsEntry(Entry):
         return any(found["title"] == column.title for found in self.content["columns"])
 
     def check(self, given: Given, column: Column) -> None:
-        """Raises UsageError for another model, dtype or other cases than the column's."""
+        """Raise UsageError if the answers are for another model, dtype or other cases than the column's."""
         dtype = str(given.model.dtype).removeprefix("torch.")
         for what, theirs, ours in (
             ("model", self.content["weights"], given.identity["weights"]),
@@ -99,7 +99,7 @@ class ResultsEntry(Entry):
 
 
 def check(content: object) -> None:
-    """Raises ValueError naming the first thing that results have and `content` has not."""
+    """Raise ValueError that names the first missing or wrong entry of results."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is none of ours ({FORMAT})")
     for name, kind in ENTRIES.items():

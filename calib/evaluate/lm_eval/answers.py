@@ -1,9 +1,9 @@
-"""Rows through an empty cache: log-likelihoods and greedy flags, or text.
+"""Feeds rows through an empty cache and returns log-likelihoods with greedy flags, or generated text.
 
-A row is prefilled with its context but the last token; that one and the continuation follow in chunks. So every prediction,
-that of a single token as well, comes from a forward that meets the context as the cache keeps it. A context of one token
-has nothing to prefill: its first chunk is the prefill, and those tokens see each other exactly, as in every forward.
-Generation prefills the whole prompt, as a user's `generate` does: its first token is predicted from the exact prompt.
+A scored row is prefilled with its context except the last token; that token and the continuation follow in chunks. So every
+prediction, even of a single token, comes from a forward that attends to the context as the cache stores it. A context of one token
+has nothing to prefill: its first chunk is the prefill, and the tokens of that chunk attend to each other exactly, as in every
+forward. Generation prefills the whole prompt, as `generate` does: its first token is predicted from the exact prompt.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from calib.evaluate.feed import Feed
 from calib.evaluate.generation import Prompt, generated, left_padded, pad_token
 from calib.evaluate.lm_eval.rows import Batch, Scored
 
-Answer = tuple[float, bool] | str  # nats and whether greedy decoding gives the continuation; or what was generated
+Answer = tuple[float, bool] | str  # log-likelihood in nats and whether the continuation is greedy; or generated text
 
 
 def answered(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Cache, batch: Batch, chunk: int
 ) -> list[Answer]:
-    """The answers to a batch, each chunk of a continuation `chunk` tokens; raises RunError for logits that are NaN."""
+    """Return the answers to a batch; continuations are fed in chunks of `chunk` tokens. Raises RunError for NaN logits."""
     rows = batch.rows
     if isinstance(rows[0], Prompt):
         return list(generated(model, tokenizer, cache, [row for row in rows if isinstance(row, Prompt)]))
@@ -35,11 +35,11 @@ def answered(
 def log_likelihoods(
     model: PreTrainedModel, cache: Cache, rows: Sequence[Scored], pad: int, chunk: int
 ) -> list[tuple[float, bool]]:
-    """Of each continuation, in nats; and whether each of its tokens is the most likely one."""
+    """Return, for each continuation, its log-likelihood in nats and whether each of its tokens is the most likely one."""
     feed, device = Feed(model, cache), model.device
     if len(rows[0].context) > 1:
         feed(*left_padded([row.context[:-1] for row in rows], pad, device), only_last=True)
-    # What stands behind the end of a shorter row is seen by nothing that is asked of it.
+    # Rows are right-padded: no scored token attends to the padding after it.
     fed = right_padded([row.context[-1:] + row.continuation[:-1] for row in rows], pad, device)
     wanted = right_padded([row.continuation for row in rows], pad, device)
     likely, greedy = [], []
@@ -56,6 +56,6 @@ def log_likelihoods(
 
 
 def right_padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> Tensor:
-    """Ids [rows, longest] int64."""
+    """Return right-padded ids [rows, longest] int64."""
     longest = max(map(len, rows))
     return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)

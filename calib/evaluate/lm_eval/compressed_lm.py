@@ -1,4 +1,4 @@
-"""The adapter for scripts: `lm_eval.simple_evaluate(model=CompressedLM(model, tokenizer, "kivi", bits=2), tasks=[...])`."""
+"""Adapter for users' scripts: `lm_eval.simple_evaluate(model=CompressedLM(model, tokenizer, "kivi", bits=2), tasks=[...])`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,22 +19,22 @@ class CompressedLM(RowsLM):
 
     Args:
         model: a causal language model in evaluation mode, on its device.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         method: a name from `calib methods`.
-        artifact: what `calib fit` wrote for the model, where the method uses it.
-        batch_size: rows at once.
-        chunk: tokens of a continuation in a forward. They see each other exactly; what is before them comes from the cache.
-        max_length: tokens of a row at most; None: those the model was made for. Longer contexts lose their beginning.
-        max_gen_toks: new tokens of a generation at most, where the task does not say.
-        seed: of methods that draw.
-        options: the method's own (`bits=2`).
+        artifact: the artifact that `calib fit` wrote for the model, for methods that use one.
+        batch_size: number of rows at once.
+        chunk: tokens of a continuation in one forward. They attend to each other exactly, and to earlier tokens in the cache.
+        max_length: most tokens of a row; None: the model's own length. Longer contexts lose their beginning.
+        max_gen_toks: most new tokens of a generation if the task gives no limit.
+        seed: seed of methods that use random numbers.
+        options: the method's options (`bits=2`).
 
     Attributes:
-        memories: each batch's `cache.memory()` at the end of its rows.
+        memories: the `cache.memory()` of each batch after its last token.
 
     Raises:
-        ValueError: a method or options that the model's cache refuses.
-        UsageError: a number out of range.
+        ValueError: if the method or its options cannot be used with the model.
+        UsageError: if a number is out of range.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CompressedLM(RowsLM):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        # Refuses now what it would refuse later.
+        # Fails now, rather than at the first request, if method or options cannot be used.
         compress(model, method, artifact, seed=seed, tokenizer=tokenizer, **options).release()
         longest = length_of(model.config, tokenizer) if max_length is None else max_length
         given = {"batch_size": batch_size, "chunk": chunk, "max_length": longest, "max_gen_toks": max_gen_toks}
@@ -65,11 +65,11 @@ class CompressedLM(RowsLM):
 
     @property
     def device(self) -> Any:
-        """The model's."""
+        """The model's device."""
         return self.model.device
 
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """Every batch through a cache of its own."""
+        """Answer the rows in batches, each with a new cache; answers are in the order of `rows`."""
         found: dict[int, Answer] = {}
         with tqdm(total=len(rows), disable=quiet, desc=f"through {self.method}") as bar:
             for batch in in_batches(rows, self.batch_size, self.chunk, self.max_length):
@@ -83,5 +83,5 @@ class CompressedLM(RowsLM):
         return [found[position] for position in range(len(rows))]
 
     def get_model_info(self) -> Mapping[str, Any]:
-        """For the `config` of lm-eval's results: the method, its options and the chunk."""
+        """Return method, options and chunk for the `config` entry of lm-eval's results."""
         return {"cache": self.method, "cache_options": dict(self.options), "chunk": self.chunk}

@@ -1,4 +1,4 @@
-"""lm-eval's metrics as figures of a cell: `acc,none` and `acc_stderr,none` become `accuracy` and its interval."""
+"""Turns lm-eval's metrics into figures of a cell: `acc,none` and `acc_stderr,none` become `accuracy` and its interval."""
 
 import math
 import re
@@ -10,22 +10,22 @@ from calib.errors import RunError
 from calib.evaluate.figures import scalars
 from calib.evaluate.proportion import Z
 
-SHARES = ("accuracy", "exact")  # what begins so lies between 0 and 1, and so do its interval's ends
+SHARES = ("accuracy", "exact")  # prefixes of metrics between 0 and 1, whose intervals are clipped to that range
 
 
 def spelled(metric: str) -> str:
-    """`acc_norm` as `accuracy_norm`; the others as lm-eval calls them."""
+    """Spell out `acc_norm` as `accuracy_norm`; other names stay as in lm-eval."""
     return re.sub(r"^acc(?![a-z])", "accuracy", metric)
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, float | int]:
-    """The figures of one task's results.
+    """Return the figures of one task's results.
 
-    A metric of several filters goes without the filter's name for the first of them. Intervals are 95 %, normal, from the
-    standard error, where lm-eval has one: that of the quality (`figures.scalars`) is `low` to `high`, others bear their
-    figure's name.
+    If a metric has several filters, the first one's figure has no filter name. Intervals are normal 95 % intervals from lm-eval's
+    standard error, if there is one: the interval of the quality (`figures.scalars`) is `low` to `high`, others have the figure's
+    name as prefix.
 
-    Raises RunError for a metric that is not finite, and where there is none.
+    Raises RunError if a metric is not finite, or if there is no metric.
     """
     found: dict[str, float] = {}
     errors: dict[str, float] = {}
@@ -54,5 +54,5 @@ def figures(results: Mapping[str, Any]) -> dict[str, float | int]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, of numpy as well; lm-eval says "N/A" where it has none."""
+    """Whether `value` is a real number (also of numpy); lm-eval writes "N/A" for missing ones."""
     return isinstance(value, Real) and not isinstance(value, bool)

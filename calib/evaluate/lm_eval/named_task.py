@@ -1,4 +1,4 @@
-"""A task of lm-eval by its name: what it asks, and what it makes of the answers, the same at every call."""
+"""A task of lm-eval by its name: its requests and its metrics of given answers, reproducible at every call."""
 
 import hashlib
 import io
@@ -24,29 +24,29 @@ from calib.evaluate.lm_eval.metrics import spelled
 from calib.evaluate.lm_eval.rows_lm import RowsLM
 from calib.runtime.messages.printable import printable
 
-DRAWS = 1000  # of lm-eval's bootstrap, for the few metrics whose error has no formula
-WHERE = ("dataset_path", "dataset_name", "dataset_kwargs", "metadata")  # where files lie; the documents are in the hash
+DRAWS = 1000  # resamples of lm-eval's bootstrap, for the few metrics whose standard error has no formula
+WHERE = ("dataset_path", "dataset_name", "dataset_kwargs", "metadata")  # not hashed; the documents themselves are
 Folders = str | Path | Sequence[str | Path] | None
 
 
 class NamedTask:
-    """A task, or a group that has metrics of its own, with its data.
+    """A task, or a group with aggregate metrics, with its data.
 
     Args:
-        manager: knows the tasks.
-        name: one of them.
-        few_shot: examples in a prompt; None: as the task says. A task that says 0 is asked without in any case, as lm-eval has it.
-        cases: documents at most (of each task of a group); None for all.
-        seed: of whatever the task draws.
-        chat: whose chat template the prompts are written with; None: as they stand.
+        manager: lm-eval's task manager.
+        name: name of the task or group.
+        few_shot: examples in a prompt; None: the task's own number. As in lm-eval, tasks whose own number is 0 get no examples.
+        cases: most documents (of each task of a group); None for all.
+        seed: seed of everything that the task draws.
+        chat: the model interface whose chat template renders the prompts; None: prompts are used unchanged.
 
     Attributes:
-        settings: plain JSON; everything that requests and metrics depend on.
-        metrics: what its figures are called, in their order.
+        settings: plain JSON of everything that requests and metrics depend on.
+        metrics: names of its figures, in order.
 
     Raises:
-        UsageError: unknown name, data that cannot be had, a task that needs more than text, or tasks without a figure of
-            their own together.
+        UsageError: if the name is unknown, data are unavailable, a task runs generated code or needs more than text, or a group
+            has no aggregate metric.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NamedTask:
     ) -> None:
         self.name, self.cases, self.seed, self.chat = name, cases, seed, chat
         check_name(manager, name)
-        with self._state():  # all of it: a task draws even to tell its name
+        with self._state():  # all of it, since even loading a task draws random numbers
             self.loaded = load(manager, name)
             self.tasks = list(self.loaded["tasks"].values())
             self._check()
@@ -81,7 +81,7 @@ class NamedTask:
         self.metrics = list(dict.fromkeys(spelled(metric) for task in self.tasks for metric in task.aggregation()))
 
     def requests(self) -> dict[str, list[Instance]]:
-        """All requests by kind, in the order of lm-eval's `evaluate`; one that is repeated stands there as often."""
+        """Return all requests by kind, in the order of lm-eval's `evaluate`; a repeated request occurs several times."""
         found: dict[str, list[Instance]] = {}
         chat: dict[str, Any] = {}
         if self.chat is not None:
@@ -95,14 +95,14 @@ class NamedTask:
         return found
 
     def results(self, lm: RowsLM) -> dict[str, Any]:
-        """What lm-eval makes of the model's answers: `acc,none`, `acc_stderr,none`, ..."""
+        """Return lm-eval's metrics of the answers of `lm`: `acc,none`, `acc_stderr,none`, ..."""
         with self._state():
             given = {"limit": self.cases, "bootstrap_iters": DRAWS, "log_samples": False}
             found = evaluate(lm, self.loaded, apply_chat_template=self.chat is not None, **given)["results"]
             return dict(found[self.tasks[0].task_name if len(self.tasks) == 1 else self.name])
 
     def _figures_of(self) -> Any:
-        """The task, or the group whose metrics are wanted."""
+        """Return the only task, or the group that has the metrics."""
         return self.tasks[0] if len(self.tasks) == 1 else self.loaded["groups"].get(self.name)
 
     def _check(self) -> None:
@@ -122,7 +122,7 @@ class NamedTask:
                     raise UsageError(f"tasks.lm_eval: '{task.task_name}' {what}, which is not done here; leave it out")
 
     def _hash(self, requests: Sequence[Instance]) -> str:
-        """SHA-256 of what is asked, of the documents with their targets, and of how the tasks score them."""
+        """Return the SHA-256 of the requests, the documents with their targets, and the tasks' configurations."""
         configs = [{key: value for key, value in task.dump_config().items() if key not in WHERE} for task in self.tasks]
         asked = [[request.request_type, request.args, request.doc] for request in requests]
         text = json.dumps([configs, asked], sort_keys=True, default=plain_name)
@@ -130,9 +130,9 @@ class NamedTask:
 
     @contextmanager
     def _state(self) -> Iterator[None]:
-        """Inside, what the task draws is of `seed` and nothing is shown; behind it, the process is as before.
+        """Context manager: seed all random generators with `seed` and silence output; afterwards restore the process's state.
 
-        lm-eval's tasks draw from the global generators as well as from their own, show bars and print.
+        lm-eval's tasks draw from the global generators as well as from their own, show progress bars and print.
         """
         states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is meant
         processes = os.environ.get("DISABLE_MULTIPROC")
@@ -155,9 +155,9 @@ class NamedTask:
 
 
 def known_tasks(include_path: Folders, names: Sequence[str]) -> TaskManager:
-    """lm-eval's tasks, and those of the YAML files in `include_path`; UsageError where that is no folder.
+    """Return a manager of lm-eval's tasks and those of the YAML files in `include_path`; raises UsageError if a folder is missing.
 
-    lm-eval reads thousands of files to know its own, so where the folders hold all of `names` those are left alone.
+    lm-eval reads thousands of files to index its own tasks, so they are skipped if the folders have all of `names`.
     """
     folders = [include_path] if isinstance(include_path, str | Path) else list(include_path or ())
     missing = next((folder for folder in folders if not Path(folder).is_dir()), None)
@@ -171,7 +171,7 @@ def known_tasks(include_path: Folders, names: Sequence[str]) -> TaskManager:
 
 
 def check_name(manager: TaskManager, name: str) -> None:
-    """Raises UsageError for a name that lm-eval does not know, with the nearest that it does."""
+    """Raise UsageError for a name that lm-eval does not know, with the nearest known names."""
     if name in manager.all_tasks:
         return
     near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
@@ -180,7 +180,7 @@ def check_name(manager: TaskManager, name: str) -> None:
 
 
 def load(manager: TaskManager, name: str) -> Any:
-    """The tasks and groups of a name, with their data; UsageError where those cannot be had."""
+    """Load the tasks and groups of a name with their data; raises UsageError if that fails."""
     try:
         with without_waiting_for_the_hub():
             return manager.load([name])
@@ -197,5 +197,5 @@ def load(manager: TaskManager, name: str) -> Any:
 
 
 def plain_name(value: Any) -> str:
-    """For what JSON has no word for: a function's or a type's name, the same in every process."""
+    """Return a name for an object that JSON cannot represent: the function's or the type's, which is the same in every process."""
     return str(getattr(value, "__name__", type(value).__name__))

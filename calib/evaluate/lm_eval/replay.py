@@ -1,4 +1,4 @@
-"""Two models for lm-eval that run nothing: one notes the rows that are asked, one gives the answers found for them."""
+"""Two model interfaces for lm-eval that run no model: one records the requested rows, the other returns known answers."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from calib.evaluate.lm_eval.rows_lm import RowsLM
 
 
 class Recorder(RowsLM):
-    """Notes the rows; its answers mean nothing."""
+    """Records the rows; its answers are dummies."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, max_gen_toks: int) -> None:
         super().__init__(tokenizer, max_length, max_gen_toks)
         self.rows: list[Row] = []
 
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """One of the right kind for each."""
+        """Record the rows, and return a dummy answer of the right kind for each."""
         self.rows += rows
         return [(0.0, False) if isinstance(row, Scored) else "" for row in rows]
 
 
 class Replay(RowsLM):
-    """Gives the answers to rows that are asked in the same order again; RunError where others are."""
+    """Returns known answers to rows that are requested again in the same order; raises RunError for other rows."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Replay(RowsLM):
 
     @property
     def left(self) -> int:
-        """Answers not asked for yet."""
+        """Number of answers that have not been requested yet."""
         return len(self._answered)
 
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """The next ones."""
+        """Return the next answers."""
         known, self._answered = self._answered[: len(rows)], self._answered[len(rows) :]
         if [row for row, _ in known] != list(rows):
             raise RunError(

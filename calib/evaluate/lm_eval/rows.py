@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model, as rows of tokens: a continuation to score, or a prompt to go on from."""
+"""lm-eval's requests as rows of tokens: a continuation to score, or a prompt to continue."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from calib.errors import UsageError
 from calib.evaluate.generation import Prompt
 from calib.runtime.messages.printable import printable
 
-LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")  # what configurations call a model's length
-UNKNOWN_LENGTH, UNLIMITED = 2048, 10**18  # lm-eval's tokens where nothing is said; what tokenizers say for "no limit"
+LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")  # entries of configurations with a model's length
+UNKNOWN_LENGTH, UNLIMITED = 2048, 10**18  # lm-eval's default length; tokenizers' value for "no limit" is larger
 LIMITS = (
     "max_gen_toks",
     "max_new_tokens",
     "max_tokens",
     "max_completion_tokens",
-)  # names of the same, the first counts
+)  # names of the limit of new tokens; the first one that is given counts
 
 
 class Scored(NamedTuple):
-    """A continuation whose log-likelihood is wanted: ids of what stands before it and its own, at least one each."""
+    """A continuation to score: ids of its context and its own ids, at least one each."""
 
     context: list[int]
     continuation: list[int]
@@ -31,29 +31,30 @@ Row = Scored | Prompt
 
 
 class Batch(NamedTuple):
-    """Rows of one kind that go through a cache together, and their positions among all rows."""
+    """Rows of one kind that are fed together, and their indices among all rows."""
 
     positions: list[int]
     rows: Sequence[Row]
 
     def prefill(self, chunk: int) -> list[int]:
-        """Tokens of each row's first forward."""
+        """Return the tokens of each row's first forward."""
         return [
             len(row.context) - 1 or min(chunk, self.most()) if isinstance(row, Scored) else len(row.context)
             for row in self.rows
         ]
 
     def lengths(self) -> list[int]:
-        """Tokens of each row in the cache at the end; where rows end by themselves, at most."""
+        """Return the tokens of each row in the cache at the end; for generation, at most so many."""
         return [len(row.context) - 1 + (self.most() if isinstance(row, Scored) else row.new) for row in self.rows]
 
     def most(self) -> int:
-        """Tokens fed behind the context's last but one to each row: those of the longest continuation."""
+        """Return the tokens fed to each row after its prefill (all of the context except its last token): those of the longest
+        continuation."""
         return max(len(row.continuation) for row in self.rows if isinstance(row, Scored))
 
 
 def length_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens the model was made for; where neither says, lm-eval's default."""
+    """Return the model's length in tokens from its configuration or tokenizer, or lm-eval's default if neither has one."""
     text = config.get_text_config(decoder=True)
     known = [getattr(text, name, None) for name in LENGTHS]
     limit = getattr(tokenizer, "model_max_length", None)
@@ -62,9 +63,9 @@ def length_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> i
 
 
 def scored(context: list[int], continuation: list[int], longest: int) -> Scored:
-    """The row, its context cut on the left where both are longer than the model was made for (the last token is not fed).
+    """Return a row whose context is cut on the left so that at most `longest` tokens are fed (the last token is not fed).
 
-    Raises UsageError for a continuation without tokens, and for one that is longer by itself.
+    Raises UsageError for an empty continuation, and for one that is longer than `longest`.
     """
     if not continuation:
         raise UsageError("lm-eval asks for a continuation without tokens; this tokenizer cannot serve the task")
@@ -74,17 +75,17 @@ def scored(context: list[int], continuation: list[int], longest: int) -> Scored:
 
 
 def prompt(context: list[int], settings: Mapping[str, Any], ends: Sequence[str], new: int, longest: int) -> Prompt:
-    """The row of a request of generation, its context cut on the left so that the new tokens have room.
+    """Return the row of a generation request, with its context cut on the left so that the new tokens fit.
 
     Args:
-        context: ids.
+        context: ids of the prompt.
         settings: lm-eval's `generation_kwargs`; a temperature above 0 samples, as `do_sample` does.
-        ends: texts that end an answer besides the task's own.
-        new: tokens at most where the settings do not say.
-        longest: tokens the model was made for.
+        ends: texts that end an answer, in addition to the task's own.
+        new: most new tokens if the settings give no limit.
+        longest: the model's length in tokens.
 
     Raises:
-        UsageError: no room for the new tokens behind a prompt, or stop texts that are none.
+        UsageError: if the new tokens leave no room for a prompt, or stop texts are no strings.
     """
     options = dict(settings)
     given = [options.pop(name, None) for name in LIMITS]
@@ -98,7 +99,7 @@ def prompt(context: list[int], settings: Mapping[str, Any], ends: Sequence[str],
     until = [until] if isinstance(until, str) else list(until)
     if not all(isinstance(text, str) for text in until):
         raise UsageError(f"lm-eval's generation_kwargs.until must be texts, got {printable(until)}")
-    options.pop("max_length", None)  # of prompt and answer; `max_gen_toks` is what lm-eval's tasks count in
+    options.pop("max_length", None)  # limits prompt and answer; lm-eval's tasks use `max_gen_toks`
     sampling = bool(options.get("do_sample", float(options.get("temperature") or 0) > 0))
     if not sampling:
         options.pop("temperature", None)
@@ -107,12 +108,11 @@ def prompt(context: list[int], settings: Mapping[str, Any], ends: Sequence[str],
 
 
 def in_batches(rows: Sequence[Row], size: int, chunk: int, longest: int) -> list[Batch]:
-    """Rows that are fed alike, with little padding.
+    """Group rows into batches that can be fed together with little padding.
 
-    A shorter continuation goes on with tokens that nothing is asked of until the batch's longest ends, so rows with as many
-    chunks come together, and no row comes to lie beyond the length that the model was made for. Rows without a token before
-    the one that the first prediction is made from have no prefill and stay among themselves, and so do prompts with equal
-    settings.
+    Shorter continuations are right-padded to the longest of the batch, so rows with equal numbers of chunks are grouped, and
+    padding must not exceed the model's length `longest`. Rows with a context of one token have no prefill and are never mixed with
+    others, nor are prompts with different settings.
     """
     found: list[Batch] = []
     kind: tuple[Any, ...] | None = None
@@ -129,14 +129,14 @@ def in_batches(rows: Sequence[Row], size: int, chunk: int, longest: int) -> list
 
 
 def fed_like(row: Row) -> tuple[Any, ...]:
-    """Equal for rows that one batch may hold."""
+    """Return a key that is equal for rows that may be in one batch."""
     if isinstance(row, Scored):
         return "scored", len(row.context) == 1
     return "prompt", row.new, row.until, json.dumps(row.options, sort_keys=True, default=str)
 
 
 def order(row: Row, chunk: int) -> tuple[Any, ...]:
-    """Neighbours in this order need little padding; the longest come first, so that what does not fit is seen at once."""
+    """Return a sort key: neighbours need little padding, and the longest rows come first, so that lack of memory shows early."""
     if isinstance(row, Scored):
         chunks = -(-len(row.continuation) // chunk)
         return *fed_like(row), -chunks, -len(row.context) - len(row.continuation), len(row.context)

@@ -1,4 +1,4 @@
-"""lm-eval's model interface over rows: requests become tokens as for lm-eval's own transformers models, one method answers."""
+"""lm-eval's model interface: requests are tokenised as for lm-eval's own transformers models, and one method answers the rows."""
 
 import abc
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from calib.evaluate.lm_eval.rows import Row, prompt, scored
 
 
 class RowsLM(TemplateLM):
-    """Takes lm-eval's requests; a subclass answers rows.
+    """Base class that turns lm-eval's requests into rows; a subclass answers the rows.
 
     Args:
-        tokenizer: the model's.
-        max_length: tokens of a row at most; longer contexts lose their beginning.
-        max_gen_toks: new tokens of a generation at most, where the task does not say.
+        tokenizer: the model's tokenizer.
+        max_length: most tokens of a row; longer contexts lose their beginning.
+        max_gen_toks: most new tokens of a generation if the task gives no limit.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, max_gen_toks: int = 256) -> None:
@@ -29,7 +29,7 @@ class RowsLM(TemplateLM):
 
     @abc.abstractmethod
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """One answer a row; `quiet` shows no progress."""
+        """Return one answer for each row; `quiet` hides the progress bar."""
 
     @property
     def eot_token_id(self) -> int | None:
@@ -48,11 +48,11 @@ class RowsLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval tells chat templates apart by."""
+        """Name by which lm-eval distinguishes chat templates."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the tokenizer's template writes it; without a generation prompt the last message is gone on from."""
+        """Render a conversation with the chat template; without a generation prompt the last message is left open to continue."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -63,7 +63,7 @@ class RowsLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids; the tokenizer's own special tokens unless the text begins with the first of them, or as asked for."""
+        """Return the ids of a text; by default with special tokens, unless the text already begins with the first one."""
         first = self.tokenizer.bos_token or self.tokenizer.eos_token
         if add_special_tokens is None and first and string.startswith(first):
             add_special_tokens = False
@@ -71,7 +71,7 @@ class RowsLM(TemplateLM):
         return list(self.tokenizer.encode(string, **special))
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
-        """(log-likelihood in nats, whether it is greedy) of each ((context, continuation), ids, ids)."""
+        """Return (log-likelihood in nats, whether it is greedy) for each ((context, continuation), their ids)."""
         rows = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
         found = self.answers(rows, disable_tqdm)
         for (texts, *_), answer in zip(requests, found, strict=True):
@@ -79,7 +79,7 @@ class RowsLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood in nats of each whole text, in lm-eval's windows of the model's length."""
+        """Return the log-likelihood in nats of each whole text, in lm-eval's windows of the model's length."""
         texts = [request.args[0] for request in requests]
         windows = [
             [
@@ -97,7 +97,7 @@ class RowsLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What is generated behind each prompt, before the first stop text."""
+        """Return the text generated after each prompt, up to the first stop text."""
         ends = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
         rows = []
         for text, settings in (request.args for request in requests):

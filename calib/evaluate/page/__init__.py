@@ -1,8 +1,8 @@
-"""The report of a run as one HTML file, drawn from what `results.json` holds.
+"""The report of a run as one HTML file, made from the content of `results.json`.
 
-page          the whole of it
-overview      methods by columns, a table that sorting (the page's only script) orders
-scatter       quality against true bits: axes, pareto (the front), labels (where names find room)
-part_map      figures by depth or by layer, methods by parts
-memory_bars   what the bits are spent on
+page          the whole page
+overview      a table of methods by columns that can be sorted (the page's only script)
+scatter       quality against true bits: axes, pareto (the front), labels (positions of names)
+part_map      figures by depth or by layer, as a table of methods by parts
+memory_bars   bits per value by kind of memory
 """

@@ -1,25 +1,25 @@
-"""An axis of a drawing: which numbers stand along it, and where."""
+"""An axis of a chart: its range, its ticks, and the position of a value on it."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TICKS = 6  # numbers along an axis, about
-FAR = 8.0  # ratios of this size and more lie on a logarithmic axis
-PADDING = 0.06  # of the axis, on either side of the outermost figures
-STEPS = (1, 1.5, 2, 3, 5, 7)  # of a decade, as many of them as are wanted
+TICKS = 6  # approximate number of ticks on an axis
+FAR = 8.0  # an axis is logarithmic if the largest value is at least so many times the smallest
+PADDING = 0.06  # share of the axis on either side of the outermost values
+STEPS = (1, 1.5, 2, 3, 5, 7)  # densest ticks within a decade
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`, logarithmic or not; both ends are positive where it is."""
+    """An axis from `low` to `high`; if `logarithmic`, both ends are positive."""
 
     low: float
     high: float
     logarithmic: bool
 
     def place(self, value: float) -> float:
-        """Where on the axis it lies: 0 at `low`, 1 at `high`."""
+        """Position of a value on the axis: 0 at `low`, 1 at `high`."""
         low, high, value = (math.log(end) if self.logarithmic else end for end in (self.low, self.high, value))
         return (value - low) / (high - low)
 
@@ -46,7 +46,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def axis_of(values: Sequence[float], ratios: bool) -> Axis:
-    """An axis that holds all of `values`, at least one; `ratios` says whether they are compared by their ratio."""
+    """Return an axis that covers all `values`, at least one; `ratios` allows a logarithmic axis for positive values."""
     low, high = min(values), max(values)
     if ratios and low > 0 and high / low >= FAR:
         spare = (high / low) ** PADDING
@@ -56,14 +56,14 @@ def axis_of(values: Sequence[float], ratios: bool) -> Axis:
 
 
 def bits_axis(values: Sequence[float]) -> Axis:
-    """Bits are powers of two: half of them is as far at 2 as at 16."""
+    """Return a logarithmic axis for bits per value, so that halving is the same distance everywhere."""
     low, high = min(values), max(values)
     spare = max(high / low, 2.0) ** PADDING
     return Axis(low / spare, high * spare, True)
 
 
 def bits_ticks(axis: Axis) -> list[float]:
-    """Powers of two and one and a half times those."""
+    """Ticks at powers of two and 1.5 times powers of two."""
     powers = range(math.floor(math.log2(axis.low)), math.ceil(math.log2(axis.high)) + 1)
     found = [step * 2.0**power for power in powers for step in (1, 1.5)]
     return [tick for tick in found if axis.low <= tick <= axis.high]

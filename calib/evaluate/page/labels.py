@@ -1,9 +1,9 @@
-"""Where the names of points find room in a drawing."""
+"""Positions for the names of points in a chart, without overlaps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDE = 0.6  # width of a letter, of its height: bold ones of the system's fonts
+WIDE = 0.6  # width of a letter as a share of its height, for bold system fonts
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Box:
     bottom: float
 
     def meets(self, other: "Box") -> bool:
-        """Whether the two have room in common."""
+        """Whether the two boxes overlap."""
         across = self.left < other.right and other.left < self.right
         return across and self.top < other.bottom and other.top < self.bottom
 
     def inside(self, other: "Box") -> bool:
-        """Whether it lies within the other."""
+        """Whether the box lies within the other."""
         across = other.left <= self.left and self.right <= other.right
         return across and other.top <= self.top and self.bottom <= other.bottom
 
@@ -29,14 +29,14 @@ class Box:
 def place(
     names: Sequence[str], points: Sequence[tuple[float, float]], frame: Box, letter: float, radius: float
 ) -> list[Box | None]:
-    """A box for each name beside its point, None where there is no room for it. The first ones choose first.
+    """Return a box next to its point for each name, or None if there is no free one. Earlier names have priority.
 
     Args:
-        names: in the order of their importance.
-        points: where they are drawn; no name covers one.
-        frame: the drawing's.
+        names: the names, most important first.
+        points: coordinates of the points; no name covers a point.
+        frame: the chart's frame, which contains all boxes.
         letter: height of the letters.
-        radius: of the points.
+        radius: radius of the points.
     """
     taken = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in points]
     found: list[Box | None] = []
@@ -50,7 +50,7 @@ def place(
 
 
 def around(x: float, y: float, wide: float, high: float, gap: float) -> list[Box]:
-    """Boxes to the right, to the left, above and below of a point, then at its corners."""
+    """Return candidate boxes to the right, to the left, above and below a point, then at its corners."""
     lefts = {"right": x + gap, "middle": x - wide / 2, "left": x - gap - wide}
     tops = {"middle": y - high / 2, "above": y - gap - high, "below": y + gap}
     order = [("right", "middle"), ("left", "middle"), ("middle", "above"), ("middle", "below")]

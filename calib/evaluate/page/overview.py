@@ -1,4 +1,4 @@
-"""Methods by columns as a table whose headings sort it; without the script it stands as the methods were asked for."""
+"""Table of methods by columns that headings sort; without the script the methods are in the order of the request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from calib.html_page.table import words
 Cell = Mapping[str, Any]
 FAILED = "failed"
 EARLY = "nothing is encoded yet: every token is still exact in the window"
-PAPER = "paper"  # the heading of bits as the method's paper counts them
+PAPER = "paper"  # heading of the bits as counted by the method's paper
 
 SORTING = """
 for (const table of document.querySelectorAll("table.sorted")) {
@@ -44,14 +44,14 @@ for (const table of document.querySelectorAll("table.sorted")) {
 
 @dataclass(frozen=True)
 class Part:
-    """One column of the table: of a column of the run, a figure of its cells, their bits or the paper's."""
+    """One column of the HTML table: a figure, the bits or the paper's bits of the cells of one column of the run."""
 
     title: str
     name: str
-    first: bool  # of its column of the run
+    first: bool  # whether it is the first one of its column of the run
 
     def shown(self, cell: Cell | None) -> str:
-        """The table's cell; empty where there is nothing to tell."""
+        """Return the HTML of the table's cell; empty if there is no value."""
         look = ' class="first"' if self.first else ""
         if cell is not None and "error" in cell and self.first:
             return f'<td class="first failed" data-value="" title="{words(cell["error"])}">{FAILED}</td>'
@@ -67,7 +67,7 @@ class Part:
         return f'<td{look} data-value="{value!r}">{text}{small}</td>'
 
     def value(self, cell: Cell) -> float | None:
-        """What the cell has of it."""
+        """Return the cell's value, or None if it has none."""
         found: float | None = BITS[self.name](cell) if self.name in BITS else cell["figures"].get(self.name)
         return found
 
@@ -79,7 +79,7 @@ BITS = {
 
 
 def overview(run: Run) -> Iterator[str]:
-    """The table; on a narrow screen it scrolls sideways by itself, the methods' names staying in sight."""
+    """Yield the HTML of the table; on a narrow screen it scrolls sideways, and the methods' names stay visible."""
     found, parts, nothing = rows(run), list[Part](), unsolved(run)
     for title in titles(run):
         names = (*figures_of(found, title), *BITS)
@@ -105,11 +105,11 @@ def overview(run: Run) -> Iterator[str]:
 
 
 def figures_of(found: Sequence[Row], title: str) -> list[str]:
-    """Names of the figures that the cells of a column have, the quality first."""
+    """Return the names of the figures of a column's cells, the quality first."""
     return scalars(figures(row, title) for row in found)
 
 
 def figures(row: Row, title: str) -> Mapping[str, Any]:
-    """The figures of a row's cell, none where it failed or is not there."""
+    """Return the figures of a row's cell; empty if it failed or is missing."""
     found: Mapping[str, Any] = row.cells.get(title, {}).get("figures", {})
     return found

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, drawn from the content of its `results.json` alone."""
+"""The report of a run as one HTML file, made only from the content of its `results.json`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from calib.html_page.document import document
 from calib.html_page.table import Table, section, words
 
 ABOUT = "Bits are true bits per value, everything on the device counted; in brackets the 95 % interval."
-TOLD = ("task", "title", "measures")  # of a column, told beside the rest
+TOLD = ("task", "title", "measures")  # entries of a column that are shown separately from its settings
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A part of the page that another room draws: its lines, and the style they need."""
+    """An additional part of the page that the caller provides: its lines of HTML (`body`), and their CSS (`style`)."""
 
     style: str
     body: Sequence[str]
 
 
 def page(run: Run, command: str, further: Sequence[Table] = (), drawn: Drawn | None = None) -> str:
-    """The page of a checked run.
+    """Return the HTML page of a checked run.
 
     Args:
-        run: what `results.json` holds; whatever it says is escaped.
-        command: the words that were typed.
-        further: tables behind those of the run itself.
-        drawn: a part that stands behind the columns.
+        run: the content of `results.json`; all texts in it are escaped.
+        command: the command line.
+        further: tables after those of the run itself.
+        drawn: an additional part after the columns.
     """
     title = words(f"calib eval: {run['config'].get('name', '')}")
     found, columns = rows(run), run["columns"]
@@ -55,7 +55,7 @@ def page(run: Run, command: str, further: Sequence[Table] = (), drawn: Drawn | N
 
 
 def subject(run: Run) -> str:
-    """What was evaluated, in a sentence."""
+    """Return a sentence on the model and the settings."""
     config = run["config"]
     return (
         f"{config.get('model')} in {config.get('dtype')} on {config.get('device')}, seed {config.get('seed')}, "
@@ -64,7 +64,7 @@ def subject(run: Run) -> str:
 
 
 def of_column(found: Sequence[Row], column: dict[str, Any], look: Mapping[str, str], first: bool) -> Iterator[str]:
-    """Everything drawn of one column: the scatter, maps of its parts, and its memory, folded but for the first column."""
+    """Yield the section of one column: the scatter, maps of its parts, and its memory bars (open for the first column only)."""
     title = column["title"]
     yield f"<h2>{words(title)}</h2>"
     yield f"<p>{words(column['measures'])}; {words(settings(column, 'sha256'))}</p>"
@@ -80,7 +80,7 @@ def of_column(found: Sequence[Row], column: dict[str, Any], look: Mapping[str, s
 
 
 def points_of(found: Sequence[Row], title: str, name: str) -> list[Point]:
-    """The methods that have the figure `name` on a column."""
+    """Return a point for each method that has the figure `name` on a column."""
     known = {row.name: figures(row, title) for row in found}
     return [
         Point(
@@ -97,12 +97,12 @@ def points_of(found: Sequence[Row], title: str, name: str) -> list[Point]:
 
 
 def settings(column: dict[str, Any], *but: str) -> str:
-    """What a column's data depend on, in words."""
+    """Return a column's settings as text, without the entries of `TOLD` and `but`."""
     return ", ".join(f"{name} {inline(value)}" for name, value in column.items() if name not in (*TOLD, *but))
 
 
 def failures(run: Run) -> Iterator[str]:
-    """The cells that failed, a line each; nothing where all went well."""
+    """Yield a list of the failed cells; nothing if there are none."""
     failed = [cell for cell in run["cells"] if "error" in cell]
     if failed:
         yield "<h2>Failed cells</h2><ul>"
@@ -113,7 +113,7 @@ def failures(run: Run) -> Iterator[str]:
 
 
 def provenance(run: Run, command: str) -> Table:
-    """What it takes to have the same run again."""
+    """Return a table of everything needed to repeat the run."""
     model = run["model"]
     shape = {key: model[key] for key in ("layers", "heads", "kv_heads", "head_dim", "vocab_size") if key in model}
     weights = model.get("weights")

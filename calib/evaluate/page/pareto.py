@@ -1,14 +1,14 @@
-"""The Pareto front: the methods that no other one beats in bits and in quality at once."""
+"""The Pareto front: the methods to which no other one is superior in both bits and quality."""
 
 from collections.abc import Sequence
 
 
 def front(points: Sequence[tuple[float, float]], less: bool) -> list[int]:
-    """Indices of the points (bits, quality) on the front, from few bits to many.
+    """Return the indices of the points (bits, quality) on the front, from few bits to many.
 
     Args:
-        points: no NaN among them. Of equal points the first counts.
-        less: whether a lower quality figure is the better one.
+        points: the points, without NaN. Of equal points only the first is on the front.
+        less: whether a lower quality figure is better.
     """
     sign = 1 if less else -1
     best, found = float("inf"), []

@@ -1,4 +1,4 @@
-"""Quality against true bits as an SVG drawing: a point a method, the Pareto front as a line of steps."""
+"""Quality against true bits as an SVG chart: a point for each method, and the Pareto front as a step line."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,27 @@ from calib.evaluate.page.labels import Box, place
 from calib.evaluate.page.pareto import front
 from calib.html_page.table import words
 
-WIDTH, HEIGHT = 720, 420  # of the drawing's own units
+WIDTH, HEIGHT = 720, 420  # in SVG units
 FRAME = Box(56, 12, WIDTH - 12, HEIGHT - 44)
 LETTER = 12
 RADIUS = 4.0
-LEAST = 2**-4  # bits; what has less lies elsewhere, and would be alone at the far end of the drawing
+LEAST = 2**-4  # bits per value; methods with less keep their cache off the device and are left out of the chart
 HOST = ", and host memory"
 UNENCODED = "nothing is encoded yet"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A method on a column: its bits a value, its quality, the interval of that where there is one, whether more of it
-    lies in host memory, which the bits leave out, and whether anything of it is encoded yet."""
+    """A method on a column.
+
+    Attributes:
+        name: the method's name.
+        bits: bits per value on the device.
+        value: the quality.
+        interval: the interval of the quality, if there is one.
+        host: whether its cache uses host memory too, which `bits` do not include.
+        encoded: whether any token is encoded.
+    """
 
     name: str
     bits: float
@@ -32,11 +40,11 @@ class Point:
 
     @property
     def comparable(self) -> bool:
-        """Whether its bits are all that it takes, and the method's: others are hollow and on no front."""
+        """Whether its bits can be compared: no host memory, and something encoded. Other points are hollow and on no front."""
         return self.encoded and not self.host
 
     def hint(self, figure: str) -> str:
-        """What is told of it under the pointer."""
+        """Return the tooltip of the point."""
         around = f" [{number(self.interval[0])}, {number(self.interval[1])}]" if self.interval else ""
         return (
             f"{self.name}: {spoken(figure)} {number(self.value)}{around} at {self.bits:.2f} bits"
@@ -46,13 +54,14 @@ class Point:
 
 
 def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
-    """The drawing with a line of words below; nothing where no point has bits. Points with more in host memory are hollow and
-    on no front, since they pay elsewhere; so are those of which nothing is encoded yet.
+    """Yield the chart and a sentence below it; nothing if no point has enough bits.
+
+    Points with host memory, or with nothing encoded, are hollow and on no front, since their bits cannot be compared.
 
     Args:
-        points: of one column.
-        figure: the name of what is measured.
-        title: the column's.
+        points: the points of one column.
+        figure: name of the quality figure.
+        title: the column's title.
     """
     left_out = [point for point in points if point.bits < LEAST]
     points = [point for point in points if point.bits >= LEAST]
@@ -65,7 +74,7 @@ def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
     order = best + [index for index in range(len(points)) if index not in best]
     across = bits_axis([point.bits for point in points])
     ends = [end for point in points for end in (point.value, *(point.interval or ()))]
-    up = axis_of(ends, ratios=less is True)  # perplexities and errors, not shares
+    up = axis_of(ends, ratios=less is True)  # for perplexities and errors, not for shares
     places = [spot(point, across, up) for point in points]
     yield '<div class="scroll">'
     yield (
@@ -84,7 +93,7 @@ def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
 
 
 def told(best: Sequence[Point], nameless: int, figure: str, hollow: Sequence[Point], left_out: Sequence[Point]) -> str:
-    """The front in words, and where the other names are."""
+    """Return the sentence below the chart: the front, hollow points, and points or names that are not shown."""
     if less_is_better(figure) is None:
         found = f"Whether more or less of {spoken(figure)} is better is not known here, so there is no front."
     elif not best:
@@ -102,22 +111,22 @@ def told(best: Sequence[Point], nameless: int, figure: str, hollow: Sequence[Poi
 
 
 def spot(point: Point, across: Axis, up: Axis) -> tuple[float, float]:
-    """Where it is drawn."""
+    """Return the coordinates of a point."""
     return x_of(across, point.bits), y_of(up, point.value)
 
 
 def x_of(axis: Axis, value: float) -> float:
-    """The place of a number along the lower edge."""
+    """Return the x coordinate of a value."""
     return FRAME.left + axis.place(value) * (FRAME.right - FRAME.left)
 
 
 def y_of(axis: Axis, value: float) -> float:
-    """The place of a number along the left edge."""
+    """Return the y coordinate of a value."""
     return FRAME.bottom - axis.place(value) * (FRAME.bottom - FRAME.top)
 
 
 def frame(across: Axis, up: Axis, figure: str, less: bool | None) -> Iterator[str]:
-    """Both axes with their numbers and names, and a line through the drawing for each number."""
+    """Yield both axes with their ticks, names and grid lines."""
     for tick in bits_ticks(across):
         x = x_of(across, tick)
         yield f'<path class="grid" d="M{x:.1f} {FRAME.top}V{FRAME.bottom}"/>'
@@ -139,13 +148,13 @@ def frame(across: Axis, up: Axis, figure: str, less: bool | None) -> Iterator[st
 
 
 def steps(places: Sequence[tuple[float, float]]) -> str:
-    """A line that goes across to each point's bits and then to its quality: between two points the left one counts."""
+    """Return the SVG path of a step line: between two points it keeps the quality of the left one."""
     (x, y), *rest = places
     return f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest) + f"H{FRAME.right}"
 
 
 def drawn(point: Point, at: tuple[float, float], box: Box | None, up: Axis, figure: str, best: bool) -> Iterator[str]:
-    """The point with its interval, its hint and its name."""
+    """Yield the SVG of a point with its interval, tooltip and name."""
     x, y = at
     yield f'<g class="{"best" if best else "other" if point.comparable else "host"}"><title>{words(point.hint(figure))}</title>'
     if point.interval:

@@ -1,4 +1,4 @@
-"""How the report looks beyond what every page has. The full colour of a map (`--full`) leaves its figures readable."""
+"""CSS of the report, in addition to that of every page. The full colour of a map (`--full`) leaves its figures readable."""
 
 from calib.html_page.style import BASE
 

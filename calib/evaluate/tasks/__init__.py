@@ -1,4 +1,4 @@
-"""Every task by name; a new one is a file here and its name in `TASKS`."""
+"""All tasks by name; a new task needs a file here and its name in `TASKS`."""
 
 from dataclasses import fields
 from typing import Any
@@ -34,7 +34,7 @@ __all__ = ["TASKS", "Column", "Subject", "Task", "Written", "build_task"]
 
 
 def build_task(name: str, options: dict[str, Any]) -> Task:
-    """The task `name` with `options`; UsageError names the nearest known task or option."""
+    """Build the task `name` with `options`; raises UsageError that names the nearest known task or option."""
     if name not in TASKS:
         raise UsageError(unknown(f"tasks.{name}", [f"tasks.{known}" for known in TASKS]))
     known = [field.name for field in fields(TASKS[name])]

@@ -1,13 +1,13 @@
-"""Agreement with the full cache: the same text through both, and how far apart what the model says and computes is.
+"""Agreement with the full cache: differences in predictions and attention outputs when both caches read the same text.
 
-A prefill, then chunks, as for perplexity; every token behind the prefill is compared. The full cache is our own `full`, so
-that nothing but the compression differs. Three measures, each over all compared tokens:
+The text is fed as a prefill and then chunks, as for perplexity; every token after the prefill is compared. The full cache is our
+own `full`, so that only the compression differs. Three measures, each over all compared tokens:
 
 1. token agreement: the share whose most likely next token is the same.
 2. KL: the mean of sum_v p(v) log(p(v) / q(v)) in nats, p with the full cache, q with the method's.
-3. attention error of a layer: |a - b| / |b| (L2), where a and b are what its attention module returns (behind the output
-   projection) with the method's cache and with the full one. Both are fed the same tokens, but a layer's input carries the
-   errors of those before it, as it does when the model is used.
+3. attention error of a layer: |a - b| / |b| (L2), where a and b are the outputs of its attention module (after the output
+   projection) with the method's cache and with the full one. Both are fed the same tokens, but a layer's input contains the
+   errors of earlier layers, as it does when the model is used.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ from calib.evaluate.tasks.chunked_text import ChunkedText, ChunkedTextColumn
 from calib.evaluate.tasks.contract import Column, Subject
 from calib.runtime import compress
 
-LOGIT = 4  # bytes
-KEPT_BYTES = 2**30  # host memory for the full cache's answers of a column; those beyond are computed for each method
+LOGIT = 4  # bytes of a float32 logit
+KEPT_BYTES = 2**30  # host memory for the full cache's answers of a column; the others are computed for each method
 
 
 @dataclass(frozen=True)
 class Agreement(ChunkedText):
-    """One column; options as of every `ChunkedText`."""
+    """A task with one column; its options are those of `ChunkedText`."""
 
     name = "agreement"
     purpose = "compare"
@@ -42,23 +42,31 @@ class Agreement(ChunkedText):
     title: str = "agreement"
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
+        """Read the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
         return [AgreementColumn(self, subject)]
 
 
 class Answer(NamedTuple):
-    """Of one chunk: logits [rows, chunk, vocabulary] float32, attention outputs [rows, layers, chunk, hidden]."""
+    """The model's results for one chunk: logits [rows, chunk, vocabulary] float32, attention outputs [rows, layers, chunk,
+    hidden]."""
 
     logits: Tensor
     outputs: Tensor
 
     def to(self, device: torch.device | str) -> "Answer":
-        """The same on `device`."""
+        """Return the same answer on `device`."""
         return Answer(self.logits.to(device), self.outputs.to(device))
 
 
 class Distance(NamedTuple):
-    """Sums over compared tokens: equal tokens and nats [rows], squared norms of differences and outputs [rows, layers]."""
+    """Sums over compared tokens.
+
+    Attributes:
+        same: number of equal most likely tokens [rows].
+        nats: KL divergences [rows].
+        wrong: squared norms of differences of attention outputs [rows, layers].
+        size: squared norms of the full cache's attention outputs [rows, layers].
+    """
 
     same: Tensor
     nats: Tensor
@@ -74,14 +82,14 @@ class Sequences(NamedTuple):
 
 
 class AgreementColumn(ChunkedTextColumn):
-    """Sequences of one text, and the full cache's answers to them: computed once, for the first method that asks.
+    """Sequences of one text, and the full cache's answers to them, which are computed once, for the first method.
 
-    They stay in host memory, at most `KEPT_BYTES` of them, and never on disk; the rest is computed again for each method,
-    chunk by chunk beside its own.
+    At most `KEPT_BYTES` of the answers are kept, in host memory; the others are computed again for each method, chunk by chunk in
+    step with the method's own.
     """
 
     measure_name = "token agreement, KL, attention error"
-    logit_bytes = 48  # of both caches' answers: two of float32, and up to five of float64 while they are compared
+    logit_bytes = 48  # both caches' logits in float32, and up to five float64 tensors while they are compared
 
     def __init__(self, task: Agreement, subject: Subject) -> None:
         super().__init__(task, subject)
@@ -96,18 +104,18 @@ class AgreementColumn(ChunkedTextColumn):
         self._room = KEPT_BYTES
 
     def batches(self) -> list[Sequences]:
-        """The sequences, at most batch_size each."""
+        """Return the sequences in batches of at most batch_size."""
         return [Sequences(number, tokens) for number, tokens in enumerate(self.text.batches())]
 
     def measure(self, cache: Cache, batch: Sequences) -> Distance:
-        """The batch's distance from the full cache's answers."""
+        """Return the distance between the answers to the batch with `cache` and those with the full cache."""
         with closing(self._full(batch)) as wanted:
             pairs = zip(wanted, self._answers(cache, batch.tokens), strict=True)
             chunks = [distance(answer, full) for full, answer in pairs]
         return Distance(*(torch.stack(parts).sum(0).cpu() for parts in zip(*chunks, strict=True)))
 
     def summary(self, parts: Sequence[Distance]) -> dict[str, float | int]:
-        """Agreement and KL with their 95 % intervals (bootstrap over sequences), the error of every layer and their mean."""
+        """Return agreement and KL with 95 % intervals (bootstrap over sequences), the error of every layer and their mean."""
         same, nats, wrong, size = (torch.cat(part) for part in zip(*parts, strict=True))
         errors = (wrong.sum(0) / size.sum(0)).sqrt()
         if not (nats.isfinite().all() and errors.isfinite().all()):
@@ -139,7 +147,7 @@ class AgreementColumn(ChunkedTextColumn):
         return "{agreement:.3f} {kl:.4f} {error:.3f}".format(**figures)
 
     def _full(self, batch: Sequences) -> Generator[Answer]:
-        """The full cache's answers to the batch, chunk by chunk."""
+        """Yield the full cache's answers to the batch, chunk by chunk, from memory or computed now."""
         if batch.number in self._kept:
             yield from (answer.to(batch.tokens.device) for answer in self._kept[batch.number])
             return
@@ -149,7 +157,7 @@ class AgreementColumn(ChunkedTextColumn):
             for answer in self._answers(cache, batch.tokens):
                 yield answer
                 room -= answer.logits.nbytes + answer.outputs.nbytes
-                if room < 0:  # and so it stays: nothing of this batch is kept
+                if room < 0:  # no answers of this batch are kept
                     taken.clear()
                 else:
                     taken.append(answer.to("cpu"))
@@ -157,19 +165,19 @@ class AgreementColumn(ChunkedTextColumn):
             self._kept[batch.number], self._room = taken, room
 
     def _answers(self, cache: Cache, tokens: Tensor) -> Iterator[Answer]:
-        """What the model says and its attention computes behind the prefill, chunk by chunk, through an empty cache."""
+        """Yield logits and attention outputs for the tokens after the prefill, chunk by chunk; `cache` must be empty."""
         feed, task = Feed(self.subject.model, cache), self.task
         feed(tokens[:, : task.prefill], only_last=True)
         for chunk in tokens[:, task.prefill :].split(task.chunk, dim=1):
             with outputs_of(self.modules) as outputs:
                 logits = feed(chunk)
-            # A speculative method's forward has a speculative token behind the tokens that it was given.
+            # A speculative method's forward appends a speculative token to the given tokens; its output is cut off.
             yield Answer(logits, torch.stack([outputs[layer][:, : chunk.shape[1]] for layer in self.modules], dim=1))
 
 
 @contextmanager
 def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """While it lasts, what each module returned last, under the same number."""
+    """Context manager: the yielded mapping has the last output of each module under the module's number."""
     found: dict[int, Tensor] = {}
 
     def keep(layer: int, module: nn.Module, given: Any, output: Any) -> None:
@@ -184,7 +192,7 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 
 def distance(answer: Answer, full: Answer) -> Distance:
-    """Sums over a chunk, in float64."""
+    """Return the sums over one chunk, in float64."""
     same = (answer.logits.argmax(-1) == full.logits.argmax(-1)).double().sum(1)
     q, p = (logits.double().log_softmax(-1) for logits in (answer.logits, full.logits))
     nats = (p.exp() * (p - q)).sum((1, 2))

@@ -1,9 +1,9 @@
-"""Questions as a conversation, in the words of the tokenizer's chat template.
+"""Turns questions into a conversation with the tokenizer's chat template.
 
-What stands before an answer is the user's turn, the answer is the assistant's text, and each further question is a turn of
-its own. The conversation is written once, with all its answers; everything that the template puts before an answer (the
-header of the assistant's turn, an empty block of thoughts) is read with the prompt and not asked. A template has the
-beginning of the text (`<s>`) among its own words, so its text is tokenised without the tokenizer's special tokens.
+The text before an answer is the user's turn, the answer is the assistant's text, and each further question is another user's turn.
+The conversation is rendered once, with all its answers; everything that the template puts before an answer (the header of the
+assistant's turn, an empty block of thoughts) belongs to the prompt and is not scored. A template contains the start token (`<s>`)
+itself, so its text is tokenised without the tokenizer's special tokens.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from calib.errors import UsageError
 from calib.runtime.messages.printable import printable, shortened
 
 Turns = list[dict[str, str]]
-DIGITS = 16  # of the SHA-256 that tells templates apart
+DIGITS = 16  # hexadecimal digits of the SHA-256 that identifies a template
 SAMPLE: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
 
@@ -25,15 +25,15 @@ class Chat:
     """The chat template of a tokenizer, for one task.
 
     Args:
-        tokenizer: the model's.
-        task: its name, for messages.
+        tokenizer: the model's tokenizer.
+        task: the task's name, for messages.
 
     Attributes:
-        identity: of the template and of what it writes today, the first 16 digits of a SHA-256 in hexadecimal. Some
-            templates write the date.
+        identity: the first 16 hexadecimal digits of a SHA-256 of the template and of a sample rendered with it (some templates
+            include the date).
 
     Raises:
-        UsageError: a tokenizer without a chat template, or a template that refuses a question and its answer.
+        UsageError: if the tokenizer has no chat template, or the template refuses a question and its answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, task: str) -> None:
@@ -47,18 +47,18 @@ class Chat:
         self.identity = hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
     def opened(self, turns: Turns) -> str:
-        """The text of `turns` and of the generation prompt behind them."""
+        """Render `turns` with the generation prompt after them."""
         return self._written(turns, add_generation_prompt=True)
 
     def whole(self, turns: Turns) -> str:
-        """The text of `turns`, the last answer with all that the template puts behind it."""
+        """Render `turns`, with everything that the template puts after the last answer."""
         return self._written(turns, add_generation_prompt=False)
 
     def pieces(self, document: Sequence[Piece]) -> list[Piece]:
-        """The document as a conversation, up to its last answer.
+        """Return the document as pieces of a rendered conversation, up to its last answer.
 
-        Raises UsageError where the template writes a conversation otherwise than it opens it, so that a model that
-        generates would read something else.
+        Raises UsageError if the rendered conversation does not begin with the rendered prompt of each answer, since then a model
+        that generates would read another prompt.
         """
         turns = conversation(document)
         text, found, at = self.whole(turns), list[Piece](), 0
@@ -79,7 +79,7 @@ class Chat:
             return str(
                 self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
             )
-        except Exception as error:  # templates are programs and raise what they like
+        except Exception as error:  # templates are programs and raise exceptions of any type
             raise UsageError(
                 f"tasks.{self.task}: this model's chat template refuses a question "
                 f"({shortened(' '.join(str(error).split()), 120)}); give chat_template: false"
@@ -87,8 +87,8 @@ class Chat:
 
 
 def conversation(document: Sequence[Piece]) -> Turns:
-    """Turns of the user and the assistant, one pair an answer; the line breaks between an answer and the next question,
-    which the template's own take the place of, are left out, and so is what stands behind the last answer."""
+    """Return turns of user and assistant, one pair for each answer, without the line breaks between an answer and the next question
+    (the template has its own separators) and without the text after the last answer."""
     turns: Turns = []
     question = ""
     for piece in document:
@@ -102,6 +102,6 @@ def conversation(document: Sequence[Piece]) -> Turns:
 
 
 def check_chat(task: str, chat_template: object) -> None:
-    """Raises UsageError unless the option `chat_template` is true or false."""
+    """Raise UsageError unless the option `chat_template` is true or false."""
     if not isinstance(chat_template, bool):
         raise UsageError(f"'tasks.{task}.chat_template' must be true or false, got {printable(chat_template)}")

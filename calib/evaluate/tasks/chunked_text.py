@@ -1,6 +1,6 @@
-"""Text through a cache as a prefill and then chunks, so that what follows the prefill reads compressed tokens.
+"""Base of tasks that feed text through a cache as a prefill and then chunks, so that later tokens attend to compressed ones.
 
-Tokens of one chunk see each other exactly, as in every forward, so small chunks show more of the compression and take longer.
+Tokens of one chunk attend to each other exactly, as in every forward, so small chunks show more of the compression and take longer.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from calib.evaluate.tasks.text import Text, TextSequences, text_source
 
 @dataclass(frozen=True)
 class ChunkedText:
-    """Options of such a task; it is one column.
+    """Options of a task with one column that reads text in chunks.
 
     Args:
         text: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:}, or None: text
             sampled from the model itself at temperature 1, which needs no network.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
-        prefill: tokens of a sequence's first forward, which count for nothing.
+        natural_spacing: turn WikiText's tokenised spacing (` @-@ `, ` ,`) back into written English.
+        prefill: tokens of a sequence's first forward, which are not scored.
         chunk: tokens of each later forward.
         length: tokens in a sequence.
-        tokens: tokens that count in all, rounded up to whole sequences.
-        title: the column's.
+        tokens: number of scored tokens in total, rounded up to whole sequences.
+        title: the column's title.
     """
 
     name: ClassVar[str]
-    purpose: ClassVar[str]  # of the tokens behind the prefill, for a message
+    purpose: ClassVar[str]  # what is done with the tokens after the prefill, for a message
 
     text: Text = None
     natural_spacing: bool = False
@@ -50,21 +50,21 @@ class ChunkedText:
         self.source()
 
     def source(self) -> TextSource | None:
-        """Where the text comes from; None when it is sampled."""
+        """Return the source of the text; None if it is sampled."""
         return text_source(self.name, self.text, self.natural_spacing)
 
     def titles(self) -> list[str]:
-        """Its one title."""
+        """Return the title of its only column."""
         return [self.title]
 
     @property
     def counted(self) -> int:
-        """Tokens of a sequence that count."""
+        """Number of scored tokens of a sequence."""
         return self.length - self.prefill
 
 
 class ChunkedTextColumn:
-    """Sequences of one text; a column adds what it measures."""
+    """Base of columns with sequences of one text; a subclass adds the measure."""
 
     reads_pages = False
 

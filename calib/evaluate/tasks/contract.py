@@ -1,4 +1,4 @@
-"""What a task is: a frozen dataclass of options that becomes columns; a column asks the same of every method."""
+"""Interfaces of tasks: a task is a frozen dataclass of options that makes columns; a column gives every method the same data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from calib.runtime.messages.printable import printable
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, and how the columns make their data.
+    """The evaluated model, and the settings with which columns make their data.
 
     Attributes:
-        model: in evaluation mode, on its device.
-        tokenizer: the model's.
-        seed: of the cases.
-        batch_size: rows at once.
-        limit: rows at most, or None.
+        model: the model in evaluation mode, on its device.
+        tokenizer: the model's tokenizer.
+        seed: seed of the cases.
+        batch_size: number of rows evaluated at once.
+        limit: most rows of a column, or None.
     """
 
     model: PreTrainedModel
@@ -33,18 +33,21 @@ class Subject:
     limit: int | None
 
     def rows(self, wanted: int) -> int:
-        """`wanted`, or the limit where that is less."""
+        """Return `wanted`, but no more than the limit."""
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
-        """Raises UsageError where `tokens` are more than the model was made for."""
+        """Raise UsageError if `tokens` is more than the model's `max_position_embeddings`.
+
+        `what` (the subject) and `remedy` are parts of the message.
+        """
         config = self.model.config.get_text_config(decoder=True)
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and tokens > longest:
             raise UsageError(f"{what} takes {tokens} tokens and this model was made for {longest}; {remedy}")
 
     def sampled(self, first: int, length: int, count: int) -> Tensor:
-        """[count, length] int64: what the model says behind the token `first`, at temperature 1."""
+        """Return [count, length] int64: texts that begin with the token `first`, sampled from the model at temperature 1."""
         return sampled_text(self.model, first, length, count, self.seed)
 
 
@@ -53,18 +56,17 @@ class Column(Protocol):
 
     Attributes:
         title: its heading, such as "20 lines".
-        measure_name: what is measured, such as "exact answers".
-        settings: plain JSON; everything its data depend on besides model and seed. Equal settings, equal data.
-        rows: rows in all.
+        measure_name: name of the measure, such as "exact answers".
+        settings: plain JSON of everything that its data depend on besides model and seed: equal settings give equal data.
+        rows: number of rows.
         prompt: tokens of a row's first forward, mean over the rows.
         length: tokens of a row in the cache at the end, mean over the rows.
-        reads_pages: whether it looks into our own caches' pages, which no other cache has.
+        reads_pages: whether it reads the pages of our own caches, which no other cache has.
 
-    A column may say more. What share of exact answers guessing has, as `chance`; without it that is 0
-    (`calib/evaluate/unsolved.py`). For a plan (`calib/plan/eval_work.py`): tokens of its longest row in the cache, as `longest_row`
-    (without it `length`); tokens of each forward behind the prompt, as `chunk` (1); forwards of a row's tokens for one answer,
-    as `passes` (1); bytes of a logit while answers are compared, as `logit_bytes`; bytes of answers that are kept in host memory
-    from one method to the next, as `kept_bytes` (0).
+    Optional attributes: `chance`, the share of exact answers that guessing gives (default 0; `calib/evaluate/unsolved.py`). For a
+    plan (`calib/plan/eval_plan.py`): `longest_row`, tokens of the longest row in the cache (default `length`); `chunk`, tokens of
+    each forward after the prompt (1); `passes`, forwards of a row's tokens for one answer (1); `logit_bytes`, bytes for each logit
+    while answers are compared; `kept_bytes`, bytes of answers kept in host memory from one method to the next (0).
     """
 
     title: str
@@ -76,53 +78,53 @@ class Column(Protocol):
     reads_pages: bool
 
     def batches(self) -> Sequence[Any]:
-        """The data, made at the first call and the same for every method."""
+        """Return the batches of data, the same for every method."""
         ...
 
     def measure(self, cache: Cache, batch: Any) -> Any:
-        """One batch through an empty cache. Raises RunError for logits that are not finite."""
+        """Evaluate one batch with an empty cache and return the batch's part of the figures. Raises RunError for NaN logits."""
         ...
 
     def summary(self, parts: Sequence[Any]) -> dict[str, float | int]:
-        """The figures of a cell out of its batches'."""
+        """Combine the parts of all batches into the figures of a cell."""
         ...
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """The figures with their interval, for a page."""
+        """Return the figures with their intervals as text, for a page."""
         ...
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """The figures without it, for a terminal."""
+        """Return the figures without intervals as text, for a terminal."""
         ...
 
 
 @runtime_checkable
 class Written(Column, Protocol):
-    """A column whose cases others can answer from a file (`calib/evaluate/cases.py`)."""
+    """A column whose cases can be written to a file for another program to answer (`calib/evaluate/cases.py`)."""
 
     def cases(self) -> dict[str, Any]:
-        """`kind` and `batches` with what else is needed, as plain JSON."""
+        """Return `kind`, `batches` and whatever else is needed, as plain JSON."""
         ...
 
     def read_part(self, batch: Any, content: Any) -> Any:
-        """What `measure` would have returned for the batch, out of a part as plain JSON. Raises RunError for another shape."""
+        """Convert a part from plain JSON to what `measure` returns for the batch. Raises RunError for a wrong shape."""
         ...
 
 
 class Task(Protocol):
-    """Fields are the options with their defaults; construction raises UsageError for values out of range."""
+    """A task; its fields are the options with their defaults, and construction raises UsageError for values out of range."""
 
     def titles(self) -> list[str]:
-        """The titles of its columns."""
+        """Return the titles of its columns."""
         ...
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Its columns for a model; raises UsageError for what the model or its tokenizer cannot serve."""
+        """Return its columns for a model; raises UsageError if the model or its tokenizer cannot be used for the task."""
         ...
 
 
 def whole_number(task: str, option: str, value: object, least: int) -> None:
-    """Raises UsageError unless `value` is a whole number of at least `least`."""
+    """Raise UsageError unless `value` is an int of at least `least`."""
     if type(value) is not int or value < least:
         raise UsageError(
             f"invalid value {printable(value)} for 'tasks.{task}.{option}' (a whole number, at least {least})"
@@ -130,7 +132,7 @@ def whole_number(task: str, option: str, value: object, least: int) -> None:
 
 
 def check_title(task: str, title: object) -> None:
-    """Raises UsageError unless `title` is text of one line."""
+    """Raise UsageError unless `title` is one line of text without '|'."""
     if not isinstance(title, str) or not title.strip() or "\n" in title or "|" in title:
         raise UsageError(
             f"invalid value {printable(title)} for 'tasks.{task}.title' (expected a line of text without '|')"
@@ -138,7 +140,7 @@ def check_title(task: str, title: object) -> None:
 
 
 def numbers(content: Mapping[str, Any], name: str, count: int) -> Tensor:
-    """[count] float64 of the list `content[name]`; raises RunError for another number of them."""
+    """Return the list `content[name]` as [count] float64; raises RunError if it has not `count` numbers."""
     found = content.get(name, ())
     if len(found) != count or not all(type(number) in (int, float) for number in found):
         raise RunError(f"a part has {len(found)} numbers of '{name}', expected {count}")

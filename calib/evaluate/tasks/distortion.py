@@ -1,12 +1,11 @@
-"""What a method's pages get wrong of each layer's keys and values, beside the least that any code could at the same rate.
+"""Errors of the keys and values in a method's pages, layer by layer, compared with the rate-distortion bound at the same bit rate.
 
-A text goes through the cache in one forward; then the pages are decoded and compared with what the layers were given. The
-rate of a stream is what its pages hold for that: codes, parameters, corrections, a row's own tables, half the positions.
-Tokens that are still exact in a window are left out on both sides. Bounds are those of Gaussian vectors with the text's own
-covariance, its mean known (`calib/evaluate/rate_distortion.py`).
+A text goes through the cache in one forward; then the pages are decoded and compared with the exact keys and values. The rate of a
+stream (keys or values) counts all that its pages hold: codes, parameters, corrections, the row's own tables, half the positions.
+Tokens that are still exact in a window count neither for errors nor for rates. Bounds are those of Gaussian vectors with the text's
+own covariance and a known mean (`calib/evaluate/rate_distortion.py`).
 
-A method that evicts has no error for what is gone: it shows the share that it keeps, and no distance. One that is exact
-has no distance either.
+For a method that evicts tokens, only the share of kept tokens is reported, no distance. An exact method has no distance either.
 """
 
 import copy
@@ -35,15 +34,15 @@ Sums = Mapping[int, LayerSums]
 
 @dataclass(frozen=True)
 class Distortion:
-    """One column.
+    """A task with one column.
 
     Args:
         text: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:}, or None: text
             sampled from the model itself at temperature 1, which needs no network.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
-        length: tokens in a sequence, all of one forward; blocks that it does not fill stay exact and are not measured.
-        sequences: of the text. Together they should have many times as many tokens as a head has channels.
-        title: the column's.
+        natural_spacing: turn WikiText's tokenised spacing (` @-@ `, ` ,`) back into written English.
+        length: tokens in a sequence, all in one forward; tokens of an incomplete block stay exact and are not measured.
+        sequences: number of sequences. Together they should have many times as many tokens as a head has channels.
+        title: the column's title.
     """
 
     text: Text = None
@@ -59,20 +58,20 @@ class Distortion:
         text_source("distortion", self.text, self.natural_spacing)
 
     def titles(self) -> list[str]:
-        """Its one title."""
+        """Return the title of its only column."""
         return [self.title]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
+        """Read the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
         return [DistortionColumn(self, subject)]
 
 
 class DistortionColumn:
-    """Sequences of one text; each part of a cell is a batch's sums by layer, so that nothing is kept of the tokens."""
+    """Sequences of one text. A batch's part is its sums by layer, so that no tokens have to be kept."""
 
     measure_name = "dB above the bound"
     reads_pages = True
-    passes = 2  # through the cache, and for what the layers were given
+    passes = 2  # one forward with the cache, and one that captures the layers' exact queries, keys and values
 
     def __init__(self, task: Distortion, subject: Subject) -> None:
         self.title, self.subject = task.title, subject
@@ -84,11 +83,11 @@ class DistortionColumn:
         self.prompt = self.length = float(task.length)
 
     def batches(self) -> list[Tensor]:
-        """The sequences, [at most batch_size, length] each."""
+        """Return the sequences as tensors [at most batch_size, length]."""
         return self.sequences.batches()
 
     def measure(self, cache: CompressedCache, batch: Tensor) -> Sums:
-        """The sums of each compressed layer. Raises RunError where a sliding window lets go of tokens within a sequence."""
+        """Return the sums of each compressed layer. Raises RunError if a sliding window is shorter than the sequences."""
         if cache.sequences.sliding is not None and cache.sequences.sliding < batch.shape[1]:
             raise RunError(
                 f"every layer of this model slides over {cache.sequences.sliding} tokens and lets go of the others, got sequences "
@@ -113,8 +112,12 @@ class DistortionColumn:
         return found
 
     def summary(self, parts: Sequence[Sums]) -> dict[str, float | int]:
-        """By layer and error: error, bound and distance in dB, the same distance in bits (excess), and the pages' rate in bits
-        per value; their means over the layers, `distance` being that of keys and values; shares of tokens kept and encoded."""
+        """Return the figures of the cell.
+
+        By layer and kind of error: error, bound and distance in dB, and the distance in bits per value (excess); by layer and
+        stream: the pages' rate in bits per value. Of distance and excess also means over the layers, `distance` being the mean
+        for keys and values; and the shares of tokens that are kept and encoded.
+        """
         layers = parts[0]
         for part in parts[1:]:
             layers = {layer: sums + part[layer] for layer, sums in layers.items()}
@@ -164,7 +167,10 @@ class DistortionColumn:
 
 @contextmanager
 def listening(cache: CompressedCache) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """What each layer is given meanwhile, keys and values; another forward would round some of it differently."""
+    """Context manager: the yielded mapping has the keys and values given to `cache.update`, by layer.
+
+    They are recorded from the same forward, since another one would round some of them differently.
+    """
     given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -179,9 +185,9 @@ def listening(cache: CompressedCache) -> Iterator[dict[int, tuple[Tensor, Tensor
 
 
 def told_positions(cache: CompressedCache) -> CompressedCache:
-    """The cache, or where its tiers do not say which tokens they hold, an empty copy whose tiers do.
+    """Return the cache, or, if its tiers do not record the positions of their tokens, an empty copy whose tiers do.
 
-    Not for a method that evicts: its errors are not asked for.
+    The cache of a method that evicts is returned as it is, since its errors are not measured.
     """
     stores = [on_device(layer.store) for layer in cache.compressed if layer.store is not None]
     if all(knows_positions(store) or kept(store, 0) < 1 for store in stores):
@@ -189,13 +195,13 @@ def told_positions(cache: CompressedCache) -> CompressedCache:
     told = copy.deepcopy(cache)
     told.reset()
     for layer in told.compressed:
-        assert isinstance(layer.plan, TieredPlan)  # a placed one keeps positions of its own accord
+        assert isinstance(layer.plan, TieredPlan)  # an offloading plan records positions anyway
         layer.plan = replace(layer.plan, positions=True)
     return told
 
 
 def sums_of(sample: LayerSample, layer: CompressedLayer, told: CompressedLayer) -> LayerSums:
-    """One layer's, its size as `layer` is and its tokens as `told` has them."""
+    """Return the sums of one layer: sizes from `layer`, decoded tokens and their positions from `told`."""
     assert layer.store is not None and told.store is not None
     own, read, rows = on_device(layer.store), on_device(told.store), range(len(sample.keys))
     shares = [kept(own, row) for row in rows]
@@ -207,5 +213,5 @@ def sums_of(sample: LayerSample, layer: CompressedLayer, told: CompressedLayer) 
 
 
 def mean(numbers: Sequence[float]) -> float:
-    """Of at least one."""
+    """Return the mean of at least one number."""
     return sum(numbers) / len(numbers)

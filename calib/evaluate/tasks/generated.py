@@ -1,7 +1,7 @@
-"""Questions that a model answers in its own words: text is generated greedily through the cache, and an answer is read from it.
+"""Questions that a model answers by generation: text is generated greedily with the cache, and the answer is extracted from it.
 
-A prompt that is too long loses its middle, as in LongBench (arXiv:2308.14508): the first and the last half of the tokens that
-have room stay, so that a template's beginning and its generation prompt do as well.
+A prompt that is too long loses its middle, as in LongBench (arXiv:2308.14508): half of the available tokens are taken from its
+beginning and half from its end, so that a chat template's beginning and its generation prompt are kept.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from calib.evaluate.proportion import Proportion, exact_at
 from calib.evaluate.tasks.chat import Chat
 from calib.evaluate.tasks.contract import Subject
 
-# The most likely token each time, whatever the model's own generation settings say.
+# Greedy decoding, regardless of the model's own generation settings.
 GREEDY = {
     "do_sample": False,
     "num_beams": 1,
@@ -32,13 +32,13 @@ GREEDY = {
 
 
 class Question(NamedTuple):
-    """A prompt and what its answer is compared with.
+    """A prompt and the expected answer.
 
     Attributes:
-        prompt: the user's turn where there is a chat.
-        answer: what `GeneratedColumn.right` is given, plain JSON.
-        chance: the share that guessing one of the prompt's items has right.
-        begun: how the answer begins; the model goes on behind it.
+        prompt: the prompt's text; with a chat template, the user's turn.
+        answer: what the generated text is compared with, plain JSON; the second argument of `GeneratedColumn.right`.
+        chance: the probability that guessing one of the prompt's items is right.
+        begun: given beginning of the answer, which the model continues.
     """
 
     prompt: str
@@ -48,35 +48,35 @@ class Question(NamedTuple):
 
 
 class GeneratedBatch(NamedTuple):
-    """Prompts that go through a cache together, and their answers."""
+    """Prompts of one batch, and their expected answers."""
 
     prompts: list[Prompt]
     answers: list[Any]
 
 
 class GeneratedColumn:
-    """Questions that are answered one by one, such as those of a file.
+    """A column of independent questions with generated answers.
 
     Args:
-        subject: what is evaluated.
+        subject: the evaluated model, tokenizer and settings.
         task: the task's name.
-        title: the column's.
-        settings: what the questions depend on besides what is given here.
-        questions: one a row.
-        right: whether a generated text is right: `right(text, answer)`.
-        new: tokens of an answer at most.
+        title: the column's title.
+        settings: further settings that the questions depend on.
+        questions: the questions, one for each row.
+        right: `right(text, answer)` says whether a generated text is right.
+        new: most new tokens of an answer.
         stop: texts that end an answer.
-        chat: what the questions are asked with; None: as they stand.
-        longest: tokens of a prompt at most; None: as many as the model has room for before the answer.
-        parts: for each question the part that its figure belongs to, such as "depth 0.25"; none: no such figures.
-        measure_name: what the share of right answers is called.
+        chat: the chat template that renders the prompts; None: prompts are used unchanged.
+        longest: most tokens of a prompt; None: as many as the model's positions leave before the answer.
+        parts: for each question, the part that it counts for, such as "depth 0.25"; empty: no figures by part.
+        measure_name: name of the share of right answers.
 
     Attributes:
-        cut: prompts that have lost their middle.
-        chance: the share of exact answers that guessing has, mean over the rows.
+        cut: number of prompts that have lost their middle.
+        chance: the share of exact answers that guessing gives, mean over the rows.
 
     Raises:
-        UsageError: no room for a prompt before the answer in the length that the model was made for.
+        UsageError: if the model's positions leave no room for a prompt before the answer.
     """
 
     reads_pages = False
@@ -103,7 +103,7 @@ class GeneratedColumn:
         rows = [row if room is None else without_middle(row, room) for row in rows]
         self.rows = len(rows)
         self.prompt = sum(map(len, rows)) / self.rows
-        self.length = self.prompt + new - 1  # the last token is not fed; a row that ends by itself has fewer
+        self.length = self.prompt + new - 1  # the last token is not fed; rows that end early have fewer
         self.longest_row = max(map(len, rows)) + new - 1
         self.chance = sum(question.chance for question in questions) / self.rows
         end = subject.tokenizer.eos_token
@@ -128,16 +128,16 @@ class GeneratedColumn:
         }
 
     def batches(self) -> list[GeneratedBatch]:
-        """The questions, shortest prompts first."""
+        """Return the questions in batches, shortest prompts first."""
         return self._batches
 
     def measure(self, cache: Cache, batch: GeneratedBatch) -> Tensor:
-        """[rows] bool: whether the text that was generated is right."""
+        """Generate the answers; return [rows] bool: whether each generated text is right."""
         texts = generated(self.subject.model, self.subject.tokenizer, cache, batch.prompts, behind)
         return torch.tensor([self.right(text, answer) for text, answer in zip(texts, batch.answers, strict=True)])
 
     def summary(self, parts: Sequence[Tensor]) -> dict[str, float | int]:
-        """Share of right answers with its 95 % interval (Wilson), and the parts' shares."""
+        """Return the share of right answers with its 95 % interval (Wilson), and the share of each part."""
         right = torch.cat(list(parts))
         return {**Proportion(int(right.sum()), self.rows).as_dict(), **exact_at(self.parts, right[:, None].tolist())}
 
@@ -151,14 +151,14 @@ class GeneratedColumn:
 
 
 def tokens_of(subject: Subject, question: Question, chat: Chat | None) -> list[int]:
-    """Ids of all that stands before the generated text: the user's turn and the generation prompt with a chat, else the
-    prompt behind the tokenizer's own special tokens; then the answer's beginning."""
+    """Return the ids of the whole text before the generated one: with a chat template the user's turn and the generation prompt,
+    else the tokenizer's special tokens and the prompt; then the given beginning of the answer."""
     asked = question.prompt if chat is None else chat.opened([{"role": "user", "content": question.prompt}])
     return list(subject.tokenizer(asked + question.begun, add_special_tokens=chat is None)["input_ids"])
 
 
 def room_for(subject: Subject, task: str, new: int, longest: int | None) -> int | None:
-    """Tokens of a prompt at most; None where nothing limits them. Raises UsageError where none are left."""
+    """Return the most tokens of a prompt, or None if nothing limits them. Raises UsageError if no tokens are left for it."""
     config = subject.model.config.get_text_config(decoder=True)
     made_for = getattr(config, "max_position_embeddings", None)
     if made_for is None:
@@ -173,7 +173,7 @@ def room_for(subject: Subject, task: str, new: int, longest: int | None) -> int 
 
 
 def without_middle(row: list[int], room: int) -> list[int]:
-    """The first and the last half of `room` tokens; the row itself where it has no more."""
+    """Cut a row to `room` tokens by removing its middle; a row with no more tokens is returned as it is."""
     if len(row) <= room:
         return row
     first = room // 2

@@ -2,8 +2,8 @@
 
     {"question": "...", "answer": "...reasoning...\\n#### 18"}     a line of the published test.jsonl
 
-A prompt is the few-shot prompt, an empty line and the question in the words of `form`. The last number of the generated text is
-compared with the one behind `####`; generation ends where the model begins a question of its own (`stop`).
+A prompt is the few-shot prompt, an empty line and the question in the format `form`. The last number of the generated text is
+compared with the one after `####`; generation ends when the model begins another question (`stop`).
 """
 
 import re
@@ -23,24 +23,24 @@ WHAT = "GSM8K's test.jsonl (question, answer with a number behind ####), one JSO
 PROMPT = "a text with worked examples in UTF-8"
 PLACEHOLDER = "{question}"
 MARK = "####"
-# 1,234.5 and -3, but no sign in 10-3
+# Matches 1,234.5 and -3; the hyphen in 10-3 is not a sign.
 NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
 class GSM8K:
-    """One column.
+    """A task with one column.
 
     Args:
         file: GSM8K's JSON lines.
-        prompt_file: worked examples that stand before every question; None: none.
-        form: of a question; `{question}` is its text. As in the examples of `prompt_file`.
+        prompt_file: file with worked examples that are put before every question; None: no examples.
+        form: format of a question, in which `{question}` is its text; it should match the examples of `prompt_file`.
         stop: texts that end an answer.
-        cases: the first so many of the file; None for all.
-        new_tokens: of an answer at most.
-        chat_template: ask in the words of the tokenizer's chat template, the examples in the same user's turn.
-        longest: tokens of a prompt at most; None: as many as the model has room for. Longer ones lose their middle.
-        title: the column's.
+        cases: number of cases, from the beginning of the file; None for all.
+        new_tokens: most new tokens of an answer.
+        chat_template: use the tokenizer's chat template, with examples and question in one user's turn.
+        longest: most tokens of a prompt; None: as many as the model's positions leave. Longer prompts lose their middle.
+        title: the column's title.
     """
 
     file: str = ""
@@ -68,7 +68,7 @@ class GSM8K:
         check_chat("gsm8k", self.chat_template)
         check_title("gsm8k", self.title)
         check_file("gsm8k", "file", self.file, WHAT)
-        for _ in self.questions(self.cases):  # every line is looked at before anything is loaded
+        for _ in self.questions(self.cases):  # checks every line before the model is loaded
             pass
 
     def titles(self) -> list[str]:
@@ -76,7 +76,7 @@ class GSM8K:
         return [self.title]
 
     def examples(self) -> str:
-        """The few-shot prompt with an empty line behind it; nothing where there is none."""
+        """Return the few-shot prompt followed by an empty line, or "" if there is none."""
         if self.prompt_file is None:
             return ""
         path = check_file("gsm8k", "prompt_file", self.prompt_file, PROMPT)
@@ -88,7 +88,7 @@ class GSM8K:
             ) from error
 
     def questions(self, count: int | None) -> Iterator[Question]:
-        """The first `count` of the file; raises UsageError with the number of the first line that is no question."""
+        """Yield the first `count` questions of the file; raises UsageError with the number of the first invalid line."""
         examples, lines = self.examples(), JsonLines("gsm8k", Path(self.file), WHAT)
         for number, content in lines.read(count):
             question, answer = (lines.field(number, content, name, str) for name in ("question", "answer"))
@@ -98,7 +98,7 @@ class GSM8K:
             yield Question(examples + self.form.replace(PLACEHOLDER, question), found[0])
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads and tokenises the cases; refuses a tokenizer without a chat template where one is asked for."""
+        """Read and tokenise the cases; raises UsageError if `chat_template` is set and the tokenizer has none."""
         chat = Chat(subject.tokenizer, "gsm8k") if self.chat_template else None
         questions = list(self.questions(subject.limit if self.cases is None else subject.rows(self.cases)))
         prompt_file = None if self.prompt_file is None else Path(self.prompt_file).name
@@ -126,5 +126,5 @@ def last_number_is(text: str, expected: str) -> bool:
 
 
 def value(number: str) -> Decimal:
-    """What the digits say."""
+    """Parse a number with optional commas."""
     return Decimal(number.replace(",", ""))

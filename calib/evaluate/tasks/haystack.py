@@ -1,4 +1,4 @@
-"""What needle and passkey share: a grid of lengths and depths, and a row of as many whole sentences as its length holds."""
+"""Shared code of needle and passkey: the grid of lengths and depths, and rows of as many whole sentences as fit into a length."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +9,13 @@ from calib.errors import UsageError
 from calib.evaluate.tasks.contract import Subject, whole_number
 from calib.runtime.messages.printable import printable
 
-ATTEMPTS = 100  # positions of the text
+ATTEMPTS = 100  # start positions in the text that are tried
 
 Row = TypeVar("Row")
 
 
 class Grid(Protocol):
-    """A task with a column a length and `cases` independent cases at each depth."""
+    """A task with one column for each length and `cases` independent cases at each depth."""
 
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
@@ -23,7 +23,7 @@ class Grid(Protocol):
 
 
 def check_grid(task: str, grid: Grid) -> None:
-    """Makes tuples of the lengths and the depths; raises UsageError for what they cannot be."""
+    """Convert the task's lengths and depths to tuples; raises UsageError for invalid ones."""
     for option, values, what in (
         ("lengths", grid.lengths, "a list of whole numbers"),
         ("depths", grid.depths, "a list of numbers from 0 to 1"),
@@ -44,19 +44,19 @@ def check_grid(task: str, grid: Grid) -> None:
 
 
 def check_lengths(task: str, grid: Grid, subject: Subject) -> None:
-    """Raises UsageError for a length that the model was not made for."""
+    """Raise UsageError if a length exceeds the model's positions."""
     for length in grid.lengths:
         subject.check_length(length, task, "give a smaller length")
 
 
 def case_depths(grid: Grid, subject: Subject) -> list[tuple[int, float]]:
-    """(case, depth) of each row; a limit cuts the last cases off."""
+    """Return (case, depth) of each row; a limit cuts off the last rows."""
     count = len(grid.depths)
     return [(row // count, grid.depths[row % count]) for row in range(subject.rows(grid.cases * count))]
 
 
 def running_text(task: str, subject: Subject, text: str) -> RunningText:
-    """The text by the sentence; UsageError where it has none, or a tokenizer that cannot count them."""
+    """Split the text into sentences with their token counts; raises UsageError for a slow tokenizer or text without sentences."""
     if not subject.tokenizer.is_fast:
         raise UsageError(f"tasks.{task}: this tokenizer is none of the tokenizers library; leave the task out")
     try:
@@ -66,12 +66,12 @@ def running_text(task: str, subject: Subject, text: str) -> RunningText:
 
 
 def anywhere(running: RunningText, rng: random.Random) -> Callable[[int], Iterator[list[str]]]:
-    """Candidates of `filled`: consecutive sentences from a random position, then from others."""
+    """Candidates for `filled`: consecutive sentences from `ATTEMPTS` random positions, one after another."""
     return lambda room: (running.window(rng, room) for _ in range(ATTEMPTS))
 
 
 def from_the_first(running: RunningText) -> Callable[[int], Iterator[list[str]]]:
-    """Candidates of `filled`: sentences from the text's first on, as many as fit, then fewer."""
+    """Candidates for `filled`: sentences from the beginning of the text, first as many as fit, then fewer."""
 
     def candidates(room: int) -> Iterator[list[str]]:
         window = running.beginning(0, room)
@@ -88,23 +88,23 @@ def filled(
     hide: Callable[[Sequence[str]], Row],
     tokens: Callable[[Row], int],
 ) -> Row:
-    """The row that `hide` makes of as many whole sentences as leave it within `length` tokens.
+    """Return a row of at most `length` tokens, from the first candidate sentences that fit.
 
     Args:
         task: the task's name, for messages.
-        length: of a row at most.
-        running: the sentences.
-        candidates: sentences of so many tokens at most, one choice after another.
-        hide: the row of some sentences, without any as well.
-        tokens: what a row takes.
+        length: most tokens of a row.
+        running: the sentences of the text.
+        candidates: yields choices of sentences with about the given number of tokens at most.
+        hide: makes a row from some sentences, also from none.
+        tokens: counts the tokens of a row.
 
     Raises:
-        UsageError: no room for a sentence.
+        UsageError: if no sentence fits.
     """
     alone = tokens(hide([]))
     for sentences in candidates(length - alone):
         row = hide(sentences)
-        # A first sentence may be longer than the room; at a seam a tokenizer may need one token more.
+        # The first sentence may be too long, and joining texts may add a token.
         if sentences and tokens(row) <= length:
             return row
     enough = alone + max(running.tokens)

@@ -1,12 +1,12 @@
-"""HumanEval (Chen et al., arXiv:2107.03374): functions to be completed from their docstring, and run against their tests.
+"""HumanEval (Chen et al., arXiv:2107.03374): the model completes functions from their docstrings, and their tests are run.
 
     {"prompt": "def f(x): ...docstring", "entry_point": "f", "test": "def check(candidate): assert ...", ...}
 
-A line of the published HumanEval.jsonl, as it is or gzipped. The prompt is completed greedily up to the first of the paper's stop
-texts; pass@1 is the share of completions that pass their tests. They are run (`calib/evaluate/checked_program.py`), which
-has to be asked for: `run_code: true`.
+This is a line of the published HumanEval.jsonl, which may be gzipped. The prompt is completed greedily up to the first of the
+paper's stop texts; pass@1 is the share of completions that pass their tests. The completions are executed
+(`calib/evaluate/checked_program.py`), which needs the option `run_code: true`.
 
-With a chat template the prompt is shown in the user's turn, and the answer begins with it, so that the model completes it there.
+With a chat template the prompt is shown in the user's turn, and the answer already begins with it, so that the model continues it.
 """
 
 from collections.abc import Iterator
@@ -24,37 +24,37 @@ from calib.evaluate.tasks.json_lines import JsonLines, check_file
 from calib.runtime.messages.printable import printable
 
 WHAT = "HumanEval.jsonl or HumanEval.jsonl.gz (prompt, entry_point, test), one JSON object a line"
-STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of the paper
+STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's stop texts
 FENCE = "```"
 REQUEST = "Complete this function. Answer with the code alone.\n\n" + FENCE + "python\n{prompt}\n" + FENCE
 LONGEST = 3600  # seconds
 
 
 class Problem(NamedTuple):
-    """What a completion is put between: the prompt, its tests, and the function's name."""
+    """A problem: the prompt that is completed, its tests, and the function's name."""
 
     prompt: str
     test: str
     entry_point: str
 
     def program(self, completion: str) -> str:
-        """The completed function, the tests, and their call."""
+        """Return the program: the completed function, the tests, and the call of the tests."""
         return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})"
 
 
 @dataclass(frozen=True)
 class HumanEval:
-    """One column.
+    """A task with one column.
 
     Args:
-        file: HumanEval's JSON lines, gzipped where the name ends with `.gz`.
-        run_code: true runs what the model wrote, on this machine and with your rights; nothing else is HumanEval.
-        seconds: of wall time for each completion's tests, an interpreter's start included.
-        cases: the first so many of the file; None for all.
-        new_tokens: of a completion at most.
-        chat_template: ask in the words of the tokenizer's chat template.
-        longest: tokens of a prompt at most; None: as many as the model has room for. Longer ones lose their middle.
-        title: the column's.
+        file: HumanEval's JSON lines, gzipped if the name ends with `.gz`.
+        run_code: must be true: the code that the model wrote is run on this machine, with the user's rights.
+        seconds: wall time for each completion's tests, the interpreter's start included.
+        cases: number of problems, from the beginning of the file; None for all.
+        new_tokens: most new tokens of a completion.
+        chat_template: use the tokenizer's chat template.
+        longest: most tokens of a prompt; None: as many as the model's positions leave. Longer prompts lose their middle.
+        title: the column's title.
     """
 
     file: str = ""
@@ -85,7 +85,7 @@ class HumanEval:
                 "tasks.humaneval runs the code that the model writes, on this machine, with your rights and in no sandbox; "
                 "give run_code: true where that may be, such as in a container without network"
             )
-        for _ in self.questions(self.cases, chat=False):  # every line is looked at before anything is loaded
+        for _ in self.questions(self.cases, chat=False):  # checks every line before the model is loaded
             pass
 
     def titles(self) -> list[str]:
@@ -93,7 +93,7 @@ class HumanEval:
         return [self.title]
 
     def questions(self, count: int | None, chat: bool) -> Iterator[Question]:
-        """The first `count` of the file; raises UsageError with the number of the first line that is no problem."""
+        """Yield the first `count` problems of the file; raises UsageError with the number of the first invalid line."""
         lines = JsonLines("humaneval", Path(self.file), WHAT)
         for number, content in lines.read(count):
             problem = Problem(*(lines.field(number, content, name, str) for name in Problem._fields))
@@ -106,7 +106,7 @@ class HumanEval:
                 yield Question(problem.prompt, problem)
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads and tokenises the problems; refuses a tokenizer without a chat template where one is asked for."""
+        """Read and tokenise the problems; raises UsageError if `chat_template` is set and the tokenizer has none."""
         chat = Chat(subject.tokenizer, "humaneval") if self.chat_template else None
         count = subject.limit if self.cases is None else subject.rows(self.cases)
         stop = STOP if chat is None else (*STOP, f"\n{FENCE}")
@@ -128,5 +128,5 @@ class HumanEval:
 
 
 def passes(completion: str, problem: Problem, seconds: float) -> bool:
-    """Whether the completed function passes its tests in time. Runs it."""
+    """Run the completed function's tests, and return whether they pass within `seconds`."""
     return ends_well(problem.program(completion), seconds)

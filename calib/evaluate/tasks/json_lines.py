@@ -1,4 +1,4 @@
-"""Cases from a local file with one JSON object a line, plain or gzipped, read line by line and checked as they are read."""
+"""Reads cases from a local file with one JSON object a line, plain or gzipped, and checks each line as it is read."""
 
 import gzip
 import zlib
@@ -11,11 +11,11 @@ from calib.errors import UsageError
 from calib.runtime.files import canonical_json
 from calib.runtime.messages.printable import printable, shortened
 
-LONGEST = 64 * 2**20  # bytes of a line; a prompt of a million tokens has a tenth of them
+LONGEST = 64 * 2**20  # most bytes of a line; a prompt of a million tokens takes about a tenth of them
 
 
 def check_file(task: str, option: str, name: object, what: str) -> Path:
-    """The file; UsageError where there is none. `what` it should be, for the message."""
+    """Return the path of the file `name`; raises UsageError if there is none. `what` describes the expected file."""
     if not isinstance(name, str) or not name:
         raise UsageError(f"invalid value {printable(name)} for 'tasks.{task}.{option}' (a path, of {what})")
     if not Path(name).is_file():
@@ -24,21 +24,21 @@ def check_file(task: str, option: str, name: object, what: str) -> Path:
 
 
 class JsonLines:
-    """The objects of a file, one a line; empty lines are passed over. A name that ends with `.gz` is a gzipped file's.
+    """The JSON objects of a file, one a line; empty lines are skipped. A file whose name ends with `.gz` is gzipped.
 
     Args:
         task: the task's name, for messages.
-        path: of the file.
-        what: the file should be, for messages.
+        path: path of the file.
+        what: description of the expected file, for messages.
     """
 
     def __init__(self, task: str, path: Path, what: str) -> None:
         self.task, self.path, self.what = task, path, what
 
     def read(self, count: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(number of the line from 1, its object) of the first `count` objects, of all for None.
+        """Yield (number of the line from 1, its object) for the first `count` objects, or for all if `count` is None.
 
-        Raises UsageError for a file that cannot be read, a line that is no JSON object, and a file without any.
+        Raises UsageError for a file that cannot be read, a line that is no JSON object, and a file without any object.
         """
         found = False
         for found_line in islice(self._objects(), count):
@@ -48,11 +48,11 @@ class JsonLines:
             raise UsageError(f"tasks.{self.task}: {self._name()} has no line, expected {self.what}")
 
     def wrong(self, line: int, problem: str) -> UsageError:
-        """The error of a line: `problem` says what is wrong with it."""
+        """Return the error to raise for a line; `problem` says what is wrong with it."""
         return UsageError(f"tasks.{self.task}: line {line} of {self._name()} {problem}; expected {self.what}")
 
     def field(self, line: int, content: dict[str, Any], name: str, kind: type) -> Any:
-        """`content[name]` of that kind; UsageError where it is missing or something else."""
+        """Return `content[name]`; raises UsageError if it is missing, empty or not of the type `kind`."""
         if name not in content:
             raise self.wrong(line, f"has no '{name}'")
         if type(content[name]) is not kind or content[name] in ("", []):
@@ -75,7 +75,7 @@ class JsonLines:
                         raise self.wrong(number, f"is longer than {LONGEST:,} bytes")
                     if line.strip():
                         yield number, self._object(number, line)
-        except (OSError, EOFError, zlib.error) as error:  # the last two of a gzipped file
+        except (OSError, EOFError, zlib.error) as error:  # the last two come from gzipped files
             reason = getattr(error, "strerror", None) or shortened(str(error), 80)
             raise UsageError(
                 f"tasks.{self.task}: {self._name()} cannot be read ({reason}); give another file"

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval by name (EleutherAI's Language Model Evaluation Harness), through the cache.
+"""Runs tasks of lm-eval (EleutherAI's Language Model Evaluation Harness) by name with the cache.
 
-Each name is a column. Its requests are collected once and become rows of tokens; the answers of a method's cache go back to
-lm-eval, whose own metrics are the figures. How rows are fed: `calib/evaluate/lm_eval/answers.py`.
+Each name is a column. Its requests are collected once and turned into rows of tokens; the answers with a method's cache are passed
+back to lm-eval, whose own metrics are the figures. `calib/evaluate/lm_eval/answers.py` describes how rows are fed.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ MISSING = "tasks.lm_eval needs the package lm-eval: pip install 'calib-kv[lm-eva
 
 @dataclass(frozen=True)
 class LmEval:
-    """One column a name.
+    """A task with one column for each name.
 
     Args:
-        names: of lm-eval's tasks, or of groups that have a figure of their own (`arc_easy`, `mmlu`).
-        few_shot: examples in a prompt; None: as the task says. A task that says 0 is asked without in any case.
-        cases: documents (of each task of a group); None for all.
-        chunk: tokens of a continuation in a forward.
-        max_gen_toks: new tokens of a generation at most, where the task does not say.
-        include_path: a folder with YAML files of tasks, or a list of them.
-        title: what stands before the name in a column's title.
-        chat_template: lm-eval's `apply_chat_template`: each prompt, its examples included, is the user's turn of the tokenizer's
-            chat template.
+        names: names of lm-eval's tasks, or of groups with an aggregate metric (`arc_easy`, `mmlu`).
+        few_shot: examples in a prompt; None: the task's own number. Tasks whose own number is 0 never get examples.
+        cases: number of documents (of each task of a group); None for all.
+        chunk: tokens of a continuation in one forward.
+        max_gen_toks: most new tokens of a generation if the task gives no limit.
+        include_path: a folder with YAML files of tasks, or a list of folders.
+        title: text before the name in a column's title.
+        chat_template: lm-eval's `apply_chat_template`: each prompt, with its examples, is one user's turn of the tokenizer's chat
+            template.
     """
 
     names: tuple[str, ...] = ()
@@ -79,12 +79,12 @@ class LmEval:
             raise UsageError(MISSING)
 
     def titles(self) -> list[str]:
-        """The names, behind the title where there is one."""
+        """Return the names, each after the title if there is one."""
         return [name if self.title is None else f"{self.title} {name}" for name in self.names]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Loads the tasks and collects their requests; refuses names that lm-eval does not know and data that cannot be had."""
-        from calib.evaluate.lm_eval.named_task import NamedTask, known_tasks  # seconds; only when it is asked for
+        """Load the tasks and collect their requests; raises UsageError for unknown names and unavailable data."""
+        from calib.evaluate.lm_eval.named_task import NamedTask, known_tasks  # slow import, needed for this task only
 
         manager = known_tasks(self.include_path, self.names)
         cases = subject.limit if self.cases is None else subject.rows(self.cases)
@@ -104,14 +104,14 @@ class LmEval:
 
 @dataclass(frozen=True)
 class Part:
-    """A batch's answers, and their rows' positions among all rows."""
+    """The answers to a batch, and the indices of its rows among all rows."""
 
     positions: list[int]
     answers: list[Answer]
 
 
 class LmEvalColumn:
-    """The requests of one task as rows; one that is scored in windows is several."""
+    """The requests of one task as rows; a request that is scored in windows is several rows."""
 
     reads_pages = False
 
@@ -139,18 +139,18 @@ class LmEvalColumn:
         self.settings = settings if chat is None else {**settings, "chat_template": chat.identity}
 
     def batches(self) -> list[Batch]:
-        """Rows that go through a cache together."""
+        """Return the batches of rows."""
         return self._batches
 
     def measure(self, cache: Cache, batch: Batch) -> Part:
-        """A batch's answers; what is sampled is the seed's."""
+        """Return the answers to a batch; sampled answers depend on the seed only."""
         model, tokenizer = self.subject.model, self.subject.tokenizer
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(self.subject.seed)
             return Part(batch.positions, answered(model, tokenizer, cache, batch, self.task.chunk))
 
     def summary(self, parts: Sequence[Part]) -> dict[str, float | int]:
-        """lm-eval's metrics of the answers, with 95 % intervals from its standard errors, and what they were taken on."""
+        """Return lm-eval's metrics of the answers, with 95 % intervals from its standard errors, and the number of requests."""
         from calib.evaluate.lm_eval.replay import Replay
 
         found = {
@@ -173,6 +173,6 @@ class LmEvalColumn:
 
 
 def told(figures: dict[str, float | int], name: str) -> str:
-    """ "0.650 [0.556, 0.744]", or without an interval where there is none."""
+    """Return "0.650 [0.556, 0.744]", without brackets if there is no interval."""
     ends = interval(figures, name)
     return number(figures[name]) + ("" if ends is None else f" [{number(ends[0])}, {number(ends[1])}]")

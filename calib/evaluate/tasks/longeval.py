@@ -1,10 +1,10 @@
-"""LongEval: lines and topics to be found in a long prompt, from the published files (github.com/DachengLi1/LongChat, longeval).
+"""LongEval: retrieve lines or topics from a long prompt, with the published files (github.com/DachengLi1/LongChat, longeval).
 
-    lines     {"prompt": ..., "expected_number": 4821, "num_lines": 200}     the number that a keyed line holds
-    topics    {"prompt": ..., "topics": ["...", ...]}                        the first topic of a conversation
+    lines     {"prompt": ..., "expected_number": 4821, "num_lines": 200}     asks for the number in a keyed line
+    topics    {"prompt": ..., "topics": ["...", ...]}                        asks for the first topic of a conversation
 
-Answers are read as LongEval's own code reads them: of lines the last number in the generated text, of topics whether the first
-topic's name is in it, in whatever case.
+Answers are scored as by LongEval's own code: for lines the last number in the generated text must be the expected one, for topics
+the text must contain the first topic's name, ignoring case.
 """
 
 import re
@@ -23,21 +23,22 @@ from calib.runtime.messages.printable import printable
 Which = Literal["last", "first"]
 WHAT = "LongEval's lines (prompt, expected_number) or topics (prompt, topics), one JSON object a line"
 NUMBER = re.compile(r"[0-9]+")
-NEW_TOKENS = {"lines": 100, "topics": 50}  # of LongEval's code
+NEW_TOKENS = {"lines": 100, "topics": 50}  # as in LongEval's code
 
 
 @dataclass(frozen=True)
 class LongEval:
-    """One column: the cases of a file.
+    """A task with one column: the cases of a file.
 
     Args:
         file: LongEval's JSON lines, of lines or of topics.
-        cases: the first so many of the file; None for all.
-        new_tokens: of an answer at most; None: LongEval's 100 for lines, 50 for topics.
-        number: of a lines answer: `last`, as LongEval's code reads it, or `first`, for models that go on after their answer.
-        chat_template: ask in the words of the tokenizer's chat template, as LongEval does.
-        longest: tokens of a prompt at most; None: as many as the model has room for. Longer ones lose their middle.
-        title: the column's; None: the file's name without its ending.
+        cases: number of cases, from the beginning of the file; None for all.
+        new_tokens: most new tokens of an answer; None: LongEval's 100 for lines, 50 for topics.
+        number: which number of an answer counts for lines: `last`, as in LongEval's code, or `first`, for models that go on
+            generating after their answer.
+        chat_template: use the tokenizer's chat template, as LongEval does.
+        longest: most tokens of a prompt; None: as many as the model's positions leave. Longer prompts lose their middle.
+        title: the column's title; None: the file's name without its ending.
     """
 
     file: str = ""
@@ -58,7 +59,7 @@ class LongEval:
         check_chat("longeval", self.chat_template)
         check_file("longeval", "file", self.file, WHAT)
         check_title("longeval", self.titles()[0])
-        for _ in self.questions(self.cases):  # every line is looked at before anything is loaded
+        for _ in self.questions(self.cases):  # checks every line before the model is loaded
             pass
 
     def titles(self) -> list[str]:
@@ -66,7 +67,7 @@ class LongEval:
         return [Path(self.file).stem if self.title is None else self.title]
 
     def kind(self) -> str:
-        """`lines` or `topics`: what the file's first line asks for. Raises UsageError for neither."""
+        """Return `lines` or `topics`, from the file's first case. Raises UsageError if it is neither."""
         lines = self._lines()
         number, content = next(lines.read(1))
         if "expected_number" not in content and "topics" not in content:
@@ -74,7 +75,7 @@ class LongEval:
         return "lines" if "expected_number" in content else "topics"
 
     def questions(self, count: int | None) -> Iterator[Question]:
-        """The first `count` of the file; raises UsageError with the number of the first line that is no such case."""
+        """Yield the first `count` cases of the file; raises UsageError with the number of the first invalid line."""
         kind, lines = self.kind(), self._lines()
         for number, content in lines.read(count):
             prompt = lines.field(number, content, "prompt", str)
@@ -92,7 +93,7 @@ class LongEval:
                 yield Question(prompt, topics[0].strip(), 1 / len(topics))
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads and tokenises the cases; refuses a tokenizer without a chat template where one is asked for."""
+        """Read and tokenise the cases; raises UsageError if `chat_template` is set and the tokenizer has none."""
         chat = Chat(subject.tokenizer, "longeval") if self.chat_template else None
         kind = self.kind()
         questions = list(self.questions(subject.limit if self.cases is None else subject.rows(self.cases)))
@@ -109,20 +110,20 @@ class LongEval:
 
 
 def last_number(text: str, expected: str) -> bool:
-    """Whether the last number in `text` is the one that `expected` holds."""
+    """Whether the last number in `text` is the `expected` one."""
     return same_number(NUMBER.findall(text)[-1:], expected)
 
 
 def first_number(text: str, expected: str) -> bool:
-    """Whether the first number in `text` is the one that `expected` holds."""
+    """Whether the first number in `text` is the `expected` one."""
     return same_number(NUMBER.findall(text)[:1], expected)
 
 
 def same_number(found: list[str], expected: str) -> bool:
-    """Whether the one number found is the expected one, zeros before it aside."""
+    """Whether `found` has one number that equals the expected one, ignoring leading zeros."""
     return [number.lstrip("0") for number in found] == [expected.lstrip("0")]
 
 
 def names_it(text: str, topic: str) -> bool:
-    """Whether the topic's name is in `text`, in whatever case."""
+    """Whether `text` contains the topic's name, ignoring case."""
     return topic.casefold() in text.casefold()

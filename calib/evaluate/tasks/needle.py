@@ -1,13 +1,12 @@
-"""A needle in a haystack: one sentence, hidden in running text at a depth, and asked for at its end.
+"""Needle in a haystack: one sentence is hidden in running text at a given depth, and the prompt ends with a question about it.
 
     numbers         ... was built in 1906. The number of rain is 4821. The church ... / ? /  The number of rain is       -> 4821
     san_francisco   the sentence of the first such test (github.com/gkamradt/LLMTest_NeedleInAHaystack), or one of your own
 
-Depth 0 is before the first sentence, 1 after the last. With `numbers` every case has a position of the text, a word and a number
-of its own (`calib.documents.generators.needles`, evaluation split), and is scored like line retrieval. Another sentence is the
-same in every case; the model answers in its own words, and is right where the expected ones are all in its answer. A column's
-figures are the share of right answers over all depths and at each of them, so that columns of several lengths are a grid of
-depth by length.
+Depth 0 is before the first sentence, 1 after the last. With `numbers` every case has its own word, number and section of the text
+(`calib.documents.generators.needles`, evaluation split), and is scored like line retrieval. Any other needle is the same in every
+case; the model generates an answer, which is right if it contains all expected texts. A column's figures are the share of right
+answers over all depths and at each depth, so that columns of several lengths form a grid of depth by length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,18 +26,18 @@ from calib.evaluate.tasks.retrieval import AnswersColumn
 from calib.evaluate.tasks.text import Text, read_text, sampled, text_source
 from calib.runtime.messages.printable import printable
 
-SAMPLED_SEQUENCES, SAMPLED_TOKENS = 32, 128  # of text, where it is sampled; a longer haystack goes around
+SAMPLED_SEQUENCES, SAMPLED_TOKENS = 32, 128  # size of sampled text; a longer haystack repeats it
 NUMBERS = "numbers"
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A needle in words.
+    """A needle that is a fixed sentence.
 
     Attributes:
-        sentence: what is hidden.
-        question: what stands behind the text.
-        expected: texts that a right answer holds, in whatever case.
+        sentence: the hidden sentence.
+        question: the question after the text.
+        expected: texts that a right answer contains, ignoring case.
     """
 
     sentence: str
@@ -57,20 +56,20 @@ SENTENCES = {
 
 @dataclass(frozen=True)
 class Needle:
-    """One column a length.
+    """A task with one column for each length.
 
     Args:
-        lengths: tokens of a row, question and answer included, at most; what a whole sentence would exceed is left out.
-        depths: of the needle, by sentences.
+        lengths: most tokens of a row, question and answer included; a row has as many whole sentences as fit.
+        depths: depths of the needle, as shares of the sentences before it.
         cases: independent cases at each depth.
-        needle: `numbers`, `san_francisco`, or one of your own as {sentence:, question:, expected: [texts of its answer]}.
-        digits: of `numbers`.
-        new_tokens: of an answer in words at most.
-        text: what it is hidden in: a UTF-8 file, a list of them, a data set of the hub as {name:, config:, split:, column:},
-            or None: text sampled from the model itself at temperature 1, which needs no network.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
-        title: what stands before the length in a column's title.
-        chat_template: ask in the words of the tokenizer's chat template, whose tokens count as well: text and question are the
+        needle: `numbers`, `san_francisco`, or a custom one as {sentence:, question:, expected: [texts of its answer]}.
+        digits: digits of each number, for `numbers`.
+        new_tokens: most new tokens of a generated answer (not for `numbers`).
+        text: the text that the needle is hidden in: a UTF-8 file, a list of them, a data set of the hub as {name:, config:,
+            split:, column:}, or None: text sampled from the model itself at temperature 1, which needs no network.
+        natural_spacing: turn WikiText's tokenised spacing (` @-@ `, ` ,`) back into written English.
+        title: text before the length in a column's title.
+        chat_template: use the tokenizer's chat template, whose tokens count for `lengths` as well: text and question are the
             user's turn, the answer is the assistant's text.
     """
 
@@ -95,11 +94,11 @@ class Needle:
         self.sentence()
 
     def source(self) -> TextSource | None:
-        """Where the text comes from; None when it is sampled."""
+        """Return the source of the text; None if it is sampled."""
         return text_source("needle", self.text, self.natural_spacing)
 
     def sentence(self) -> Sentence | None:
-        """The needle in words; None for numbers. Raises UsageError for what it cannot be."""
+        """Return the needle's fixed sentence, or None for `numbers`. Raises UsageError for an invalid needle."""
         if isinstance(self.needle, Mapping):
             return sentence_of(self.needle)
         if self.needle == NUMBERS:
@@ -117,7 +116,8 @@ class Needle:
         return [f"{self.title} {length}" for length in self.lengths]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads or samples the text and hides the needles; refuses lengths that the model, or a needle, does not allow."""
+        """Read or sample the text and hide the needles; raises UsageError for lengths that are too long for the model or too short
+        for the needle."""
         check_lengths("needle", self, subject)
         chat = Chat(subject.tokenizer, "needle") if self.chat_template else None
         text, origin = read_text(self.source())
@@ -131,7 +131,7 @@ class Needle:
 
 
 class NumbersColumn(AnswersColumn):
-    """Words with their numbers, hidden in rows of one length."""
+    """Rows of one length with a hidden word and number each."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class NumbersColumn(AnswersColumn):
 
 
 class WordsColumn(GeneratedColumn):
-    """One sentence, hidden in rows of one length."""
+    """Rows of one length with the same hidden sentence."""
 
     def __init__(
         self,
@@ -180,11 +180,11 @@ def document(
     index: int,
     chat: Chat | None,
 ) -> Sequence[Piece]:
-    """Case `index` at `depth`: a word's number, within `length` tokens with its answer and the chat's words."""
+    """Return case `index` at `depth`: a word's number in at most `length` tokens, including its answer and the chat template."""
     key = ("needle", subject.seed, index, length, depth, digits)
 
     def hide(sentences: Sequence[str]) -> Sequence[Piece]:
-        # The generator draws the same whatever sentences it is given.
+        # The generator draws the same word and number for any sentences.
         return list(needles(keyed_random(*key), sentences, [depth], digits, "eval"))
 
     candidates = anywhere(running, keyed_random(*key, "place"))
@@ -201,7 +201,7 @@ def question(
     index: int,
     chat: Chat | None,
 ) -> Question:
-    """Case `index` at `depth`: the sentence, within `length` tokens with `new` ones of an answer and the chat's words."""
+    """Return case `index` at `depth`: the sentence in at most `length` tokens, including `new` answer tokens and the template."""
 
     def hide(sentences: Sequence[str]) -> Question:
         at = round(depth * len(sentences))
@@ -215,19 +215,19 @@ def question(
 
 
 def tokens_in(subject: Subject, pieces: Sequence[Piece], chat: Chat | None) -> int:
-    """Tokens of the pieces' text, of its conversation where there is a chat."""
+    """Count the tokens of the pieces' text, rendered with the chat template if there is one."""
     asked = pieces if chat is None else chat.pieces(pieces)
     text = "".join(piece.text for piece in asked)
     return len(subject.tokenizer(text, add_special_tokens=chat is None)["input_ids"])
 
 
 def holds_all(text: str, expected: Sequence[str]) -> bool:
-    """Whether every one of the expected texts is in `text`, in whatever case."""
+    """Whether `text` contains all expected texts, ignoring case."""
     return all(part.casefold() in text.casefold() for part in expected)
 
 
 def sentence_of(given: Mapping[str, Any]) -> Sentence:
-    """A needle of one's own; UsageError where something of it is missing or no text."""
+    """Return a user's own needle; raises UsageError if an entry is missing or not a text."""
     names = [field.name for field in fields(Sentence)]
     for name in given:
         if name not in names:
@@ -246,5 +246,5 @@ def sentence_of(given: Mapping[str, Any]) -> Sentence:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a text with something in it."""
+    """Whether `value` is a non-blank string."""
     return isinstance(value, str) and bool(value.strip())

@@ -1,4 +1,4 @@
-"""Passkey retrieval (Mohtashami & Jaggi, arXiv:2305.16300): a number in a text of five sentences that come again and again.
+"""Passkey retrieval (Mohtashami & Jaggi, arXiv:2305.16300): a number hidden in a text that repeats five sentences.
 
     There is an important info hidden inside a lot of irrelevant text. ...
     The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. The grass is green. ...
@@ -6,9 +6,8 @@
     The grass is green. The sky is blue. ...
     What is the pass key? The pass key is
 
-The words are the paper's, whose code also reads the answer: the first number of the generated text is the pass key, or it is wrong.
-There are as many whole sentences as a row's length holds; the paper counts characters, and draws the place at random where the
-grid has its depths.
+The text is the paper's, and answers are scored as by its code: the first number of the generated text must be the pass key.
+A row has as many whole sentences as fit into its length, and fixed depths; the paper counts characters and draws depths at random.
 """
 
 from collections.abc import Sequence
@@ -28,20 +27,20 @@ TASK = (
 )
 FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 QUESTION = "What is the pass key? The pass key is"
-LARGEST = 50_000  # pass key; the least is 1
+LARGEST = 50_000  # largest pass key; the smallest is 1
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """One column a length.
+    """A task with one column for each length.
 
     Args:
-        lengths: tokens of a row, question and answer included, at most.
-        depths: of the pass key, by sentences.
+        lengths: most tokens of a row, question and answer included.
+        depths: depths of the pass key, as shares of the sentences before it.
         cases: independent cases at each depth.
-        new_tokens: of an answer at most. The paper's code has 10, too few for one that begins with a sentence.
-        title: what stands before the length in a column's title.
-        chat_template: ask in the words of the tokenizer's chat template, whose tokens count as well: all is the user's turn.
+        new_tokens: most new tokens of an answer. The paper's code has 10, too few for an answer that begins with a sentence.
+        title: text before the length in a column's title.
+        chat_template: use the tokenizer's chat template, whose tokens count for `lengths` as well; everything is one user's turn.
     """
 
     lengths: tuple[int, ...] = (512,)
@@ -62,7 +61,7 @@ class Passkey:
         return [f"{self.title} {length}" for length in self.lengths]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Writes the texts; refuses lengths that the model, or the question, does not allow."""
+        """Make the texts; raises UsageError for lengths that are too long for the model or too short for the question."""
         check_lengths("passkey", self, subject)
         chat = Chat(subject.tokenizer, "passkey") if self.chat_template else None
         running = running_text("passkey", subject, FILLER)
@@ -70,7 +69,7 @@ class Passkey:
 
 
 class PasskeyColumn(GeneratedColumn):
-    """Pass keys in rows of one length."""
+    """Rows of one length with a pass key each."""
 
     def __init__(self, task: Passkey, length: int, running: RunningText, subject: Subject, chat: Chat | None) -> None:
         rows, new = case_depths(task, subject), task.new_tokens
@@ -83,7 +82,7 @@ class PasskeyColumn(GeneratedColumn):
 def question(
     subject: Subject, running: RunningText, length: int, depth: float, new: int, index: int, chat: Chat | None
 ) -> Question:
-    """Case `index` at `depth`, within `length` tokens with `new` ones of an answer and the chat's words."""
+    """Return case `index` at `depth` in at most `length` tokens, including `new` tokens of an answer and the chat template."""
     key = keyed_random("passkey", subject.seed, index, length, depth).randint(1, LARGEST)
     candidates = from_the_first(running)
     return filled(
@@ -97,7 +96,7 @@ def question(
 
 
 def prompt(sentences: Sequence[str], depth: float, key: int) -> str:
-    """The pass key among the sentences, which begin anew behind it."""
+    """Return the prompt: the pass key among the sentences, which start from the first one again after it."""
     at = round(depth * len(sentences))
     before, after = ("".join(part).lstrip() for part in (sentences[:at], sentences[: len(sentences) - at]))
     needle = f"The pass key is {key}. Remember it. {key} is the pass key."

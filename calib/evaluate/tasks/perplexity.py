@@ -1,6 +1,6 @@
-"""Perplexity through the cache: a prefill, then chunks, so that every scored token is predicted from compressed ones.
+"""Perplexity with the cache: text is fed as a prefill and then chunks, so that scored tokens are predicted from compressed ones.
 
-Only what follows the prefill is scored.
+Only the tokens after the prefill are scored.
 """
 
 import math
@@ -23,7 +23,7 @@ from calib.evaluate.tasks.contract import Column, Subject, numbers
 
 @dataclass(frozen=True)
 class Perplexity(ChunkedText):
-    """One column; options as of every `ChunkedText`."""
+    """A task with one column; its options are those of `ChunkedText`."""
 
     name = "perplexity"
     purpose = "score"
@@ -32,7 +32,7 @@ class Perplexity(ChunkedText):
     title: str = "perplexity"
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Reads the text; refuses sequences longer than the model was made for and text that does not fill one."""
+        """Read the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
         return [TextColumn(self, subject)]
 
 
@@ -46,11 +46,11 @@ class TextColumn(ChunkedTextColumn):
         self.length = float(task.length - 1)  # nothing is predicted from the last token
 
     def batches(self) -> list[Tensor]:
-        """The sequences, [at most batch_size, length] each."""
+        """Return the sequences as tensors [at most batch_size, length]."""
         return self.text.batches()
 
     def measure(self, cache: Cache, batch: Tensor) -> Tensor:
-        """[rows] float64: nats of the scored tokens of each sequence."""
+        """Return [rows] float64: negative log-probability in nats of each sequence's scored tokens, summed."""
         feed, task, end = Feed(self.subject.model, cache), self.task, batch.shape[1]
         last = feed(batch[:, : task.prefill], only_last=True)
         nats = torch.zeros(len(batch), dtype=torch.float64)
@@ -64,16 +64,17 @@ class TextColumn(ChunkedTextColumn):
         return nats
 
     def cases(self) -> dict[str, Any]:
-        """The sequences, and how they are fed."""
+        """Return the sequences and the sizes of their prefill and chunks, as plain JSON."""
         batches = [{"tokens": batch.tolist()} for batch in self.batches()]
         return {"kind": "text", "prefill": self.task.prefill, "chunk": self.task.chunk, "batches": batches}
 
     def read_part(self, batch: Tensor, content: Mapping[str, Any]) -> Tensor:
-        """[rows] float64 of {"nats": one number a sequence}."""
+        """Convert {"nats": one number for each sequence} to [rows] float64."""
         return numbers(content, "nats", len(batch))
 
     def summary(self, parts: Sequence[Tensor]) -> dict[str, float | int]:
-        """Perplexity per token with its 95 % interval (bootstrap over sequences), and what it was taken on."""
+        """Return the perplexity per token with its 95 % interval (bootstrap over sequences), and the numbers of sequences and
+        tokens."""
         nats = torch.cat(list(parts)).numpy()
         scored = self.task.counted
         if not np.isfinite(nats).all():

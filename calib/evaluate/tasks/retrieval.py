@@ -1,12 +1,12 @@
-"""Line retrieval: keyed lines, questions, and the numbers that answer them, read through the cache.
+"""Line retrieval: a prompt of keyed lines is read into the cache, and the model is asked for the numbers of some of them.
 
     line rain: 4821 / line milk: 1190 / ... / ? / line milk:        -> 1190 / line rain:        -> 4821
 
-The cases are of the evaluation split (`calib.documents.splits`): fresh pairs of key and number, fresh neighbours.
-With several `queries` a prompt is asked for several of its lines, one after another; the first is the one that a single
-query asks for. An answer is scored token by token with the true tokens before each: it is exact when every token is the
-most likely one, which is just when greedy generation gives it, since generation follows the true tokens up to its first
-mistake. The log-probability of those tokens tells methods apart that answer equally often.
+The cases are from the evaluation split (`calib.documents.splits`): its pairs of key and number, and of neighbouring keys, are not
+in the training split. With several `queries` each case is asked for several of its lines, one after another; the first is the one
+that a single query asks for. An answer is scored token by token with teacher forcing: it is exact if every token is the most likely
+one. That is equivalent to greedy generation giving the answer, since generation agrees with the true tokens up to its first
+mistake. The log-probability of the answers' tokens distinguishes methods with equally many exact answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,18 +29,18 @@ from calib.runtime.messages.printable import printable
 
 @dataclass(frozen=True)
 class Retrieval:
-    """One column a number of lines.
+    """A task with one column for each number of lines.
 
     Args:
-        lines: numbers of keyed lines before the question.
-        cases: independent cases a column.
-        queries: different lines that each case is asked for, one after another.
-        digits: of the numbers.
+        lines: number of keyed lines before the question, for each column.
+        cases: independent cases of a column.
+        queries: number of different lines that each case is asked for, one after another.
+        digits: digits of the numbers.
         style: `line` (`line rain: 4821`) or `plain` (`rain 4821`).
         keys: `words` or `numbers`.
-        title: what stands behind the number of lines in a column's title.
-        chat_template: ask in the words of the tokenizer's chat template: lines and question are the user's turn, the number is
-            the assistant's text.
+        title: text after the number of lines in a column's title.
+        chat_template: use the tokenizer's chat template: lines and question are the user's turn, the number is the assistant's
+            text.
     """
 
     lines: tuple[int, ...] = (20,)
@@ -77,12 +77,12 @@ class Retrieval:
             raise UsageError(f"tasks.retrieval: {error}") from error
 
     def document(self, seed: int, index: int, lines: int) -> list[Piece]:
-        """Case `index` of `lines` keyed lines; raises ValueError for counts that the keys do not allow."""
+        """Return case `index` with `lines` keyed lines; raises ValueError if there are not enough keys."""
         rng = keyed_random("retrieval", seed, index, lines, self.digits, self.style, "eval", self.keys)
         return list(keyed_lines(rng, lines, self.queries, self.digits, self.style, "eval", self.keys))
 
     def title_of(self, lines: int) -> str:
-        """The column's title."""
+        """Return the title of the column for `lines` lines."""
         return f"{lines} {self.title}" if self.queries == 1 else f"{self.queries} of {lines} {self.title}"
 
     def titles(self) -> list[str]:
@@ -90,14 +90,19 @@ class Retrieval:
         return [self.title_of(count) for count in self.lines]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Generates and tokenises the cases; refuses more tokens than the model was made for, and a missing chat template."""
+        """Generate and tokenise the cases; raises UsageError for cases beyond the model's positions, and for a missing chat
+        template."""
         return [LinesColumn(self, count, subject) for count in self.lines]
 
 
 class RetrievalBatch(NamedTuple):
-    """Prompts [rows, tokens] int64 padded on the left, their mask, and what follows them, answers [rows, most] int64.
+    """A batch of cases, all int64.
 
-    asked: [rows, most] int64, the number of the row's answer that a token belongs to: 1, 2, ...; 0 is fed and not asked.
+    Attributes:
+        prompts: left-padded ids of the prompts [rows, tokens].
+        mask: 1 for real tokens, 0 for padding [rows, tokens].
+        answers: ids of the text after the prompts, answers and further questions [rows, most].
+        asked: number (1, 2, ...) of the row's answer that a token belongs to, 0 for tokens that are not scored [rows, most].
     """
 
     prompts: Tensor
@@ -107,7 +112,7 @@ class RetrievalBatch(NamedTuple):
 
 
 class TokenRow(NamedTuple):
-    """Ids of a prompt and of all that follows it; `asked` as in `RetrievalBatch`."""
+    """Ids of a prompt and of the text after it; `asked` as in `RetrievalBatch`."""
 
     prompt: list[int]
     answers: list[int]
@@ -115,17 +120,17 @@ class TokenRow(NamedTuple):
 
 
 class AnswersColumn:
-    """Documents with equally many answers each, as rows with little padding.
+    """A column of documents with equally many answers each, which are scored with teacher forcing.
 
     Args:
-        subject: what is evaluated.
-        title: the column's.
-        settings: what the documents depend on besides the seed.
-        documents: one a row.
-        parts: for each document the parts that its answers' figures belong to, such as ["depth 0.25"]; none: no such figures.
-        what: the documents, for the message about those longer than the model was made for.
-        remedy: what to do about them.
-        chat: what the documents are asked with; None: as they stand.
+        subject: the evaluated model, tokenizer and settings.
+        title: the column's title.
+        settings: all that the documents depend on besides the seed.
+        documents: the documents, one for each row.
+        parts: for each document, the parts that its answers count for, such as ["depth 0.25"]; empty lists: no figures by part.
+        what: name of the documents, for the message about documents that exceed the model's positions.
+        remedy: advice in that message.
+        chat: the chat template that renders the documents; None: documents are used unchanged.
     """
 
     measure_name = "exact answers, log p"
@@ -165,11 +170,12 @@ class AnswersColumn:
         self.length = self.prompt + fed / self.rows
 
     def batches(self) -> list[RetrievalBatch]:
-        """The cases, shortest prompts first."""
+        """Return the cases in batches, shortest prompts first."""
         return self._batches
 
     def measure(self, cache: Cache, batch: RetrievalBatch) -> tuple[Tensor, Tensor]:
-        """Exact [rows x answers] bool, row by row, and log-probabilities of the asked tokens [asked] float64."""
+        """Return whether each answer is exact, [rows x answers] bool, row by row, and the log-probability of each answer token,
+        [answer tokens] float64."""
         feed = Feed(self.model, cache)
         logits = feed(batch.prompts, batch.mask, only_last=True)
         numbers = torch.arange(1, int(batch.asked.max()) + 1)
@@ -185,12 +191,12 @@ class AnswersColumn:
         return exact.flatten(), torch.cat(found)
 
     def cases(self) -> dict[str, Any]:
-        """Prompts, their mask, and what follows them, as in `RetrievalBatch`."""
+        """Return the batches with the entries of `RetrievalBatch`, as plain JSON."""
         batches = [{name: part.tolist() for name, part in batch._asdict().items()} for batch in self.batches()]
         return {"kind": "answers", "batches": batches}
 
     def read_part(self, batch: RetrievalBatch, content: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Of {"exact": answers of each row, "log_probability": one number an asked token}."""
+        """Convert {"exact": booleans of each row's answers, "log_probability": one number for each answer token}."""
         wanted = len(batch.prompts) * int(batch.asked.max())
         exact = [answer for row in content.get("exact", ()) for answer in row]
         if len(exact) != wanted or not all(type(answer) is bool for answer in exact):
@@ -198,9 +204,10 @@ class AnswersColumn:
         return torch.tensor(exact), numbers(content, "log_probability", int((batch.asked > 0).sum()))
 
     def summary(self, parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float | int]:
-        """Share of exact answers with its 95 % interval, mean log-probability of an answer's token (nats), the parts' shares.
+        """Return the share of exact answers with its 95 % interval, the mean log-probability of an answer token (nats), and the
+        shares of the parts.
 
-        The interval is Wilson's for as many cases as there are rows: a row's answers may stand and fall together.
+        The interval is Wilson's for as many cases as there are rows, since answers of one row are not independent.
         """
         exact = torch.cat([part for part, _ in parts]).view(self.rows, -1)
         likely = torch.cat([part for _, part in parts])
@@ -218,10 +225,10 @@ class AnswersColumn:
 
 
 class LinesColumn(AnswersColumn):
-    """Cases of one number of lines; with several queries the share of each query stands apart.
+    """Cases with one number of lines; with several queries there is also a share of exact answers for each query.
 
     Attributes:
-        chance: the share that naming any line's number has right.
+        chance: probability that the number of a random line is right.
     """
 
     def __init__(self, task: Retrieval, lines: int, subject: Subject) -> None:
@@ -230,20 +237,20 @@ class LinesColumn(AnswersColumn):
             key: value for key, value in asdict(task).items() if key not in ("lines", "cases", "title", "chat_template")
         }
         if queries == 1:
-            del options["queries"]  # the settings of the tasks that had no such option
+            del options["queries"]  # keeps the settings of releases without this option
         settings = {"task": "retrieval", "lines": lines, "cases": rows, **options}
         documents = [task.document(subject.seed, index, lines) for index in range(rows)]
         parts = [f"query {number}" for number in range(1, queries + 1)] if queries > 1 else []
         what, remedy = f"retrieval from {lines} lines", "ask for fewer lines"
-        self.chance = 1 / lines  # of naming any line's number
+        self.chance = 1 / lines
         chat = Chat(subject.tokenizer, "retrieval") if task.chat_template else None
         super().__init__(subject, task.title_of(lines), settings, documents, [parts] * rows, what, remedy, chat)
 
 
 def token_row(tokenizer: PreTrainedTokenizerBase, document: Sequence[Piece], special: bool = True) -> TokenRow:
-    """A document up to its last answer as ids. A token that holds the end of an answer and more belongs to the answer.
+    """Tokenise a document up to its last answer. A token that contains the end of an answer and more belongs to the answer.
 
-    special: whether the tokenizer adds its special tokens; a chat template's text has its own.
+    `special` says whether the tokenizer adds its special tokens; the text of a chat template contains its own.
     """
     positions = [position for position, piece in enumerate(document) if piece.is_answer]
     texts = ["".join(piece.text for piece in document[:position]) for position in range(len(document) + 1)]
@@ -264,10 +271,10 @@ def token_row(tokenizer: PreTrainedTokenizerBase, document: Sequence[Piece], spe
 def token_pair(
     tokenizer: PreTrainedTokenizerBase, case: RetrievalCase, special: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Ids of the prompt and of the answer.
+    """Return the ids of the prompt and of the answer.
 
-    The two are tokenised together and parted where the prompt alone would have ended otherwise: a tokenizer that joins
-    the last space to the number has both in the answer. `special` as in `token_row`.
+    The two are tokenised together and split at the first token that differs from those of the prompt alone: if a tokenizer joins
+    the prompt's last space with the number, that token belongs to the answer. `special` as in `token_row`.
     """
     texts = (case.prompt, case.prompt + case.answer)
     alone, whole = (tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts)
@@ -278,7 +285,7 @@ def token_pair(
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids the two begin with alike."""
+    """Return the length of the common prefix of two lists of ids."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -288,9 +295,9 @@ def batch(
     device: torch.device,
     asked: Sequence[list[int]] | None = None,
 ) -> RetrievalBatch:
-    """Rows of one length. Shorter answers go on with their last token, which is fed and not asked.
+    """Pad (prompt, answer) pairs to one batch. Shorter answers are padded with their last token, which is not scored.
 
-    asked: as in `RetrievalBatch`; without it all tokens behind a prompt are one answer.
+    `asked` is as in `RetrievalBatch`; without it all tokens after a prompt are one answer.
     """
     tokens, most = (max(map(len, part)) for part in zip(*pairs, strict=True))
     prompts = [[pad] * (tokens - len(prompt)) + prompt for prompt, _ in pairs]

@@ -1,4 +1,4 @@
-"""Text for the tasks that read it: local files, a data set of the hub, or text sampled from the model itself."""
+"""Text for tasks: from local files, a data set of the hub, or sampled from the model itself."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -21,7 +21,7 @@ HUB = ("name", "config", "split", "column")
 
 
 def text_source(task: str, text: Text, natural_spacing: bool) -> TextSource | None:
-    """Where a task's option `text` points; None when it is to be sampled. Raises UsageError for what it cannot be."""
+    """Return the source that a task's option `text` names; None if the text is sampled. Raises UsageError for invalid options."""
     if not isinstance(natural_spacing, bool):
         raise UsageError(f"'tasks.{task}.natural_spacing' must be true or false, got {printable(natural_spacing)}")
     if text is None:
@@ -43,7 +43,7 @@ def text_source(task: str, text: Text, natural_spacing: bool) -> TextSource | No
 
 
 def read_text(source: TextSource | None) -> tuple[str | None, dict[str, Any]]:
-    """The text, None when it is to be sampled, and where it came from as plain JSON."""
+    """Return the text (None if it is sampled) and its origin as plain JSON."""
     if source is None:
         return None, {"text": SAMPLED}
     with without_waiting_for_the_hub():
@@ -52,7 +52,7 @@ def read_text(source: TextSource | None) -> tuple[str | None, dict[str, Any]]:
 
 
 def sampled(task: str, subject: Subject, length: int, count: int) -> Tensor:
-    """[count, length] int64 sampled behind the tokenizer's first token; UsageError where it has none."""
+    """Sample [count, length] int64 that begin with the tokenizer's first token; raises UsageError if it has none."""
     tokenizer = subject.tokenizer
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
@@ -61,21 +61,21 @@ def sampled(task: str, subject: Subject, length: int, count: int) -> Tensor:
 
 
 class TextSequences:
-    """Sequences of one text, of equal length.
+    """Sequences of equal length from one text.
 
     Args:
         task: the task's name, for messages.
-        source: of the text; None samples it.
-        subject: the model that reads.
+        source: source of the text; None: it is sampled from the model.
+        subject: the evaluated model, tokenizer and settings.
         length: tokens in a sequence.
-        count: sequences at most.
+        count: most sequences.
 
     Attributes:
-        origin: plain JSON: the text's name, and the SHA-256 of one that was read.
-        count: sequences; fewer than asked for where the text ends.
+        origin: plain JSON: the text's name, and its SHA-256 unless it is sampled.
+        count: number of sequences; fewer than requested if the text is shorter.
 
     Raises:
-        UsageError: sequences longer than the model was made for, or text that does not fill one.
+        UsageError: if sequences are longer than the model's positions, or the text does not fill one.
     """
 
     def __init__(self, task: str, source: TextSource | None, subject: Subject, length: int, count: int) -> None:
@@ -87,7 +87,7 @@ class TextSequences:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[count, length] int64, each behind the tokenizer's first token; sampled when first asked for."""
+        """The sequences [count, length] int64, each beginning with the tokenizer's first token; sampled at the first access."""
         if self._text is None:
             return sampled(self.task, self.subject, self.length, self.count)
         tokenizer, seed = self.subject.tokenizer, self.subject.seed
@@ -100,5 +100,5 @@ class TextSequences:
             ) from error
 
     def batches(self) -> list[Tensor]:
-        """The sequences on the model's device, [at most batch_size, length] each."""
+        """Return the sequences on the model's device, as tensors [at most batch_size, length]."""
         return list(self.tokens.to(self.subject.model.device).split(self.subject.batch_size))

@@ -1,5 +1,5 @@
-"""The codec of `calib.runtime.storage` behind LMCache's stores (https://github.com/LMCache/LMCache, 0.5.x).
+"""The codec of `calib.runtime.storage` as a serde of LMCache's stores (https://github.com/LMCache/LMCache, 0.5.x).
 
-`plugin.py` is what an LMCache server imports; docs/serve/lmcache.md has the command lines. Of the other files `serde.py` alone
-needs lmcache.
+An LMCache server imports `plugin.py`; docs/serve/lmcache.md has the command lines. Of the other files only `serde.py` needs
+lmcache.
 """

@@ -1,16 +1,16 @@
-"""Where keys and values of a chunk lie in the memory that LMCache hands over.
+"""Converts between LMCache's memory layouts of a chunk and the codec's.
 
-LMCache describes a chunk by shapes and dtypes. Three of its layouts are of keys and values of plain attention:
+LMCache describes a chunk by shapes and dtypes. Three of its layouts hold keys and values of plain attention (D: head_dim):
 
-    [2, layers, tokens, kv_heads * D]       keys, then values: engines that store them apart
-    [1, layers, tokens, kv_heads * 2 * D]   packed: of each head a token's D keys, then its D values (vLLM 0.32); LMCache copies
-    [layers, tokens, kv_heads * 2 * D]      the same, and the engine copies
+    [2, layers, tokens, kv_heads * D]       keys, then values: engines that store them separately
+    [1, layers, tokens, kv_heads * 2 * D]   packed: for each head a token's D keys, then its D values (vLLM 0.32); LMCache copies
+    [layers, tokens, kv_heads * 2 * D]      the same, if the engine copies
 
-vLLM's CPU attention packs a block of tokens and not each: of a head's `block * 2 * D` entries the first half are keys `[D, block]`,
-the second values `[block, D]`. LMCache takes them for rows of tokens as they come, so `cpu_block` says it. It is the form
-for float16 and float32 on x86; bfloat16 on processors with AMX has another one, which is not read here.
+vLLM's CPU attention packs a block of tokens: of a head's `block * 2 * D` entries the first half are keys `[D, block]`, the second
+half values `[block, D]`. LMCache treats them as rows of tokens, so the option `cpu_block` must give the block size. This is the
+layout for float16 and float32 on x86; bfloat16 on processors with AMX has another one, which is not supported here.
 
-A chunk that is read in a wrong layout has keys that fit no start (`starts.py`), and is refused.
+A chunk that is read with a wrong layout has keys that fit no start (`starts.py`), and is refused.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one chunk.
+    """The layout of one chunk.
 
     Args:
-        shape: of the tensor, one of the three above.
-        dtype: of keys and values.
-        layers, tokens, heads, head_dim: what it has.
-        block: tokens that are packed together, on a CPU; 1 where each is packed; None where keys and values lie apart.
+        shape: shape of the tensor, one of the three of this module's docstring.
+        dtype: dtype of keys and values.
+        layers, tokens, heads, head_dim: the chunk's sizes.
+        block: tokens that are packed together on a CPU; 1 if each token is packed; None if keys and values are separate.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,10 @@ class Layout:
         head_dim: int,
         cpu_block: int | None = None,
     ) -> "Layout":
-        """Raises ValueError for what is not keys and values of all `layers` in one tensor of one of the layouts."""
+        """Return the layout for LMCache's shapes and dtypes.
+
+        Raises ValueError unless they are one tensor with keys and values of all `layers` in one of the layouts.
+        """
         if len(shapes) != 1 or len(dtypes) != 1:
             raise ValueError(
                 f"the chunk has {len(shapes)} tensors, expected one of all layers alike; serve such a model without serde calib"
@@ -73,10 +76,11 @@ class Layout:
         return cls(shape, dtype, layers, shape[-2], shape[-1] // unit, head_dim, block)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The codec's chunk `[2, layers, tokens, heads * D]` of a tensor of this layout; a view where keys and values lie apart."""
+        """Convert a tensor of this layout to the codec's chunk `[2, layers, tokens, heads * D]`; without packing, return the tensor
+        itself."""
         if self.block is None:
             return tensor
-        # A block of one token has its keys [D, 1] and its values [1, D] as well.
+        # The code covers packed single tokens too: a block of one token has keys [D, 1] and values [1, D].
         blocks = self._by_block(tensor).transpose(2, 3).flatten(3)
         keys, values = blocks.chunk(2, -1)
         keys = keys.unflatten(-1, (self.head_dim, self.block)).mT
@@ -84,7 +88,7 @@ class Layout:
         return torch.stack([keys, values]).transpose(3, 4).reshape(self.chunk_shape)
 
     def write(self, tensor: Tensor, chunk: Tensor) -> None:
-        """The way back: a chunk into `tensor`."""
+        """Write a chunk of the codec into `tensor`, which has this layout."""
         if self.block is None:
             tensor.copy_(chunk)
             return
@@ -94,10 +98,10 @@ class Layout:
 
     @property
     def chunk_shape(self) -> tuple[int, int, int, int]:
-        """Of the codec's chunk."""
+        """Shape of the codec's chunk."""
         return 2, self.layers, self.tokens, self.heads * self.head_dim
 
     def _by_block(self, tensor: Tensor) -> Tensor:
-        """`[layers, blocks, block, heads, 2 * D]`, the same memory."""
+        """Return `tensor` as a view `[layers, blocks, block, heads, 2 * D]`."""
         assert self.block is not None
         return tensor.view(self.layers, -1, self.block, self.heads, 2 * self.head_dim)

@@ -1,7 +1,8 @@
-"""What an LMCache server imports: an adapter of type "plugin" whose `module_path` is this module and `class_name` "FileAdapter".
+"""The module that an LMCache server imports for an adapter of type "plugin" with this module as `module_path`, and "FileAdapter"
+as `class_name`.
 
-Importing it registers the serde type "calib". LMCache has no entry point for serdes; the module of a plugin adapter is imported
-before the serde is made.
+Importing it registers the serde type "calib". LMCache has no entry point for serdes, but it imports the module of a plugin adapter
+before it makes the serde.
 """
 
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
@@ -15,14 +16,14 @@ from calib.serve.lmcache.serde import CalibDeserializer, CalibSerializer, Chunks
 class FileAdapter(FSL2Adapter):
     """LMCache's own adapter for files, as a plugin: `adapter_params` are the fields of `{"type": "fs", ...}`."""
 
-    config_class_name = FSL2AdapterConfig.__name__  # which LMCache looks up in this module
+    config_class_name = FSL2AdapterConfig.__name__  # LMCache looks up this name in the module
 
     def __init__(self, config: FSL2AdapterConfig, l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__(config)
 
 
 def create(kwargs: dict[str, object]) -> SerdeProcessor:
-    """The serde of an adapter's JSON. Raises ValueError and ArtifactError, so that a server with wrong options does not start."""
+    """Make the serde from an adapter's JSON. Raises ValueError or ArtifactError for wrong options; the server does not start then."""
     options = Options.of(kwargs)
     chunks = Chunks(options)
     return AsyncSerdeProcessor(CalibSerializer(chunks), CalibDeserializer(chunks), max_workers=options.max_workers)

@@ -1,7 +1,7 @@
 """LMCache's `Serializer` and `Deserializer` around `Codec`.
 
-Failures are exceptions here, which LMCache catches: of a batch that it stores or loads together nothing is stored then, or nothing
-was found, and the engine computes the tokens. It reports one for all objects of a batch, so one bad blob is a miss of its batch.
+Failures raise exceptions, which LMCache catches: then nothing of the batch that it stores together is stored, or the whole batch
+that it loads together is a miss, and the engine computes the tokens. One bad blob therefore makes its whole batch a miss.
 """
 
 import torch
@@ -22,10 +22,10 @@ logger = init_logger(__name__)
 
 
 class Chunks:
-    """What both directions know: the options, the codecs, and the layouts that were refused.
+    """Shared state of serializer and deserializer: the options, the codecs, and the log of refusals.
 
-    Raises ArtifactError and ValueError when it is made, as `Codec.from_artifact` does: a server with an artifact that cannot be
-    used does not start.
+    The constructor raises ArtifactError and ValueError as `Codec.from_artifact` does, so that a server does not start with an
+    unusable artifact.
     """
 
     def __init__(self, options: Options) -> None:
@@ -39,7 +39,7 @@ class Chunks:
         return Layout.of(desc.shapes, desc.dtypes, self.layers, self.head_dim, self.options.cpu_block)
 
     def of(self, chunk: MemoryObj, key: ObjectKey) -> tuple[Layout, Codec, Tensor]:
-        """The layout of a chunk, the codec of its KV heads, and its tensor. Raises ValueError for what this serde is not for."""
+        """Return a chunk's layout, the codec of its KV heads, and its tensor. Raises ValueError for another model or layout."""
         if key.model_name != self.options.model:
             raise ValueError(
                 f"the chunk is of model {key.model_name}, expected {self.options.model}; give the engine's models a server each"
@@ -54,16 +54,16 @@ class Chunks:
 
 
 class CalibSerializer(Serializer):
-    """Chunks to blobs of fixed size."""
+    """Encodes chunks to blobs of fixed size."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks, self._starts = chunks, Starts(chunks.positions)
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Writes the blob of `src` into `dst`, and zeros behind it up to the estimate.
+        """Write the blob of `src` into `dst`, zero-padded to the estimated size, which is returned.
 
-        The start of the chunk is told from its keys. Raises ValueError where it is not clear, and for chunks of another model,
-        layout or dtype: nothing of the batch is stored.
+        The start of the chunk is found from its keys. Raises ValueError if it is ambiguous, and for chunks of another model, layout
+        or dtype; then nothing of the batch is stored.
         """
         try:
             layout, codec, tensor = self._chunks.of(src, key)
@@ -80,9 +80,9 @@ class CalibSerializer(Serializer):
         return size
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Bytes of a blob: not a bound but the very size, as stores of files need it.
+        """Return the exact size of a blob in bytes, as file stores need it.
 
-        Of a layout that is refused 1: LMCache asks where it cannot take an exception, and serialising it raises.
+        For a layout that is refused it is 1: LMCache cannot handle an exception here, and `serialize` raises one later.
         """
         try:
             layout = self._chunks.layout(layout_desc)
@@ -93,16 +93,16 @@ class CalibSerializer(Serializer):
 
 
 class CalibDeserializer(Deserializer):
-    """Blobs to chunks."""
+    """Decodes blobs to chunks."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        """Writes the chunk of the blob `src` into `dst`.
+        """Decode the blob `src` and write its chunk into `dst`.
 
-        Raises ValueError (BlobError among them) where it is damaged, of another artifact, budget, rank or dtype, or has another
-        number of tokens: nothing has been written to `dst` then, and LMCache takes it for a miss.
+        Raises ValueError (or its subclass BlobError) if the blob is damaged, of another artifact, budget, rank or dtype, or has
+        another number of tokens; then nothing has been written to `dst`, and LMCache treats it as a miss.
         """
         try:
             layout, codec, tensor = self._chunks.of(dst, key)
@@ -117,7 +117,7 @@ class CalibDeserializer(Deserializer):
 
 
 def _bytes_of(memory: MemoryObj) -> Tensor:
-    """uint8 `[bytes]`, the same memory."""
+    """Return the memory as a view, uint8 `[bytes]`."""
     tensor = memory.tensor
     if tensor is None:
         raise ValueError("the blob has no memory any more, expected an object that LMCache holds")

@@ -1,8 +1,8 @@
-"""SGLang's storage behind its hierarchical cache, `--hicache-storage-backend dynamic`: a file of `klt`'s codes for each page.
+"""Storage backend of SGLang's hierarchical cache (`--hicache-storage-backend dynamic`): a file of `klt`'s codes for each page.
 
-SGLang asks for whole pages by the hash of all tokens up to their end (`batch_exists`, `batch_get_v1`, `batch_set_v1`). A page that
-is not there, damaged, or of another artifact or budget is a miss: the engine computes its tokens. Nothing of it has been
-written to the engine's memory then.
+SGLang requests whole pages by the hash of all tokens up to their end (`batch_exists`, `batch_get_v1`, `batch_set_v1`). A page that
+is missing, damaged, or of another artifact or budget is a miss: nothing of it is written to the engine's memory, and the engine
+computes its tokens.
 """
 
 import logging
@@ -21,21 +21,21 @@ from calib.serve.stored_chunks import StoredChunks
 
 logger = logging.getLogger(__name__)
 
-KEYS_AND_VALUES = "kv"  # SGLang's name of their pool
+KEYS_AND_VALUES = "kv"  # SGLang's name of the pool of keys and values
 OTHER_INTERFACE = (
     'whole pages are asked for by batch_get_v1 and batch_set_v1; add "interface_v1": 1 to the extra config'
 )
 
 
 class Storage(HiCacheStorage):
-    """Pages as files; SGLang makes it from `module_path` and `class_name` of the extra config.
+    """Stores pages as files; SGLang finds this class by `module_path` and `class_name` of the extra config.
 
     Args:
-        config: SGLang's; `extra_config` has the fields of `Options` beside SGLang's own.
-        kwargs: SGLang's, of which none is read.
+        config: SGLang's configuration; its `extra_config` has the fields of `Options` in addition to SGLang's own.
+        kwargs: SGLang's arguments, which are not used.
 
-    Raises ArtifactError and ValueError for wrong options, an artifact that cannot be used, latent attention and pipelines: the
-    engine does not start.
+    Raises ArtifactError or ValueError for wrong options, an unusable artifact, latent attention, pipeline stages and context
+    parallelism; then the engine does not start.
     """
 
     def __init__(self, config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -53,21 +53,22 @@ class Storage(HiCacheStorage):
         self._pages: Pages | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes the memory that pages are read from and written to, and makes the folder.
+        """Register the host memory that pages are read from and written to, and make the folder.
 
-        Raises ValueError where the memory is not of this artifact's model, or the folder cannot be made.
+        Raises ValueError if the memory does not fit the artifact's model, or if the folder cannot be made.
         """
         super().register_mem_pool_host(mem_pool_host)
         pages = Pages(mem_pool_host, self._model.layers, self._model.head_dim)
         slices = self._model.slices
         self._codec = slices.codec(slices.of_rank(pages.heads, self._world, self._rank))
-        identity = f"{self._identity} {pages.dtype}"  # a file is decoded to the dtype that it was coded from
+        identity = f"{self._identity} {pages.dtype}"  # a file can be decoded only to the dtype of its original
         self._folder = BlobFolder(self._options.folder, identity, self._refusals)
         self._chunks = StoredChunks(self._codec, self._folder, self._refusals)
         self._pages = pages
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """SGLang names its pools. Raises ValueError for one beside keys and values, such as a draft model's, which has no codes."""
+        """Check the name of a pool. Raises ValueError for a pool other than keys and values (such as a draft model's), which cannot
+        be encoded."""
         if host_pool_name != KEYS_AND_VALUES:
             raise ValueError(
                 f"the engine has a host pool {host_pool_name}, expected {KEYS_AND_VALUES} alone: what lies beside keys and values "
@@ -77,14 +78,15 @@ class Storage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Stores pages that are not there yet.
+        """Store the pages that are not stored yet, and return for each page whether it is stored.
 
         Args:
-            keys: a page's hash each, of pages in a row.
+            keys: the hashes of successive pages.
             host_indices: the slots of their tokens in the host pool.
-            extra_info: `prefix_keys`, the hashes of all pages before, tells where they begin; without it keys tell (`starts.py`).
+            extra_info: its `prefix_keys`, the hashes of all earlier pages, give the position of the first page; without them the
+                positions are found from the pages' keys (`starts.py`).
 
-        Returns whether each is stored. One is not whose keys fit no position, or have NaN: it is none of this model.
+        A page whose keys fit no position, or have NaN, is not stored.
         """
         pages, before = self._registered(), self._before(extra_info)
         return [
@@ -95,7 +97,7 @@ class Storage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Writes pages into the host pool, from the first on until one is missing; returns whether each is there."""
+        """Write pages into the host pool, from the first until one is missing; return for each page whether it was written."""
         pages, found = self._registered(), list[bool]()
         for key, slot in zip(keys, self._slots(host_indices, pages), strict=True):
             chunk = self._chunks.load(key, pages.page, pages.dtype) if all(found) else None
@@ -105,17 +107,17 @@ class Storage(HiCacheStorage):
         return found
 
     def exists(self, key: str) -> bool:
-        """Whether the page's file is there; whether it can be used is seen when it is read."""
+        """Whether the page's file exists; its content is not checked."""
         self._registered()
         return self._folder.has(key)
 
     def clear(self) -> None:
-        """Removes all pages of the folder, other engines' as well."""
+        """Remove all pages of the folder, including those of other engines."""
         self._registered()
         self._folder.clear()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
-        """As all of the interface without shapes, refused: `Options.of` asks for the other."""
+        """Raise NotImplementedError, as all functions of the interface without shapes do; `Options.of` requires the other one."""
         raise NotImplementedError(OTHER_INTERFACE)
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
@@ -138,13 +140,13 @@ class Storage(HiCacheStorage):
         return self._pages
 
     def _before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
-        """Tokens before the first page of a batch, where SGLang tells."""
+        """Return the number of tokens before the first page of a batch; None if SGLang does not report them."""
         prefix = None if extra_info is None else extra_info.prefix_keys
         return None if prefix is None else len(prefix) * self._registered().page
 
     @staticmethod
     def _slots(host_indices: Tensor, pages: Pages) -> list[int]:
-        """The first slot of each page."""
+        """Return the first slot of each page."""
         return host_indices[:: pages.page].tolist()
 
     def _stored(self, key: str, chunk: Tensor, start: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""The fields of `--hicache-storage-backend-extra-config` that are ours."""
+"""Our fields of `--hicache-storage-backend-extra-config`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from calib.serve import fields
 
 @dataclass(frozen=True)
 class Options:
-    """What the JSON says; its other fields are SGLang's. Budgets are checked by `Codec`.
+    """Our options in the JSON; its other fields are SGLang's. Bit budgets are checked by `Codec`.
 
     Attributes:
         artifact: path of an artifact of `calib fit`.
-        folder: where pages are stored. It is made.
+        folder: folder in which pages are stored; it is made if missing.
         bits: the budget in bits per value, keys and values together.
-        entropy: whether codes go through an entropy coder, as `Codec.from_artifact` takes it.
-        trellis: whether levels are trellis-coded, as `Codec.from_artifact` takes it.
-        positions: of the longest text, in tokens; None: `max_position_embeddings` of the artifact's model. Read only where
-            SGLang does not tell the pages before (`hicache_storage_pass_prefix_keys`).
+        entropy: whether codes are entropy-coded, as in `Codec.from_artifact`.
+        trellis: whether levels are trellis-coded, as in `Codec.from_artifact`.
+        positions: length of the longest text in tokens; None: `max_position_embeddings` of the artifact's model. Used only if
+            SGLang does not report the earlier pages (`hicache_storage_pass_prefix_keys`).
     """
 
     artifact: str
@@ -31,7 +31,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Raises ValueError for a field that is missing or out of its range, and without SGLang's interface of whole pages."""
+        """Read the options; raises ValueError for a field that is missing or out of range, and if `interface_v1` is not 1."""
         found = fields.read(
             cls, given, "the extra config", texts=("artifact", "folder"), wholes=("positions",), alone=False
         )

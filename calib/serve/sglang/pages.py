@@ -1,13 +1,14 @@
-"""Where keys and values of a page lie in SGLang's host memory.
+"""Converts between pages in SGLang's host memory and the codec's chunks.
 
-`kv_buffer` of a host pool of plain attention is one tensor of keys, then values, in one of four orders (`--hicache-mem-layout`):
+`kv_buffer` of a host pool of plain attention is one tensor of keys, then values, in one of four layouts (`--hicache-mem-layout`; D:
+head_dim):
 
     layer_first         [2, layers, slots, heads, D]
     page_first          [2, slots, layers, heads, D]
     page_first_direct   [2, pages, layers, page, heads, D]
     page_head           [2, pages, heads, page, layers, D]
 
-A page is `page` slots in a row. Heads are those of one rank of tensor parallelism.
+A page is `page` consecutive slots. Heads are the KV heads of one rank of tensor parallelism.
 """
 
 from typing import Any
@@ -24,14 +25,15 @@ class Pages:
 
     Args:
         pool: SGLang's `MHATokenToKVPoolHost`.
-        layers, head_dim: of the artifact's model.
+        layers, head_dim: shape of the artifact's model.
 
     Attributes:
+        layout: the pool's layout.
         page: tokens of a page.
-        heads: of this rank.
-        dtype: of keys and values.
+        heads: number of KV heads of this rank.
+        dtype: dtype of keys and values.
 
-    Raises ValueError where the pool is not one of keys and values of all `layers`, of `head_dim` channels and 16 or 32 bits.
+    Raises ValueError unless the pool has keys and values of all `layers`, of `head_dim` channels, in one of `LAYOUTS` and `DTYPES`.
     """
 
     def __init__(self, pool: Any, layers: int, head_dim: int) -> None:
@@ -56,16 +58,16 @@ class Pages:
         self._shape = 2, layers, self.page, self.heads * head_dim
 
     def read(self, slot: int) -> Tensor:
-        """The chunk `[2, layers, page, heads * D]` of the page that begins at `slot`: a copy, but for `layer_first`."""
+        """Return the page that begins at `slot` as a chunk `[2, layers, page, heads * D]`: a view for `layer_first`, else a copy."""
         return self._of(slot).reshape(self._shape)
 
     def write(self, slot: int, chunk: Tensor) -> None:
-        """The way back: a chunk into the page that begins at `slot`."""
+        """Write a chunk into the page that begins at `slot`."""
         page = self._of(slot)
         page.copy_(chunk.view(page.shape))
 
     def _of(self, slot: int) -> Tensor:
-        """`[2, layers, page, heads, D]`, the pool's memory."""
+        """Return the page as a view `[2, layers, page, heads, D]` of the pool's memory."""
         if self.layout == "layer_first":
             return self._buffer[:, :, slot : slot + self.page]
         if self.layout == "page_first":

@@ -1,8 +1,8 @@
-"""vLLM's `KVConnectorBase_V1`: an engine gives `"kv_connector_module_path": "calib.serve.vllm.connector"` and
+"""Implements vLLM's `KVConnectorBase_V1`, for `"kv_connector_module_path": "calib.serve.vllm.connector"` and
 `"kv_connector": "CalibConnector"`.
 
-The scheduler and every worker have one; `scheduler_side.py` and `worker_side.py` say what each does. A chunk that is not there,
-damaged, or of another artifact or budget is a miss: the engine computes its tokens.
+The scheduler and every worker have a connector; their parts are in `scheduler_side.py` and `worker_side.py`. A chunk that is
+missing, damaged, or of another artifact or budget is a miss: the engine computes its tokens.
 """
 
 import logging
@@ -26,19 +26,19 @@ from calib.serve.vllm.served_model import check, identity_of
 from calib.serve.vllm.transfers import Transfers
 from calib.serve.vllm.worker_side import WorkerSide
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own, which has handlers
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, which has handlers
 
 
 class CalibConnector(KVConnectorBase_V1):
-    """Prefixes as files, for one engine.
+    """Stores the prefixes of one engine as files.
 
     Args:
-        vllm_config: vLLM's; `kv_connector_extra_config` has the fields of `Options`.
+        vllm_config: vLLM's configuration; `kv_connector_extra_config` has the fields of `Options`.
         role: SCHEDULER or WORKER.
-        kv_cache_config: vLLM's.
+        kv_cache_config: vLLM's configuration of the KV cache.
 
-    Raises ArtifactError and ValueError for wrong options, an artifact that is not this model's, and what is no plain attention
-    under tensor parallelism: the engine does not start.
+    Raises ArtifactError or ValueError for wrong options, an artifact of another model, and anything but plain attention under
+    tensor parallelism; then the engine does not start.
     """
 
     _cache_hit_source = CacheHitSource.DISK
@@ -74,50 +74,50 @@ class CalibConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not stored is computed again."""
+        """False, since tokens that are not stored are computed again."""
         return False
 
-    # The scheduler's.
+    # Called in the scheduler.
 
     def on_new_request(self, request: Any) -> None:
-        """Follows it, so that it is stored as well where nothing is looked up."""
+        """Track the request, so that its chunks are stored even if vLLM never looks up stored tokens for it."""
         self._scheduler.follow(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that are stored behind those, and whether they are loaded between steps: whenever there are any."""
+        """Return the number of stored tokens after the computed ones, and whether they are loaded asynchronously (if any)."""
         found = self._scheduler.stored(request, num_computed_tokens)
         return found, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plans the load of so many tokens into the request's blocks."""
+        """Plan the load of `num_external_tokens` tokens into the request's blocks."""
         if num_external_tokens:
             (own,) = blocks.get_block_ids()
             self._scheduler.load(request, own, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        """What workers load and store in this step."""
+        """Return the chunks that workers load and store in this step."""
         state = scheduler_output.kv_connector_block_state
         return self._scheduler.step(scheduler_output.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0])
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Takes note of loads that failed, and of those that are done."""
+        """Record the loads that failed or finished."""
         self._scheduler.failed(connector_output.invalid_block_ids or ())
         self._scheduler.loaded(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Forgets it; its blocks are free, since a store copies them."""
+        """Stop tracking the request; its blocks can be freed at once, since a store copies them."""
         self._scheduler.forget(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool:
-        """Removes all chunks of the folder, other engines' as well."""
+        """Remove all chunks of the folder, including those of other engines."""
         self._scheduler.clear()
         return True
 
-    # The workers'.
+    # Called in the workers.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Takes the memory that chunks are read from and written to. Raises ValueError where it is not of this artifact's model."""
+        """Register the paged memory of all layers. Raises ValueError if it does not fit the artifact's model."""
         heads, (name, first) = self._heads(get_tensor_model_parallel_rank()), next(iter(kv_caches.items()))
         order = None
         if first.device.type == "cpu":
@@ -128,44 +128,44 @@ class CalibConnector(KVConnectorBase_V1):
         self._worker = WorkerSide(stored, memory, heads, self._chunk)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins what the scheduler planned."""
+        """Begin the loads that the scheduler planned, after a clear if there was one."""
         planned = self._planned()
-        if planned.cleared:  # weights may have changed: what waited has been stored since, or would be
+        if planned.cleared:  # weights may have changed: waiting chunks must not be stored, or removed if they were
             self._side().drop()
-            with suppress(OSError):  # `reset_cache` has said what cannot be removed
+            with suppress(OSError):  # `reset_cache` has reported what cannot be removed
                 self._folder.clear()
         for name, chunks in planned.loads.items():
             self._side().load(name, chunks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded during a forward."""
+        """Do nothing: chunks are not loaded during a forward."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is stored during a forward: a chunk has all layers."""
+        """Do nothing: a chunk has all layers and is stored after the forward."""
 
     def wait_for_save(self) -> None:
-        """Copies the chunks that this step's forward filled, and has them stored."""
+        """Copy the chunks that this step's forward has filled, and queue them for storing."""
         for chunk in self._planned().stores:
             self._side().store(chunk)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
-        """The requests whose loads are done."""
+        """Return (None, the requests whose loads are finished)."""
         return None, self._side().finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks of chunks that were missing or damaged."""
+        """Return the blocks that could not be loaded because a chunk was missing or damaged."""
         return self._side().failed()
 
     def shutdown(self) -> None:
-        """Waits until everything is stored. An engine ends its workers first, and then its scheduler."""
+        """Wait until everything is stored. An engine shuts down its workers first, then its scheduler."""
         if self._worker is not None:
             self._worker.close()
         if self._role == KVConnectorRole.SCHEDULER:
-            with suppress(OSError):  # `reset_cache` has said what cannot be removed
+            with suppress(OSError):  # `reset_cache` has reported what cannot be removed
                 self._scheduler.close()
 
     def _heads(self, rank: int) -> range:
-        """The KV heads of a rank; ranks share one where there are more of them than heads."""
+        """Return the KV heads of a rank; if there are more ranks than heads, several ranks share one head."""
         return self._model.slices.of_rank(max(1, self._model.kv_heads // self._ranks), self._ranks, rank)
 
     def _side(self) -> WorkerSide:

@@ -1,7 +1,7 @@
-"""Where vLLM's CPU attention puts the entries of a block: asked of vLLM, as it differs by processor and dtype.
+"""Determines the order of entries in a block of vLLM's CPU attention, which differs by processor and dtype.
 
-A block is written by vLLM's own operation, every entry with a pattern of bits of its own. Where a pattern is found again, its entry
-lies.
+vLLM's own operation writes a block in which every entry has a unique bit pattern; the positions of the patterns in the block are
+the order.
 """
 
 import torch
@@ -12,18 +12,18 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def cpu_order(instructions: str, tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """As `PagedMemory` takes it.
+    """Return the `order` argument of `PagedMemory`, int64 `[2 * tokens * head_dim]`.
 
     Args:
-        instructions: what the attention layer calls its `isa`.
-        tokens: of a block.
-        head_dim: of the model.
-        dtype: of keys and values, 16 or 32 bits.
+        instructions: the attention layer's `isa`.
+        tokens: tokens of a block.
+        head_dim: the model's head_dim.
+        dtype: dtype of keys and values, 16 or 32 bits.
 
-    Raises ValueError where the operation does not store every entry as it is.
+    Raises ValueError if the operation does not store every entry unchanged, or if a block has more entries than bit patterns.
     """
     count, words = 2 * tokens * head_dim, WORDS[dtype.itemsize]
-    marks = torch.arange(count).to(words)  # what is above half of the range wraps around, and differs still
+    marks = torch.arange(count).to(words)  # large numbers wrap around but remain unique
     keys, values = marks.view(dtype).view(2, tokens, 1, head_dim)
     block = torch.zeros(1, 1, 2 * tokens, head_dim, dtype=dtype)
     _custom_ops.cpu_attn_reshape_and_cache(keys, values, *block.chunk(2, dim=2), torch.arange(tokens), instructions)

@@ -1,9 +1,9 @@
-"""Keys of a request's chunks: a hash of everything that its keys and values up to a chunk's end depend on.
+"""Names of a request's chunks: each is a hash of everything that the KV cache up to the chunk's end depends on.
 
-    key of chunk i = SHA-256 of (key of chunk i - 1, the chunk's token ids, what else of the request lies in the chunk)
+    key of chunk i = SHA-256 of (key of chunk i - 1, the chunk's token ids, the request's multimodal inputs in the chunk)
 
-The first is of the model as it is served. What else a request may have is as in vLLM's own prefix cache: pictures and sounds by
-their hash and position, the LoRA adapter by name and path, the cache salt. A request with embeddings in place of tokens has no
+The key before the first chunk is a hash of the served model, the LoRA adapter (name and path) and the cache salt. As in vLLM's own
+prefix cache, images and audio are identified by their hash and position. A request with prompt embeddings instead of tokens has no
 keys.
 """
 
@@ -13,11 +13,11 @@ from calib.runtime.files import canonical_json
 
 
 class Keys:
-    """The keys of one request, made as they are asked for.
+    """The keys of one request, computed when needed.
 
     Args:
         request: vLLM's `Request`.
-        model: what identifies the model and how it is served.
+        model: hash of the model and how it is served (`identity_of`).
         chunk: tokens of a chunk.
     """
 
@@ -33,11 +33,11 @@ class Keys:
 
     @property
     def whole(self) -> int:
-        """Chunks that are full of tokens."""
+        """Number of chunks that are full of known tokens."""
         return len(self._request.all_token_ids) // self._chunk if self._tokens else 0
 
     def __getitem__(self, index: int) -> str:
-        """Of a chunk below `whole`."""
+        """Return the key of chunk `index`, which is below `whole`."""
         while len(self._found) <= index:
             start = len(self._found) * self._chunk
             end = start + self._chunk

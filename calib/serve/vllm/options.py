@@ -7,20 +7,20 @@ from typing import Any
 from calib.runtime.methods.klt import BITS
 from calib.serve import fields
 
-LEAST_CHUNK = 256  # tokens, where nothing is said: a chunk's header and its call are little then
+LEAST_CHUNK = 256  # least tokens of a default chunk, so that the overhead of a header and a call is small
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the JSON says. Budgets are checked by `Codec`.
+    """The connector's options in the JSON. Bit budgets are checked by `Codec`.
 
     Attributes:
         artifact: path of an artifact of `calib fit`.
-        folder: where chunks are stored. It is made.
+        folder: folder in which chunks are stored; it is made if missing.
         bits: the budget in bits per value, keys and values together.
-        entropy: whether codes go through an entropy coder, as `Codec.from_artifact` takes it.
-        trellis: whether levels are trellis-coded, as `Codec.from_artifact` takes it.
-        chunk: tokens of a file, a multiple of the engine's block size; None: the least one that is at least 256.
+        entropy: whether codes are entropy-coded, as in `Codec.from_artifact`.
+        trellis: whether levels are trellis-coded, as in `Codec.from_artifact`.
+        chunk: tokens of a file, a multiple of the engine's block size; None: the smallest multiple that is at least 256.
     """
 
     artifact: str
@@ -32,11 +32,11 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Raises ValueError for a field that is unknown, missing or out of its range."""
+        """Read the options; raises ValueError for a field that is unknown, missing or out of range."""
         return fields.read(cls, given, "kv_connector_extra_config", texts=("artifact", "folder"), wholes=("chunk",))
 
     def tokens(self, block: int) -> int:
-        """Of a chunk, where the engine's blocks have `block` tokens. Raises ValueError where they do not divide it."""
+        """Return the tokens of a chunk for blocks of `block` tokens. Raises ValueError if `chunk` is not a multiple of `block`."""
         chunk = self.chunk or -(-LEAST_CHUNK // block) * block
         if chunk % block:
             raise ValueError(

@@ -1,12 +1,12 @@
-"""Keys and values of blocks in vLLM's paged memory, as the codec's chunks.
+"""Converts between blocks in vLLM's paged memory and the codec's chunks.
 
-vLLM 0.32 registers one tensor a layer, `[blocks, heads, tokens of a block, 2 * D]` in whatever order of memory. A head's part of
-a block has its keys and its values, `2 * tokens * D` entries, in one of two orders:
+vLLM 0.32 registers one tensor for each layer, `[blocks, heads, tokens of a block, 2 * D]` with any strides (D: head_dim). A head's
+part of a block has its keys and its values, `2 * tokens * D` entries, in one of two orders:
 
-    of each token    its D keys, then its D values: FlashAttention, FlashInfer, Triton
-    of the block     as the CPU's attention packs them, which `cpu_order.py` asks it for
+    by token    for each token D keys, then D values: FlashAttention, FlashInfer, Triton
+    by block    as the CPU's attention packs them, which `cpu_order.py` determines
 
-An attention kernel may want shorter blocks than the scheduler gives out (vLLM splits them); block b is a run of such blocks then.
+An attention kernel may need shorter blocks than the scheduler's (vLLM splits them); then block b is a run of such shorter blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ class PagedMemory:
     """The tensors of all layers on one rank.
 
     Args:
-        caches: by the layers' names, as `register_kv_caches` has them.
-        layers, heads, head_dim: that are expected; heads are the rank's KV heads.
-        block: tokens of a block, as the scheduler counts.
-        order: int64 `[2 * tokens * D]`: where in a head's part of a block its keys `[tokens, D]` and then its values lie; None:
-            token by token.
+        caches: the tensors by layer name, as given to `register_kv_caches`.
+        layers, heads, head_dim: the expected sizes; heads are the rank's KV heads.
+        block: tokens of a block of the scheduler.
+        order: int64 `[2 * tokens * D]`: indices, within a head's part of a block, of its keys `[tokens, D]` and then of its values;
+            None: the order by token.
 
     Attributes:
-        dtype: of keys and values.
-        tokens: of a block of the tensors.
+        dtype: dtype of keys and values.
+        tokens: tokens of a block of the tensors.
 
-    Raises ValueError where the tensors are not of this model, or not of 16 or 32 bits.
+    Raises ValueError if the tensors do not have the expected sizes, or not one of `DTYPES`.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class PagedMemory:
         self._order = order.to(first.device)
 
     def read(self, blocks: Sequence[int]) -> Tensor:
-        """The chunk `[2, layers, tokens, heads * D]` of these blocks in a row, a copy in host memory."""
+        """Return the chunk `[2, layers, tokens, heads * D]` of successive blocks, as a copy in host memory."""
         own, found = self._own(blocks), list[Tensor]()
         for memory in self._memory:
             rows = memory[own].flatten(2)[..., self._order].unflatten(-1, (2, self.tokens, self._head_dim))
             found.append(rows.permute(2, 0, 3, 1, 4).reshape(2, -1, self._heads * self._head_dim).cpu())
         return torch.stack(found, 1)
 
-    @torch.inference_mode()  # the engine's tensors may be of that mode
+    @torch.inference_mode()  # the engine's tensors may be inference tensors
     def write(self, blocks: Sequence[int], chunk: Tensor) -> None:
-        """The way back: a chunk of as many tokens into these blocks."""
+        """Write a chunk into blocks with as many tokens."""
         own = self._own(blocks)
         for memory, rows in zip(self._memory, chunk.to(self._order.device).unbind(1), strict=True):
             entries = rows.view(2, len(own), self.tokens, self._heads, self._head_dim).permute(1, 3, 0, 2, 4).flatten(2)
@@ -88,11 +88,11 @@ class PagedMemory:
             memory[own] = pages.unflatten(-1, (self.tokens, 2 * self._head_dim))
 
     def _own(self, blocks: Sequence[int]) -> Tensor:
-        """The blocks of the tensors that these are."""
+        """Return the indices of the tensors' blocks that make up the scheduler's blocks."""
         first = torch.tensor(blocks, device=self._order.device)[:, None] * self._parts
         return (first + torch.arange(self._parts, device=first.device)).flatten()
 
 
 def by_token(tokens: int, head_dim: int) -> Tensor:
-    """The order of entries where each token has its keys, then its values."""
+    """Return the order of entries if each token has its keys, then its values."""
     return torch.arange(2 * tokens * head_dim).view(tokens, 2, head_dim).transpose(0, 1).flatten()

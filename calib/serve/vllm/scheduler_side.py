@@ -1,7 +1,7 @@
-"""The connector in vLLM's scheduler: which chunks of a request are stored, and which its next forward fills.
+"""The connector's part in vLLM's scheduler: finds which chunks of a request are stored, and which its next forward fills.
 
-Loading is asynchronous in vLLM's sense: a request waits until its chunks lie in the paged memory, other requests go on. What could
-not be loaded is reported before the request is scheduled, so that nothing is ever computed from it.
+Loading is asynchronous in vLLM's sense: a request waits until its chunks are in the paged memory, while other requests continue.
+Blocks that could not be loaded are reported before the request is scheduled, so that nothing is ever computed from them.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,12 +18,12 @@ class Followed:
     """A request that is not finished.
 
     Attributes:
-        request: vLLM's.
-        keys: of its chunks.
-        told: chunks, from the first on, that workers were told to store.
-        local: tokens that the engine had itself when it asked last.
+        request: vLLM's `Request`.
+        keys: keys of its chunks.
+        told: number of chunks, from the first, that were handed to workers for storing.
+        local: tokens that the engine itself had at its last look-up.
         loading: blocks that are being loaded.
-        failed: whether a load of it failed; it loads no more then, as what cannot be removed would fail for ever.
+        failed: whether a load of it failed; then it loads no more, since a bad file that cannot be removed would fail again.
     """
 
     request: Any
@@ -35,14 +35,14 @@ class Followed:
 
 
 class SchedulerSide:
-    """All requests of one engine.
+    """Tracks all requests of one engine.
 
     Args:
-        folder: of the stored chunks.
-        slices: the KV heads of the ranks, each slice once: a chunk is stored where all slices have it.
-        model: what identifies the model and how it is served (`keys.py`).
+        folder: the folder of the stored chunks.
+        slices: the KV heads of the ranks, each slice once: a chunk counts as stored if it is stored for all slices.
+        model: hash of the model and how it is served (`identity_of`).
         chunk, block: tokens of a chunk, and of a block.
-        loads, stores: whether it does.
+        loads, stores: whether chunks are loaded, and stored.
     """
 
     def __init__(
@@ -61,28 +61,28 @@ class SchedulerSide:
         self._transfers = Transfers()
 
     def follow(self, request: Any) -> Followed:
-        """What is known of a request, from its first sight on."""
+        """Return the state of a request; the first call begins to track it."""
         name = request.request_id
         if name not in self._followed:
             self._followed[name] = Followed(request, Keys(request, self._model, self._chunk))
         return self._followed[name]
 
     def forget(self, name: str) -> None:
-        """A request is finished."""
+        """Stop tracking a finished request."""
         self._followed.pop(name, None)
 
     def clear(self) -> None:
-        """Removes all chunks of the folder, other engines' as well, and has workers drop what they have not stored yet."""
+        """Remove all chunks of the folder, including other engines', and let workers drop chunks that wait to be stored."""
         self._folder.clear()
         self._transfers.cleared = True
 
     def close(self) -> None:
-        """After the workers, which store what waits: where no step has told them of `clear`, that goes as well."""
+        """Clear the folder again if no step has passed on `clear`: the workers, which end before, stored their waiting chunks."""
         if self._transfers.cleared:
             self._folder.clear()
 
     def stored(self, request: Any, local: int) -> int:
-        """Tokens that are stored behind the first `local` ones, which the engine has. The last token is always left to compute."""
+        """Return the number of stored tokens after the engine's own `local` ones. At least the last token is left to compute."""
         own = self.follow(request)
         own.local = local
         if not self._loads or own.failed:
@@ -93,9 +93,9 @@ class SchedulerSide:
         return max(0, at * self._chunk - local)
 
     def load(self, request: Any, blocks: list[int], tokens: int) -> None:
-        """The engine has taken `blocks` for the request, and expects so many tokens behind its own to be loaded.
+        """Plan to load `tokens` tokens after the engine's own into the request's `blocks`.
 
-        Raises ValueError where these are not what `stored` said.
+        Raises ValueError if they do not end at a chunk's end, as the number returned by `stored` does.
         """
         if not tokens:
             return
@@ -113,13 +113,16 @@ class SchedulerSide:
         own.loading = frozenset(block for chunk in chunks for block in chunk.blocks[chunk.held :])
 
     def step(self, scheduled: Mapping[str, int], blocks_of: Any) -> Transfers:
-        """What workers do in this step, which computes so many tokens of each request; `blocks_of` gives a request's blocks."""
+        """Return the workers' transfers for this step.
+
+        `scheduled` is the number of tokens that the step computes for each request; `blocks_of` returns a request's blocks.
+        """
         found, self._transfers = self._transfers, Transfers()
         for name, tokens in scheduled.items() if self._stores else ():
             own = self._followed.get(name)
             if own is None:
                 continue
-            # Tokens that are not known yet (drafts, and those that a step in flight samples) lie behind the known ones.
+            # Tokens that are not known yet (drafts, and those sampled by a step in flight) come after the known ones.
             filled = min((own.request.num_computed_tokens + tokens) // self._chunk, own.keys.whole)
             if filled > own.told:
                 blocks = blocks_of(name)
@@ -128,13 +131,13 @@ class SchedulerSide:
         return found
 
     def failed(self, blocks: Collection[int]) -> None:
-        """Workers could not load these blocks: what is computed instead is stored again, where its file is gone."""
+        """Record that workers could not load these blocks; their tokens are computed, and stored again if the file is gone."""
         for own in self._followed.values():
             if not own.loading.isdisjoint(blocks):
                 own.failed, own.told = True, 0
 
     def loaded(self, names: Collection[str]) -> None:
-        """All workers are done with what these requests load."""
+        """Record that all workers have finished the loads of these requests."""
         for name in names:
             if name in self._followed:
                 self._followed[name].loading = frozenset()
@@ -145,5 +148,5 @@ class SchedulerSide:
 
 
 def file_key(key: str, heads: range) -> str:
-    """Of a chunk, for the KV heads of one rank."""
+    """Return a chunk's key in the folder for the KV heads of one rank."""
     return f"{key} {heads.start} {heads.stop}"

@@ -1,4 +1,4 @@
-"""The model that a vLLM engine serves: whether chunks can be stored for it, and what tells it from others."""
+"""The model that a vLLM engine serves: checks whether its chunks can be stored, and identifies it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from calib.serve.fitted_model import FittedModel
 
 
 def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
-    """Raises ValueError where that is not this artifact's model, with plain attention under tensor parallelism alone."""
+    """Raise ValueError unless the engine serves the artifact's model, with plain attention and tensor parallelism only."""
     parallel, found = vllm_config.parallel_config, vllm_config.model_config
     others = (
         parallel.pipeline_parallel_size,
@@ -28,7 +28,7 @@ def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
         or found.uses_mrope
         or len(groups) != 1
         or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-        or groups[0].kv_cache_spec.non_causal  # what follows a chunk changes it, and its key does not tell that
+        or groups[0].kv_cache_spec.non_causal  # later tokens change a chunk, but not its key
     ):
         raise ValueError(
             "the model has latent attention, positions of several axes, or layers that attend to less than the whole text before a "
@@ -44,7 +44,8 @@ def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
 
 
 def identity_of(vllm_config: Any, chunk: int) -> str:
-    """What decides about a chunk's keys and values beside tokens and codec: the model by its name, and how it is served."""
+    """Return a hash of what a chunk's keys and values depend on in addition to tokens and codec: the model by its name, its
+    revision, dtype, quantization and RoPE parameters, and the chunk's length."""
     found = vllm_config.model_config
     return canonical_json.sha256(
         stable(

@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers in a step: chunks to load, and chunks to store."""
+"""The scheduler's message to the workers in a step: chunks to load, and chunks to store."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one file.
+    """The tokens of one file.
 
     Attributes:
-        key: of the tokens (`keys.py`).
-        start: position of the first.
-        blocks: of the paged memory, in order; all blocks of the chunk.
-        held: how many of them, from the first on, hold their keys and values already: they are left as they are.
+        key: key of the chunk (`keys.py`).
+        start: position of its first token.
+        blocks: all its blocks of the paged memory, in order.
+        held: number of blocks, from the first, that already have their keys and values and are not written.
     """
 
     key: str
@@ -24,8 +24,13 @@ class Chunk:
 
 @dataclass
 class Transfers(KVConnectorMetadata):
-    """Of one step: `loads` by request, each from its first chunk on, and `stores`, which the step's forward fills. `cleared`: all
-    chunks were removed since the step before, so that none that waits to be stored may be."""
+    """The transfers of one step.
+
+    Attributes:
+        loads: chunks to load, in order, by request.
+        stores: chunks to store, which the step's forward fills.
+        cleared: whether all chunks were removed since the last step, so that waiting chunks must not be stored.
+    """
 
     loads: dict[str, list[Chunk]] = field(default_factory=dict)
     stores: list[Chunk] = field(default_factory=list)

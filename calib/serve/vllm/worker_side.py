@@ -1,7 +1,7 @@
-"""The connector in one of vLLM's workers: chunks from the paged memory into files, and back.
+"""The connector's part in one of vLLM's workers: stores chunks of the paged memory in files, and loads them.
 
-Files are read, decoded, encoded and written by two threads, on the host; the engine's own thread only copies. A chunk that
-cannot be loaded ends its request's load: its blocks and those behind are reported, and nothing was written to them.
+One thread reads and decodes files, another encodes and writes them, both on the host; the engine's own thread only copies. A chunk
+that cannot be loaded ends its request's load: its blocks and the later ones are reported, and nothing was written to them.
 """
 
 from collections import deque
@@ -16,14 +16,14 @@ from calib.serve.vllm.paged_memory import PagedMemory
 from calib.serve.vllm.scheduler_side import file_key
 from calib.serve.vllm.transfers import Chunk
 
-MOST_WAITING = 8  # chunks that wait to be stored; then the engine waits as well
+MOST_WAITING = 8  # most chunks that wait to be stored; with more, the engine waits
 
 
-Load: TypeAlias = "deque[tuple[Chunk, Future[Tensor | None]]]"  # of one request, in order
+Load: TypeAlias = "deque[tuple[Chunk, Future[Tensor | None]]]"  # the chunks of one request, in order
 
 
 class WorkerSide:
-    """One rank.
+    """Transfers the chunks of one rank.
 
     Args:
         stored: the rank's chunks in the folder.
@@ -41,11 +41,11 @@ class WorkerSide:
         self._failed = set[int]()
 
     def load(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """Begins to load a request's chunks."""
+        """Begin to load a request's chunks."""
         self._loads[name] = deque((chunk, self._reader.submit(self._read, chunk)) for chunk in chunks)
 
     def finished(self) -> set[str]:
-        """The requests that are done: writes what has been decoded since the last call into the paged memory."""
+        """Write the chunks decoded since the last call into the paged memory, and return the requests whose loads are finished."""
         found = set[str]()
         for name, load in self._loads.items():
             while load and load[0][1].done():
@@ -62,12 +62,12 @@ class WorkerSide:
         return found
 
     def failed(self) -> set[int]:
-        """The blocks that could not be loaded, since the last call."""
+        """Return the blocks that could not be loaded since the last call."""
         found, self._failed = self._failed, set()
         return found
 
     def store(self, chunk: Chunk) -> None:
-        """Copies a chunk and has it stored, where it is not yet."""
+        """Copy a chunk and queue it for storing, unless it is stored already."""
         if self._stored.has(file_key(chunk.key, self._heads)):
             return
         while self._stores and (self._stores[0].done() or len(self._stores) >= MOST_WAITING):
@@ -78,14 +78,14 @@ class WorkerSide:
         )
 
     def drop(self) -> None:
-        """Forgets the chunks that wait to be stored; waits for the one that is being stored."""
+        """Drop the chunks that wait to be stored, and wait for the one that is being stored."""
         while self._stores:
             store = self._stores.popleft()
             if not store.cancel():
                 store.result()
 
     def close(self) -> None:
-        """Waits until everything is stored."""
+        """Wait until everything is stored."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
