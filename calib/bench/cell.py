@@ -160,7 +160,7 @@ class Cell:
 
 
 def smaller(group: Sequence[str]) -> list[list[str]]:
-    """Split a group into two of about half its size that both begin with its first row; a pair becomes two single rows."""
+    """Split a group into two of about half its size that both begin with its first row; a pair into single rows."""
     first, *rest = group
     if len(rest) < 2:
         return [[name] for name in group] if rest else []

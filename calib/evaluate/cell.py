@@ -63,7 +63,7 @@ class Cell:
     def measure(self, given: Given, advance: Callable[[float], None]) -> Result:
         """Answer the column's batches one after another, and return the cell's figures, sizes and seconds.
 
-        `advance(tokens)` is called after each batch.
+        `advance(tokens)` is called after each batch, and once with 0 before the data are made.
         """
         advance(0)  # the bar names the cell while its data are made
         batches = self.column.batches()

@@ -113,7 +113,7 @@ def usable_device(name: str) -> torch.device:
 def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
     """Load an artifact and return it with the SHA-256 of its file, or (None, None) for no name.
 
-    `name` is a local file, a file of the package, or a file of a Hugging Face hub repository.
+    `name` is a local file, one in the checkout that the package runs from, a folder with one artifact, or a hub repository.
     """
     if name is None:
         return None, None

@@ -67,7 +67,7 @@ def generated(
     rows: Sequence[Prompt],
     decode: Callable[[PreTrainedTokenizerBase, list[int], list[int]], str] = alone,
 ) -> list[str]:
-    """Generate greedily or as `options` say, and return each prompt's new text up to its first stop text.
+    """Generate with `model.generate`, and return each prompt's new text up to its first stop text.
 
     Args:
         model: a causal language model.

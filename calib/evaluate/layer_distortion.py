@@ -27,8 +27,8 @@ class StreamSums:
     """Sums over the keys or the values of one layer.
 
     Attributes:
-        tokens: number of exact tokens of each KV head.
-        total: their sum `[kv_heads, D]`.
+        tokens: number of all tokens, encoded or not, of each KV head.
+        total: the sum of their exact x `[kv_heads, D]`.
         square: the sum of x x^T `[kv_heads, D, D]`.
         encoded: number of encoded tokens of each KV head.
         error: the sum of (x - x^) (x - x^)^T over the encoded tokens `[kv_heads, D, D]`.
@@ -51,7 +51,7 @@ class StreamSums:
         return self.bits / (self.encoded * self.total.numel()) if self.encoded else 0.0
 
     def covariance(self) -> Tensor:
-        """Covariance of the exact tokens about their mean: `[kv_heads, D, D]`."""
+        """Covariance of the exact x of all tokens about their mean: `[kv_heads, D, D]`."""
         mean = self.total / self.tokens
         return self.square / self.tokens - mean[:, :, None] * mean[:, None, :]
 

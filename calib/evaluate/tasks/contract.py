@@ -82,7 +82,7 @@ class Column(Protocol):
         ...
 
     def measure(self, cache: Cache, batch: Any) -> Any:
-        """Evaluate one batch with an empty cache and return the batch's part of the figures. Raises RunError for NaN logits."""
+        """Evaluate one batch with an empty cache and return its part of the figures. Raises RunError for non-finite logits."""
         ...
 
     def summary(self, parts: Sequence[Any]) -> dict[str, float | int]:
