@@ -115,7 +115,7 @@ def largest(memory: RunMemory, request: BenchRequest, weights: int, on_gpu: bool
 
 def seconds(pace: RunPace, request: BenchRequest, rows: int, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of each part of a bench: every row alone, prompts in turns, new tokens in turns, and the cells that the
-    largest batches are computed from; `rows` counts the exact cache too."""
+    largest batches are computed from; `rows` counts the baseline's second row too."""
     found = dict.fromkeys(("rows alone", "prompts", "new tokens", "largest batches"), 0.0)
     methods, new, turns = rows - 1, request.new_tokens, request.turns
     pause = 0.0 if on_gpu else PAUSE * turns * rows

@@ -137,13 +137,13 @@ class AgreementColumn(ChunkedTextColumn):
         }
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """ "0.953 [0.940, 0.962], 0.0412 [0.0380, 0.0441], 0.118"."""
+        """Return "0.953 [0.940, 0.962], 0.0412 [0.0380, 0.0441], 0.118"."""
         return "{agreement:.3f} [{low:.3f}, {high:.3f}], {kl:.4f} [{kl_low:.4f}, {kl_high:.4f}], {error:.3f}".format(
             **figures
         )
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """ "0.953 0.0412 0.118"."""
+        """Return "0.953 0.0412 0.118"."""
         return "{agreement:.3f} {kl:.4f} {error:.3f}".format(**figures)
 
     def _full(self, batch: Sequences) -> Generator[Answer]:

@@ -146,7 +146,7 @@ class DistortionColumn:
         }
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """ "5.41 dB: keys 6.02 (1.00 bits), logits 5.03 (0.84 bits), values 4.80 (0.80 bits)"; or why there is no distance."""
+        """Return "5.41 dB: keys 6.02 (1.00 bits), logits 5.03 (0.84 bits), values 4.80 (0.80 bits)", or why there is none."""
         if "distance" not in figures:
             return self.brief(figures)
         parts = [
@@ -157,7 +157,7 @@ class DistortionColumn:
         return f"{figures['distance']:.2f} dB: {', '.join(parts)}"
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """ "5.41"; or "exact", "nothing encoded", "20.0% kept"."""
+        """Return "5.41"; or "exact", "nothing encoded", "20.0% kept"."""
         if "distance" in figures:
             return f"{figures['distance']:.2f}"
         if figures["kept"] < 1:

@@ -142,11 +142,11 @@ class GeneratedColumn:
         return {**Proportion(int(right.sum()), self.rows).as_dict(), **exact_at(self.parts, right[:, None].tolist())}
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """ "0.940 [0.838, 0.979]"."""
+        """Return "0.940 [0.838, 0.979]"."""
         return "{exact:.3f} [{low:.3f}, {high:.3f}]".format(**figures)
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """ "0.940"."""
+        """Return "0.940"."""
         return "{exact:.3f}".format(**figures)
 
 

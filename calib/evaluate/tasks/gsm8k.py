@@ -72,7 +72,7 @@ class GSM8K:
             pass
 
     def titles(self) -> list[str]:
-        """ "gsm8k"."""
+        """Return the title of its only column, by default "gsm8k"."""
         return [self.title]
 
     def examples(self) -> str:

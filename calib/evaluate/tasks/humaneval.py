@@ -89,7 +89,7 @@ class HumanEval:
             pass
 
     def titles(self) -> list[str]:
-        """ "humaneval"."""
+        """Return the title of its only column, by default "humaneval"."""
         return [self.title]
 
     def questions(self, count: int | None, chat: bool) -> Iterator[Question]:

@@ -164,11 +164,11 @@ class LmEvalColumn:
         return {**figures(results), "requests": self.rows}
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """ "accuracy 0.650 [0.556, 0.744], accuracy norm 0.660 [0.567, 0.753]"."""
+        """Return "accuracy 0.650 [0.556, 0.744], accuracy norm 0.660 [0.567, 0.753]"."""
         return ", ".join(f"{spoken(name)} {told(figures, name)}" for name in scalars([figures]))
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """ "0.650 0.660"."""
+        """Return "0.650 0.660"."""
         return " ".join(number(figures[name]) for name in scalars([figures]))
 
 

@@ -63,7 +63,7 @@ class LongEval:
             pass
 
     def titles(self) -> list[str]:
-        """ "200_lines"."""
+        """Return the title of its only column, such as "200_lines"."""
         return [Path(self.file).stem if self.title is None else self.title]
 
     def kind(self) -> str:

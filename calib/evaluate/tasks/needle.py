@@ -112,7 +112,7 @@ class Needle:
         return SENTENCES[self.needle]
 
     def titles(self) -> list[str]:
-        """ "needle 512", "needle 1024", ..."""
+        """Return the titles "needle 512", "needle 1024", ..."""
         return [f"{self.title} {length}" for length in self.lengths]
 
     def columns(self, subject: Subject) -> list[Column]:

@@ -57,7 +57,7 @@ class Passkey:
         check_chat("passkey", self.chat_template)
 
     def titles(self) -> list[str]:
-        """ "passkey 512", "passkey 1024", ..."""
+        """Return the titles "passkey 512", "passkey 1024", ..."""
         return [f"{self.title} {length}" for length in self.lengths]
 
     def columns(self, subject: Subject) -> list[Column]:

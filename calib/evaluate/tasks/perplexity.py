@@ -89,9 +89,9 @@ class TextColumn(ChunkedTextColumn):
         }
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """ "16.64 [16.20, 17.10]"."""
+        """Return "16.64 [16.20, 17.10]"."""
         return "{perplexity:.2f} [{low:.2f}, {high:.2f}]".format(**figures)
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """ "16.64"."""
+        """Return "16.64"."""
         return "{perplexity:.2f}".format(**figures)

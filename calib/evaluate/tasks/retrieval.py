@@ -86,7 +86,7 @@ class Retrieval:
         return f"{lines} {self.title}" if self.queries == 1 else f"{self.queries} of {lines} {self.title}"
 
     def titles(self) -> list[str]:
-        """ "20 lines", "40 lines", ...; with queries "4 of 20 lines", ..."""
+        """Return the titles "20 lines", "40 lines", ...; with several queries "4 of 20 lines", ..."""
         return [self.title_of(count) for count in self.lines]
 
     def columns(self, subject: Subject) -> list[Column]:
@@ -216,11 +216,11 @@ class AnswersColumn:
         return {**share, "exact": float(exact.double().mean()), "log_probability": float(likely.mean()), **grid}
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """ "0.985 [0.957, 0.995], -0.021"."""
+        """Return "0.985 [0.957, 0.995], -0.021"."""
         return "{exact:.3f} [{low:.3f}, {high:.3f}], {log_probability:.3f}".format(**figures)
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """ "0.985 -0.021"."""
+        """Return "0.985 -0.021"."""
         return "{exact:.3f} {log_probability:.3f}".format(**figures)
 
 

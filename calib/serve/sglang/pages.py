@@ -58,7 +58,7 @@ class Pages:
         self._shape = 2, layers, self.page, self.heads * head_dim
 
     def read(self, slot: int) -> Tensor:
-        """Return the page that begins at `slot`, a chunk `[2, layers, page, heads * D]`: a view for `layer_first`, else a copy."""
+        """Return the page that begins at `slot` as a chunk `[2, layers, page, heads * D]`: a copy for `page_head`, else a view."""
         return self._of(slot).reshape(self._shape)
 
     def write(self, slot: int, chunk: Tensor) -> None:

@@ -130,7 +130,7 @@ class CalibConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads that the scheduler planned, after a clear if there was one."""
         planned = self._planned()
-        if planned.cleared:  # weights may have changed: waiting chunks must not be stored, or removed if they were
+        if planned.cleared:  # weights may have changed: drop waiting chunks, and remove those stored meanwhile
             self._side().drop()
             with suppress(OSError):  # `reset_cache` has reported what cannot be removed
                 self._folder.clear()
