@@ -1,12 +1,12 @@
-"""Kernels compiled and read without a GPU: that they compile for a given one, and what their inner loops are made of.
+"""Compile all Triton kernels without a GPU, and check the instruction counts of their inner loops against limits.
 
-Triton's package carries the assembler and the disassembler, so a machine without a GPU can tell how many instructions a code
-costs, which is what bounds attention over packed tokens (KERNELS in README.md of `kernels/attend`).
+Triton's package contains the assembler and the disassembler, so the instructions that the inner loop takes per code can be counted
+on a machine without a GPU. They are what limits attention over packed tokens ("Kernels" in README.md of `kernels/attend`).
 
-    python -m calib.kernels.ahead_of_time attend quantise              # compiles what these operations declare, prints the figures
-    python -m calib.kernels.ahead_of_time --compile --capability 90    # all for one GPU, held to nothing
+    python -m calib.kernels.ahead_of_time attend quantise              # compiles these operations' kernels, prints the figures
+    python -m calib.kernels.ahead_of_time --compile --capability 90    # compiles all kernels for one GPU, checks no limits
 
-Not under TRITON_INTERPRET=1, where there is nothing to compile.
+It does not work with TRITON_INTERPRET=1: an interpreted kernel cannot be compiled.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from calib.kernels.turn_alone import turn_alone
 CAPABILITIES = (80, 90, 100)
 HOPPER = 90
 
-# On the last one programs of four and more warps have other matrix instructions, which wait in loops, and what fills the registers
-# fills them otherwise: such kernels are compiled for it and printed, and held to nothing there.
+# On this capability programs of four and more warps use other matrix instructions, which wait in loops of their own, and registers
+# are allocated differently. So kernels of several warps, or with allowed spills, are only compiled and printed, not checked.
 NEWEST = 100
 
-MOST_PROCESSES = 8  # that compile at the same time; each takes about a gigabyte
+MOST_PROCESSES = 8  # compiler processes at the same time; each takes about a gigabyte
 
-# What differs by less is the compiler's order of instructions.
+# Largest allowed ratio of two costs that should be equal; smaller differences come from the compiler's order of instructions.
 MOST_BESIDE = 1.02
 
 OPERATIONS = (
@@ -61,25 +61,26 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One way to compile a kernel.
+    """One specialisation of a Triton kernel (argument types, constants, launch options), and the limits for its longest loop.
 
     Args:
         kernel: the function under `triton.jit`.
-        types: of each argument that is no constant: "*fp16" is a pointer, aligned to 16 bytes, "i32" a number, "i32:16" one that
-            16 divides. A launch finds out both by itself.
-        constants: the values of the others; EARLY, where it is one, is what the capability says (`early_launch.py`).
-        warps, stages: what the launch asks for.
-        codes: codes that an iteration of the longest loop reads, all lanes together; 0: the loop is held to nothing.
-        most: instructions that one code may cost; without it they are only counted.
-        words: the words that these codes lie in; 0: not counted.
-        matrix: matrix instructions of a warp that 128 codes may cost.
-        spilled: bytes of a lane that may lie in memory for want of registers.
-        programs: programs that one multiprocessor must have room for at once.
-        barriers: how often the warps of a program may meet in a turn of that loop.
-        waits: how often a warp may stop for a load from memory in a turn.
-        beside: specialisations that are declared before: a "code" or a "word" of this one may cost `MOST_BESIDE` of its cost there.
-        stages_before_hopper: what the launch asks for there; as many where it is not said.
-        fusion: whether a product may be joined to a sum, as the launch says.
+        types: type of each argument that is not a constant: "*fp16" is a pointer aligned to 16 bytes, "i32" a number, "i32:16" a
+            number divisible by 16. (At a real launch Triton derives the type and the divisibility from the arguments.)
+        constants: value of each constant argument; EARLY is replaced by whether the capability supports it (`early_launch.py`).
+        warps, stages: `num_warps` and `num_stages` of the launch.
+        codes: codes that all lanes together read in one iteration of the longest loop; 0: no limit of the loop is checked.
+        most: largest allowed number of instructions per code; inf: they are only counted.
+        words: the int16 words that hold these codes; 0: the cost per word is not counted.
+        matrix: largest allowed number of matrix instructions of a warp per 128 codes.
+        spilled: register spill per lane that is allowed, in bytes.
+        programs: programs that must fit one multiprocessor at once.
+        barriers: largest allowed number of barriers in one iteration of the loop.
+        waits: largest allowed number of stops of a warp for a load from memory in one iteration.
+        beside: by "code" or "word", the name of a specialisation declared earlier: the cost of a code or word here may be at most
+            `MOST_BESIDE` times the cost there.
+        stages_before_hopper: `num_stages` below compute capability 9.0; None: `stages`.
+        fusion: whether the compiler may fuse a multiplication and an addition (`enable_fp_fusion` of the launch).
     """
 
     kernel: Any
@@ -101,7 +102,7 @@ class Specialisation:
 
 
 def compiled(one: Specialisation, capability: int) -> Any:
-    """The kernel for GPUs of this capability, from Triton's own compiler."""
+    """Compile a specialisation for GPUs of a compute capability (80, 90 or 100) and return Triton's `CompiledKernel`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -121,13 +122,13 @@ def compiled(one: Specialisation, capability: int) -> Any:
 
 
 def declared(operation: str) -> dict[str, Specialisation]:
-    """What an operation's `triton.py` declares to be compiled: `SPECIALISATIONS`, by name."""
+    """Return the specialisations of an operation by name: `SPECIALISATIONS` of its `triton.py`."""
     found: dict[str, Specialisation] = import_module(f"calib.kernels.{operation}.triton").SPECIALISATIONS
     return found
 
 
 def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES) -> Iterable[tuple[str, bool]]:
-    """A line for each specialisation and capability, and whether it holds to its limits."""
+    """Compile each specialisation for each capability; yield a line of figures and whether all limits are met."""
     for operation in operations:
         costs: dict[tuple[str, int, str], float] = {}
         for name, one in declared(operation).items():
@@ -157,8 +158,8 @@ def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES
 
 
 def compile_all(operations: Iterable[str], capabilities: Sequence[int]) -> None:
-    """Compiles, a process a core, and holds nothing to limits: with releases of Triton whose instructions these were not written
-    for."""
+    """Compile all specialisations with one process per core and check no limits. For Triton releases other than the one that the
+    limits were written for."""
     asked = [(*one, capability) for one in names(operations) for capability in capabilities]
     with ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), get_context("spawn")) as processes:
         for line in processes.map(compiled_line, *zip(*asked, strict=True)):
@@ -166,18 +167,18 @@ def compile_all(operations: Iterable[str], capabilities: Sequence[int]) -> None:
 
 
 def names(operations: Iterable[str]) -> list[tuple[str, str]]:
-    """Every operation with the name of each of its specialisations."""
+    """Pairs (operation, name) of all specialisations of the operations."""
     return [(operation, name) for operation in operations for name in declared(operation)]
 
 
 def compiled_line(operation: str, name: str, capability: int) -> str:
-    """Compiles one; what is printed of it."""
+    """Compile one specialisation for one capability; return the line that is printed for it."""
     compiled(declared(operation)[name], capability)
     return f"{operation:18} {name} sm_{capability}"
 
 
 def main() -> int:
-    """Prints what every kernel takes; 1 where one misses its limits."""
+    """Print the figures of every kernel; return 1 if one misses its limits, else 0."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], metavar="OPERATION", help="default: all")
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, help="default: all of them")

@@ -1,9 +1,9 @@
-"""C of ours, compiled for this machine at its first use and kept: what plain torch says in many passes over memory.
+"""Compile the C sources of CPU kernels at first use and load them. The C does in one pass what plain torch does in several.
 
-The library lies in `$XDG_CACHE_HOME/calib/compiled` (`~/.cache`), under a name made of its source, the headers beside it, the
-compiler and the processor: another machine that shares the folder has its own. `$CC`, `cc`, `gcc` or `clang` compiles it; where
-there is none, or it fails, there is no library, and plain torch serves, which is said. OpenMP's functions are those that torch has
-loaded, so threads are shared."""
+The library is kept in `$XDG_CACHE_HOME/calib/compiled` (default `~/.cache`). Its file name contains a hash of the source, the
+headers beside it, the compiler and the processor, so machines that share the folder do not share libraries. The compiler is `$CC`,
+`cc`, `gcc` or `clang`. If there is none, or it fails, a message is logged and plain torch is used instead. OpenMP symbols resolve
+to the OpenMP library that torch has loaded, so both use the same threads."""
 
 import ctypes
 import hashlib
@@ -20,14 +20,14 @@ from functools import cache
 from pathlib import Path
 
 OPTIONS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-march=native")
-SECONDS = 120  # that a compiler gets
+SECONDS = 120  # time limit of a compiler run
 
 logger = logging.getLogger(__name__)
 
 
 @cache
 def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """The functions of a C file, compiled with `more` options, or None where this machine does not compile it."""
+    """Compile a C file with `more` compiler options and load it; None if that fails. Cached."""
     compiler = _compiler()
     if compiler is None:
         return None
@@ -48,8 +48,8 @@ def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
 
 @cache
 def library_of_rows(source: Path, rows: int) -> ctypes.CDLL | None:
-    """The same of a C file in which the number of query rows of a KV head is a constant. A model has one number or two; a library
-    for all of them took minutes to compile."""
+    """`library` of a C file in which the number of query rows of a KV head is the macro ROWS. A model uses one or two values of
+    it; one library with all values took minutes to compile."""
     return library(source, (f"-DROWS={rows}",))
 
 
@@ -63,7 +63,7 @@ def _compiler() -> str | None:
 
 
 def _folder() -> Path:
-    """Ours alone: a library that another user could write would run as us."""
+    """Return the cache folder. Raises PermissionError if others can write to it: a library of theirs would run with our rights."""
     found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "calib" / "compiled"
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     if hasattr(os, "getuid") and (found.stat().st_uid != os.getuid() or found.stat().st_mode & 0o022):
@@ -72,8 +72,8 @@ def _folder() -> Path:
 
 
 def _compile(compiler: list[str], source: Path, kept: Path) -> None:
-    """Under another name first: processes that start together find a whole library or none."""
-    for left in kept.parent.glob("tmp*.so"):  # of processes that were killed; a live one has replaced its own by then
+    """Compile `source` to the file `kept`, under a temporary name first: other processes see a complete library or none."""
+    for left in kept.parent.glob("tmp*.so"):  # of killed processes: a running one has renamed its file within this time
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 5 * SECONDS:
                 left.unlink()
@@ -88,7 +88,8 @@ def _compile(compiler: list[str], source: Path, kept: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """In a group of its own, which ends as a whole: a compiler that is late is a driver, whose children would go on."""
+    """Run the compiler in its own process group. On a timeout the whole group is killed: a compiler is a driver whose child
+    processes would otherwise continue."""
     none = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True) as running:
         try:
@@ -96,14 +97,14 @@ def _run(command: list[str]) -> None:
         except BaseException as error:
             os.killpg(running.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                error.cmd = command[0]  # a message is one short line
+                error.cmd = command[0]  # keeps the message short
             raise
     if code:
         raise subprocess.CalledProcessError(code, command[0])
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Name and instruction set flags of the processor, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

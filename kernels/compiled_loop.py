@@ -1,4 +1,4 @@
-"""What the disassembler shows of a compiled kernel: its longest loop, and the registers and shared memory of a program."""
+"""Disassemble a compiled Triton kernel: the instructions of its longest loop, its registers, spills and shared memory."""
 
 import re
 import subprocess
@@ -12,13 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """The longest loop of a compiled kernel.
+    """Figures of a compiled kernel and of its longest loop.
 
     Args:
-        lines: its instructions as the disassembler writes them (SASS), in their order.
-        registers: of a lane.
-        spilled: bytes of a lane that lie in memory for want of registers.
-        shared: bytes of shared memory of a program.
+        lines: instructions of the loop as the disassembler writes them (SASS), in order.
+        registers: registers per lane.
+        spilled: bytes per lane that are spilled to memory.
+        shared: bytes of shared memory per program.
     """
 
     lines: tuple[str, ...]
@@ -28,57 +28,57 @@ class LoopFigures:
 
     @cached_property
     def instructions(self) -> Counter[str]:
-        """How often each stands in the loop, by name."""
+        """Number of occurrences of each instruction in the loop, by its name without suffixes."""
         return Counter(name_of(line) for line in self.lines)
 
     def cost(self, count: int, warps: int) -> float:
-        """Instructions that a lane issues for every one of `count` codes or words that all lanes read together."""
+        """Lane instructions per code or word, where all lanes of `warps` warps together read `count` of them in an iteration."""
         return len(self.lines) * 32 * warps / count
 
     def matrix_per_128_codes(self, codes: int, warps: int) -> float:
-        """Matrix instructions of a warp for every 128 codes."""
+        """Matrix instructions (HMMA, HGMMA) issued by all warps per 128 codes."""
         return (self.instructions["HMMA"] + self.instructions["HGMMA"]) * warps * 128 / codes
 
     @property
     def conversions(self) -> int:
-        """Whole numbers turned into floating point ones by an instruction of their own."""
+        """Integer to floating point conversions (I2F, I2FP) in the loop."""
         return sum(self.instructions[name] for name in ("I2F", "I2FP"))
 
     @property
     def loads(self) -> int:
-        """Loads from memory of a warp in a turn, into registers or shared memory."""
+        """Global memory loads of a warp in one iteration, into registers (LDG) or shared memory (LDGSTS)."""
         return self.instructions["LDG"] + self.instructions["LDGSTS"]
 
     @property
     def barriers(self) -> int:
-        """How often the warps of a program meet in a turn."""
+        """Barriers (BAR) in one iteration."""
         return self.instructions["BAR"]
 
     def bytes_ahead(self, warps: int) -> int:
-        """Bytes under way between two turns: what a program loads into shared memory, at most."""
+        """Upper bound of the bytes in flight between two iterations: those that a program loads into shared memory in one."""
         return 32 * warps * sum(4 * registers_of(line) for line in self.lines if name_of(line) == "LDGSTS")
 
 
 def name_of(line: str) -> str:
-    """An instruction's name, without a predicate in front of it and without suffixes."""
+    """Name of a SASS instruction without its predicate and suffixes."""
     return re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].split(".")[0]
 
 
 def registers_of(line: str) -> int:
-    """Registers of 4 bytes that a load fills, by its suffix."""
+    """Number of 4-byte registers that a load fills, from its suffix: 2 for .64, 4 for .128, else 1."""
     return next((bits // 32 for bits in (64, 128) if re.search(rf"\.{bits}\b", line.split("[")[0])), 1)
 
 
 def loop_figures(kernel: Any) -> LoopFigures:
-    """Of a kernel from `ahead_of_time.compiled`. Raises CalledProcessError where a tool of Triton's package cannot read it."""
+    """Figures of a kernel from `ahead_of_time.compiled`. Raises CalledProcessError if Triton's tools cannot read it."""
     listing, used = disassembled(kernel)
     return LoopFigures(longest_loop(listing), used["REG"], used["STACK"] + used["LOCAL"], kernel.metadata.shared)
 
 
 def disassembled(kernel: Any) -> tuple[str, dict[str, int]]:
-    """The listing (SASS) of a kernel from `ahead_of_time.compiled`, and what a lane takes: REG, and bytes of STACK and LOCAL.
+    """Return the SASS listing of a kernel from `ahead_of_time.compiled`, and per lane its registers (REG) and bytes (STACK, LOCAL).
 
-    Raises CalledProcessError where a tool of Triton's package cannot read it.
+    Raises CalledProcessError if Triton's tools cannot read it.
     """
     import triton
 
@@ -92,14 +92,14 @@ def disassembled(kernel: Any) -> tuple[str, dict[str, int]]:
 
 
 def longest_loop(listing: str) -> tuple[str, ...]:
-    """The instructions between a label and the last jump back to it, of the longest such stretch."""
+    """Instructions of the longest loop: from a label to the last backward jump to it."""
     code, loops = code_and_loops(listing)
     start, end = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, -1))
     return tuple(code[start : end + 1])
 
 
 def code_and_loops(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """All instructions, and of every jump back the first and the last that it repeats."""
+    """Return all instructions of a listing, and for every backward jump the indices of the first and the last one it repeats."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():

@@ -1,4 +1,4 @@
-"""Triton launches on the current device."""
+"""Set the current CUDA device for a launch: Triton launches on the current device, not on that of the tensors."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -10,7 +10,7 @@ _ALREADY = nullcontext()
 
 
 def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device the current one, where there are several to choose from."""
+    """Context in which the tensor's device is the current one; does nothing on a machine with at most one GPU."""
     return torch.cuda.device_of(tensor) if _several() else _ALREADY
 
 

@@ -1,9 +1,8 @@
-"""Which form of an operation runs: plain torch (`reference.py`), Triton (`triton.py`) or C (`cpu.py`). Callers do not ask.
+"""Choose the implementation of an operation: plain torch (`reference.py`), Triton (`triton.py`) or C (`cpu.py`).
 
-Each operation has a function in its `operation.py` that takes the one or the other, by the device first and then by what
-its kernel serves (dtypes, widths; its README says what). Both give the same result: equal bits where bits are stored,
-float32 rounding elsewhere. `CALIB_KERNELS=reference` or `=triton` forces either; on a CPU Triton runs in its interpreter,
-for tests.
+Callers call the functions in an operation's `operation.py`, which choose by the device, then by what the kernel supports (dtypes,
+widths; listed in the operation's README). All implementations give the same result: stored bits are equal, other results differ by
+float32 rounding. `CALIB_KERNELS=reference` or `=triton` forces one; on a CPU, Triton runs in its interpreter, for tests.
 """
 
 import os
@@ -15,7 +14,7 @@ import torch
 
 VARIABLE = "CALIB_KERNELS"
 
-# The first GPUs whose matrix instructions take what the kernels give them.
+# Least compute capability whose matrix instructions take the operand types of the kernels.
 CAPABILITY = (8, 0)
 AMPERE, HOPPER = (8, 0), (9, 0)
 
@@ -23,13 +22,13 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 # 163 on an A100 and 227 on an H100 (CUDA programming guide, "Compute Capabilities").
 LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
-_here = threading.local()  # what `OneChoice` knows
+_here = threading.local()  # `known` of the active `OneChoice`
 
 
 def prefers_triton(device: torch.device) -> bool:
-    """Whether tensors on `device` go to Triton, where the operation's kernel serves them.
+    """Whether operations on `device` use their Triton kernel if it supports the tensors.
 
-    Raises RuntimeError where the variable forces what cannot run.
+    Raises RuntimeError if CALIB_KERNELS has another value than 'reference' and 'triton', or forces Triton where it cannot run.
     """
     known: dict[torch.device, bool] | None = getattr(_here, "known", None)
     if known is None:
@@ -40,8 +39,8 @@ def prefers_triton(device: torch.device) -> bool:
 
 
 class OneChoice:
-    """Within it a device that is not `known` is asked about once, in this thread: a layer's work is many operations, and reading
-    the variable for each is a tenth of what they take the host."""
+    """Context that caches `prefers_triton` by device in `known`, for this thread. A layer runs many operations, and reading the
+    environment variable for each took a tenth of their host time."""
 
     def __init__(self, known: dict[torch.device, bool]) -> None:
         self.known = known
@@ -55,7 +54,7 @@ class OneChoice:
 
 
 def _chosen(device: torch.device) -> bool:
-    """What the variable says, and where it says nothing the device."""
+    """`prefers_triton` without a cache: by CALIB_KERNELS if it is set, else by the device."""
     forced = os.environ.get(VARIABLE, "")
     if not forced:
         return _prefers_triton(device)
@@ -70,7 +69,8 @@ def _chosen(device: torch.device) -> bool:
 
 
 def prefers_compiled(device: torch.device) -> bool:
-    """Whether tensors on `device` go to C that is compiled for it, where there is a compiler and nothing is forced or traced."""
+    """Whether operations on `device` use compiled C: on a CPU, if CALIB_KERNELS is not set and torch.compile is not tracing. That
+    there is a compiler is not checked here."""
     return device.type == "cpu" and not os.environ.get(VARIABLE) and not torch.compiler.is_compiling()
 
 
@@ -101,5 +101,5 @@ def _serves(index: int | None) -> bool:
 
 @lru_cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; Hopper's for any other device, whose kernels are interpreted."""
+    """Compute capability of a GPU; that of Hopper for any other device, where kernels run in Triton's interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER

@@ -1,7 +1,7 @@
-"""Memory for a large temporary of the CPU: what the system gives afresh it clears a page at a time, here 2 MiB and not 4 KiB.
+"""Allocate large CPU temporaries in huge pages (2 MiB), so that fewer page faults occur at the first write.
 
-An allocator keeps and reuses what is small. A large block it asks of the system and gives back at every call; written once,
-as a Gram matrix is, a third of the time or more goes into its pages (benchmarks/pursuit_cpu.py).
+The allocator keeps and reuses small blocks. It requests a large block from the system at every call and returns it afterwards. For
+a block that is written once, such as a Gram matrix, page faults took a third of the time or more (benchmarks/pursuit_cpu.py).
 """
 
 import mmap
@@ -10,19 +10,19 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-# The least that is worth it, 32 MiB: where glibc's allocator stops keeping blocks, however often they come.
+# Least size, 32 MiB: glibc's allocator never keeps larger blocks, however often they are requested.
 LEAST_BYTES = 2**25
 
-# Linux alone takes advice; elsewhere the system decides, as it does for every block.
+# `madvise(MADV_HUGEPAGE)` exists on Linux only; None elsewhere.
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def empty_large(rows: int, columns: int, like: Tensor) -> Tensor:
-    """`[rows, columns]` of the dtype and device of `like`, contents undefined; it lives as long as its storage."""
+    """Uninitialised tensor `[rows, columns]` of the dtype and device of `like`, in huge pages if it is a large CPU tensor."""
     size = rows * columns * like.element_size()
     if ADVICE is None or like.device.type != "cpu" or size < LEAST_BYTES:
         return like.new_empty(rows, columns)
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without huge pages
+    with suppress(OSError):  # a Linux kernel without huge pages
         block.madvise(ADVICE)
     return torch.frombuffer(block, dtype=like.dtype).view(rows, columns)

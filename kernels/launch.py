@@ -1,15 +1,15 @@
-"""Starts Triton's kernels, all of them, so that what a layer launches can be listed and launched again."""
+"""Launch Triton kernels. All launches go through here, so that those of a layer can be recorded and replayed."""
 
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
-_here = threading.local()  # who launches in this thread, where that is not `launch`
+_here = threading.local()  # `take` of the active `LaunchedBy` of this thread
 
 
 class Launch(NamedTuple):
-    """A kernel, its programs, and all that it is given: by position, and by name what it is compiled for."""
+    """A recorded launch: kernel, grid, positional arguments, and keyword options (constants, warps, stages)."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -17,12 +17,12 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def start(self) -> None:
-        """Launches it."""
+        """Launch the kernel with these arguments."""
         self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **options: Any) -> None:
-    """Starts `kernel` in a `grid` of programs."""
+    """Launch `kernel` with a `grid` of programs, or pass the launch to the active `LaunchedBy`."""
     take: Callable[[Launch], None] | None = getattr(_here, "take", None)
     if take is None:
         kernel[grid](*arguments, **options)
@@ -31,7 +31,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **options: An
 
 
 class LaunchedBy:
-    """Within it `take` starts this thread's launches."""
+    """Context in which this thread's launches are passed to `take` and not started."""
 
     def __init__(self, take: Callable[[Launch], None]) -> None:
         self.take = take

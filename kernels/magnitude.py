@@ -1,13 +1,13 @@
-"""The largest magnitude of tokens, in one pass over them: `abs` would write them once more, and a prompt's are many."""
+"""Largest magnitude of a tensor, in one pass over it: `abs` would write a copy, which is large for a prompt's keys or values."""
 
 import torch
 from torch import Tensor
 
 
 def largest_magnitude(x: Tensor, dim: int | None = None) -> Tensor:
-    """max |x| in the dtype of x: of all of it, `[]`, or along an axis that is kept, `[..., 1, ...]`. NaN where x holds one.
+    """max |x| in the dtype of x: over all elements, `[]`, or along the axis `dim`, which is kept with size 1. NaN if x holds a NaN.
 
-    Raises RuntimeError where there is nothing to compare.
+    Raises RuntimeError if there are no elements to compare.
     """
     if dim is None:
         low, high = torch.aminmax(x)

@@ -1,17 +1,17 @@
-"""Numbers kept in 16 bits."""
+"""Round parameters (scales, zero points, factors) for storage in float16."""
 
 import torch
 from torch import Tensor
 
 HALF_MAX = torch.finfo(torch.float16).max
-NARROW = 2.0**-24  # the least number of float16
+NARROW = 2.0**-24  # least positive number of float16
 
 
 def stored(x: Tensor, fp32_params: bool) -> Tensor:
-    """`x` in float16 or, where a layer has larger values (`fp32_params`), in float32.
+    """`x` in float16 or, for a layer that has larger values (`fp32_params`), in float32.
 
-    What float16 can hold is rounded to it all the same: a row's numbers do not depend on its neighbours' size. Larger
-    numbers that come after a layer chose 16 bits stay finite.
+    In float32, elements within the range of float16 are rounded to it all the same, so that a row's numbers do not depend on the
+    size of other rows' numbers. In float16, larger elements are clamped to its range and stay finite.
     """
     if fp32_params:
         return torch.where(x.abs() <= HALF_MAX, x.half().float(), x)

@@ -1,8 +1,8 @@
-"""How long one warp takes for a turn of a loop when it has a multiprocessor to itself: what has to be hidden by other warps.
+"""Estimate the clocks of one loop iteration of a warp that has a multiprocessor to itself: the latency that other warps must hide.
 
-A warp issues its instructions in their order, at most one a clock, and stops where one needs what an earlier one has not brought
-yet. Counted are loads alone: those from memory and from shared memory. What arithmetic takes longer than a clock, and barriers of
-several warps, are not, so that a turn takes at least this.
+A warp issues its instructions in order, at most one per clock, and stops at an instruction whose operand is still being loaded.
+Only the latencies of loads, from memory and from shared memory, are modelled. Barriers, and arithmetic that takes longer than a
+clock, are not, so the estimate is a lower bound.
 """
 
 import re
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 
 from calib.kernels.compiled_loop import name_of, registers_of
 
-# Clocks until a load is there, where no cache has it and nothing else is under way: 466 on an A100 and 479 on an H100, and 29 from
-# shared memory (Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture, arXiv:2402.13499).
+# Latency of a load in clocks: from memory, without a cache hit or other traffic, 466 on an A100 and 479 on an H100; from shared
+# memory 29 (Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture, arXiv:2402.13499).
 MEMORY, SHARED = 480, 29
 
-TURNS = 3  # until what is under way from one turn to the next is what it stays
+TURNS = 3  # simulated iterations; after these the loads in flight between iterations no longer change
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Clocks of a turn, and how often the warp stopped for loads from memory."""
+    """Clocks of one iteration, and how often the warp stopped for loads from memory in it."""
 
     clocks: int
     waits: int
 
 
 def turn_alone(lines: Sequence[str], memory: int = MEMORY, shared: int = SHARED) -> Turn:
-    """Of a loop's instructions as the disassembler writes them (SASS)."""
+    """Simulate a loop given by its SASS instructions; return the figures of the last iteration. `memory`, `shared`: latencies."""
     clock = waits = 0
-    there: dict[int, tuple[int, bool]] = {}  # by register: when it is loaded, and whether from memory
-    groups: list[int] = []  # of asynchronous loads: when all of one are there
+    there: dict[int, tuple[int, bool]] = {}  # by register: clock at which its load completes, and whether it is from memory
+    groups: list[int] = []  # per group of asynchronous loads: clock at which all of them are complete
     group = 0
     for _ in range(TURNS):
         begun, before = clock, waits
@@ -60,7 +60,7 @@ def turn_alone(lines: Sequence[str], memory: int = MEMORY, shared: int = SHARED)
 
 
 def _registers(line: str) -> list[int]:
-    """Those that an instruction names, and the second ones of pairs."""
+    """Numbers of the registers that an instruction names, including the second register of 64-bit pairs."""
     found = []
     for number, pair in re.findall(r"\bR(\d+)(\.64)?", line):
         found += [int(number), int(number) + 1] if pair else [int(number)]

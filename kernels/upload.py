@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device, which the host does not wait for."""
+"""Copy small lists of host numbers to a device without synchronising."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ def upload(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A small list or tensor of the host on the device, without waiting for the device."""
+    """Return a small host list, bytes or tensor as a tensor of `dtype` on `device`; a copy to a GPU is asynchronous."""
     if isinstance(numbers, bytes):
         numbers = list(numbers)
     tensor = numbers.to(dtype) if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)

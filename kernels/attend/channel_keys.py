@@ -1,7 +1,7 @@
-"""Products of a tile of keys whose channels have scales and zero points for groups of tokens: x^ = c s + z, s and z of a channel.
+"""Products of a tile of keys with a scale s and a zero point z per channel and group of tokens: x^ = c s + z.
 
-A group of many tokens has its scales in the query: q . x^ = sum (q s) c + sum q z, so that nothing is done to codes. The second sum
-is the same for every token of the group. In a group of few tokens scales go into the codes, as float16.
+For groups of many tokens the scales are folded into the query: q . x^ = sum (q s) c + sum q z, so that codes need no arithmetic. The
+second sum is the same for every token of the group. For groups of few tokens the codes are decoded to float16.
 """
 
 import triton
@@ -14,13 +14,13 @@ from calib.kernels.attend.unpack import plane_count
 
 @triton.constexpr_function
 def by_factor(widths, whole):
-    """Planes in the order of the factors that their queries have, the smallest first."""
+    """Planes in the order of the factors of their queries (`factor_of`), the smallest first."""
     return tuple(sorted(range(plane_count(widths)), key=lambda plane: factor_of(widths, plane, whole, True)))
 
 
 @triton.constexpr_function
 def growth_of(widths, number, whole):
-    """How much larger the factor of the plane behind this `number` of that order is; behind the last one it is 1."""
+    """Ratio of the factor of the plane after the `number`-th in that order to the `number`-th's; after the last one it is 1."""
     factors = [*(factor_of(widths, plane, whole, True) for plane in by_factor(widths, whole)), 1.0]
     return factors[number + 1] / factors[number]
 
@@ -30,8 +30,8 @@ def channel_product(
     codes, numbers, words, query, exact_query, size, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     BN: tl.constexpr, FOLDED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, M] of a tile in one group, whose row of parameters begins at `numbers`; the query's planes [WP, M] are rounded
-    to float16 and exact, the former in units of `size` [M]. FOLDED: scales go into the query."""
+    """Products [BN, M], float32, of a tile that lies in one group; `numbers` points to the group's row of parameters. The query's
+    planes [WP, M] are given rounded to float16 in units of `size` [M] (`query`), and exact. FOLDED: scales go into the query."""
     M: tl.constexpr = size.shape[0]
     product, level = tl.zeros([BN, M], tl.float32), tl.zeros([16, M], tl.float32)
     if FOLDED:
@@ -55,8 +55,9 @@ def with_plane(
     product, level, codes, numbers, words, query, exact_query, size, plane: tl.constexpr, growth: tl.constexpr, D: tl.constexpr,
     W: tl.constexpr, WP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """`product`, and the `level` [16, M] of all tokens' scores that zero points make, with a plane of channels added: sixteen equal
-    rows, which are one matrix instruction. The next plane's query has a `growth` times as large factor, zero points have none."""
+    """Add a plane of channels to `product` and to `level` [16, M], the contribution of zero points, which all tokens share: sixteen
+    equal rows, computed by one matrix instruction. `level` is rescaled by `growth` for the next plane, whose query has a larger
+    factor."""
     steps, zero_points = channel_numbers(numbers, words, plane, D, W, WP, size.shape[0] == 8, True)
     raised = tl.broadcast_to(zero_points[None, :], [16, WP])
     if PRECISE:

@@ -1,10 +1,12 @@
-"""The inner loop of decode attention over packed pages: codes go into matrix products as they are, all else is folded.
+"""Triton kernel of decode attention over packed pages: codes enter matrix products as small float16 numbers, and scales and zero
+points are folded into queries, weights and outputs.
 
-A program owns one KV head of one row, a block of query rows and a run of pages. It writes a part of the softmax (top, mass,
-mixture); `merge` joins the parts of all runs. Its steps are in `decode_scores.py` and `decode_mixture.py`; README.md derives what
-is folded where. Modes say how parameters lie: 0 none, 1 per token for groups of channels, 2 per channel for groups of tokens.
-Values of mode 1 may be scaled as well: by a number of each page's channels. Tokens of mode 0 may have sizes: values, and keys that
-are turned, whose codes may be mixed as well. A page need not be a whole number of turns; its last one is then masked.
+A program handles one KV head of one row, a block of query rows and a run of pages. It writes a part of the softmax (top, mass,
+mixture); `merge` joins the parts of all runs. The steps are in `decode_scores.py` and `decode_mixture.py`; README.md derives which
+numbers are folded where. The mode of a stream's parameters is 0 for none, 1 for per token and group of channels, 2 for per channel
+and group of tokens. Values of mode 1 may also have a scale for each channel of a page. In mode 0, values may have sizes, and so may
+keys that are rotated (RoPE), whose codes may be mixed as well. A turn is an iteration of the loop over tokens. A page need not be a
+whole number of turns; its last one is then masked.
 """
 
 import triton
@@ -52,7 +54,7 @@ from calib.kernels.attend.tile_products import (
 )
 from calib.kernels.attend.unpack import are_codes, codes_of, is_trellis, plane_count, unpacked
 
-# Beyond every slot.
+# A slot number beyond every slot.
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
@@ -84,9 +86,10 @@ def attend(
     HAS_BACK: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, PRECISE: tl.constexpr,
     INTERPRET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tokens are the rows of every product and query rows its columns, because a step has few of the latter. QUERY is of the
-    model's type. SCORES are those of all `slots`, and with HAS_AHEAD, behind those of all rows, of the `ahead` keys behind the used
-    ones, without a mask or a soft cap. EARLY: the launch behind it may begin while it runs (`kernels/early_launch.py`)."""
+    """Tokens are the rows of every product and query rows its columns, because a decode step has few query rows. QUERY has the
+    model's dtype. SCORES receives the scores of all `slots` and, with HAS_AHEAD, after those of all query rows, the scores of the
+    `ahead` keys behind the used slots, without a mask or a soft cap. EARLY: the next launch may start while this kernel runs
+    (`kernels/early_launch.py`)."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -104,7 +107,7 @@ def attend(
     key_first, own_keys = own_words(KEY_FIRST, head, key_head, key_words, WK, KEY_PIECE)
     value_first, own_values = own_words(VALUE_FIRST, head, value_head, value_words, WV, VALUE_PIECE)
 
-    # The query, and the constant of its scores.
+    # The query, and the constant that is added to its scores.
     if TURNED:
         near, far, paired = halves_of(HALF, HALFP, PAIRS)
         exact_query, size = query_halves(QUERY + base * (2 * HALF), query_scale, rows, valid, near, far, paired, HALF)
@@ -119,8 +122,8 @@ def attend(
     if HAS_CONSTANT:
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
 
-    # Both as codes meet them. Scores are scale * product + shift, and powers of two: one multiply-add a score, where nothing has to
-    # be known between.
+    # Fold scales and zero points into query and constant. A score is scale * product + shift, and weights are powers of two, so that
+    # one multiply-add per score suffices where the score itself is not needed.
     if TURNED:
         scale, shift = size * tl.load(SIZE + head), constant
     else:
@@ -129,19 +132,19 @@ def attend(
             KEY_STEP, KEY_ZERO, KEY_SCALE, KEY_SHIFT, step_at, key_step_channel, map_at, key_map_channel, key_words, FK, DK, WK
         )  # fmt: skip
         exact_query, constant = folded_query(exact_query, constant, scales, shifts, KEY_DIVIDES)
-        # Its products with the vectors that keys have coefficients of, before steps of codes go into it.
+        # Products of the query with the low-rank vectors of keys, before the codes' steps are folded into the query.
         products = vector_products(
             exact_query, KEY_VECTORS, row * key_vectors_row + head * key_vectors_head, key_words, KEY_RANK, DK, WK
         )
         exact_query, constant = folded_query(exact_query, constant, steps, zero_points, False)
         size = largest_of(exact_query)
-        # As products take it, and what zero points make of it for each group of channels.
+        # The query as the products take it, and its sum over each group of channels, which zero points are multiplied by.
         KIND: tl.constexpr = tl.float16 if are_codes(KEY_WIDTHS) else KEYS.dtype.element_ty
         UNIT: tl.constexpr = product_unit(KEY_WIDTHS, KEYS_WHOLE, KEY_FOLDED)
         query, rest = factors_of(raised(exact_query, KEY_WIDTHS, KEYS_WHOLE, KEY_FOLDED), size, KIND)
         summed = sums_of(exact_query, size / UNIT, KEY_GROUPS)
         scale, shift = size / UNIT, constant
-    shared = ()  # its products with vectors, in the units of `product`
+    shared = ()  # the query's products with the low-rank vectors, in the units of `product`
     for j in tl.static_range(KEY_RANK):
         shared += (products[j] / scale,)
     hidden = None
@@ -151,7 +154,7 @@ def attend(
     if HAS_BACK:
         back = BACK + row * columns + rows % columns
 
-    # The run's tiles, which are counted as if pages were whole numbers of them. (Triton 3.6 has no `tl.cdiv` of constants.)
+    # Tiles of the run, counted as if every page were padded to whole tiles. (Triton 3.6 has no `tl.cdiv` of constants.)
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
     RAGGED: tl.constexpr = PADDED != PAGE
     used = tl.load(USED + row)
@@ -179,7 +182,7 @@ def attend(
     if KEYS_MIXED:
         keys_mixed, keys_total = no_rows(KEY_WIDTHS, WKP, M)
 
-    # Where a turn's words and scores lie, from its first token on: the loop adds but one number to each of these.
+    # Offsets of a turn's scores and words from its first token; the loop adds only one number to each.
     score_tile = rows[None, :] * slots + tokens[:, None]
     key_tile = tokens[:, None] * KEY_ROW + key_words[None, :]
     value_tile = tokens[None, :] * VALUE_ROW + value_words[:, None]
@@ -228,7 +231,7 @@ def attend(
             own = token_coefficients(own, slot, in_use, KEY_RANK)
             product = with_coefficients(product, own, shared, KEY_RANK)
 
-        # Weights, and how much of what is there stays.
+        # Weights, and the factor by which the sums so far are rescaled.
         product, steepness, lift = masked_scores(
             product, scale, shift, BIAS, SCORES, hidden, positions, back, rows, at, score_tile, in_use, start, start + BN - 1, used,
             ahead, slots, base, query_rows, valid, HAS_BIAS, HAS_SCORES, HAS_AHEAD, SOFTCAP, RAGGED,
@@ -239,7 +242,7 @@ def attend(
         mass = mass * stays[None, :] + rows_joined(weights)
         top = higher
 
-        # Mixtures: of values' coefficients, of keys' codes, of values.
+        # Mixtures of low-rank coefficients of values, of key codes, and of values.
         if VALUE_RANK > 0:
             own = VALUE_COEFFICIENTS + page * value_coefficients_page + head * value_coefficients_head
             own = token_coefficients(own, slot, in_use, VALUE_RANK)
@@ -279,8 +282,8 @@ def attend(
                 value_words, in_use, VALUE_WIDTHS, VALUE_MODE, VALUE_GROUPS, DV, WV, WVP, PRECISE,
             )  # fmt: skip
 
-    # What is written. Behind a mixture's channels: the sum of weights times sizes, the coefficients' mixture, that of keys' codes
-    # and its sum.
+    # Store the part. Columns behind the mixture's channels: sum of weights times sizes, mixture of the coefficients, mixture of the
+    # key codes and the sum of their weights.
     WIDE: tl.constexpr = DV + VALUE_SIZED + VALUE_RANK + KEYS_MIXED * (DK + 1)
     part = (of_row * splits + split).to(tl.int64) * query_rows
     if not VALUE_SIZED:

@@ -1,8 +1,8 @@
-"""Mixtures of values inside `decode_kernel.py`: weights times values, tile by tile, and what is written of their sums. README.md
-derives what is folded where.
+"""Mixtures of values in `decode_kernel.py`: sums of weights times values over tiles, and how the sums are stored. README.md derives
+which numbers are folded where.
 
-A mixture is planes [WP, M] of channels. Beside them lie, for each group of channels that share a token's parameters, `zeros`
-[8, M], the mixture of zero points in the parts of lanes. Of values that have sizes all planes are one matrix
+A mixture is a tuple of planes [WP, M], a channel per row. For each group of channels that share a token's parameters there is also
+`zeros` [8, M], the mixture of zero points in eight partial sums (`rows_joined`). For values with sizes all planes are one matrix
 (`stacked_mixture.py`).
 """
 
@@ -17,7 +17,7 @@ from calib.kernels.attend.unpack import plane_count, unit_of
 
 @triton.jit
 def no_mixture(WIDTHS: tl.constexpr, GROUPS: tl.constexpr, SIZED: tl.constexpr, WP: tl.constexpr, M: tl.constexpr):
-    """Of nothing: `mixed`, `zeros`, and of values that have sizes their `total`."""
+    """Initial `mixed` and `zeros`, or for values with sizes `mixed` and `total`; all 0."""
     mixed, zeros, total = (), (), ()
     if SIZED:
         mixed, total = no_rows(WIDTHS, WP, M)
@@ -34,7 +34,7 @@ def mixed_by_channel(
     codes, numbers, weights, mixed, stays, words, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Planes with a tile of codes added, whose channels have the row of parameters that begins at `numbers`."""
+    """Add a tile of codes with parameters per channel to the planes; `numbers` points to the group's row of parameters."""
     found = ()
     for f in tl.static_range(plane_count(WIDTHS)):
         steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, weights.shape[1] == 8, False)
@@ -50,13 +50,13 @@ def mixed_by_token(
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """`mixed`, `zeros` and the `largest` step so far, with a tile of codes added that have no parameters, or tokens' own
-    `steps` and `zero_points`. Their page's channels may have `scales` besides."""
+    """Add a tile of codes without parameters (MODE 0), or with `steps` and `zero_points` of each token (MODE 1), to `mixed`, `zeros`
+    and the `largest` step so far. In MODE 1 the page may have `scales` of its channels as well."""
     M: tl.constexpr = weights.shape[1]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
     share, kept = 1.0, stays
     if MODE == 1:
-        # Steps go into the weights, as shares of the largest so far: float16 neither overflows nor starves.
+        # Steps are multiplied into the weights, divided by the largest step so far: float16 neither overflows nor underflows.
         most = largest
         for j in tl.static_range(GROUPS):
             most = tl.maximum(most, tl.max(tl.where(inside, steps[j], 0.0), 0))
@@ -77,7 +77,7 @@ def mixed_by_token(
         left = (folded - rounded.to(tl.float32)).to(tl.float16)
         for f in tl.static_range(j * PLANES, (j + 1) * PLANES):
             if scales is not None:
-                # A page's channels have scales, so its mixture is made whole before it is added.
+                # The page's mixture is completed, with zero points, before it is scaled by channel and added.
                 part = code_product(codes[f], rounded, left, tl.zeros([WP, M], tl.float32), PRECISE)
                 part += (tl.sum(zeroed, 0) * (share * unit_of(WIDTHS, f, PRECISE)))[None, :]
                 channel_scales = plane_numbers(scales, words, f, D, W)
@@ -89,7 +89,7 @@ def mixed_by_token(
 
 @triton.jit
 def mixed_coefficients(coefficients, weights, ranked, stays, RANK: tl.constexpr):
-    """The mixture of each of the RANK coefficients [BN] of a token, with a tile's added, in sums [ROWS, M]."""
+    """Add a tile to the mixtures `ranked` of the RANK low-rank coefficients, each in partial sums [ROWS, M]."""
     found = ()
     for j in tl.static_range(RANK):
         found += (ranked[j] * stays[None, :] + rows_joined(weights * coefficients[j][:, None]),)
@@ -101,8 +101,8 @@ def store_mixture(
     OUT, mixed, zeros, largest, mass, channel_maps, words, valid, WIDTHS: tl.constexpr, MODE: tl.constexpr,
     GROUPS: tl.constexpr, SCALED: tl.constexpr, DIVIDES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the planes to the channels behind OUT [M], as the values themselves are: with zero points, and mapped by the
-    `channel_maps` that all tokens share."""
+    """Store the planes to the channels at OUT [M], in the units of values: with zero points, and mapped by the `channel_maps` that
+    all tokens share."""
     steps, zero_points, scales, shifts = channel_maps
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
     for f in tl.static_range(plane_count(WIDTHS)):

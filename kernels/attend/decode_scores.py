@@ -1,5 +1,5 @@
-"""Scores of a tile of tokens inside `decode_kernel.py`: products of keys with the query, and what is done to them before they are
-weights. README.md derives what is folded where.
+"""Scores of a tile of tokens in `decode_kernel.py`: products of keys and queries, then bias, soft cap and masks. README.md derives
+which numbers are folded where. BN is the number of tokens of a tile, M that of query rows of a program.
 """
 
 import triton
@@ -11,14 +11,14 @@ from calib.kernels.attend.rotate import keys_of, rotated, unrotated
 from calib.kernels.attend.tile_products import code_product, exact_product
 from calib.kernels.attend.unpack import plane_count
 
-# Below every score, and finite: a part in which all is hidden keeps weights of 0 instead of NaN.
+# Initial maximum: below every score but finite, so that a part whose tokens are all hidden has weights of 0 instead of NaN.
 NOTHING = tl.constexpr(-1.0e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def exact_scores(keys, query, rest, INTERPRET: tl.constexpr):
-    """The product [BN, M] of keys as the model made them."""
+    """Products [BN, M] of exact keys and the query, which for 16-bit keys comes as two 16-bit numbers, `query` and `rest`."""
     product = tl.zeros([keys.shape[0], query[0].shape[1]], tl.float32)
     product = exact_product(keys, query[0], product, INTERPRET)
     if keys.dtype != tl.float32:
@@ -32,8 +32,8 @@ def rotated_scores(
     WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, STRIDE: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The product [BN, M] of components of keys before RoPE, which are put together and rotated to their positions. Where these are
-    slots, the coarse part of a position is a tile's, and unrotates the query."""
+    """Products [BN, M] of keys that are rebuilt from components and rotated to their positions. Where positions are slots, all
+    tokens of a tile share the coarse part of the position; then the query is rotated back by it instead."""
     HAS_POSITIONS: tl.constexpr = positions is not None
     keys = keys_of(codes, sizes, offset, AXES, words, near, far, paired, WIDTHS, W, HALF)
     if HAS_POSITIONS:
@@ -58,7 +58,8 @@ def code_scores(
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, FOLDED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, RAGGED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The product [BN, M] of codes, in units of `size` [M] and of `product_unit`. Parameters of the page begin at `numbers`."""
+    """Products [BN, M] of decoded keys and the query, in units of `size` [M] and of `product_unit`. `numbers` points to the page's
+    parameters."""
     BN: tl.constexpr = slot.shape[0]
     M: tl.constexpr = size.shape[0]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
@@ -84,7 +85,7 @@ def code_scores(
 
 @triton.jit
 def with_coefficients(product, coefficients, shared, RANK: tl.constexpr):
-    """`product`, and what the RANK coefficients [BN] of a token add: each times the query's product, of `shared`."""
+    """Add the low-rank part to `product`: each of the RANK coefficients [BN] times the query's product with its vector, `shared`."""
     for j in tl.static_range(RANK):
         product += coefficients[j][:, None] * shared[j][None, :]
     return product
@@ -96,22 +97,22 @@ def masked_scores(
     base, query_rows, valid, HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BN, M], -inf of what is not seen, and the `steepness` and `lift` [M] that make exponents of 2 of them.
+    """Return scores [BN, M], -inf where masked, and `steepness` and `lift` [M]: the exponent of 2 is score * steepness + lift.
 
-    Where something has to know scores before, they are made whole here: a bias, a soft cap, whoever is told them. Else what is
-    left to do goes into the exponents.
+    With a bias, a soft cap or returned scores, the final scores are computed here. Otherwise `product` is only masked, and scale and
+    shift are left to the exponent.
     """
     WHOLE: tl.constexpr = HAS_BIAS or HAS_SCORES or HAS_AHEAD or SOFTCAP is not None
     if WHOLE:
         product = product * scale[None, :] + shift[None, :]
-        # Where a bias and scores lie: `score_tile`, from the turn's first token on; all slots are there but those of RAGGED pages.
+        # Offsets of bias and scores: `score_tile` from the turn's first token; no mask of slots is needed unless pages are RAGGED.
         there, first = valid[None, :], base * slots + turn
         if RAGGED:
             there, first = valid[None, :] & (at < slots)[:, None], base * slots
             score_tile = rows[None, :] * slots + at[:, None]
         if HAS_BIAS:
             product += tl.load(BIAS + first + score_tile, mask=there, other=0.0)
-        if HAS_AHEAD and last >= used:  # few turns have such keys
+        if HAS_AHEAD and last >= used:  # only the last turns contain keys behind the used slots
             behind_used = (at >= used) & (at < tl.minimum(used + ahead, slots))
             scores_of = (base + rows)[None, :] * ahead + (at - used)[:, None]
             if HAS_SCORES:
@@ -140,7 +141,8 @@ def masked_scores(
 def put_unseen(
     SCORES, base, rows, valid, tokens, start, stop, slots, PAGE: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Scores of -inf for the slots behind a row's tokens, from the turn at `start` on: other rows have more, tables have room."""
+    """Store scores of -inf for the slots behind a row's tokens, in turns from `start` to `stop`: the table has more slots than the
+    row has tokens."""
     for turn in range(start, stop, BN):
         position = turn // PADDED
         slot = turn - position * PADDED + tokens

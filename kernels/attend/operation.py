@@ -1,7 +1,8 @@
-"""Attention of a few query rows over the pages of a tier in one pass, and over the exact tokens beside them, where a kernel serves
-them: Triton on a GPU, C on a CPU.
+"""Fused attention of a few query rows over the packed pages of a tier, and over exact (uncompressed) tokens: Triton on a GPU,
+compiled C on a CPU.
 
-For what is not `supported` callers meet the same pages tile by tile (`reference.py`): both give the parts of one running softmax.
+Where `supported` is False callers attend the pages tile by tile in plain torch (`reference.py`). Both give parts of one running
+softmax.
 """
 
 from collections.abc import Sequence
@@ -67,8 +68,10 @@ def supported(
     rope_tables: bool = False,
     first_slots: bool = False,
 ) -> bool:
-    """Whether a kernel reads these streams for so many query rows of a KV head, and rotates the keys if it has to. `first_slots`: a
-    row's first slots are read, and of their spans neither masks, positions, biases nor scores are asked, which only Triton knows.
+    """Whether `attend_pages` supports these streams with `query_rows` query rows per KV head.
+
+    `rope_tables`: keys are stored before RoPE and rotated in the kernel. `first_slots`: the span is a row's first slots, without a
+    mask, positions, bias or returned scores; the CPU kernel supports no other spans.
     """
     if keys is None or values is None:
         return False
@@ -93,21 +96,25 @@ def attend_pages(
     runs: bool = False,
     terms: PageTerms | None = None,
 ) -> Attended:
-    """`query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores against a tier that is
-    `supported`.
+    """Attend to the packed tokens of a tier whose streams are `supported`; return one part of a softmax (or one per run).
 
-    The rows R of a KV head are group-major, then the columns of `span.back`. `constant [rows, kv_heads, R, 1]` is added to every
-    score, which is then capped. With `scored` the scores are returned, `[rows, kv_heads, R, slots]`. Queries and weights are
-    rounded to float16 where they meet codes, as a model in 16 bits rounds them; `precise` leaves them 22 bits. With `rope_tables`
-    the query is of D channels, and the `fixed` numbers of keys are those of their codes' middles. With `fold` codes of values,
-    whatever is `fixed`, are brought to channels by it, and codes of keys where it says what these predict. Scores of the `ahead`
-    next keys are told besides, of those that are in the table: of keys that are not turned and have no coefficients. With `runs`
-    the parts of several runs may wait for `attend_exact`. With `terms`, which `kernels/outliers` supports and no C knows, what
-    values are beside their codes is mixed with them.
+    Args:
+        query: `[rows, kv_heads, R, D]`, float32 or the model's dtype. The R query rows of a KV head are group-major, the columns
+            of `span.back` (new tokens) change fastest.
+        constant: `[rows, kv_heads, R, 1]`, added to every score before the soft cap; or None.
+        scored: return the scores, `[rows, kv_heads, R, slots]`.
+        precise: use 22 bits of queries and weights in products with codes; else they are rounded to float16.
+        rope_tables: keys are rebuilt from codes before RoPE and rotated; `fixed` of keys is not used then.
+        fold: maps mixtures of component codes to channels, and adds values predicted from keys; `fixed` of values is not used then.
+        ahead: return the scores of so many keys behind the used slots, as far as the table has them. Not for keys with
+            `rope_tables` or low-rank coefficients.
+        scale: factor of the query (softmax scale).
+        runs: the parts of several runs may be returned unmerged, for `attend_exact`.
+        terms: outliers and low-rank parts of values that are added to the mixture (`kernels/outliers`); on a GPU only.
     """
     if fold is not None:
         values = values.without_fixed
-    # Whose mixtures are not of channels yet are joined first.
+    # Runs are merged first where their mixtures still have to be mapped to channels.
     whole = values.ranked is None or terms is not None
     runs = runs and fold is None and whole and values.sizes is None
     if not prefers_triton(query.device):
@@ -121,7 +128,7 @@ def attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, mixes_keys, ahead, scale,
             fold if folds else None, runs, terms,
         )  # fmt: skip
-    if folds or (fold is None and found.mixed.shape[-1] == values.channels):  # nothing is mixed besides
+    if folds or (fold is None and found.mixed.shape[-1] == values.channels):  # the mixture has no columns behind the channels
         return found
     columns = triton.columns_of(keys, values, mixes_keys)
     if found.runs > 1:
@@ -138,7 +145,7 @@ def attend_pages(
 
 
 def exact_supported(query: Tensor, tokens: ExactTokens) -> bool:
-    """Whether a kernel meets these tokens and joins other parts with them."""
+    """Whether `attend_exact` supports this query and these tokens."""
     if not prefers_triton(query.device):
         return exact_cpu.supports(query, tokens)
     return _exact_triton().supports(query, tokens)
@@ -153,10 +160,11 @@ def attend_exact(
     told: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ExactAttention:
-    """Attention over `tokens` that are supported, and over what `parts` of the softmax, 16 at most, have found; its output in the
-    query's dtype, or another. `query [rows, kv_heads, R, D]`, float32 or as the model made it, times the `scale` of the scores is
-    of one column on a CPU, and meets a token at least. `told`: with the normaliser and the scores, from which probabilities
-    follow."""
+    """Attend to exact `tokens` (`exact_supported`), merge the result with `parts` of the softmax, 16 at most, and normalise.
+
+    `query [rows, kv_heads, R, D]`, float32 or the model's dtype, is multiplied by `scale`; on a CPU there is one new token. Every
+    query row must see at least one token. The output has the query's dtype, or `dtype`. `told`: return the log-sum-exp and the
+    scores as well, from which probabilities follow."""
     if not prefers_triton(query.device):
         found = exact_cpu.attend_exact(scaled(query, scale), tokens, parts, softcap, told)
         return found._replace(output=found.output.to(dtype or query.dtype))

@@ -1,4 +1,7 @@
-"""How the kernel of `decode_kernel.py` is compiled: its constants, warps and stages, by what is read and how much at once."""
+"""Choose the compile-time constants, warps and stages of the attention kernels, from the streams and the number of query rows.
+
+A "turn" is one iteration of a kernel's loop over tokens; a "block" is the number of query rows of a program, padding included.
+"""
 
 import os
 from functools import lru_cache
@@ -14,33 +17,33 @@ from calib.kernels.powers import next_power_of_2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# How parameters lie.
+# Modes of parameters (scales and zero points): none, per token for groups of channels, per channel for groups of tokens.
 NONE, TOKEN, CHANNEL = 0, 1, 2
 
-# Query rows of a KV head in one program.
+# Possible numbers of query rows of a KV head in one program.
 BLOCK_ROWS = (8, 16, 64)
 
-# The same at most where all planes of values are one matrix, and where shared memory is little for wide tokens.
+# Limit of the block where all planes of values form one matrix, and for wide tokens on GPUs with little shared memory.
 MOST_OF_FEW = 16
 
-# Words of one load at most: 16 bytes of a lane.
+# Most words of one load: 16 bytes per lane.
 LOAD = 8
 
-# Tokens of one turn of the loop at least: rows of a matrix instruction.
+# Least number of tokens of a turn: rows of a matrix instruction.
 LEAST = 16
 
-# Programs on every multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
+# Programs per multiprocessor: enough to hide latencies, few enough that their parts are quickly merged.
 PROGRAMS = 8
 
-# Numbers that a program of `merge_kernel.py` reads together, and one of `exact_kernel.py` of the runs that it joins; channels of
-# values at least that such a program has.
+# Numbers that a program reads together in `merge_kernel.py` (MERGED) and, of the runs that it joins, in `exact_kernel.py` (JOINED);
+# least number of value channels of a program of `exact_kernel.py`.
 MERGED, JOINED, LEAST_PIECE = 8192, 4096, 32
 
-# Numbers of a mixture that one warp of the latter may have.
+# Largest mixture, in numbers, for which a program of `exact_kernel.py` has one warp.
 ONE_WARP = 256
 
-# Tokens of one turn of the loop at most, and warps of a program: by its query rows, then (`is_heavy`, `is_wide`) of what it reads.
-# What a program holds at once has to lie in registers: query rows, their mixtures, and the weights and codes of a turn.
+# Most tokens of a turn, and warps of a program: by its block, then by (`is_heavy`, `is_wide`) of the streams. Registers have to
+# hold the query rows, their mixtures, and the weights and codes of a turn.
 SHAPES = {
     8: {(False, False): (128, 1), (False, True): (64, 1), (True, False): (64, 1), (True, True): (32, 1)},
     16: {(False, False): (64, 1), (False, True): (32, 2), (True, False): (32, 1), (True, True): (32, 2)},
@@ -49,87 +52,87 @@ SHAPES = {
 
 WIDE = 128  # channels
 
-# Tokens of a group for each query row from which on keys' scales go into the query.
+# Key scales per channel go into the query if a group has at least this many tokens per query row of the block.
 FOLDED = 6
 
-# Stages from which on Triton keeps codes in two buffers.
+# Least `num_stages` with which Triton keeps codes in two buffers.
 TWO_BUFFERS = 5
 
-# Words of a token beside which a turn of most tokens then leaves enough registers.
+# Most words of a key, with scales in the query, beside which registers suffice for the largest turn.
 LEAN = 16
 
 
 @lru_cache
 def block_of(query_rows: int, few: bool = False) -> int:
-    """Query rows of a program, padding included; `few` where their mixtures take more registers, or shared memory is little."""
+    """Query rows of a program, padding included. `few`: at most `MOST_OF_FEW`, where registers or shared memory are short."""
     sizes = [size for size in BLOCK_ROWS if size <= MOST_OF_FEW or not few]
     return next((size for size in sizes if query_rows <= size), sizes[-1])
 
 
 def is_folded(keys: PackedStream, block: int) -> bool:
-    """Whether keys' scales of channels go into the query, group by group, and not into the codes: where a group has so many more
-    tokens than a program has query rows that it is less to multiply."""
+    """Whether the key scales of channels are multiplied into the query, once per group of tokens, and not into the codes. This is
+    less work where a group has many more tokens than a program has query rows."""
     return mode_of(keys) == CHANNEL and block == BLOCK_ROWS[0] and keys.group_tokens >= FOLDED * block
 
 
 def is_heavy(keys: PackedStream, values: PackedStream, block: int) -> bool:
-    """Whether tokens are read as they are, or have parameters for each channel: those of a turn lie in registers as well, but for
-    keys of few words whose scales go into the query."""
+    """Whether a turn needs more registers: exact tokens, or parameters per channel, except for keys of few words whose scales go
+    into the query."""
     is_lean = is_folded(keys, block) and wide_of(keys) <= LEAN
     by_channel = mode_of(values) == CHANNEL or (mode_of(keys) == CHANNEL and not is_lean)
     return by_channel or EXACT in (keys.bits, values.bits)
 
 
 def is_wide(keys: PackedStream, values: PackedStream) -> bool:
-    """Whether a token has more channels than `WIDE`, or than half as many in float32."""
+    """Whether keys or values have more channels than `WIDE`, or in float32 more than half of it."""
     return any(s.channels * (2 if s.pages.dtype == torch.float32 else 1) > WIDE for s in (keys, values))
 
 
 def shape_of(keys: PackedStream, values: PackedStream, block: int) -> tuple[int, int]:
-    """Of `SHAPES`."""
+    """Most tokens of a turn and warps of a program, from `SHAPES`."""
     return SHAPES[block][is_heavy(keys, values, block), is_wide(keys, values)]
 
 
 def is_wide_turned(rope_tables: RopeTables | None) -> bool:
-    """The same of keys that are put together from components."""
+    """Whether keys that are rebuilt from components before RoPE have more channels than `WIDE`."""
     return rope_tables is not None and rope_tables.axes.shape[-1] > WIDE
 
 
 def turn_of(
     keys: PackedStream, values: PackedStream, block: int = BLOCK_ROWS[0], rope_tables: RopeTables | None = None
 ) -> int:
-    """Tokens of one turn of the loop: a power of two that divides every group of tokens that share parameters, and a page where
-    `LEAST` are left; else a page's last turn is not full. A group that is a page is in no turn's way."""
+    """Tokens of one turn: a power of two that divides every group of tokens with common parameters (a group of a whole page is no
+    limit), and the page if that leaves at least `LEAST` tokens. Otherwise the last turn of a page is not full."""
     most, _ = shape_of(keys, values, block)
     page = keys.pages.shape[2]
-    if rope_tables is not None:  # the channels of keys that are put together, too
+    if rope_tables is not None:  # the rebuilt keys take registers as well
         most = STRIDE if block < BLOCK_ROWS[-1] and not is_wide_turned(rope_tables) else STRIDE // 2
     groups = [s.group_tokens for s in (keys, values) if mode_of(s) == CHANNEL and s.group_tokens != page]
     whole = gcd(most, page, *groups)
-    if whole >= LEAST or groups or rope_tables is not None:  # slots of ragged pages are no positions' run
+    if whole >= LEAST or groups or rope_tables is not None:  # with RoPE a partly filled turn would break the run of positions
         return whole
     return max(LEAST, min(most, next_power_of_2(page)))
 
 
 def widths_of(stream: PackedStream) -> Widths:
-    """Of the fields of a word, and behind those of trellis-coded levels a 0; a token that is no code is one field."""
+    """Bit widths of the fields of a word, with a 0 appended for trellis-coded levels; exact tokens count as one 16-bit field."""
     return (WORD_BITS,) if stream.bits == EXACT else pattern(stream.bits) + (0,) * stream.trellis
 
 
 def wide_of(stream: PackedStream) -> int:
-    """Words that a head has of a token, at most."""
+    """Most words (for exact tokens: numbers) of a token and head."""
     return stream.channels if stream.bits == EXACT else words_per_token(stream.channels, stream.bits)
 
 
 def mode_of(stream: PackedStream) -> int:
-    """How a stream's parameters lie."""
+    """Mode of a stream's parameters: NONE, TOKEN or CHANNEL."""
     if stream.parameters is None:
         return NONE
     return TOKEN if stream.group_tokens == 1 else CHANNEL
 
 
 def groups_of(stream: PackedStream) -> int:
-    """Groups of channels of a head whose parameters a token has."""
+    """Groups of channels of a head that have parameters of their own per token; 1 in the other modes."""
     return 1 if stream.parameters is None or stream.group_tokens > 1 else stream.parameters.shape[-1] // 2
 
 
@@ -143,7 +146,8 @@ def constants_of(
     interpreted: bool = INTERPRETED,
     mixes_keys: bool = False,
 ) -> dict[str, object]:
-    """All that follows from how streams lie; `block` query rows and `turn` tokens at once. `mixes_keys`: their codes as well."""
+    """Constants of `decode_kernel.attend` that follow from the streams, for `block` query rows and `turn` tokens at once.
+    `mixes_keys`: the weights also mix the codes of keys (for `PredictedValues`)."""
     found: dict[str, object] = {"M": block, "BN": turn, "PAGE": keys.pages.shape[2], "SOFTCAP": softcap}
     sizes = [stream.sizes.shape[-1] for stream in (keys, values) if stream.sizes is not None]
     found |= {"SIZE_WORDS": max(sizes, default=0), "KEYS_MIXED": mixes_keys, "KEY_FOLDED": is_folded(keys, block)}
@@ -167,19 +171,19 @@ def constants_of(
         }
     half = (
         0 if rope_tables is None else rope_tables.axes.shape[-1] // 2
-    )  # channel pairs, and how many of them are turned
+    )  # HALF: channel pairs; PAIRS: those that RoPE rotates
     found |= {"HALF": half, "HALFP": max(16, next_power_of_2(half)), "STRIDE": STRIDE}
     return found | {"PAIRS": 0 if rope_tables is None else rope_tables.fine.shape[-1], "INTERPRET": interpreted}
 
 
 def runs_of(turns: int, programs: int) -> tuple[int, int]:
-    """Turns of a program and programs of a head and block of query rows, where `programs` of each may share its `turns`."""
+    """Split `turns` among at most `programs` programs: turns per program, and number of programs (per head and block)."""
     run = -(-turns // max(1, min(turns, programs)))
     return run, -(-turns // run)
 
 
 def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:
-    """Warps of a program."""
+    """Warps of a program of `decode_kernel.attend`."""
     if rope_tables is not None:
         return 8 if is_wide_turned(rope_tables) else 4
     return shape_of(keys, values, block)[1]
@@ -192,7 +196,7 @@ def stages_of(
     block: int,
     capability: tuple[int, int] = HOPPER,
 ) -> int:
-    """Turns whose loads are under way; none where what keys are put together from fills shared memory."""
+    """`num_stages` of `decode_kernel.attend`; 1 where the matrices that keys are rebuilt from fill the shared memory."""
     if rope_tables is not None:
         return 1 if is_wide_turned(rope_tables) or capability in LITTLE_MEMORY else 3
     exact, wide = EXACT in (keys.bits, values.bits), is_wide(keys, values)
@@ -202,28 +206,28 @@ def stages_of(
 
 
 def has_two_buffers(keys: PackedStream, values: PackedStream, block: int) -> bool:
-    """Whether registers are left to ask for codes a whole turn ahead: one warp's, of keys without parameters, or with scales that
-    go into the query. With one buffer loads are asked for when a turn's last codes are in registers, and needed at once."""
+    """Whether registers suffice to load codes a whole turn ahead: in programs of the smallest block, for keys without parameters or
+    with scales in the query. With one buffer loads are issued when a turn's last codes are in registers, and needed at once."""
     if block != BLOCK_ROWS[0] or values.scales is not None or rank_of(keys) or rank_of(values):
         return False
     return mode_of(keys) == NONE or is_folded(keys, block)
 
 
 def rank_of(stream: PackedStream) -> int:
-    """Coefficients of a token, 0 without."""
+    """Low-rank coefficients of a token; 0 without a low-rank term."""
     return 0 if stream.ranked is None else stream.ranked.coefficients.shape[-1]
 
 
 def maps_of(stream: PackedStream, fixed: bool) -> tuple[Tensor | None, ...]:
-    """What the kernel calls STEP and ZERO, which are `fixed`, then SCALE and SHIFT of the stream."""
+    """Kernel arguments STEP and ZERO (the stream's `fixed`, unless `fixed` is False), then SCALE and SHIFT (its `map`)."""
     found = stream.map or ChannelMap()
     return (*(stream.fixed if fixed and stream.fixed else (None, None)), found.scale, found.zero)
 
 
 @lru_cache
 def pieces_of(channels: int, block: int, wanted: int) -> int:
-    """Into how many pieces values' channels are cut where programs of `block` query rows join runs: so many as are `wanted` to fill
-    the device, if pieces are not too narrow then, and enough for two runs at once."""
+    """Number of pieces of value channels, a program each, where `exact_kernel.py` joins runs for `block` query rows: as many as are
+    `wanted` to fill the device unless pieces become too narrow, and enough that two runs can be read at once."""
     whole, pieces = next_power_of_2(channels), 1
     while whole // (2 * pieces) >= LEAST_PIECE and (2 * pieces <= wanted or 2 * block * whole > JOINED * pieces):
         pieces *= 2
@@ -231,15 +235,15 @@ def pieces_of(channels: int, block: int, wanted: int) -> int:
 
 
 def columns_of(keys: PackedStream, values: PackedStream, mixes_keys: bool) -> tuple[int, ...]:
-    """Columns of a mixture: channels, the sum of weights times sizes, coefficients; with `mixes_keys` keys' codes and their sum."""
+    """Columns of a mixture: channels, sum of weights times sizes, coefficients; with `mixes_keys` key codes and their sum."""
     sized = 0 if values.sizes is None else 1
     return values.channels, sized, rank_of(values), keys.channels + 1 if mixes_keys else 0
 
 
 @lru_cache
 def merge_constants(columns: tuple[int, ...], channels: int = 0) -> dict[str, int]:
-    """Of the kernel that joins the parts of all runs, which have `columns_of`: parts read together, 64 numbers of a lane at most.
-    Where codes of components become `channels`, as many of these at once as half so many numbers of the axes."""
+    """Constants of `merge_kernel.merge` for parts with these `columns_of`: it reads up to `MERGED` numbers of several parts at once
+    (64 per lane). Where components are mapped to `channels`, it reads half as many numbers of the axes at once."""
     wide = sum(columns)
     padded = next_power_of_2(wide)
     found = {"D": wide, "DP": padded, "AT_ONCE": max(1, MERGED // padded), "COMPONENTS": columns[0]}
@@ -249,7 +253,7 @@ def merge_constants(columns: tuple[int, ...], channels: int = 0) -> dict[str, in
 
 
 def merge_warps(folds: bool) -> int:
-    """Warps of that kernel: more where a program turns components into channels, which has numbers of two kinds at once."""
+    """Warps of `merge_kernel.merge`: more where it maps components to channels, which needs more registers."""
     return 8 if folds else 4
 
 
@@ -263,8 +267,9 @@ def exact_constants(
     pieces: int = 0,
     interpreted: bool = INTERPRETED,
 ) -> dict[str, object]:
-    """Of the kernel that meets exact tokens of type `kind`: channels, query rows of a program, and tokens of a turn, fewer where
-    they take more registers. With `pieces`, so many of values' channels, parts have runs, of which some are read together."""
+    """Constants of `exact_kernel.exact` for tokens of type `kind`: channels, query rows of a program, tokens of a turn (fewer where
+    they take more registers). `pieces`: number of pieces of value channels, where parts have runs, which are read several at once;
+    0: no part has runs."""
     wide = max(16, next_power_of_2(value_dim) // max(1, pieces))
     padded = {"DKP": max(16, next_power_of_2(key_dim)), "DVP": wide}
     padded["RUNS"] = max(2, JOINED // (block * wide)) if pieces else 1
@@ -275,8 +280,8 @@ def exact_constants(
 
 @lru_cache
 def exact_launch(block: int, value_dim: int, kind: torch.dtype, pieces: int = 0) -> dict[str, int]:
-    """Warps of that kernel, and turns whose loads are under way. One warp waits for no other while it joins runs, so it is faster
-    where it has the registers for a piece."""
+    """Warps and stages of `exact_kernel.exact`. A single warp needs no barriers while it joins runs, so it is faster where its
+    registers hold a piece's mixture."""
     piece = block * max(16, next_power_of_2(value_dim) // max(1, pieces))
     alone = pieces > 0 and piece <= ONE_WARP and kind != torch.float32
     return {"num_warps": 1 if alone else 4, "num_stages": 2}

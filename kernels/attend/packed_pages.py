@@ -1,4 +1,7 @@
-"""What attention's kernels read and give: packed keys and values in pages, the slots of them, and a part of a softmax."""
+"""Data classes of the attention kernels: packed keys and values in pages, the slots that are read, and parts of a softmax.
+
+D is the number of channels of a head, R the number of query rows of a KV head, W the number of int16 words of a token.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -9,17 +12,17 @@ from torch import Tensor
 
 from calib.kernels.pack.reference import Widths
 
-EXACT = 16
-MOST_RANK = 16  # coefficients of a token: each is an operation of its own for a token and query row
-STRIDE = 64  # positions whose turns are another table's row
-SIZE_BITS = 4  # of a token's size: it is 2^((i - SIZE_OF_ONE) / 2), i its number
+EXACT = 16  # `bits` of tokens that are not quantised
+MOST_RANK = 16  # most low-rank coefficients of a token: each takes one operation per token and query row
+STRIDE = 64  # RoPE tables split a position into a multiple of this and a remainder
+SIZE_BITS = 4  # bits of the number i of a token's size s = 2^((i - SIZE_OF_ONE) / 2)
 SIZE_OF_ONE = 5
 
 
 @dataclass(frozen=True)
 class LowRankTerm:
-    """What tokens have beside their codes, as coefficients of a few vectors: x^ = D + A B (GEAR, arXiv:2403.05527, eq. 6).
-    A `map` of the stream is of both.
+    """Low-rank part of tokens, added to what their codes decode to: x^ = D + A B (GEAR, arXiv:2403.05527, eq. 6).
+    A `map` of the stream applies to the sum.
 
     Args:
         coefficients: A, float16 or float32 `[pages, kv_heads or 1, page_tokens, r]`.
@@ -32,8 +35,8 @@ class LowRankTerm:
 
 @dataclass(frozen=True)
 class ChannelMap:
-    """x = scale y + zero in every channel, or where it `divides` y / scale + zero. Both of any float dtype and of one shape, `[rows
-    or 1, kv_heads or 1, 1, D or 1]` or without the first axes; None: 1, and 0."""
+    """Affine map of each channel: x = scale y + zero, or y / scale + zero with `divides`. `scale` and `zero` have any float dtype
+    and one shape, `[rows or 1, kv_heads or 1, 1, D or 1]` or without leading axes; None stands for 1 and 0."""
 
     scale: Tensor | None = None
     zero: Tensor | None = None
@@ -42,28 +45,29 @@ class ChannelMap:
 
 @dataclass(frozen=True, eq=False)
 class PackedStream:
-    """Keys or values of a tier in pages. Kept as long as the pages stay where they are, it spares later launches what the first has
-    `worked_out`.
+    """Keys or values of a tier in pages. Keep the object as long as the tensors do not move: it caches what launches share
+    (`worked_out`).
 
     Args:
-        bits: of a code, or the widths of a word's fields, or `EXACT`: the tokens as the model made them.
-        pages: words int16 `[pages, kv_heads, page_tokens, W]`, or exact tokens `[pages, kv_heads, page_tokens, D]`.
-        channels: D; with `counts`, P * max(counts): queries are in plane form, and so is what is mixed (`kernels/pack/heads.py`).
-        parameters: float16 `[pages, kv_heads or 1, page_tokens / g_t, 2 D / g_c]`, scales first; None: a code is its number.
+        bits: bits of a code, or the widths of a word's fields, or `EXACT` for tokens that are not quantised.
+        pages: int16 words `[pages, kv_heads, page_tokens, W]`, or exact tokens `[pages, kv_heads, page_tokens, D]`.
+        channels: D; with `counts`, P * max(counts), P codes of a word: queries and mixtures are in plane form
+            (`kernels/pack/heads.py`).
+        parameters: float16 `[pages, kv_heads or 1, page_tokens / g_t, 2 D / g_c]` for groups of g_t tokens x g_c channels, scales
+            before zero points; None: a code stands for its integer value.
         group_tokens: g_t.
-        fixed: scale and zero point of all codes of a row's head or channel, where `parameters` is None: broadcast against
+        fixed: scale and zero point of all codes of a row, head or channel, where `parameters` is None: broadcast against
             `[rows, kv_heads, R, D]`.
-        counts: words of each head, which lie side by side: pages are then `[pages, 1, page_tokens, sum(counts)]`. None: each
-            head has a row of its own. What is mixed beyond a head's own words is finite and means nothing.
-        scales: c of each page's channels, float16 `[pages, kv_heads, 1, D]`, where a token is c times what its codes and parameters
-            say; or None.
-        ranked: what the tokens have beside, or None.
-        sizes: s of each token, which is s times what its codes say; of codes without parameters, or None. Numbers of `SIZE_BITS`
-            bits, four heads to a word of int16 or two to one of uint8, head h in word h % W: `[pages, 1, page_tokens, W]`.
-        trellis: whether words, of all heads side by side, are of trellis-coded levels (`kernels/trellis`): a code is then the
-            number of its level, one bit longer than its field.
-        map: tokens are what it makes of those that codes, parameters and `fixed` say, or None. On a GPU alone, of tokens without
-            `sizes`, and not of keys that are turned; of values with `ranked` where `terms` are mixed besides (`operation.py`).
+        counts: words of each head, where the words of all heads lie in one row: pages are then `[pages, 1, page_tokens,
+            sum(counts)]`. None: each head has its own rows. Mixtures of channels beyond a head's words are finite but undefined.
+        scales: a factor of each channel of a page, float16 `[pages, kv_heads, 1, D]`, applied after codes and parameters; or None.
+        ranked: low-rank part of the tokens, or None.
+        sizes: a factor s of each token, only for codes without parameters; or None. Stored as numbers of `SIZE_BITS` bits, four
+            heads to an int16 word or two to a uint8 word, head h in word h % W: `[pages, 1, page_tokens, W]`.
+        trellis: words (of all heads in one row) hold trellis-coded levels (`kernels/trellis`): a code is then the number of its
+            level, which has one bit more than its field.
+        map: affine map of the channels, applied after codes, parameters and `fixed`; or None. On a GPU only, for tokens without
+            `sizes`, not for keys that are rotated, and for values with `ranked` only together with `terms` (`operation.py`).
     """
 
     bits: int | Widths
@@ -81,27 +85,28 @@ class PackedStream:
 
     @cached_property
     def without_fixed(self) -> "PackedStream":
-        """The same, `fixed` being the caller's."""
+        """This stream with `fixed` set to None, for callers that apply `fixed` themselves."""
         return self if self.fixed is None else replace(self, fixed=None)
 
     @cached_property
     def worked_out(self) -> dict[Hashable, Any]:
-        """What launches that read these pages have in common: by what it is, and the other stream."""
+        """Cache of what launches over these pages have in common; keys say what it is and name the other stream."""
         return {}
 
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Keys whose codes c are of components before RoPE: k_t = R_t (mean + size s_t B^T (c_t - L / 2)), R_t the rotation of
-    position t, L the largest code of each component, s_t the token's size or 1. Half-split RoPE of the first r channels.
+    """How to rebuild keys that are stored as codes c of N components before RoPE: k_t = R_t (mean + size s_t B^T (c_t - L / 2)),
+    with R_t the rotation of position t, L the largest code of each component, s_t the token's size or 1. RoPE is half-split and
+    rotates the first r channels.
 
     Args:
-        axes: B, float16 `[kv_heads, N, D]`, D even: what a step of each component moves the channels, in units of `size`.
+        axes: B, float16 `[kv_heads, N, D]`, D even: change of the channels per step of a component's code, in units of `size`.
         size: float32 `[kv_heads, 1, 1]`.
         mean: float32 `[kv_heads, 1, D]`.
-        coarse: cos and sin, float32 `[n, 2, r / 2]`, of the positions of slots 0, `STRIDE`, 2 `STRIDE`, ... of all in
-            the table; where tokens have `positions`, of the positions 0, `STRIDE`, ... up to the last that occurs.
-        fine: float32 `[STRIDE, 2, r / 2]`: of the positions 0 ... `STRIDE` - 1.
+        coarse: cos and sin, float32 `[n, 2, r / 2]`, for the positions of slots 0, `STRIDE`, 2 `STRIDE`, ... of the whole table;
+            where tokens have `positions`, for positions 0, `STRIDE`, ... up to the last that occurs.
+        fine: cos and sin, float32 `[STRIDE, 2, r / 2]`, for positions 0 ... `STRIDE` - 1.
     """
 
     axes: Tensor
@@ -113,13 +118,13 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class PredictedValues:
-    """What the codes c of a token's key say of its value: unit T^T s_t (2 c_t - L), s_t the key's size, L the last code of each
-    component.
+    """Linear prediction of a token's value from the codes c of its key: unit T^T s_t (2 c_t - L), with s_t the key's size and L the
+    largest code of each component.
 
     Args:
-        table: T, int16 `[kv_heads, N, D]`; 0 for a component that its head has no word for.
+        table: T, int16 `[kv_heads, N, D]`; 0 for components beyond a head's own words.
         unit: float32 `[kv_heads, 1, D]`.
-        largest: L, float32 `[N]`: twice the middle of each component's codes.
+        largest: L, float32 `[N]`.
     """
 
     table: Tensor
@@ -129,15 +134,15 @@ class PredictedValues:
 
 @dataclass(frozen=True)
 class CodeFold:
-    """Values whose codes c are of components: v_t = size B^T c_t + origin, of tokens that have sizes size B^T s_t c_t + s_t (origin
-    - mean) + mean; and what is `predicted` of them is added.
+    """How to map codes c of N components to value channels: v_t = size B^T c_t + origin; for tokens with sizes s_t, v_t = size B^T
+    s_t c_t + s_t (origin - mean) + mean. The prediction from the key, if any, is added.
 
     Args:
         axes: B, float16 `[kv_heads, N, D]`.
         size: float32 `[kv_heads, 1, 1]`.
         origin: float32 `[kv_heads, 1, D]`.
-        mean: float32 `[kv_heads, 1, D]`, of tokens that have sizes; or None.
-        predicted: of keys that have sizes; or None.
+        mean: float32 `[kv_heads, 1, D]` where values have sizes, else None.
+        predicted: prediction from keys with sizes, or None.
     """
 
     axes: Tensor
@@ -149,10 +154,12 @@ class CodeFold:
 
 @dataclass(slots=True)
 class ExactGroup:
-    """Tokens whose values are as the model made them: `values [rows, kv_heads, n, Dv]`, and `keys [rows, kv_heads, n, D]` or, where
-    these are packed, their `scores`, float32 `[rows, kv_heads, R, n]`. Where some are packed both are given, of m keys `scores
-    [rows, kv_heads, R, m]`, and `index`, int32 `[rows, n]`: a token's number among the scores, or -1 where its key counts. Other
-    keys need not be there. On a GPU of the first group alone."""
+    """Tokens whose values are not quantised.
+
+    `values [rows, kv_heads, n, Dv]` come with `keys [rows, kv_heads, n, D]` or, if the keys are already packed, with their
+    `scores`, float32 `[rows, kv_heads, R, n]`. If only some keys are packed, both are given: `scores [rows, kv_heads, R, m]` of m
+    packed keys, and `index`, int32 `[rows, n]`: the number of a token's score, or -1 for a token whose key is used. Other keys are
+    not read. On a GPU only the first group may have an `index`."""
 
     values: Tensor
     keys: Tensor | None = None
@@ -162,11 +169,12 @@ class ExactGroup:
 
 @dataclass(slots=True)
 class ExactTokens:
-    """Groups of exact tokens that lie apart: a window's slots and the new tokens.
+    """Exact tokens in groups that are stored separately, such as the window's slots and the new tokens.
 
     Args:
         groups: all of one dtype.
-        hidden: bool `[rows or 1, kv_heads or 1, columns or 1, tokens of all groups]`, those that a query does not see, or None.
+        hidden: bool `[rows or 1, kv_heads or 1, columns or 1, tokens of all groups]`, True for tokens that are masked for a query
+            column (new token); or None.
     """
 
     groups: tuple[ExactGroup, ...]
@@ -174,18 +182,17 @@ class ExactTokens:
 
     @property
     def count(self) -> int:
-        """Tokens of all groups."""
+        """Number of tokens of all groups."""
         return sum(group.values.shape[2] for group in self.groups)
 
 
 class ExactAttention(NamedTuple):
-    """What attention over exact tokens and other parts of a softmax gives.
+    """Result of `attend_exact`.
 
     Attributes:
-        output: `[rows, kv_heads, R, Dv]`.
-        normaliser: where it was asked for, the log-sum-exp of each query row's scores, of all parts, float32 `[rows, kv_heads, R,
-            1]`.
-        scores: where they were asked for, of the exact tokens of all groups, -inf where hidden, float32 `[rows, kv_heads, R, n]`.
+        output: normalised attention output of all parts, `[rows, kv_heads, R, Dv]`.
+        normaliser: log-sum-exp of each query row's scores over all parts, float32 `[rows, kv_heads, R, 1]`, if requested.
+        scores: scores of the exact tokens of all groups, -inf where hidden, float32 `[rows, kv_heads, R, n]`, if requested.
     """
 
     output: Tensor
@@ -195,13 +202,15 @@ class ExactAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class PageSpan:
-    """Which slots are read, by every row: int32 page numbers `table [rows, n]`, and `used [rows]` slots of them.
+    """Slots that each row attends: the first `used` slots of the pages in its page table.
 
     Args:
-        hidden: bool `[rows, kv_heads or 1, slots]`, slots that no query sees, or None.
-        positions: int32 `[pages, kv_heads, page_tokens, 1]`, the position of each token in its row; None: its slot.
-        back: int32 `[rows, columns]`: a token at this position or before it is behind the sliding window of that column's query.
-        bias: float32 `[rows, kv_heads, R, slots]` that is added to the scores, or None.
+        table: page numbers, int32 `[rows, n]`.
+        used: number of slots in use, int32 `[rows]`.
+        hidden: bool `[rows, kv_heads or 1, slots]`, True for slots that are masked for all queries; or None.
+        positions: int32 `[pages, kv_heads, page_tokens, 1]`, position of each token in its row; None: the slot number.
+        back: int32 `[rows, columns]`: tokens at this position or before are outside the sliding window of that query column.
+        bias: float32 `[rows, kv_heads, R, slots]`, added to the scores; or None.
     """
 
     table: Tensor
@@ -214,10 +223,12 @@ class PageSpan:
 
 @dataclass(slots=True)
 class Attended:
-    """A part of a softmax, float32: the largest score `top`, `mass` = sum exp(score - top) `[rows, kv_heads, R, 1]`, `mixed` =
-    sum exp(score - top) v `[rows, kv_heads, R, D]`, and the scores, -inf where hidden, of the rows that were asked for. `ahead
-    [rows, kv_heads, R, n]`: scores, without a soft cap, of packed keys behind the slots that are attended, where these were asked
-    for. Parts of several runs may wait to be joined: `top`, `mass` and `mixed` have an axis of runs before R then."""
+    """A part of a softmax over some of the tokens, all float32.
+
+    `top [rows, kv_heads, R, 1]` is the largest score (finite even if all are hidden), `mass` = sum exp(score - top), of the same
+    shape, `mixed` = sum exp(score - top) v, `[rows, kv_heads, R, D]`. If requested: `scores [rows, kv_heads, R, slots]`, -inf where
+    hidden, and `ahead [rows, kv_heads, R, n]`, scores without soft cap and mask of packed keys behind the attended slots. Parts of
+    several runs may be unmerged: then `top`, `mass` and `mixed` have an axis of runs before R."""
 
     top: Tensor
     mass: Tensor
@@ -227,5 +238,5 @@ class Attended:
 
     @property
     def runs(self) -> int:
-        """Parts that wait to be joined, 1 for one that is whole."""
+        """Number of unmerged parts; 1 if the part is merged."""
         return 1 if self.top.ndim == 4 else self.top.shape[2]

@@ -1,4 +1,4 @@
-"""What all launches of `decode_kernel.py` over the same pages have in common, worked out by the first of them."""
+"""Arguments that all launches of `decode_kernel.py` over the same pages have in common; computed once and cached."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +26,20 @@ from calib.kernels.powers import cdiv
 
 @dataclass(frozen=True)
 class PageLaunch:
-    """Arguments in the kernel's order, in pieces between which a launch has its own.
+    """Launch sizes, and kernel arguments in the kernel's order; each launch inserts its own arguments between them.
 
     Attributes:
         blocks: programs that share the query rows of a KV head.
-        programs: that every multiprocessor is to have.
-        turn: tokens of one turn of the loop.
-        turns: so many in a page.
-        columns: of a mixture, as `columns_of` has them.
-        pages: codes and parameters of both streams, and where heads begin.
-        maps: steps, zero points, scales and shifts of both.
-        coefficients: with their vectors of keys, of values, and the scales and sizes of tokens.
-        page_strides: of `pages`.
-        other_strides: of the others.
+        programs: programs per multiprocessor.
+        turn: tokens of one turn (iteration of the kernel's loop).
+        turns: turns per page.
+        columns: columns of a mixture, as `options.columns_of`.
+        pages: for keys, then values: pages, parameters, and first word of each head.
+        maps: steps, zero points, scales and shifts of keys, then of values.
+        coefficients: low-rank coefficients and vectors of keys, coefficients of values, channel scales of values, sizes of keys and
+            of values.
+        page_strides: strides of the tensors in `pages`.
+        other_strides: strides of `coefficients` and `maps`.
         options: constants, warps and stages.
     """
 
@@ -63,7 +64,7 @@ class PageLaunch:
         rope_tables: RopeTables | None,
         mixes_keys: bool,
     ) -> "PageLaunch":
-        """For so many query rows of a KV head; kept with the keys."""
+        """Return the launch for `query_rows` query rows per KV head, cached in `keys.worked_out`."""
         turned = None if rope_tables is None else (rope_tables.axes.shape[-1], rope_tables.fine.shape[-1])
         key = (PageLaunch, values, query_rows, softcap, turned, mixes_keys)
         found: PageLaunch | None = keys.worked_out.get(key)
@@ -81,7 +82,7 @@ def made(
     rope_tables: RopeTables | None,
     mixes_keys: bool,
 ) -> PageLaunch:
-    """The same, kept by nobody."""
+    """As `PageLaunch.over`, without the cache."""
     capability = capability_of(keys.pages.device)
     takes_memory = capability in LITTLE_MEMORY and (is_wide(keys, values) or is_wide_turned(rope_tables))
     block = block_of(query_rows, few=values.sizes is not None or takes_memory)
@@ -118,12 +119,12 @@ def made(
 
 
 def coefficients_of(stream: PackedStream) -> Tensor | None:
-    """Of the vectors that tokens have beside their codes."""
+    """Low-rank coefficients of a stream, or None."""
     return None if stream.ranked is None else stream.ranked.coefficients
 
 
 def vectors_of(stream: PackedStream) -> Tensor | None:
-    """What tokens have coefficients of, each vector's channels side by side and behind those of the one before."""
+    """Low-rank basis vectors of a stream, one contiguous vector after the other, or None."""
     if stream.ranked is None:
         return None
     basis, side_by_side = stream.ranked.basis, (stream.ranked.basis.shape[-1], 1)
@@ -131,13 +132,13 @@ def vectors_of(stream: PackedStream) -> Tensor | None:
 
 
 def _vector_strides(stream: PackedStream) -> tuple[int, int]:
-    """Of rows, which may share vectors, and of heads."""
+    """Row and head strides of the basis vectors; 0 for rows if all share them."""
     vectors = vectors_of(stream)
     return (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
 
 
 def strides_of(part: Tensor | None) -> tuple[int, int]:
-    """Of pages or rows and of heads; what all heads share has none of the latter."""
+    """Strides of the first axis (pages or rows) and of heads; the latter is 0 if all heads share the numbers."""
     if part is None:
         return 0, 0
     return part.stride(0), 0 if part.shape[1] == 1 else part.stride(1)
@@ -152,13 +153,13 @@ def _first(stream: PackedStream) -> Tensor | None:
 
 
 def _map_strides(maps: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    """Of rows, heads and channels, of the first two together and of the others."""
+    """Row, head and channel strides: of step and zero point, which share them, then of scale and shift."""
     step, zero, scale, shift = maps
     return *_channel_strides(step, zero), *_channel_strides(scale, shift)
 
 
 def _channel_strides(one: Tensor | None, other: Tensor | None) -> tuple[int, ...]:
-    """What is the same for all rows, heads or channels has a stride of 0."""
+    """Row, head and channel strides of two equally laid out tensors; 0 along axes where all share a number."""
     found = {
         tuple(0 if part.ndim < axis or part.shape[-axis] == 1 else part.stride(-axis) for axis in (4, 3, 1))
         for part in (one, other)

@@ -1,7 +1,7 @@
-"""Products of queries and weights with a tile's codes, compiled for this machine (`cpu.py`) or in plain torch (`reference.py`).
+"""Products of queries or weights with the codes of a tile, in compiled C (`cpu.py`) or plain torch (`reference.py`).
 
-Scales and zero points go where numbers are fewest: those of a whole channel into the query, those of a whole token into its scores
-or weights, and those of groups into the codes of one tile. Shapes as in `reference.py`.
+Scales and zero points are applied where there are fewest numbers: those of a whole channel to the query or the mixture, those of a
+whole token to its scores or weights, and those of groups to the codes of one tile. Shapes as in `reference.py`.
 """
 
 import torch
@@ -13,10 +13,10 @@ from calib.kernels.pack.reference import Widths
 
 
 def code_scores(query: Tensor, words: Tensor, bits: int | Widths, counts: tuple[int, ...] | None = None) -> Tensor:
-    """q.c, a code being its number: `query [..., rows, D]` float32 against a tile's words -> `[..., rows, T]` float32.
+    """Scores with integer codes, q.c: `query [..., rows, D]` float32 and a tile's words -> `[..., rows, T]` float32.
 
-    With `counts` the words of all heads lie in one row (`kernels/pack/heads.py`), and D is P * max(counts). Scale and zero point
-    are the caller's.
+    With `counts` the words of all heads lie in one row (`kernels/pack/heads.py`), and D is P * max(counts). The caller applies
+    scale and zero point.
     """
     if cpu.serves(query, words):
         return cpu.code_scores(query, words, bits, counts).squeeze(2)
@@ -26,8 +26,8 @@ def code_scores(query: Tensor, words: Tensor, bits: int | Widths, counts: tuple[
 def code_mix(
     weights: Tensor, words: Tensor, bits: int | Widths, channels: int, counts: tuple[int, ...] | None = None
 ) -> Tensor:
-    """sum_t p_t c_t: `weights [..., rows, T]` float32 and a tile's words -> `[..., rows, D]` float32; as `code_scores` reads
-    them."""
+    """Mixture of integer codes, sum_t p_t c_t: `weights [..., rows, T]` float32 and a tile's words (as in `code_scores`) ->
+    `[..., rows, D]` float32."""
     if cpu.serves(weights, words, channels):
         return cpu.code_mix(weights.unsqueeze(2), words, bits, channels, counts)
     return reference.code_mix(weights, words if counts is None else spread_heads(words, counts), bits, channels)
@@ -43,8 +43,8 @@ def turned_scores(
     sin: Tensor,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """q.R_t k_t of keys before RoPE, which `reference.keys_of_codes` says how to make of codes: `query [..., rows, D]` float32 ->
-    `[..., rows, T]`. R_t turns by `cos` and `sin [..., r/2, T]`."""
+    """Scores q.R_t k_t with keys k_t before RoPE that are rebuilt as in `reference.keys_of_codes`: `query [..., rows, D]` float32 ->
+    `[..., rows, T]`. The rotations R_t are given by `cos` and `sin [..., r/2, T]`."""
     if cpu.serves(query, words) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
         return cpu.turned_scores(query, words, bits, counts, matrix, cos, sin, sizes)
     keys = reference.keys_of_codes(words, bits, counts, matrix, sizes)
@@ -52,14 +52,14 @@ def turned_scores(
 
 
 def number_scores(query: Tensor, numbers: Tensor) -> Tensor:
-    """q.n: `query [..., rows, D]` float32 against a tile of whole numbers int16 `[..., D, T]` -> `[..., rows, T]` float32."""
+    """Scores with unpacked integers: `query [..., rows, D]` float32, `numbers` int16 `[..., D, T]` -> `[..., rows, T]` float32."""
     if cpu.serves(query, numbers):
         return cpu.code_scores(query, numbers, None).squeeze(2)
     return query @ numbers.float()
 
 
 def number_mix(weights: Tensor, numbers: Tensor) -> Tensor:
-    """sum_t p_t n_t: `weights [..., rows, T]` float32 -> `[..., rows, D]` float32; as `number_scores` reads them."""
+    """Mixture of unpacked integers: `weights [..., rows, T]` float32, `numbers` int16 `[..., D, T]` -> `[..., rows, D]` float32."""
     if cpu.serves(weights, numbers, numbers.shape[-2]):
         return cpu.code_mix(weights.unsqueeze(2), numbers, None, numbers.shape[-2])
     return weights @ numbers.float().mT
@@ -68,14 +68,14 @@ def number_mix(weights: Tensor, numbers: Tensor) -> Tensor:
 def turned_number_scores(
     query: Tensor, numbers: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
 ) -> Tensor:
-    """As `turned_scores`, of numbers in place of codes."""
+    """`turned_scores` for unpacked integers int16 `[..., components, T]`."""
     if cpu.serves(query, numbers) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
         return cpu.turned_scores(query, numbers, None, None, matrix, cos, sin, sizes)
     return reference.rotated_scores(query, reference.keys_of_numbers(numbers, matrix, sizes), cos, sin)
 
 
 def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) -> Tensor:
-    """q.x^: `query [..., rows, D]` float32 against a tile -> `[..., rows, T]` float32, x^ = c s + z."""
+    """Scores with decoded keys, q.x^ with x^ = c s + z: `query [..., rows, D]` float32 and a tile -> `[..., rows, T]` float32."""
     channels, tokens = query.shape[-1], words.shape[-1]
     parameters = parameters.float()
     columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
@@ -96,7 +96,7 @@ def uniform_scores(query: Tensor, words: Tensor, parameters: Tensor, bits: int) 
 
 
 def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
-    """sum_t p_t x^_t: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32."""
+    """Mixture of decoded values, sum_t p_t x^_t: `weights [..., rows, T]` float32 and a tile -> `[..., rows, D]` float32."""
     tokens, parameters = words.shape[-1], parameters.float()
     columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
     scale, zero = parameters.chunk(2, -2)
@@ -118,8 +118,8 @@ def uniform_mix(weights: Tensor, words: Tensor, parameters: Tensor, bits: int, c
 
 
 def scaled_scores(query: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """q.(c code): `query [..., rows, D]` float32 against a tile of equally long segments, in each of which channels have
-    `scales [..., D, segments]` of their own -> `[..., rows, T]`."""
+    """Scores with codes times a scale of each channel and segment: `query [..., rows, D]` float32 and a tile of equally long
+    segments with `scales [..., D, segments]` -> `[..., rows, T]`."""
     tokens, segments = words.shape[-1], scales.shape[-1]
     if cpu.serves(query, words):
         return cpu.code_scores(query, words, bits, block=tokens // segments, scales=scales.mT).squeeze(2)
@@ -128,7 +128,7 @@ def scaled_scores(query: Tensor, words: Tensor, scales: Tensor, bits: int) -> Te
 
 
 def scaled_mix(weights: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """sum_t p_t c code_t: `weights [..., rows, T]` float32 -> `[..., rows, D]`, as `scaled_scores` reads them."""
+    """Mixture of codes times such scales (as in `scaled_scores`): `weights [..., rows, T]` float32 -> `[..., rows, D]`."""
     tokens, (channels, segments) = words.shape[-1], scales.shape[-2:]
     if cpu.serves(weights, words, channels):
         block = tokens // segments
@@ -138,11 +138,11 @@ def scaled_mix(weights: Tensor, words: Tensor, scales: Tensor, bits: int) -> Ten
 
 
 def _by_block(scale: Tensor, channels: int) -> Tensor:
-    """`[..., groups of channels, blocks]` -> `[..., blocks, channels]`."""
+    """Expand scales `[..., groups of channels, blocks]` to `[..., blocks, channels]`."""
     groups = scale.shape[-2]
     return scale.mT if groups == channels else _repeated(scale.mT, channels // groups)
 
 
 def _repeated(parts: Tensor, times: int) -> Tensor:
-    """Each of the last axis so many times."""
+    """Repeat each element of the last axis `times` times."""
     return parts.unsqueeze(-1).expand(*parts.shape, times).flatten(-2)

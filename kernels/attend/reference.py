@@ -1,10 +1,10 @@
-"""Attention over packed tokens in plain torch, tile by tile.
+"""Attention over packed tokens in plain torch, tile by tile, with a running softmax over all tiles.
 
-Nothing here decodes a cache: a tile's codes become float32 integers, the query (for keys) or the weights (for values)
-carries the scales, or where groups divide both axes the codes of that one tile do, and tiles meet in one running softmax.
-Shapes: any leading dimensions, then `[kv_heads, rows, ...]`, where `rows` are the query rows of a KV head (group x new
-tokens). A tile has its **tokens last**: words `[..., W, T]`, parameters `[..., 2 D/g_c, T/g_t]`, scales first; see
-`kernels/pack` for why.
+The cache is never decoded as a whole: the codes of a tile become float32 integers, and scales are multiplied into the query (for
+keys) or the weights (for values); where groups divide both axes, into the codes of that tile.
+Shapes: any leading dimensions, then `[kv_heads, rows, ...]`, where `rows` are the query rows of a KV head (group x new tokens). A
+tile of T tokens has its **tokens last** (README.md of `kernels/pack` says why): words `[..., W, T]`, parameters `[..., 2 D/g_c,
+T/g_t]` for groups of g_t tokens x g_c channels, scales before zero points.
 """
 
 from dataclasses import replace
@@ -18,34 +18,36 @@ from calib.kernels.pack.reference import Widths, planes, unpack_columns
 
 
 def scaled(query: Tensor, scale: float) -> Tensor:
-    """Query rows float32, times the scale of their scores."""
+    """Query rows in float32, times the softmax scale."""
     return query.float() if scale == 1 else query.float() * scale
 
 
 def code_scores(query: Tensor, words: Tensor, bits: int | Widths) -> Tensor:
-    """q.c, a code being its number: `query [..., rows, D]` float32 against a tile's words -> `[..., rows, T]` float32.
+    """Scores with integer codes, q.c: `query [..., rows, D]` float32 and a tile's words -> `[..., rows, T]` float32.
 
-    Scale and zero point are the caller's, as is the plane form (`kernels/pack/heads.py`), in which D is P * Wm.
+    The caller applies scale and zero point. For heads with different numbers of words it passes the query in plane form, where D is
+    P * Wm (`kernels/pack/heads.py`).
     """
     return query @ unpack_columns(words, bits, query.shape[-1]).float()
 
 
 def code_mix(weights: Tensor, words: Tensor, bits: int | Widths, channels: int) -> Tensor:
-    """sum_t p_t c_t: `weights [..., rows, T]` float32 and a tile's words -> `[..., rows, D]` float32."""
+    """Mixture of integer codes, sum_t p_t c_t: `weights [..., rows, T]` float32 and a tile's words -> `[..., rows, D]` float32."""
     return weights @ unpack_columns(words, bits, channels).float().mT
 
 
 def keys_of_codes(
     words: Tensor, bits: int | Widths, counts: tuple[int, ...], matrix: Tensor, sizes: Tensor | None = None
 ) -> Tensor:
-    """`matrix [kv_heads, D, n + 1]` times the codes of a tile and a 1 behind them, of sizes s times s c, s and 1: float32
-    `[..., kv_heads, D, tokens]`. Words and `counts` as in `kernels/pack/heads.py`; `sizes [..., kv_heads, 1, tokens]`."""
+    """Rebuild a tile of keys from codes c of components: `matrix` times the column (c, 1) of each token, or with `sizes` s times
+    (s c, s, 1). `matrix [kv_heads, D, n + 1]`, or n + 2 columns with `sizes [..., kv_heads, 1, tokens]`, for n components. Words
+    and `counts` as in `kernels/pack/heads.py`. Returns float32 `[..., kv_heads, D, tokens]`."""
     codes = unpack_columns(spread_heads(words, counts), bits, planes(bits) * max(counts))
     return keys_of_numbers(codes, matrix, sizes)
 
 
 def keys_of_numbers(codes: Tensor, matrix: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """The same of unpacked `codes [..., kv_heads, components, tokens]`."""
+    """`keys_of_codes` for unpacked `codes [..., kv_heads, components, tokens]`."""
     *lead, components, tokens = codes.shape
     numbers = torch.empty(*lead, matrix.shape[-1], tokens, device=codes.device)
     if sizes is None:
@@ -58,9 +60,9 @@ def keys_of_numbers(codes: Tensor, matrix: Tensor, sizes: Tensor | None = None) 
 
 
 def rotated_scores(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`query [..., rows, D]` times `keys [..., D, tokens]` moved forward by the positions of `cos` and `sin [..., r/2, tokens]`:
-    `[..., rows, tokens]`. Of the keys the second half is overwritten: with each half in a tensor of its own, a tile is passed over
-    four times where putting both back takes five."""
+    """Scores of `query [..., rows, D]` with `keys [..., D, tokens]` rotated by half-split RoPE, given by `cos` and `sin [..., r/2,
+    tokens]`: `[..., rows, tokens]`. The second half of the rotated channels of `keys` is overwritten: with the halves in separate
+    tensors a tile is read or written four times, not five."""
     half = cos.shape[-2]
     first, second, rest = keys[..., :half, :], keys[..., half : 2 * half, :], keys[..., 2 * half :, :]
     moved = (first * cos).addcmul_(second, sin, value=-1)
@@ -71,8 +73,10 @@ def rotated_scores(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Ten
 
 
 def folded(fold: CodeFold, mixed: Tensor, mass: Tensor, sized_mass: Tensor, mixed_keys: Tensor | None = None) -> Tensor:
-    """sum p v of values whose codes are `mixed [..., rows, N]`, `mass` sum p; of tokens with sizes s sum p s c, and `sized_mass`
-    sum p s `[..., rows, 1]`. With `mixed_keys` as `predicted_mixture` has them, what is predicted is added."""
+    """Map a mixture of component codes to value channels (`CodeFold`): sum p v, `[..., rows, D]`.
+
+    `mixed [..., rows, N]` is sum p c, or for tokens with sizes s sum p s c; `mass` is sum p and `sized_mass` sum p s, `[..., rows,
+    1]`. With `mixed_keys` the `predicted_mixture` is added."""
     offset = fold.origin * mass
     if fold.mean is not None:
         offset = torch.addcmul(fold.mean * mass, fold.origin - fold.mean, sized_mass)
@@ -83,13 +87,13 @@ def folded(fold: CodeFold, mixed: Tensor, mass: Tensor, sized_mass: Tensor, mixe
 
 
 def predicted_mixture(predicted: PredictedValues, mixed_keys: Tensor) -> Tensor:
-    """What is predicted of sum p v, from sum p s c of the keys' codes and behind them sum p s, `[..., rows, N + 1]`."""
+    """Prediction of sum p v from `mixed_keys [..., rows, N + 1]`: sum p s c of the keys' N codes, then sum p s."""
     numbers = 2 * mixed_keys[..., :-1] - predicted.largest * mixed_keys[..., -1:]
     return (numbers @ predicted.table.float()).mul_(predicted.unit)
 
 
 def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
-    """x^ = c s + z of a tile, float32 `[..., D, T]`; `parameters` float32, one s and z for each group of channels x tokens."""
+    """Decode a tile: x^ = c s + z, float32 `[..., D, T]`; float32 `parameters` of groups of channels x tokens."""
     codes = unpack_columns(words, bits, channels).float()
     columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
     grouped = codes.unflatten(-1, (blocks, -1)).unflatten(-3, (columns, -1))
@@ -99,7 +103,7 @@ def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) ->
 
 
 def whole(part: Attended) -> Attended:
-    """A part whose runs, if it has several, are joined."""
+    """Merge the runs of a part, if it has several."""
     if part.top.ndim == 4:
         return part
     top = part.top.amax(2)
@@ -108,10 +112,10 @@ def whole(part: Attended) -> Attended:
 
 
 class RunningSoftmax:
-    """Softmax attention accumulated part by part; the merge of all tiles and the exact window.
+    """Online softmax: attention accumulated over parts (tiles, fused kernels, the exact window).
 
-    `top` and `mass` are `[..., rows, 1]`, `mixed` `[..., rows, D]`, float32: mixed / mass is the output so far and
-    top + log(mass) the log-sum-exp. `mass` None: the weights were already normalised.
+    `top` (largest score) and `mass` are `[..., rows, 1]`, `mixed` is `[..., rows, D]`, float32: mixed / mass is the output so far
+    and top + log(mass) the log-sum-exp. `mass` is None if the only part's weights were already normalised.
     """
 
     def __init__(self) -> None:
@@ -122,9 +126,9 @@ class RunningSoftmax:
         self._normaliser: Tensor | None = None
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Takes a part's `scores [..., rows, T]` (masked ones -inf), rescales what is there, returns the part's weights."""
+        """Add a part's `scores [..., rows, T]` (-inf if masked) to `top` and `mass`, rescale `mixed`, return the part's weights."""
         self._settle()
-        # A row that has met only masked tokens has no maximum; a finite stand-in makes its weights 0 instead of NaN.
+        # A row with masked tokens only has a maximum of -inf; a finite one makes its weights 0 instead of NaN.
         top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         if self.top is not None:
             top = torch.maximum(self.top, top)
@@ -138,25 +142,25 @@ class RunningSoftmax:
         return weights
 
     def join(self, part: Attended) -> None:
-        """Takes a part that was attended elsewhere. It waits: where all that follows is attended elsewhere as well, nothing is
-        rescaled here (`parts`)."""
+        """Add a part that a kernel has computed. It is merged only when needed: if all later parts come from kernels too, the last
+        kernel merges them (`parts`)."""
         self._waiting.append(part)
 
     def parts(self) -> list[Attended]:
-        """What was taken so far, for who attends the rest."""
+        """All parts so far, unmerged, for a kernel that attends the remaining tokens and merges."""
         if self.top is None or self.mass is None or self.mixed is None:
             return self._waiting
         return [Attended(self.top, self.mass, self.mixed, None), *self._waiting]
 
     def settled(self) -> Attended:
-        """What was taken so far as one part."""
+        """All parts so far, merged into one. Raises ValueError if there are none."""
         self._settle()
         if self.top is None or self.mass is None or self.mixed is None:
             raise ValueError("nothing was attended")
         return Attended(self.top, self.mass, self.mixed, None)
 
     def _settle(self) -> None:
-        """Joins the parts that wait."""
+        """Merge the parts that were added by `join`."""
         while self._waiting:
             part = whole(self._waiting.pop(0))
             if self.top is None or self.mass is None or self.mixed is None:
@@ -168,23 +172,23 @@ class RunningSoftmax:
             self.mass, self.mixed = self.mass * stays + part.mass * comes, self.mixed * stays + part.mixed * comes
 
     def last_weights(self, scores: Tensor) -> Tensor:
-        """`weights` of the last part, which has no masked row; the only part of a short cache is plain softmax."""
+        """`weights` for the last part, which must have an unmasked token in every row. If it is the only part, its softmax."""
         return self.weights(scores) if self.top is not None or self._waiting else scores.softmax(-1)
 
     def add(self, mixed: Tensor) -> None:
-        """Adds the part's weighted values `[..., rows, D]`."""
+        """Add a part's weighted sum of values, `[..., rows, D]`."""
         self.mixed = mixed if self.mixed is None else self.mixed + mixed
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """The final probabilities of a part's `scores`, once every part was taken."""
+        """Final attention probabilities of a part's `scores`; call it after all parts were added."""
         return (scores - self.normaliser()).exp_()
 
     def end(self, normaliser: Tensor) -> None:
-        """Every part was taken, the last ones elsewhere, which found the log-sum-exp."""
+        """Set the final log-sum-exp, where a kernel has attended the last parts and computed it."""
         self._normaliser = normaliser
 
     def normaliser(self) -> Tensor:
-        """log-sum-exp of each row `[..., rows, 1]`, once every part was taken."""
+        """Log-sum-exp of each row over all parts, `[..., rows, 1]`. Raises ValueError if there are none."""
         if self._normaliser is not None:
             return self._normaliser
         self._settle()
@@ -193,7 +197,7 @@ class RunningSoftmax:
         return self.top + self.mass.log()
 
     def output(self) -> Tensor:
-        """Attention output `[..., rows, D]`; 0 for a row that met no token at all (padding)."""
+        """Attention output `[..., rows, D]`; 0 for a row without any unmasked token (padding). Raises ValueError without parts."""
         self._settle()
         if self.mixed is None:
             raise ValueError("nothing was attended")

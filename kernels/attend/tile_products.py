@@ -1,34 +1,34 @@
-"""Products of a tile inside a kernel: what they take of the query; of exact tokens, of codes as they are, and of codes with
-parameters of their channels; and their results in the model's type."""
+"""Matrix products of a tile inside a Triton kernel: preparation of the query, products with exact tokens and with codes, and
+rounding of results to the model's dtype. M is the number of query rows of a program."""
 
 import triton
 import triton.language as tl
 
 from calib.kernels.attend.unpack import LEAST_EXPONENT, are_codes, unit_of
 
-# The highest power of two of float16: what is below 2 may be multiplied by it.
+# Exponent of the largest power of two of float16: numbers below 2 may be multiplied by 2^15.
 HALF_EXPONENT = 15
 
-# Rows of a product that lie in different lanes.
+# Rows of partial sums (`rows_joined`); the rows of a product lie in this many different lanes.
 ROWS = tl.constexpr(8)
 
 
 @triton.constexpr_function
 def raised_by(folded):
-    """The power of two of queries of size 1 where they meet codes: as high as float16 goes, so that small ones are rounded
-    like large ones; none where scales are FOLDED into them, which may be as large."""
+    """Exponent of the power of two that normalised queries are multiplied by before products with codes: the largest of float16, so
+    that small numbers keep their precision; 0 where scales, which may be large, are FOLDED into the query."""
     return 0 if folded else HALF_EXPONENT
 
 
 @triton.constexpr_function
 def product_unit(widths, whole, folded):
-    """What products of these are to those of the query itself with codes."""
+    """Ratio of the computed products to products of the query itself with codes."""
     return 1.0 if whole or not are_codes(widths) else 2.0 ** (raised_by(folded) - LEAST_EXPONENT)
 
 
 @triton.constexpr_function
 def factor_of(widths, plane, whole, folded):
-    """What a plane of the query is multiplied by before it meets the numbers of a plane of codes."""
+    """Factor that a plane of the query is multiplied by, to cancel the power of two of that plane's unpacked codes."""
     return product_unit(widths, whole, folded) / unit_of(widths, plane, whole)
 
 
@@ -43,7 +43,7 @@ def raised(query, WIDTHS: tl.constexpr, WHOLE: tl.constexpr, FOLDED: tl.constexp
 
 @triton.jit
 def factors_of(query, size, KIND: tl.constexpr):
-    """The query's planes as products take them, in units of `size` [M] and of type KIND, and what that rounding took."""
+    """The query's planes divided by `size` [M] and rounded to type KIND, and the rounding errors in the same type."""
     rounded, rest = (), ()
     for f in tl.static_range(len(query)):
         plane = query[f] / size[None, :]
@@ -55,7 +55,7 @@ def factors_of(query, size, KIND: tl.constexpr):
 
 @triton.jit
 def sums_of(query, size, GROUPS: tl.constexpr):
-    """The sum of each group of channels of the query, in units of `size` [M]: what zero points meet."""
+    """Sum of the query over each group of channels, in units of `size` [M]; zero points are multiplied by it."""
     PLANES: tl.constexpr = len(query) // GROUPS
     found = ()
     for j in tl.static_range(GROUPS):
@@ -68,7 +68,7 @@ def sums_of(query, size, GROUPS: tl.constexpr):
 
 @triton.jit
 def exact_product(a, b, acc, INTERPRET: tl.constexpr):
-    """a @ b + acc in float32; the interpreter's bfloat16 products are wrong."""
+    """a @ b + acc in float32. (Triton's interpreter computes bfloat16 products wrongly, so it converts first.)"""
     if INTERPRET and a.dtype == tl.bfloat16:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -77,7 +77,7 @@ def exact_product(a, b, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def nearest(number, kind: tl.constexpr, INTERPRET: tl.constexpr):
-    """Float32 numbers as the nearest of type kind; the interpreter would cut bfloat16 off."""
+    """Round float32 numbers to the nearest of type `kind`. (Triton's interpreter would truncate to bfloat16.)"""
     if INTERPRET and kind == tl.bfloat16:
         bits = number.to(tl.int32, bitcast=True)
         number = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -86,7 +86,7 @@ def nearest(number, kind: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def code_product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
-    """codes @ (rounded + rest) + acc, where `rest` is what rounding to float16 took: 11 bits of a factor, or with it 22."""
+    """codes @ rounded + acc; if PRECISE, codes @ (rounded + rest) + acc with `rest` the rounding error: 22 bits instead of 11."""
     if PRECISE:
         acc = tl.dot(codes, rest, acc)
     return tl.dot(codes, rounded, acc)
@@ -94,14 +94,14 @@ def code_product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
 
 @triton.jit
 def rows_joined(x):
-    """[n, M], a number of a token in each row -> [8, M], the sums of every eighth: those that a lane holds. A loop that needs no
-    sum over all tokens adds up these, and lanes exchange nothing before its end."""
+    """Sum every eighth row of [n, M], a token per row: [8, M]. These are rows that one lane holds, so a loop can accumulate them
+    without exchange between lanes; the final sum over tokens follows after the loop."""
     return tl.sum(x.reshape(x.shape[0] // ROWS, ROWS, x.shape[1]), 0)
 
 
 @triton.jit
 def tokens_of(codes, steps, zero_points, PRECISE: tl.constexpr):
-    """x^ = c s + z of a plane: float16, or float32."""
+    """Decode a plane: x^ = c s + z in float16, or in float32 if PRECISE."""
     if PRECISE:
         return codes.to(tl.float32) * steps + zero_points
     else:

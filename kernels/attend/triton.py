@@ -1,4 +1,4 @@
-"""Launches `decode_kernel.py` and `merge_kernel.py`: what they serve, and in how many programs."""
+"""Launch `decode_kernel.py` and `merge_kernel.py`: which streams they support, and how the work is split into programs."""
 
 from functools import lru_cache
 from math import prod
@@ -31,15 +31,17 @@ from calib.kernels.launch import launch
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.triton import add_to_mixtures
 
-# Query rows of a KV head that are served: more are a prompt's, not a step's.
+# Most query rows of a KV head that are supported: more occur in prompts, not in decode steps.
 MOST_ROWS = 256
 
 
 def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
-    """Whether the kernel reads these streams: codes of any widths, or exact; float16 parameters whose groups are whole planes of
-    channels, or of each channel for 16 and more tokens, or a page; none where heads lie side by side. Scales of each page's
-    channels beside tokens' parameters, of values alone. Keys that it is to turn are codes without parameters. Sizes of tokens: of
-    such keys, and of values that are codes without parameters."""
+    """Whether the kernel supports these streams and up to `MOST_ROWS` query rows. Cached with the keys.
+
+    Supported are codes of any widths and exact tokens; float16 parameters per token for groups of channels that are whole planes,
+    or per channel for groups of at least 16 tokens or of a page; no parameters where all heads share a row of words (`counts`).
+    `scales` only of values with parameters per token. Keys that are rotated (`rope_tables`) must be codes without parameters.
+    `sizes` only of such keys, and of values that are codes without parameters."""
     if query_rows > MOST_ROWS:
         return False
     key = (supports, values, rope_tables)
@@ -50,15 +52,15 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
 
 
 def _reads(keys: PackedStream, values: PackedStream, rope_tables: bool) -> bool:
-    """Whatever the query rows are."""
+    """`supports` without the check of the number of query rows."""
     if rope_tables and not _are_plain_codes(keys):
         return False
-    if keys.ranked is not None and (rope_tables or keys.counts is not None):  # vectors lie by channels
+    if keys.ranked is not None and (rope_tables or keys.counts is not None):  # the vectors' order is that of channels
         return False
     if (keys.sizes is not None and not rope_tables) or (values.sizes is not None and not _are_plain_codes(values)):
         return False
     sizes = [stream.sizes for stream in (keys, values) if stream.sizes is not None]
-    if len({(part.shape[-1], part.stride()) for part in sizes}) > 1:  # one offset is computed for both
+    if len({(part.shape[-1], part.stride()) for part in sizes}) > 1:  # the kernel computes one offset for both
         return False
     if keys.scales is not None or (values.scales is not None and mode_of(values) != TOKEN):
         return False
@@ -82,8 +84,8 @@ def attend_pages(
     runs: bool = False,
     terms: PageTerms | None = None,
 ) -> Attended:
-    """See `operation.attend_pages`. What is mixed has the columns of `options.columns_of`, or with `fold` those of channels;
-    what is `fixed` of values that have sizes is the caller's."""
+    """As `operation.attend_pages`. `mixed` has the columns of `options.columns_of`, or with `fold` the channels. `fixed` of values
+    with sizes is not applied; the caller has to."""
     rows, heads, asked, _ = query.shape
     same = PageLaunch.over(keys, values, asked, softcap, rope_tables, mixes_keys)
     pages, wide = span.table.shape[1], sum(same.columns)
@@ -142,7 +144,7 @@ def attend_pages(
 
 
 def _told(scores: Tensor, of_rows: tuple[int, ...], slots: int) -> dict[str, Tensor]:
-    """Of one memory the scores of so many slots and of keys ahead of them, whichever there are."""
+    """Views of one allocation as `scores` (its first `slots` numbers per query row) and `ahead` (the rest), those that exist."""
     end = slots * prod(of_rows)
     parts = (
         {"scores": scores[:end], "ahead": scores[end:]}
@@ -153,8 +155,8 @@ def _told(scores: Tensor, of_rows: tuple[int, ...], slots: int) -> dict[str, Ten
 
 
 def room(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Where a kernel writes."""
-    return torch.empty(*shape, dtype=dtype, device=device)  # faster than of a tuple
+    """Allocate an uninitialised output tensor."""
+    return torch.empty(*shape, dtype=dtype, device=device)  # faster than with a tuple
 
 
 def _read(stream: PackedStream) -> bool:
@@ -180,7 +182,7 @@ def _are_plain_codes(stream: PackedStream) -> bool:
 
 
 def _by_token(pages: Tensor | None) -> bool:
-    """Whether each token's numbers lie side by side, and tokens behind each other: on a CPU pages lie as plain torch reads them."""
+    """Whether tokens are contiguous, each with its numbers side by side. (On a CPU pages have tokens last.)"""
     if pages is None:
         return True
     (_, _, rows, width), (_, _, row, number) = pages.shape, pages.stride()
@@ -188,12 +190,12 @@ def _by_token(pages: Tensor | None) -> bool:
 
 
 def _in_pairs(parameters: Tensor) -> bool:
-    """Whether every token's float16 numbers begin where a word of 4 bytes does."""
+    """Whether every token's float16 numbers are aligned to 4 bytes."""
     return parameters.data_ptr() % 4 == 0 and all(step % 2 == 0 for step in parameters.stride()[:2])
 
 
 def _folding(fold: CodeFold | None) -> tuple[Tensor | None, ...]:
-    """What `merge_kernel.py` calls AXES, SIZE, ORIGIN, MEAN, TABLE, UNIT, LARGEST."""
+    """Arguments AXES, SIZE, ORIGIN, MEAN, TABLE, UNIT and LARGEST of `merge_kernel.merge`."""
     if fold is None:
         return (None,) * 7
     told = fold.predicted
@@ -202,20 +204,20 @@ def _folding(fold: CodeFold | None) -> tuple[Tensor | None, ...]:
 
 
 def _tables(rope_tables: RopeTables | None) -> tuple[Tensor | None, ...]:
-    """What the kernel calls AXES, MEAN, SIZE, COARSE, FINE."""
+    """Arguments AXES, MEAN, SIZE, COARSE and FINE of `decode_kernel.attend`."""
     if rope_tables is None:
         return (None,) * 5
     return rope_tables.axes, rope_tables.mean, rope_tables.size, rope_tables.coarse, rope_tables.fine
 
 
 def fills(device: torch.device) -> int:
-    """Programs of several warps that fill the device."""
+    """Number of programs of several warps that fill the device."""
     return _programs(device) // 2
 
 
 @lru_cache
 def _programs(device: torch.device) -> int:
-    """Programs that fill the device; the interpreter runs them one by one, and a few show that they are joined."""
+    """Number of programs that fill the device; 8 in the interpreter, which runs them one by one, so that the merge is tested."""
     if device.type != "cuda":
         return 8
     return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
