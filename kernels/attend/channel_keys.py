@@ -1,7 +1,7 @@
 """Products of a tile of keys with a scale s and a zero point z per channel and group of tokens: x^ = c s + z.
 
-For groups of many tokens the scales are folded into the query: q . x^ = sum (q s) c + sum q z, so that codes need no arithmetic. The
-second sum is the same for every token of the group. For groups of few tokens the codes are decoded to float16.
+For groups of many tokens the scales are folded into the query: q . x^ = sum (q s) c + sum q z, so that codes need no arithmetic.
+The second sum is the same for every token of the group. For groups of few tokens the codes are decoded to float16.
 """
 
 import triton

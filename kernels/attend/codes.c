@@ -1,26 +1,27 @@
-/* Attention's products with packed codes on a CPU, in one pass over the words: what `reference.py` says in plain torch.
+/* Products of queries or weights with packed codes on a CPU, in one pass over the words; `reference.py` has them in plain torch.
 
-   `cpu.py` says what shapes are. */
+   `cpu.py` documents the shapes. ROWS is the number of query rows of a KV head. */
 
 #include "vectors.h"
 
 #ifdef __AVX512F__
-#define AXES 8      /* channels of keys that are put together at once */
-#define BATCH 2     /* vectors of tokens then */
+#define AXES 8      /* channels of keys that are rebuilt at once */
+#define BATCH 2     /* vectors of tokens at once */
 #else
 #define AXES 4
 #define BATCH 3
 #endif
 #define CHUNK 256   /* tokens of one unit of work */
 
-/* A batch of heads, items in all. Channel c is field c / wide of word c % wide; a head with fewer words has no such channel. */
+/* Packed codes of `items` = batch rows x heads. Channel c is field c / wide of word c % wide; a head with fewer words lacks the
+   channels of the missing ones. */
 typedef struct {
     const int16_t *words;
-    const int32_t *begins; /* the first word of each head in a row that all share, and the last one's end; or NULL */
+    const int32_t *begins; /* first word of each head where all heads share a row, then the end of the last; or NULL */
     int64_t row_stride, head_stride, word_stride;
     int32_t items, heads, wide, channels, tokens;
-    int32_t masks[16]; /* of a field where it lies */
-    float units[16];   /* 2^-(its first bit) */
+    int32_t masks[16]; /* of each field, not shifted */
+    float units[16];   /* 2^-(first bit) of each field */
 } Codes;
 
 static const int16_t *words_of(const Codes *codes, int item, int *count) {
@@ -30,8 +31,8 @@ static const int16_t *words_of(const Codes *codes, int item, int *count) {
     return words + (codes->begins ? codes->begins[head] * codes->word_stride : head * codes->head_stride);
 }
 
-/* Scores of `V` vectors of tokens, of which `left` are asked for and `room` are there, with the channels [from, until) of
-   `query [ROWS][channels]`. */
+/* Scores of `V` vectors of tokens with the channels [from, until) of `query [ROWS][channels]`. `left` tokens are stored; `room`
+   tokens may be read. */
 INLINE void scores_tile(const int V, const Codes *codes, const int16_t *words, int count, const float *query,
                         const float *start, int from, int until, float *out, int left, int room) {
     floats sums[ROWS][VECTORS];
@@ -51,7 +52,7 @@ INLINE void scores_tile(const int V, const Codes *codes, const int16_t *words, i
         for (int v = 0; v < V; v++) store(out + (int64_t)r * codes->tokens + v * LANES, sums[r][v], left - v * LANES);
 }
 
-/* The tokens [at, stop) of an item, one group of channels after the other. */
+/* Scores of the tokens [at, stop) of an item, one group of channels after the other. */
 static void scores_unit(const Codes *codes, int item, int groups, int block, const float *query, const float *scales,
                         const float *start, float *out, int at, int stop) {
     float asked[ROWS * MOST_CHANNELS], folded[ROWS * MOST_CHANNELS], begin[ROWS] = {0};
@@ -89,10 +90,10 @@ static void scores_unit(const Codes *codes, int item, int groups, int block, con
     }
 }
 
-/* Ones, and behind them zeros: from MASK + LANES - n on there are n ones. */
+/* Ones, then zeros: MASK + LANES - n points to n ones followed by zeros. */
 static const float MASK[2 * LANES] = {[0 ... LANES - 1] = 1};
 
-/* Sums over tokens of `weights [ROWS]`, rows `tokens` apart, times the codes of a channel, and times `scales` of each block. */
+/* Adds sum_t weight_t scale code_t of a channel to `sums`: `weights` are ROWS rows of `tokens`, `scales` are per block. */
 INLINE void mixture(const int V, const Codes *codes, const int16_t *words, int32_t mask, const float *weights,
                     const float *scales, int block, floats sums[ROWS][VECTORS]) {
     int tokens = codes->tokens;
@@ -117,7 +118,7 @@ INLINE void mixture(const int V, const Codes *codes, const int16_t *words, int32
     }
 }
 
-/* The channels of word `w` of an item. */
+/* Mixtures of the channels whose codes are in word `w`, of an item. */
 static void mix_unit(const Codes *codes, int item, int w, int groups, int block, const float *weights,
                      const float *scales, float *out) {
     int channels = codes->channels, blocks = codes->tokens / block, count;
@@ -136,15 +137,16 @@ static void mix_unit(const Codes *codes, int item, int w, int groups, int block,
     }
 }
 
-/* Keys before RoPE: the codes of a tile and their sizes times `matrix [components + more][head_dim]`, turned by `cos` and `sin
-   [pairs][tokens]` and multiplied with `query [ROWS][head_dim]`. Behind the components come the size, where there are sizes, and 1. */
+/* Scores with keys before RoPE: rebuilds a tile of keys as numbers times `matrix [columns][head_dim]`, where the numbers of a token
+   are its codes times its size, then the size if there are sizes, then 1. Rotates the keys by `cos` and `sin [pairs][tokens]` and
+   multiplies them with `query [ROWS][head_dim]`. */
 static void turned_tile(const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
                         const float *sizes, const float *query, int head_dim, int pairs, const float *cos, const float *sin,
                         float *out, int left) {
     static const int wide = BATCH * LANES;
     float tile[(MOST_CHANNELS + 2) * BATCH * LANES] __attribute__((aligned(64)));
     float keys[MOST_CHANNELS * BATCH * LANES] __attribute__((aligned(64)));
-    const float *axes[MOST_CHANNELS + 2]; /* what a step of each number moves the channels */
+    const float *axes[MOST_CHANNELS + 2]; /* matrix row of each number */
     int own = 0;
     for (int field = 0; field * codes->wide < codes->channels; field++)
         for (int w = 0; w < count; w++) axes[own++] = matrix + ((int64_t)field * codes->wide + w) * head_dim;
@@ -191,8 +193,9 @@ static void turned_tile(const Codes *codes, const int16_t *words, int count, con
     }
 }
 
-/* out [items][groups][ROWS][tokens] = start + sum over a group's channels of query [items][ROWS][channels] scales [items][blocks]
-   [channels] code; `scales` and `start [items][ROWS][blocks]` may be NULL. A block has `block` tokens. */
+/* out [items][groups][ROWS][tokens] = start + sum over the channels of a group of query * scale * code, with query
+   [items][ROWS][channels]; scales [items][blocks][channels] and start [items][ROWS][blocks], of blocks of `block` tokens, may be
+   NULL. */
 void code_scores(const Codes *codes, int groups, int block, const float *query, const float *scales, const float *start,
                  float *out, int threads) {
     int chunk = scales || start ? (block >= CHUNK ? block : CHUNK / block * block) : CHUNK;
@@ -204,7 +207,8 @@ void code_scores(const Codes *codes, int groups, int block, const float *query, 
     }
 }
 
-/* out [items][ROWS][channels] = sum over tokens of weights [items][groups][ROWS][tokens] of the channel's group, scales and code. */
+/* out [items][ROWS][channels] = sum over tokens of weight * scale * code, with weights [items][groups][ROWS][tokens] of the
+   channel's group, scales as in `code_scores`. */
 void code_mix(const Codes *codes, int groups, int block, const float *weights, const float *scales, float *out,
               int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -212,8 +216,9 @@ void code_mix(const Codes *codes, int groups, int block, const float *weights, c
         mix_unit(codes, unit / codes->wide, unit % codes->wide, groups, block, weights, scales, out);
 }
 
-/* out [items][ROWS][tokens] = query [items][ROWS][head_dim] R_t (codes, size, 1) matrix [heads][columns][head_dim]. Angles
-   [rows or 1][heads or 1][pairs][tokens] by their strides; sizes [items][tokens] or NULL. */
+/* out [items][ROWS][tokens] = query [items][ROWS][head_dim] times rotated keys, rebuilt as in `turned_tile` with matrix
+   [heads][columns][head_dim]. cos and sin are [rows or 1][heads or 1][pairs][tokens], given by strides; sizes [items][tokens] or
+   NULL. */
 void turned_scores(const Codes *codes, const float *query, int head_dim, const float *matrix, int columns,
                    const float *sizes, const float *cos, const float *sin, int64_t angle_batch, int64_t angle_head, int pairs,
                    float *out, int threads) {
@@ -221,7 +226,7 @@ void turned_scores(const Codes *codes, const float *query, int head_dim, const f
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int unit = 0; unit < codes->items / heads * tiles; unit++) {
         int row = unit / tiles, at = unit % tiles * BATCH * LANES, count;
-        /* Heads one after the other: what a tile turns by is mostly the same for all, and lies far apart. */
+        /* All heads of a tile in one unit: they mostly share cos and sin, which lie far apart in memory and are prefetched once. */
         for (int head = 0; head < heads; head++) {
             int64_t angle = row * angle_batch + head * angle_head + at, item = row * heads + head;
             for (int p = 0; p < pairs && (head == 0 || angle_head); p++)

@@ -1,8 +1,8 @@
-"""Calls `codes.c`: a few query rows against codes as they lie in pages, on a CPU.
+"""Call `codes.c`: products of a few query rows (or weights) with packed codes, on a CPU.
 
-Words are int16 `[batch or 1, kv_heads or 1, W, T]` with tokens side by side; with `counts` those of all heads lie in one row
-(`kernels/pack/heads.py`), and with `bits` None every word is a
-number itself. All else is float32. Every item of the batch is computed by itself, whatever the number of threads.
+Words are int16 `[batch or 1, kv_heads or 1, W, T]`, tokens contiguous. With `counts` the words of all heads lie in one row
+(`kernels/pack/heads.py`); with `bits` None every word is an integer itself. All else is float32. The result of a batch row depends
+on neither the other rows nor the number of threads.
 """
 
 import ctypes
@@ -33,7 +33,8 @@ class _Codes(ctypes.Structure):
 
 
 def serves(rows: Tensor, words: Tensor, channels: int | None = None) -> bool:
-    """Whether these `rows [batch, kv_heads, R, ...]` of queries, or of weights for so many `channels`, meet `words` here."""
+    """Whether the C functions support these `rows [batch, kv_heads, R, ...]` of queries, or of weights for so many `channels`, with
+    `words`."""
     return (
         rows.ndim == words.ndim == 4
         and (rows.dtype, words.dtype) == (torch.float32, torch.int16)
@@ -50,7 +51,7 @@ def serves(rows: Tensor, words: Tensor, channels: int | None = None) -> bool:
 
 
 def _is_plain(part: Tensor) -> bool:
-    """No tensor of a tracer's, and no derivative asked for."""
+    """Whether `part` is an ordinary tensor, not a tracer's, that requires no gradient."""
     return type(part) is Tensor and not part.requires_grad
 
 
@@ -64,9 +65,10 @@ def code_scores(
     scales: Tensor | None = None,
     start: Tensor | None = None,
 ) -> Tensor:
-    """sum over the channels of each group of q s c: `query [batch, heads, R, D]` -> `[batch, heads, groups, R, T]`.
+    """Scores: sum of q s c over the channels of each group: `query [batch, heads, R, D]` -> `[batch, heads, groups, R, T]`.
 
-    `scales [batch, heads, blocks, D]` of blocks of `block` tokens, and `start [batch, heads, R, blocks]` that is added.
+    The scales s are `scales [batch, heads, blocks, D]` for blocks of `block` tokens, or 1; `start [batch, heads, R, blocks]` is
+    added. Raises ValueError if the blocks of `scales` do not make up the tokens.
     """
     batch, heads, rows, channels = query.shape
     out = query.new_empty(batch, heads, groups, rows, words.shape[-1])
@@ -88,9 +90,9 @@ def code_mix(
     block: int | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """sum_t p_t s c_t: `weights [batch, heads, groups, R, T]`, those of a channel's group -> `[batch, heads, R, D]`.
+    """Mixture sum_t p_t s c_t: `weights [batch, heads, groups, R, T]` by groups of channels -> `[batch, heads, R, D]`.
 
-    `scales [batch, heads, blocks, D]` of blocks of `block` tokens.
+    The scales s are `scales [batch, heads, blocks, D]` for blocks of `block` tokens, or 1. Raises ValueError as `code_scores`.
     """
     batch, heads, groups, rows, tokens = weights.shape
     out = weights.new_empty(batch, heads, rows, channels)
@@ -111,9 +113,10 @@ def turned_scores(
     sin: Tensor,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """q R_t M (s c, s, 1): `query [batch, heads, R, D]`, `matrix [heads, D, components + 1 or 2]` -> `[batch, heads, R, T]`.
+    """Scores with keys rebuilt from components and rotated, q R_t M (s c, s, 1), or q R_t M (c, 1) without `sizes` s.
 
-    R_t by `cos` and `sin [batch or 1, heads or 1, pairs, T]`; `sizes` s `[batch, heads, 1, T]`.
+    `query [batch, heads, R, D]`, M = `matrix [heads, D, components + 1 or 2]` -> `[batch, heads, R, T]`. The rotation R_t is given
+    by `cos` and `sin [batch or 1, heads or 1, pairs, T]`; `sizes [batch, heads, 1, T]`.
     """
     batch, heads, rows, head_dim = query.shape
     out = query.new_empty(batch, heads, rows, words.shape[-1])
@@ -130,7 +133,7 @@ def turned_scores(
 
 
 def _of_all(scales: Tensor | None, batch: int, heads: int, tokens: int, block: int | None) -> Tensor | None:
-    """`scales` of every item; the library takes their number from the tokens of a block."""
+    """Expand `scales` to every batch row. Raises ValueError if `block` does not fit: the C code derives their number from it."""
     if scales is None:
         return None
     if block is None or block * scales.shape[2] != tokens:
@@ -162,7 +165,7 @@ def _function(name: str, rows: int) -> "ctypes._NamedFuncPointer":
 
 @cache
 def _fields(bits: int | Widths | None) -> "tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_float]]":
-    """Masks and units of a word's fields."""
+    """Masks of a word's fields, and the factors 2^-(first bit) that undo their position."""
     masks, units = (ctypes.c_int32 * 16)(), (ctypes.c_float * 16)()
     if bits is None:
         masks[0], units[0] = -1, 1.0

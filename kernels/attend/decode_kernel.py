@@ -122,8 +122,8 @@ def attend(
     if HAS_CONSTANT:
         constant = tl.load(CONSTANT + base + rows, mask=valid, other=0.0)
 
-    # Fold scales and zero points into query and constant. A score is scale * product + shift, and weights are powers of two, so that
-    # one multiply-add per score suffices where the score itself is not needed.
+    # Fold scales and zero points into query and constant. A score is scale * product + shift, and weights are powers of two, so
+    # that one multiply-add per score suffices where the score itself is not needed.
     if TURNED:
         scale, shift = size * tl.load(SIZE + head), constant
     else:

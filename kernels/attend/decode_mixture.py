@@ -50,8 +50,8 @@ def mixed_by_token(
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of codes without parameters (MODE 0), or with `steps` and `zero_points` of each token (MODE 1), to `mixed`, `zeros`
-    and the `largest` step so far. In MODE 1 the page may have `scales` of its channels as well."""
+    """Add a tile of codes without parameters (MODE 0), or with `steps` and `zero_points` of each token (MODE 1), to `mixed` and
+    `zeros`; update the `largest` step so far. In MODE 1 the page may have `scales` of its channels as well."""
     M: tl.constexpr = weights.shape[1]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
     share, kept = 1.0, stays

@@ -85,7 +85,7 @@ def code_scores(
 
 @triton.jit
 def with_coefficients(product, coefficients, shared, RANK: tl.constexpr):
-    """Add the low-rank part to `product`: each of the RANK coefficients [BN] times the query's product with its vector, `shared`."""
+    """Add the low-rank part to `product`: RANK coefficients [BN], each times the query's product with its vector (`shared`)."""
     for j in tl.static_range(RANK):
         product += coefficients[j][:, None] * shared[j][None, :]
     return product
@@ -99,8 +99,8 @@ def masked_scores(
 ):  # fmt: skip
     """Return scores [BN, M], -inf where masked, and `steepness` and `lift` [M]: the exponent of 2 is score * steepness + lift.
 
-    With a bias, a soft cap or returned scores, the final scores are computed here. Otherwise `product` is only masked, and scale and
-    shift are left to the exponent.
+    With a bias, a soft cap or returned scores, the final scores are computed here. Otherwise `product` is only masked, and scale
+    and shift are left to the exponent.
     """
     WHOLE: tl.constexpr = HAS_BIAS or HAS_SCORES or HAS_AHEAD or SOFTCAP is not None
     if WHOLE:

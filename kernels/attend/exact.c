@@ -1,20 +1,20 @@
-/* Attention of a few query rows over tokens as the model made them, a window's and the new ones, joined with what other parts of the
-   softmax have found: the last step of a layer's attention on a CPU. `exact_cpu.py` says what shapes are.
+/* Attention of a few query rows over exact tokens (the window and the new ones), merged with other parts of the softmax and
+   normalised: the last step of a layer's attention on a CPU. `exact_cpu.py` documents the shapes.
 
-   A unit of work is a KV head of a row, with all of its query rows. */
+   A unit of work ("item") is a KV head of a row, with all of its query rows. */
 
 #include <math.h>
 #include <stdlib.h>
 
 #include "vectors.h"
 
-#define GROUPS 3 /* of tokens: the window's, those whose keys were scored elsewhere, and the new ones */
+#define GROUPS 3 /* most groups of tokens */
 #define MOST_PARTS 16
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-/* `tokens` of each row and head; numbers of a token lie side by side. In place of keys there may be scores, float32
-   [items][ROWS][scored], of each token or, with an index int32 [rows][tokens], of that number: -1 where its key counts. */
+/* A group of tokens per row and head, with contiguous channels. Instead of keys there may be scores, float32 [items][ROWS][scored]:
+   token t has score t or, with an index int32 [rows][tokens], score index[t]; -1 means that its key is used. */
 typedef struct {
     const void *keys, *values;
     const float *scores;
@@ -27,15 +27,15 @@ typedef struct {
     Group groups[GROUPS];
     const float *top[MOST_PARTS], *mass[MOST_PARTS], *mixed[MOST_PARTS]; /* [items][ROWS], and [items][ROWS][value_dim] */
     const float *query;                                                  /* [items][ROWS][key_dim] */
-    const uint8_t *hidden; /* of each row and head: tokens of all groups that it does not see; or NULL */
+    const uint8_t *hidden; /* mask per row and head over the tokens of all groups: 1 if hidden; or NULL */
     int64_t hidden_row, hidden_head;
     float *out;               /* [items][ROWS][value_dim] */
-    float *told, *normaliser; /* [items][ROWS][tokens of all groups] and [items][ROWS], where they are asked for */
+    float *told, *normaliser; /* scores [items][ROWS][tokens of all groups], log-sum-exp [items][ROWS]; or NULL */
     int32_t rows, heads, key_dim, value_dim, parts, kind;
     float softcap;
 } Asked;
 
-/* A vector of numbers as float32. */
+/* Loads a vector of numbers of type `kind` as float32. */
 INLINE floats numbers_at(const int kind, const void *from, int64_t at, int left) {
     if (kind == FLOAT32) return load((const float *)from + at, left);
     if (kind == FLOAT16) return of_halves((const uint16_t *)from + at, left);
@@ -125,7 +125,7 @@ static void item_of(const Asked *asked, int item, float *scores) {
         item_attention(FLOAT16, asked, item, scores);
 }
 
-/* Returns 0, or -1 where there is no memory. */
+/* Returns 0, or -1 if memory cannot be allocated. */
 int attend_exact(const Asked *asked, int threads) {
     int items = asked->rows * asked->heads, total = tokens_of(asked);
     float *scores = malloc(sizeof(float) * ((int64_t)items * ROWS * total + 1));

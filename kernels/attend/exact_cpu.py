@@ -1,4 +1,4 @@
-"""Calls `exact.c`: a few query rows against tokens as the model made them, joined with other parts of a softmax, on a CPU."""
+"""Call `exact.c`: attention of a few query rows over exact tokens, merged with other parts of a softmax, on a CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ class _Asked(ctypes.Structure):
 
 
 def supports(query: Tensor, tokens: ExactTokens) -> bool:
-    """Whether these tokens are met here: of one query column, in 16 or 32 bits."""
+    """Whether `attend_exact` supports these tokens: float32, bfloat16 or float16, contiguous channels, a contiguous mask for one
+    query column, no gradient."""
     held = [part for group in tokens.groups for part in (group.keys, group.values) if part is not None]
     hidden = tokens.hidden
     return (
@@ -68,7 +69,7 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
 def attend_exact(
     query: Tensor, tokens: ExactTokens, parts: Sequence[Attended], softcap: float | None, told: bool = False
 ) -> ExactAttention:
-    """See `operation.attend_exact`."""
+    """As `operation.attend_exact`, with `query` in float32 and already scaled."""
     rows, heads, asked, key_dim = query.shape
     out = query.new_empty(rows, heads, asked, tokens.groups[0].values.shape[3])
     kept = [query.contiguous(), *(part.contiguous() for own in parts for part in (own.top, own.mass, own.mixed))]

@@ -1,7 +1,7 @@
-"""The last launch of a step's attention on a GPU: exact tokens, a window's and the new ones, joined with what other parts of the
-softmax have found, and divided by the mass of all. `exact.c` does the same on a CPU.
+"""Triton kernel for the last launch of a step's attention: attend to exact tokens (the window and the new ones), merge the other
+parts of the softmax, and normalise. `exact.c` does the same on a CPU.
 
-A program owns one KV head of one row, a block of query rows and a piece of the values' channels. Tokens are the rows of every
+A program handles one KV head of one row, a block of query rows and a piece of the value channels. Tokens are the rows of every
 product, as in `decode_kernel.py`.
 """
 
@@ -12,7 +12,7 @@ from calib.kernels.attend.decode_scores import LOG2E, NOTHING
 from calib.kernels.attend.loads import largest_of, query_planes
 from calib.kernels.attend.tile_products import exact_product, factors_of, nearest
 
-# Numbers of groups, parts and steps that change from launch to launch without another program.
+# Arguments that change from launch to launch and must not cause a recompilation.
 UNFIXED = [
     "columns",
     "hidden_row",
@@ -40,18 +40,18 @@ def exact(
     DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     RUNS: tl.constexpr, SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Three groups of tokens at most, and four parts of some runs each; what is None is not there. QUERY and OUT are of the model's
-    type. The mask, HIDDEN, has a byte for a token of all groups, by row, head and column of the query, of which query rows are
-    group-major. INDEX says, by row, which of the first group's tokens have one of `scored_0` scores in place of a key. TOLD, where
-    it is there, takes the scores of all groups' tokens, `told` a query row, and NORMALISER the log-sum-exp of the query rows.
-    EARLY: it begins while attention over pages still runs (`kernels/early_launch.py`)."""
-    # That launch has the parts, and may have scores. What is told is written on the way.
+    """At most three groups of tokens and four parts, each of several runs; absent ones are None. QUERY and OUT have the model's
+    dtype; query rows are group-major. HIDDEN is a byte mask over the tokens of all groups, by row, head and query column. INDEX
+    says, by row, which tokens of the first group have one of `scored_0` scores instead of a key. TOLD, if given, receives the
+    scores of all groups' tokens, `told` per query row, and NORMALISER the log-sum-exp of the query rows. EARLY: the kernel may
+    start while attention over pages still runs (`kernels/early_launch.py`)."""
+    # That kernel writes the parts and maybe SCORES; TOLD is written before the parts are read. With either, wait for it at once.
     AT_ONCE: tl.constexpr = SCORES_0 is not None or SCORES_1 is not None or SCORES_2 is not None or TOLD is not None
     if EARLY and AT_ONCE:
         tl.extra.cuda.gdc_wait()
     of_row, block = tl.program_id(0), tl.program_id(1)
     channels = tl.arange(0, DVP)
-    first, inside = 0, channels < DV  # often all: a mask that is known to hide nothing
+    first, inside = 0, channels < DV  # often known to be all true at compile time
     if RUNS > 1:
         first = tl.program_id(2) * DVP
         if DV % DVP:
@@ -60,7 +60,7 @@ def exact(
     rows = block * M + tl.arange(0, M)
     valid = rows < query_rows
     base = of_row.to(tl.int64)
-    at = base * query_rows + rows  # of a query row, among those of all heads and rows
+    at = base * query_rows + rows  # index of a query row among those of all heads and rows
     query = query_planes(QUERY, base * query_rows * DK, query_scale, rows, valid, 1, DK, DKP, DK)
     size = largest_of(query)
     rounded, rest = factors_of(query, size, VALUES_0.dtype.element_ty)
@@ -72,7 +72,7 @@ def exact(
     tell, told_scores = valid, TOLD
     if TOLD is not None:
         told_scores += at * told
-        if RUNS > 1:  # all pieces of channels find the same
+        if RUNS > 1:  # programs of all pieces compute the same scores: only the first stores them
             tell = rows < tl.where(tl.program_id(2) == 0, query_rows, 0)
 
     top, mass = tl.full([M], NOTHING, tl.float32), tl.zeros([M], tl.float32)
@@ -126,7 +126,7 @@ def exact(
             channels, inside, RUNS,
         )  # fmt: skip
 
-    # A row that has met no token at all has a mixture of 0.
+    # A row without any visible token has a mixture of 0.
     out = nearest(mixed / tl.maximum(mass, 1.0e-37)[None, :], OUT.dtype.element_ty, INTERPRET)
     tl.store(OUT + first + at[None, :] * DV + channels[:, None], out, mask=inside[:, None] & valid[None, :])
     if TOLD is not None:
@@ -137,7 +137,7 @@ def exact(
 def joined(
     top, mass, mixed, TOP, MASS, MIXED, base, runs, query_rows, rows, valid, mixed_row, channels, inside, RUNS: tl.constexpr
 ):  # fmt: skip
-    """Another part of the softmax with what is there; of several runs `RUNS` are read together. 1: no part has more."""
+    """Merge a part of the softmax into the running one. `RUNS` runs of the part are read together; 1: no part has several."""
     if RUNS == 1:
         at = base * query_rows + rows
         own = tl.load(TOP + at, mask=valid, other=NOTHING)
@@ -172,7 +172,7 @@ def met(
     DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A group of tokens with what is there. Query and weights meet tokens of 16 bits in two parts of their type."""
+    """Add a group of tokens to the running softmax. For 16-bit tokens query and weights are each split into two 16-bit numbers."""
     key_channels = tl.arange(0, DKP)
     for start in range(0, tokens, BN):
         token = start + tl.arange(0, BN)

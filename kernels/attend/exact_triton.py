@@ -1,4 +1,4 @@
-"""Launches `exact_kernel.py`: which exact tokens it meets, and in how many programs."""
+"""Launch `exact_kernel.py`: which exact tokens it supports, and how the work is split into programs."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from calib.kernels.early_launch import begins_early, early_launch
 from calib.kernels.launch import launch
 from calib.kernels.powers import cdiv
 
-GROUPS, PARTS = 3, 4  # of tokens, and of the softmax, that the kernel takes
+GROUPS, PARTS = 3, 4  # most groups of tokens, and most parts of the softmax, of a launch
 MOST_CHANNELS = 256
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports(query: Tensor, tokens: ExactTokens) -> bool:
-    """Whether the kernel meets these tokens: those of one type whose numbers lie side by side, under any mask."""
+    """Whether the kernel supports these tokens: one dtype, contiguous channels, any mask, no gradient."""
     groups = tokens.groups
     kind, channels = groups[0].values.dtype, max(query.shape[3], groups[-1].values.shape[3])
     if kind not in KINDS or len(groups) > GROUPS or channels > MOST_CHANNELS or not 0 < query.shape[2] <= MOST_ROWS:
@@ -44,7 +44,7 @@ def attend_exact(
     told: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ExactAttention:
-    """See `operation.attend_exact`. More parts than `PARTS` are joined before."""
+    """As `operation.attend_exact`. If there are more than `PARTS` parts, those from the `PARTS`-th on are merged before."""
     (rows, heads, asked, _), device = query.shape, query.device
     groups, kind, wide = tokens.groups, tokens.groups[0].values.dtype, tokens.groups[0].values.shape[3]
     out = room((rows, heads, asked, wide), device, dtype or query.dtype)
@@ -54,7 +54,7 @@ def attend_exact(
     held, mixed_rows, runs = list[Tensor | None](), list[int](), list[int]()
     for part in _few(parts):
         mixed, row = part.mixed, part.mixed.shape[-1]
-        if not mixed.is_contiguous():  # some columns of a wider one may be taken as they lie
+        if not mixed.is_contiguous():  # a slice of columns needs no copy if its rows have one stride
             mixed = mixed.flatten(0, -2)
             mixed = mixed if mixed.stride(1) == 1 else mixed.contiguous()
             row = mixed.stride(0)
@@ -67,16 +67,17 @@ def attend_exact(
         strides += (0, 0, 0) if group.keys is None else group.keys.stride()[:3]
         strides += group.values.stride()[:3]
         counts.append(group.values.shape[2])
-    no_groups, no_parts = GROUPS - len(groups), PARTS - len(runs)  # so many are not there
+    no_groups, no_parts = GROUPS - len(groups), PARTS - len(runs)  # absent ones
     hidden = None if tokens.hidden is None else tokens.hidden.contiguous().view(torch.uint8)
     columns = 1 if hidden is None else hidden.shape[2]
     of_row, of_head = (0, 0) if hidden is None else strides_of(hidden)
     of_row = 0 if hidden is None or hidden.shape[0] == 1 else of_row
-    block = block_of(asked, few=True)  # a window is short: more programs read it again
+    block = block_of(asked, few=True)  # a window is short, so that several programs may read it
     blocks = cdiv(asked, block)
     pieces = pieces_of(wide, block, fills(device) // (rows * heads * blocks)) if max(runs, default=1) > 1 else 0
     constants = exact_constants(block, query.shape[3], wide, kind, softcap, pieces)
-    # Without parts nothing ran between what wrote query and tokens and this launch; a copy is written right before it.
+    # An early start needs a kernel between this one and those that wrote its inputs: without parts there may be none, and copies
+    # of the query or the mask are written directly before.
     copied = any(part is not None and not part.is_contiguous() for part in (query, tokens.hidden))
     early = bool(parts) and not copied and begins_early(device)
     launch(

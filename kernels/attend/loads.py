@@ -1,5 +1,8 @@
-"""What a program of `decode_kernel.py` reads: queries by planes, words of a head's tokens and their sizes, parameters of a plane's
-channels."""
+"""Loads of `decode_kernel.py`: queries by planes, words and sizes of a head's tokens, parameters of tokens and channels.
+
+Suffixes: F planes of W words (WP with padding), D channels, M query rows, BN tokens of a tile. "By planes" is a tuple of F blocks
+[WP, ...], where row w of block f is channel f W + w.
+"""
 
 import triton
 import triton.language as tl
@@ -8,8 +11,8 @@ from calib.kernels.attend.packed_pages import SIZE_BITS, SIZE_OF_ONE
 from calib.kernels.attend.trellis_levels import level_words, words_before
 from calib.kernels.attend.unpack import is_trellis
 
-# Sizes as bits of float32 numbers, whose exponent begins at the 23rd: half of a number of a size goes there. Even numbers have the
-# root of 2 behind it, odd ones nothing and half an exponent more.
+# Bits of a size s = 2^((i - 5) / 2) as float32, whose exponent begins at bit 23: half of i goes into the exponent. For even i the
+# mantissa is that of the root of 2; for odd i it is 0, and the exponent is one half larger.
 _EXPONENT, _ROOT_OF_TWO = tl.constexpr(1 << 23), tl.constexpr(0x3504F3)
 _BITS, _LARGEST = tl.constexpr(SIZE_BITS), tl.constexpr((1 << SIZE_BITS) - 1)
 _OF_ZERO = tl.constexpr(((127 - (SIZE_OF_ONE + 1) // 2) << 23) + 0x3504F3)
@@ -17,7 +20,7 @@ _OF_ZERO = tl.constexpr(((127 - (SIZE_OF_ONE + 1) // 2) << 23) + 0x3504F3)
 
 @triton.jit
 def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
-    """The query times `scale` by planes, float32 [WP, M] each."""
+    """Load the query times `scale` by planes, float32 [WP, M] each."""
     words = tl.arange(0, WP)
     found = ()
     for f in tl.static_range(F):
@@ -32,8 +35,8 @@ def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constex
 def map_numbers(
     NUMBERS, at, step, words, other: tl.constexpr, F: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """A number of each channel by planes, [WP] each, as they are stored; `other` where there is no channel. Numbers of a head begin
-    `at`, `step` apart; none of None. All are asked for before any is used, so a program waits for memory once."""
+    """Load a number per channel by planes, [WP] each, in the stored dtype; `other` where there is no channel. The head's numbers
+    begin at `at`, with stride `step`. () if NUMBERS is None. All loads are issued before one is used, so a program waits once."""
     found = ()
     if NUMBERS is not None:
         for f in tl.static_range(F):
@@ -47,7 +50,8 @@ def map_numbers(
 def channel_maps(
     STEP, ZERO, SCALE, SHIFT, step_at, step_channel, map_at, map_channel, words, F: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """What all tokens' channels share, each as `map_numbers` has it: codes' steps and zero points, a map's scales and shifts."""
+    """Load the numbers per channel that all tokens share, each by `map_numbers`: steps and zero points of codes (`fixed`), scales
+    and shifts of a `ChannelMap`."""
     steps = map_numbers(STEP, step_at, step_channel, words, 1.0, F, D, W)
     zero_points = map_numbers(ZERO, step_at, step_channel, words, 0.0, F, D, W)
     scales = map_numbers(SCALE, map_at, map_channel, words, 1.0, F, D, W)
@@ -57,8 +61,8 @@ def channel_maps(
 
 @triton.jit
 def folded_query(query, constant, scales, zeros, DIVIDES: tl.constexpr):
-    """For tokens that are scale y + zero in every channel, or y / scale + zero: the query that meets y, by planes, and the
-    `constant` [M] with what it makes of the zeros. Numbers as `map_numbers` has them; none: 1, or 0."""
+    """Fold a channel map x = scale y + zero (or y / scale + zero) into the query: return the query for y, by planes, and `constant`
+    [M] plus query times zeros. Numbers as from `map_numbers`; an empty tuple stands for 1 or 0."""
     found = ()
     for f in tl.static_range(len(query)):
         if len(zeros) > 0:
@@ -73,7 +77,7 @@ def folded_query(query, constant, scales, zeros, DIVIDES: tl.constexpr):
 
 @triton.jit
 def folded_mixture(mixed, mass, scales, zeros, plane: tl.constexpr, DIVIDES: tl.constexpr):
-    """What a plane's mixture [WP, M] and `mass` [M] of y are of such tokens."""
+    """Apply such a channel map to a plane's mixture [WP, M] of y with sum of weights `mass` [M]."""
     if len(scales) > 0:
         scale = scales[plane].to(tl.float32)[:, None]
         mixed = mixed / scale if DIVIDES else mixed * scale
@@ -86,7 +90,7 @@ def folded_mixture(mixed, mass, scales, zeros, plane: tl.constexpr, DIVIDES: tl.
 def vector_products(
     query, VECTORS, at, words, RANK: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """The products [M] of a query by planes with each of RANK vectors, which lie behind each other and begin `at`."""
+    """Products [M] of a query by planes with each of RANK vectors, which are stored one after the other from `at` on."""
     found = ()
     for j in tl.static_range(RANK):
         product = tl.zeros([query[0].shape[1]], tl.float32)
@@ -101,7 +105,7 @@ def vector_products(
 
 @triton.jit
 def largest_of(query):
-    """The largest size of each row of a query by planes, at least a tiny one: float32 [M]."""
+    """Largest magnitude of each row of a query by planes, at least 1e-30: float32 [M]."""
     size = tl.full([query[0].shape[1]], 1.0e-30, tl.float32)
     for f in tl.static_range(len(query)):
         size = tl.maximum(size, tl.max(tl.abs(query[f]), 0))
@@ -110,8 +114,8 @@ def largest_of(query):
 
 @triton.jit
 def own_words(FIRST, head, stride, words, W: tl.constexpr, PIECE: tl.constexpr):
-    """Of a token in a page: where a head's words begin, and which of `words` it has, W at most. Where heads lie side by side FIRST
-    says so, in pieces that one load may take."""
+    """Offset of a head's words in a token's row or page, and which of `words` belong to the head, W at most. If all heads share a
+    row, FIRST has the offsets, which are multiples of PIECE so that loads can be wide."""
     if FIRST is None:
         return head * stride, words < W
     else:
@@ -121,8 +125,8 @@ def own_words(FIRST, head, stride, words, W: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def tile_of(pointers, inside, in_page, FULL: tl.constexpr, RAGGED: tl.constexpr):
-    """Words of some tokens, 0 where a token has none and, in RAGGED pages, where there is no token; a mask that hides nothing would
-    keep loads from being wide."""
+    """Load words of a tile of tokens; 0 where a head has no word and, in RAGGED pages, where there is no token. If FULL, no mask is
+    used, because even a mask that is always true prevents wide loads."""
     if RAGGED:
         return tl.load(pointers, mask=inside & in_page, other=0)
     elif FULL:
@@ -136,8 +140,8 @@ def code_words(
     pointers, numbers, inside, in_page, WIDTHS: tl.constexpr, FULL: tl.constexpr, RAGGED: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Words as `unpacked` takes them: what `tile_of` reads; of trellis-coded levels those of even planes and of odd ones, of others
-    the words again (Triton 3.6 has no None in a tuple). `numbers` are those of the words among their token's."""
+    """Load words for `unpacked`: for trellis-coded levels a pair, the words of even planes and those of odd planes, else the words
+    twice (Triton 3.6 allows no None in a tuple). `numbers` are the indices of the words within their token."""
     words = tile_of(pointers, inside, in_page, FULL, RAGGED)
     if is_trellis(WIDTHS):
         found = (words,)
@@ -150,9 +154,9 @@ def code_words(
 
 @triton.jit
 def token_parameters(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
-    """The step and the zero point of each group of a token's channels, as two tuples of float32 [BN]; 0 where RAGGED pages have no
-    token. A token's steps lie side by side, its zero points behind them. They are read as pairs, words of 4 bytes: only loads of
-    so many can be under way while another turn is computed."""
+    """Load the step and the zero point of each group of a token's channels, as two tuples of float32 [BN]; 0 where RAGGED pages
+    have no token. A token's steps are contiguous, followed by its zero points. They are read in pairs, as 4-byte words: only loads
+    of at least 4 bytes can be pipelined across loop iterations."""
     pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + slot * GROUPS
     found = ()
     for j in tl.static_range(GROUPS):
@@ -173,7 +177,7 @@ def token_parameters(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.co
 def token_coefficients(
     numbers, slot, inside, RANK: tl.constexpr
 ):  # fmt: skip
-    """A token's coefficients, RANK side by side, as a tuple of float32 [BN]; an even number of 16 bits each are read as pairs."""
+    """Load a token's RANK contiguous coefficients, as a tuple of float32 [BN]; an even number of float16 ones is read in pairs."""
     found = ()
     if RANK % 2 == 0 and numbers.dtype.element_ty == tl.float16:
         pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + slot * (RANK // 2)
@@ -188,7 +192,7 @@ def token_coefficients(
 
 @triton.jit
 def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
-    """A number of each of a plane's channels, float32 [WP]."""
+    """Load a number per channel of a plane, float32 [WP]."""
     channels = plane * W + words
     return tl.load(numbers + channels, mask=(words < W) & (channels < D), other=0.0).to(tl.float32)
 
@@ -197,9 +201,9 @@ def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
 def channel_numbers(
     numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, ONE_WARP: tl.constexpr, FOLDED: tl.constexpr
 ):  # fmt: skip
-    """float16 scales and zero points [WP] of a plane's channels, from a row of parameters. A load goes a turn ahead where each lane
-    that takes part has 4 bytes, two numbers: where there are as many channels as lanes, both kinds are one load. Of fewer, zero
-    points that go into a product as they are (FOLDED) would be read by each lane for itself, but not as words of two."""
+    """Load float16 scales and zero points [WP] of a plane's channels from a row of parameters. A load is pipelined across loop
+    iterations only if each participating lane loads 4 bytes, two numbers. With at least 32 channels, a scale and a zero point of
+    each channel form one load; with fewer, and FOLDED, two channels do."""
     if ONE_WARP and FOLDED and WP < 32 and W == WP and D % W == 0:
         pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + plane * (W // 2) + tl.arange(0, WP // 2)
         steps, zero_points = _halves(tl.load(pairs)), _halves(tl.load(pairs + D // 2))
@@ -216,15 +220,15 @@ def channel_numbers(
 
 @triton.jit
 def _halves(pairs):
-    """The two float16 numbers of words of 4 bytes."""
+    """Split 4-byte words into two float16 numbers."""
     low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def token_sizes(SIZES, at, head, in_page, WORDS: tl.constexpr, RAGGED: tl.constexpr):
-    """The size of each token, float32 [BN]. Its number lies in the word `at`, which has fields of several heads: of 16 bits, or of
-    8."""
+    """Load the size of each token, float32 [BN]. Its number is a field of the word at `at`, which has 16 or 8 bits and is shared by
+    several heads."""
     if RAGGED:
         word = tl.load(SIZES + at, mask=in_page, other=0)
     else:
@@ -234,6 +238,6 @@ def token_sizes(SIZES, at, head, in_page, WORDS: tl.constexpr, RAGGED: tl.conste
 
 @triton.jit
 def size_of(number):
-    """s = 2^((i - 5) / 2) of its number i int32, exactly as float32 rounds it."""
+    """s = 2^((i - 5) / 2) of numbers i int32, rounded to float32."""
     bits = number * (_EXPONENT // 2) + _OF_ZERO + (number & 1) * (_EXPONENT // 2 - _ROOT_OF_TWO)
     return bits.to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""The parts of a softmax that the runs of `decode_kernel.py` leave, as one; mixtures of components' codes as channels."""
+"""Triton kernel that merges the softmax parts of `decode_kernel.py`'s runs and maps mixtures of component codes to channels."""
 
 import triton
 import triton.language as tl
@@ -13,11 +13,11 @@ def merge(
     D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
     COMPONENTS: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The parts of all splits `[rows of all heads, splits, R(, D)]` as one, for one query row a program.
+    """Merge the parts of all splits, `[rows * heads, splits, R(, D)]`; a program handles one query row.
 
-    `AT_ONCE` parts are read together: a long row has a hundred, and one after the other each would wait for memory. With AXES
-    (`CodeFold`) all columns become CHANNELS: COMPONENTS, where MEAN is the sum of weights times sizes, and with TABLE from KEYS on
-    the mixture of keys' codes and the sum of weights times their sizes.
+    `AT_ONCE` parts are read together: a long row has a hundred, and read one by one, each would wait for memory. With AXES
+    (`CodeFold`) the columns are mapped to CHANNELS. The columns are: COMPONENTS; with MEAN the sum of weights times sizes; with
+    TABLE, from column KEYS on, the mixture of key codes and the sum of weights times key sizes.
     """
     of_row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, DP)

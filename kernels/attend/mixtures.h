@@ -1,10 +1,10 @@
-/* Values of a run mixed by the weights of its tokens. */
+/* Mixtures: sums over the tokens of a run of weights times values. */
 
 #pragma once
 
 #include "streams.h"
 
-/* Adds sum_t weight_t scale code_t of a channel, of one word and field, to `sums`. `scale` by blocks of `block` tokens of a page. */
+/* Adds sum_t weight_t scale code_t of one channel (one field of one word) to `sums`; scales are per block of `block` tokens. */
 INLINE void channel_mix(const int V, const Stream *stream, const Run *run, int head, int w, int field,
                         const float *weights, int stride, const float *scales, int block, int channels,
                         floats sums[ROWS][VECTORS]) {
@@ -30,7 +30,7 @@ INLINE void channel_mix(const int V, const Stream *stream, const Run *run, int h
     }
 }
 
-/* mixed [ROWS] rows `wide` apart = sum_t weight_t scale code_t of the channels [from, until). */
+/* mixed = sum_t weight_t scale code_t for the channels [from, until), ROWS rows `wide` apart. */
 static void codes_mix(const Stream *stream, const Run *run, int head, const float *weights, int stride, int from,
                       int until, const float *scales, int block, float *mixed, int wide) {
     const int V = ROWS > 4 ? VECTORS / 2 : VECTORS;
@@ -54,7 +54,7 @@ static void codes_mix(const Stream *stream, const Run *run, int head, const floa
     }
 }
 
-/* The weights of a run times the sizes of its tokens, and behind the channels of `mixed` their sums. */
+/* Mixture of codes of tokens with sizes: weights are multiplied by sizes; their sum goes behind the channels of `mixed`. */
 static void sized_mix(const Stream *stream, const Run *run, int head, const float *weights, int stride, float *room,
                       float *mixed, int wide) {
     float sizes[RUN + MOST_PAGE + LANES];
@@ -74,7 +74,7 @@ static void sized_mix(const Stream *stream, const Run *run, int head, const floa
     codes_mix(stream, run, head, room, stride, 0, stream->channels, 0, run->page, mixed, wide);
 }
 
-/* Values of a run. */
+/* Mixture of the values of a run, in any mode of parameters. */
 static void run_mix(const Stream *values, const Run *run, int head, const float *weights, int stride, float *room,
                     float *mixed, int wide) {
     int channels = values->channels, columns = values->groups, page = run->page;

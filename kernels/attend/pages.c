@@ -1,8 +1,8 @@
-/* Attention of a few query rows over the packed pages of a tier, on a CPU: what `operation.attend_pages` says, in one pass.
+/* Attention of a few query rows over the packed pages of a tier in one pass, on a CPU (`operation.attend_pages`).
 
-   A unit of work is a run of a row's pages and one KV head. It scores the run, takes the softmax of its scores and mixes its values;
-   the parts of all runs are joined in their order. Runs depend on the row's tokens alone: neither other rows nor the number of threads
-   change a bit. Nothing is as long as the row but the parts, a few numbers for each run. `pages_cpu.py` says what shapes are. */
+   A unit of work is a run of a row's pages and one KV head: its scores, their softmax, and the mixture of its values. The parts of
+   all runs are merged in order. Runs depend on the row's tokens alone, so neither other rows nor the number of threads change a
+   bit. Extra memory grows with the row only by a part per run. `pages_cpu.py` documents the shapes. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -11,8 +11,8 @@
 #include "scores.h"
 #include "turned.h"
 
-/* What makes a value of a mixture of codes: size back^T c + origin, of sized tokens size back^T s c + s (origin - mean) + mean; and
-   what the codes of sized keys predict, unit table^T s (2 c - largest). */
+/* `CodeFold` of `packed_pages.py`: values are size back^T c + origin, or for tokens with sizes s, size back^T s c + s (origin -
+   mean) + mean; plus, with `table`, the prediction from the codes of keys, unit table^T s (2 c - largest). */
 typedef struct {
     const uint16_t *back; /* float16 [heads][components][head_dim] */
     const float *size, *origin, *mean;
@@ -21,11 +21,12 @@ typedef struct {
     int32_t head_dim;
 } Fold;
 
-/* Columns of a run's mixture: those of values, then of keys. */
+/* Columns of a run's mixture: those of values, then those of key codes; each ends with the sum of weights if there are sizes. */
 static int value_columns(const Stream *values) { return values->channels + (values->sizes ? 1 : 0); }
 static int key_columns(const Stream *keys, const Fold *fold) { return fold && fold->table ? keys->channels + 1 : 0; }
 
-/* `scores [ROWS]` of a run, `stride` apart, become weights: e^(score - the largest), 0 behind the last token. */
+/* Turns the scores of a run, ROWS rows `stride` apart, into weights e^(score - largest), 0 behind the last token; before, adds the
+   constant and applies the soft cap. */
 static void weigh(float *scores, int stride, int tokens, const float *constant, float softcap, float *top, float *mass) {
     int padded = (tokens + LANES - 1) / LANES * LANES;
     for (int r = 0; r < ROWS; r++) {
@@ -58,7 +59,7 @@ static void weigh(float *scores, int stride, int tokens, const float *constant, 
     }
 }
 
-/* One run of a row's pages: the largest score, the mass and the mixture of each query row. */
+/* Attends one run of a row's pages: `part` becomes the largest score, the mass and the mixture of each query row. */
 static void run_part(const Stream *keys, const Stream *values, int16_t *down, const Turn *turn, const Asked *asked,
                      int row, int head, int first, const float *matrix, const float *angles, Run run, float *part, int wide) {
     enum { ROOM = RUN + BATCH * LANES };
@@ -84,8 +85,8 @@ static void run_part(const Stream *keys, const Stream *values, int16_t *down, co
     if (wide > first_of_keys) sized_mix(keys, &run, head, scores, ROOM, room, mixed + first_of_keys, wide);
 }
 
-/* Scores of the keys ahead: those of every page or block that one of them lies in, of which they are kept. A row that others are
-   ahead of has none behind the table's last page. */
+/* Scores of the `ahead` keys behind a row's used slots, as far as the table has them. Whole pages are scored, and the scores of
+   these keys are kept. */
 static void scores_ahead(const Stream *keys, const Asked *asked, int row, int head) {
     enum { ROOM = MOST_PAGE + LANES };
     float scores[ROWS * ROOM], met[ROWS * MOST_CHANNELS], added[ROWS];
@@ -104,7 +105,7 @@ static void scores_ahead(const Stream *keys, const Asked *asked, int row, int he
     }
 }
 
-/* The parts of an item's runs as one, mixtures of components as channels where they are to be. */
+/* Merges the parts of an item's runs and maps the mixture to channels: by `fold`, or by fixed scales and zero points. */
 static void join(const Stream *keys, const Stream *values, const Fold *fold, const Asked *asked, int64_t item,
                  const float *parts, int runs, int64_t size, int wide) {
     int row = item / asked->heads, head = item % asked->heads;
@@ -151,13 +152,13 @@ static void join(const Stream *keys, const Stream *values, const Fold *fold, con
     }
 }
 
-/* Pages of a run of a row with so many tokens. */
+/* Pages per run in a row with `used` tokens. */
 static int pages_of(const Asked *asked, int used) {
     int pages = (used < SHORT ? RUN / 2 : RUN) / asked->page;
     return pages > 0 ? pages : 1;
 }
 
-/* See `Asked`; `turn` and `fold` may be NULL. Returns 0, or -1 where there is no memory. */
+/* Arguments are in `Asked`; `turn` and `fold` may be NULL. Returns 0, or -1 if memory cannot be allocated. */
 int attend_pages(const Stream *keys, const Stream *values, const Turn *turn, const Fold *fold, const Asked *asked,
                  int threads) {
     int least = pages_of(asked, 0), runs = (asked->width + least - 1) / least, items = asked->rows * asked->heads;

@@ -1,7 +1,7 @@
-"""Calls `pages.c`: a few query rows against the packed pages of a tier in one pass, on a CPU.
+"""Call `pages.c`: attention of a few query rows over the packed pages of a tier in one pass, on a CPU.
 
-Pages lie there with tokens side by side, so that a page's words of one kind are one run, and pages are met where they lie whichever
-rows they belong to."""
+On a CPU pages have tokens last: word w of all tokens of a page is one contiguous run. Pages are read through the page table,
+without a copy."""
 
 import ctypes
 from functools import cache
@@ -19,7 +19,7 @@ from calib.kernels.pack.reference import Widths, first_bits, pattern, words_per_
 
 SOURCE = Path(__file__).with_name("pages.c")
 MOST_ROWS, MOST_CHANNELS, MOST_PAGE, LEAST_GROUP, TILE = 8, 512, 512, 8, 32  # as in pages.c
-NONE, TOKEN, CHANNEL = 0, 1, 2  # how parameters lie
+NONE, TOKEN, CHANNEL = 0, 1, 2  # modes of parameters: none, per token, per channel
 
 
 class _Table(ctypes.Structure):
@@ -74,9 +74,11 @@ class _Asked(ctypes.Structure):
 
 
 def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tables: bool = False) -> bool:
-    """Whether these streams are read: codes of any widths; float16 parameters for whole groups of channels, of a token or of 8 and
-    more tokens, or none. Scales of each page's channels beside tokens' parameters. Keys that are turned are codes without
-    parameters, in pages of whole tiles. Sizes of such keys, and of values that are codes without parameters."""
+    """Whether `attend_pages` supports these streams and `query_rows` query rows per KV head.
+
+    Supported are codes of any widths, without parameters or with float16 parameters per token or per channel of at least 8 tokens,
+    whose groups divide the channels; `scales` only with parameters per token. Keys that are rotated (`rope_tables`) must be codes
+    without parameters, in pages of whole tiles. `sizes` only of such keys, and of values that are codes without parameters."""
     page = keys.pages.shape[2]
     if (
         not prefers_compiled(keys.pages.device)
@@ -110,7 +112,7 @@ def _is_read(stream: PackedStream) -> bool:
 
 
 def _by_channel(pages: Tensor | None) -> bool:
-    """Whether tokens lie side by side, in memory that no tracer has."""
+    """Whether tokens are contiguous (or one per page), in an ordinary tensor, not a tracer's."""
     return pages is None or (type(pages) is Tensor and (pages.shape[2] == 1 or pages.stride(2) == 1))
 
 
@@ -131,7 +133,7 @@ def attend_pages(
     fold: CodeFold | None = None,
     ahead: int = 0,
 ) -> Attended:
-    """See `operation.attend_pages`, of a span of the rows' first slots alone."""
+    """As `operation.attend_pages`, for spans of the rows' first slots only."""
     rows, heads, asked, _ = query.shape
     top, mass = (query.new_empty(rows, heads, asked, 1) for _ in range(2))
     wide = values.channels if fold is None else fold.axes.shape[2]
@@ -161,7 +163,8 @@ def _at(part: Tensor | None) -> int | None:
 
 
 def _stream(stream: PackedStream, of: Tensor | None) -> _Stream:
-    """With scales and zero points that are fixed for the rows and heads `of` the query; None: these are not used."""
+    """The C struct of a stream. `fixed` scales and zero points are expanded to the rows and heads of the query `of`; if it is None,
+    they are not used."""
     pages, numbers, scales, sizes = stream.pages, stream.parameters, stream.scales, stream.sizes
     begins = None if stream.counts is None else first_words(stream.counts, pages.device)
     found = _Stream(
@@ -189,7 +192,7 @@ def _table(part: Tensor) -> _Table:
 
 
 def _strides(part: Tensor | None) -> tuple[int, int, int]:
-    """Of pages, heads and columns; what all heads share has none of the second."""
+    """Strides of pages, heads and columns; that of heads is 0 if all heads share the numbers."""
     if part is None:
         return 0, 0, 0
     return part.stride(0), 0 if part.shape[1] == 1 else part.stride(1), part.stride(3)
@@ -197,7 +200,7 @@ def _strides(part: Tensor | None) -> tuple[int, int, int]:
 
 @cache
 def _fields(bits: int | Widths) -> "tuple[ctypes.Array[Any], ...]":
-    """Widths, masks and units of a word's fields."""
+    """Widths and masks of a word's fields, and the factors 2^-(first bit) that undo their position."""
     widths, masks, units = (ctypes.c_int32 * 16)(), (ctypes.c_int32 * 16)(), (ctypes.c_float * 16)()
     for number, (width, first) in enumerate(zip(pattern(bits), first_bits(bits), strict=True)):
         widths[number], masks[number], units[number] = width, ((1 << width) - 1) << first, 2.0**-first
@@ -213,7 +216,7 @@ def _turn(keys: PackedStream, tables: RopeTables) -> _Turn:
 
 @cache
 def _middles(bits: int | Widths, channels: int, trellis: bool) -> "ctypes.Array[ctypes.c_float]":
-    """Half the largest number of each component."""
+    """Half of the largest code of each component."""
     wide = words_per_token(channels, bits)
     each = [(2.0 ** (width + trellis) - 1) / 2 for width in pattern(bits) for _ in range(wide)]
     return (ctypes.c_float * channels)(*each[:channels])

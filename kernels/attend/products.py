@@ -43,8 +43,8 @@ def turned_scores(
     sin: Tensor,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """Scores q.R_t k_t with keys k_t before RoPE that are rebuilt as in `reference.keys_of_codes`: `query [..., rows, D]` float32 ->
-    `[..., rows, T]`. The rotations R_t are given by `cos` and `sin [..., r/2, T]`."""
+    """Scores q.R_t k_t with keys k_t before RoPE that are rebuilt as in `reference.keys_of_codes`: `query [..., rows, D]` float32
+    -> `[..., rows, T]`. The rotations R_t are given by `cos` and `sin [..., r/2, T]`."""
     if cpu.serves(query, words) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
         return cpu.turned_scores(query, words, bits, counts, matrix, cos, sin, sizes)
     keys = reference.keys_of_codes(words, bits, counts, matrix, sizes)

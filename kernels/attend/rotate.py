@@ -1,7 +1,8 @@
-"""Keys that are stored as codes of components before RoPE, inside a kernel: put together, and rotated to their positions.
+"""Rebuild keys from codes of components before RoPE inside a Triton kernel, and rotate them to their positions.
 
-A key is two halves, near and far: channel pairs that RoPE turns by one angle each, then what it leaves alone, paired as it
-lies. The turn of position a STRIDE + b is that of a STRIDE (`COARSE`) and that of b (`FINE`), tables of `[n, cos and sin, PAIRS]`.
+The channels of a key are handled as two halves, "near" and "far": the first and second channels of the PAIRS pairs that RoPE
+rotates, then the channels that it does not, split in two. The rotation by position a STRIDE + b is that by a STRIDE (`COARSE`)
+times that by b (`FINE`), tables of `[n, cos and sin, PAIRS]`.
 """
 
 import triton
@@ -12,13 +13,13 @@ from calib.kernels.attend.unpack import bias_of, level_bits, plane_count
 
 @triton.constexpr_function
 def middle_of(widths, plane):
-    """What is taken from the numbers of a plane's codes (`unpack.py`): their bias, and the middle of all codes."""
+    """Number that is subtracted from a plane's biased codes (`unpack.py`): the bias plus half of the largest code."""
     return bias_of(widths, plane) + ((1 << level_bits(widths, plane)) - 1) / 2
 
 
 @triton.jit
 def halves_of(HALF: tl.constexpr, HALFP: tl.constexpr, PAIRS: tl.constexpr):
-    """Channels of the near and the far half, and the number in both; PAIRS of HALF are turned."""
+    """Channels of the near and the far half, and the index within a half, [HALFP] each; PAIRS of HALF channel pairs are rotated."""
     number = tl.arange(0, HALFP)
     near = tl.where(number < PAIRS, number, PAIRS + number)
     return near, tl.where(number < PAIRS, PAIRS + number, HALF + number), number
@@ -26,7 +27,7 @@ def halves_of(HALF: tl.constexpr, HALFP: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def query_halves(QUERY, scale, rows, valid, near, far, number, HALF: tl.constexpr):
-    """The halves of the query times `scale`, float32 [HALFP, M] each, and the largest size of each row, at least a tiny one."""
+    """Load the halves of the query times `scale`, float32 [HALFP, M]; also the largest magnitude of each row, at least 1e-30."""
     inside = (number < HALF)[:, None] & valid[None, :]
     at = QUERY + rows[None, :] * (2 * HALF)
     first = tl.load(at + near[:, None], mask=inside, other=0.0).to(tl.float32) * scale
@@ -37,7 +38,7 @@ def query_halves(QUERY, scale, rows, valid, near, far, number, HALF: tl.constexp
 
 @triton.jit
 def _axes(AXES, components, inside, channels, number, HALF: tl.constexpr):
-    """What steps of `components` move half the channels: float16 [components, HALFP]."""
+    """Load one half of the channels of the axes of `components`: float16 [components, HALFP]."""
     at = AXES + components[:, None] * (2 * HALF) + channels[None, :]
     return tl.load(at, mask=inside[:, None] & (number < HALF)[None, :], other=0.0)
 
@@ -47,7 +48,8 @@ def offsets(
     AXES, MEAN, SIZE, words, near, far, number, WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr,
     SIZED: tl.constexpr,
 ):  # fmt: skip
-    """The halves of a key whose codes' numbers are all 0, [HALFP] each; of keys that have sizes, their mean's."""
+    """Halves [HALFP] of the constant part of keys, in units of SIZE: the mean, and if keys have no sizes, minus the axes times the
+    `middle_of` their codes."""
     size = tl.load(SIZE)
     first = tl.load(MEAN + near, mask=number < HALF, other=0.0) / size
     second = tl.load(MEAN + far, mask=number < HALF, other=0.0) / size
@@ -63,7 +65,7 @@ def offsets(
 
 @triton.jit
 def _from_middle(codes, WIDTHS: tl.constexpr, plane: tl.constexpr):
-    """How many steps codes are from their middle, exactly: float16 has halves below 1024 alone."""
+    """Biased codes minus their middle, exactly: float16 represents halves only below 1024, so a larger bias is subtracted first."""
     if bias_of(WIDTHS, plane) < 1024:
         return codes - middle_of(WIDTHS, plane)
     else:
@@ -74,10 +76,10 @@ def _from_middle(codes, WIDTHS: tl.constexpr, plane: tl.constexpr):
 def keys_of(
     codes, sizes, offset, AXES, words, near, far, number, WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """The halves of keys put together, float32 [BN, HALFP] each: `offset`, and what the `codes` [BN, WP] of all planes add.
+    """Rebuild the halves of keys, float32 [BN, HALFP] each: `offset` plus `codes` [BN, WP] of all planes times their axes.
 
-    Of tokens that have `sizes` [BN], that times these. Codes' middles are taken away sooner then: an offset beside the mean would
-    take registers that no lane has left.
+    With `sizes` [BN] the sum over codes is multiplied by them. Then the codes' middles are subtracted before the products, because
+    a second offset besides the mean would need more registers than there are.
     """
     first = tl.zeros([codes[0].shape[0], number.shape[0]], tl.float32)
     second = tl.zeros([codes[0].shape[0], number.shape[0]], tl.float32)
@@ -95,14 +97,14 @@ def keys_of(
 
 @triton.jit
 def _cos_sin(rows, number, PAIRS: tl.constexpr):
-    """cos and sin [n, HALFP] of the `rows` [n] of a table; what is not turned is turned by nothing."""
+    """Load cos and sin [n, HALFP] of the `rows` [n] of a table; 1 and 0 for channels that are not rotated."""
     at, pairs = rows[:, None] + number[None, :], (number < PAIRS)[None, :]
     return tl.load(at, mask=pairs, other=1.0), tl.load(at + PAIRS, mask=pairs, other=0.0)
 
 
 @triton.jit
 def unrotated(halves, row, number, PAIRS: tl.constexpr):
-    """The query's halves [HALFP, M] rotated back by a row of COARSE."""
+    """Rotate the query's halves [HALFP, M] back by a row of COARSE."""
     pairs = number < PAIRS
     cos = tl.load(row + number, mask=pairs, other=1.0)[:, None]
     sin = tl.load(row + PAIRS + number, mask=pairs, other=0.0)[:, None]
@@ -113,7 +115,7 @@ def unrotated(halves, row, number, PAIRS: tl.constexpr):
 def rotated(
     keys, position, COARSE, FINE, number, PAIRS: tl.constexpr, STRIDE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """The halves of keys rotated to their `position` [BN]: below STRIDE, or with `WHOLE` any."""
+    """Rotate the halves of keys to their `position` [BN], which is below STRIDE unless WHOLE."""
     cos, sin = _cos_sin(FINE + position % STRIDE * (2 * PAIRS), number, PAIRS)
     if WHOLE:
         more_cos, more_sin = _cos_sin(COARSE + position // STRIDE * (2 * PAIRS), number, PAIRS)

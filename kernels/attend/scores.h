@@ -1,10 +1,11 @@
-/* Scores of a page's keys whose codes the query meets as they lie: scales go into the query, or into a token's score. */
+/* Scores of a page's keys from their codes: scales are multiplied into the query or into the scores of tokens. */
 
 #pragma once
 
 #include "streams.h"
 
-/* query [ROWS][channels] times the codes of a page's channels [from, until): out [ROWS] rows `stride` apart. */
+/* Products of query [ROWS][channels] with the codes of the channels [from, until), for V vectors of tokens: ROWS rows of `out`,
+   `stride` apart. */
 INLINE void tile_products(const int V, const Stream *stream, const int16_t *words, int count, const float *query,
                           int from, int until, float *out, int stride, int left) {
     floats sums[ROWS][VECTORS];
@@ -40,8 +41,8 @@ INLINE float number_of(const Table *table, int row, int head, int channel) {
     return table->numbers[row * table->row + head * table->head + channel * table->channel];
 }
 
-/* The query [ROWS][channels] of an item as codes meet it, over the fields' units and times fixed scales, and what is added to its
-   scores. */
+/* Prepares the query [ROWS][channels] of an item for products with codes: `met` = query * fixed scale * unit of the field, and
+   `added [ROWS]` = constant + query . fixed zero points, which is added to the scores. */
 static void meet(const Stream *keys, const Asked *asked, int row, int head, const float *query, float *met,
                  float *added) {
     int channels = keys->channels;
@@ -57,7 +58,7 @@ static void meet(const Stream *keys, const Asked *asked, int row, int head, cons
     }
 }
 
-/* Scores of the first `tokens` of a page: `query [ROWS][channels]` as it is, and as codes meet it (`meet`). */
+/* Scores of the first `tokens` of a page, from `query [ROWS][channels]` and from `met`, the query that `meet` prepared. */
 static void page_scores(const Stream *keys, const Run *run, int number, int head, const float *query,
                         const float *met, int tokens,
                         float *out, int stride) {

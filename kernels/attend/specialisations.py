@@ -1,4 +1,4 @@
-"""What the kernel of attention is compiled for without a GPU, and held to (README.md)."""
+"""Specialisations of the attention kernels that are compiled without a GPU, with the limits of their inner loops (README.md)."""
 
 import re
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def stream_of(
     page: int = 64,
     counts: tuple[int, ...] | None = None,
 ) -> PackedStream:
-    """A stream of no data, to compile for; parameters for `size` groups of a token's channels, or for channels of `size` tokens."""
+    """A stream on the meta device to compile for. `size`: groups of channels (TOKEN), or tokens of a group (CHANNEL)."""
     wide = words_per_token(channels, bits) if counts is None else sum(counts)
     codes = torch.empty(1, 1, page, wide, dtype=torch.int16, device="meta")
     if mode == NONE:
@@ -65,7 +65,7 @@ def stream_of(
 
 
 def exact_stream(channels: int) -> PackedStream:
-    """Tokens as a model in bfloat16 made them, of no data, to compile for."""
+    """A stream of exact bfloat16 tokens on the meta device to compile for."""
     return PackedStream(EXACT, torch.empty(1, 1, 64, channels, dtype=torch.bfloat16, device="meta"), channels)
 
 
@@ -85,9 +85,9 @@ def specialisation(
     barriers: float = inf,
     waits: float = inf,
 ) -> Specialisation:
-    """The kernel for a step of `block` query rows a KV head over such pages, and scores of keys `ahead` of them; with `scored` the
-    scores of all, some of which are hidden, and with `beside_codes` those of all, to which a bias is added. As many
-    programs of one warp have to fit a multiprocessor as a launch starts there; half of them where tokens are wide or exact."""
+    """Specialisation of `attend` for `block` query rows per KV head over these streams. `ahead`: scores of keys behind the used
+    slots are returned. `scored`: all scores are returned, and there is a mask. `beside_codes`: all scores are returned, and there
+    is a bias. Of programs with one warp, `PROGRAMS` have to fit a multiprocessor, half as many for wide or exact tokens."""
     turn = turn_of(keys, values, block, rope_tables)
     told = scored or beside_codes
     given = {"BIAS": beside_codes, "POSITIONS": False, "BACK": False, "HIDDEN": scored, "SCORES": ahead or told}
@@ -144,13 +144,13 @@ def specialisation(
 def _calibrated(
     bits: int | Widths, channels: int, counts: tuple[int, ...] | None = None, beside: Mapping[str, str] = {}
 ) -> Specialisation:
-    """Keys and values without parameters."""
+    """Calibrated keys and values: codes without parameters."""
     stream = stream_of(bits, channels=channels, counts=counts)
     return specialisation(stream, stream, beside=beside)
 
 
 def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0, spilled: int = 0) -> Specialisation:
-    """ZipCache's tokens of a block, a page: ranges of its channels for keys, scales of its channels beside a token's for values."""
+    """ZipCache, a block per page: keys with parameters per channel, values with parameters per token and channel scales."""
     values = stream_of(bits, TOKEN, page=page)
     scales = torch.empty(1, 1, 1, values.channels, dtype=torch.float16, device="meta")
     keys = stream_of(bits, CHANNEL, page, page=page)
@@ -158,20 +158,20 @@ def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0, spilled
 
 
 def _kivi(bits: int, group: int, most: float, **limits: Any) -> Specialisation:
-    """KIVI's keys and values in groups, for a step of few query rows."""
+    """KIVI: keys per channel in groups of tokens, values per token in groups of channels."""
     keys, values = stream_of(bits, CHANNEL, group, page=128), stream_of(bits, TOKEN, 128 // group, page=128)
     return specialisation(keys, values, most, **limits)
 
 
 def _ranged(bits: int, most: float) -> Specialisation:
-    """ZipCache's tokens of a prompt: measured ranges of channels for keys, scales of channels beside a token's for values."""
+    """ZipCache, tokens of a prompt: keys with measured channel ranges, values with parameters per token and channel scales."""
     half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
     keys = replace(stream_of(bits), map=ChannelMap(half, half))
     return specialisation(keys, replace(stream_of(bits, TOKEN), map=ChannelMap(half)), most, barriers=3, waits=1)
 
 
 def _gear(bits: int, most: float) -> Specialisation:
-    """GEAR's tokens of a prompt: ranges of channels for keys, numbers of all heads' channels for values, factors of both."""
+    """GEAR, tokens of a prompt: keys with channel ranges, values with parameters per token, low-rank factors of both."""
     half = torch.empty(1, 1, 1, 128, dtype=torch.float16, device="meta")
     keys = replace(stream_of(bits), fixed=(half, half), ranked=_FACTORS, map=ChannelMap())
     values = replace(stream_of(bits, TOKEN), ranked=_FACTORS, map=ChannelMap())
@@ -179,7 +179,7 @@ def _gear(bits: int, most: float) -> Specialisation:
 
 
 def rope_tables_of(components: int, channels: int) -> RopeTables:
-    """Tables of no data, to compile for."""
+    """RoPE tables on the meta device to compile for."""
     sizes = ((1, components, channels), (1, 1, 1), (1, 1, channels), (1, 2, channels // 2), (STRIDE, 2, channels // 2))
     axes, *others = (torch.empty(size, device="meta") for size in sizes)
     return RopeTables(axes.half(), *others)
@@ -193,14 +193,14 @@ def _predicted(
     trellis: bool = False,
     sizes: torch.dtype = torch.int16,
 ) -> Specialisation:
-    """`klt`'s keys and values of tokens that have sizes, the latter predicted from the former."""
+    """`klt`: keys before RoPE and values, both with sizes, values predicted from keys."""
     own = replace(_SIZED, trellis=trellis, sizes=torch.empty(1, 1, 64, 1, dtype=sizes, device="meta"))
     tables = rope_tables_of(own.channels, 128)
     return specialisation(own, own, most, matrix, spilled, rope_tables=tables, block=block, mixes_keys=True)
 
 
 def _full(bits: int, block: int, channels: int, most: float, matrix: float, spilled: int = 0) -> Specialisation:
-    """KIVI's keys and values in groups of 32 beside more query rows or channels: what takes most registers."""
+    """KIVI with groups of 32 and more query rows or channels, which takes the most registers."""
     keys = stream_of(bits, CHANNEL, 32, channels, page=128)
     return specialisation(
         keys, stream_of(bits, TOKEN, channels // 32, channels, page=128), most, matrix, spilled, block=block
@@ -208,8 +208,8 @@ def _full(bits: int, block: int, channels: int, most: float, matrix: float, spil
 
 
 def _merge(columns: list[int], channels: int = 0) -> Specialisation:
-    """The kernel that joins the parts of all runs; components, of tokens that have sizes, become so many channels, and what keys'
-    codes predict is added."""
+    """The kernel that merges the parts of all runs. `channels`: it maps components (of tokens with sizes) to so many channels;
+    `columns[3]` > 0: it adds the prediction from key codes."""
     constants: dict[str, object] = dict(merge_constants(tuple(columns), channels))
     constants |= {} if channels else dict.fromkeys(("AXES", "SIZE", "ORIGIN", "MEAN"))
     constants |= {} if columns[3] else dict.fromkeys(("TABLE", "UNIT", "LARGEST"))
@@ -229,8 +229,9 @@ def _exact(
     pieces: int = 0,
     told: bool = False,
 ) -> Specialisation:
-    """The kernel of a window's slots and new tokens under a mask, joined with two parts of the softmax. `scored`: some slots have
-    scores in place of keys. `pieces`: of values' channels, where the parts have runs. `told`: scores and normaliser are given."""
+    """The kernel of exact tokens: window slots and new tokens under a mask, merged with two parts of the softmax. `scored`: some
+    slots have scores instead of keys. `pieces`: pieces of value channels, where parts have runs. `told`: it returns scores and
+    normaliser."""
     constants = exact_constants(block, channels, channels, kind, None, pieces, interpreted=False) | {"EARLY": True}
     given = r"[A-Z]+_[23]|SCORES_1" if scored else r"[A-Z]+_[23]|SCORES_\d|INDEX"
     given += "" if told else "|TOLD|NORMALISER"
@@ -240,7 +241,7 @@ def _exact(
     types |= {"QUERY": POINTERS[kind], "OUT": POINTERS[kind], "query_scale": "fp32"}
     types |= {"INDEX": "*i32"} if scored else {}
     types |= {name: POINTERS[kind] for name in types if re.match("(KEYS|VALUES)_", name)}
-    # A turn's numbers of keys and of values. Those of 16 bits meet queries and weights in two parts.
+    # Elements of keys and values in a turn. Those of 16 bits are multiplied by queries and weights in two parts.
     numbers, launch = (
         int(str(constants["BN"])) * (channels + channels // max(1, pieces)),
         exact_launch(block, channels, kind, pieces),
@@ -258,7 +259,7 @@ def _exact(
     )
 
 
-# What widths that differ are held to: for a word, tokens of as many bits; for a code, words of as many codes.
+# Specialisations whose costs limit those of mixed widths: per word, a token of as many bits; per code, a word of as many codes.
 _OF_2_BITS = {"word": "2 bits, both calibrated", "code": "3 bits, both calibrated"}
 _OF_4_BITS = {"word": "4 bits, both calibrated", "code": "5 bits, both calibrated"}
 _FACTORS = LowRankTerm(*(torch.empty(1, 1, *size, dtype=torch.float16, device="meta") for size in ((64, 4), (4, 128))))
@@ -274,11 +275,11 @@ SPECIALISATIONS = {
     "2 bits, keys per channel of 128": _kivi(2, 128, 1.6, barriers=3, waits=2),
     "4 bits, keys per channel of 32": _kivi(4, 32, 3.5, barriers=8, waits=8),
     "2 bits, keys per channel of 32": _kivi(2, 32, 3.5, barriers=8, waits=8),
-    # What `kivi` launches, whose keys are packed ahead of their values, and `rtn`.
+    # Launched by `kivi`, whose keys are packed earlier than their values, and by `rtn`.
     "4 bits, per channel of 128, ahead": _kivi(4, 128, 2.15, barriers=11, waits=2, ahead=True),
     "2 bits, per channel of 128, ahead": _kivi(2, 128, 1.8, barriers=3, waits=2, ahead=True),
     "2 bits, per channel, keys ahead": _kivi(2, 32, 3.8, barriers=9, waits=8, ahead=True),
-    # And `specache`: some tokens are hidden, and the scores of all are told.
+    # Launched by `specache`: some tokens are hidden, and all scores are returned.
     "2 bits, per channel, scored, ahead": _kivi(2, 32, 4, ahead=True, scored=True),
     "4 bits, keys per token": specialisation(
         stream_of(4, TOKEN, page=128), stream_of(4, TOKEN, page=128), 1.6, barriers=5, waits=9
@@ -287,7 +288,7 @@ SPECIALISATIONS = {
     "2 bits, blocks of 40": _block(2, 40, 2.2),
     "4 bits, ranges of channels": _ranged(4, 1.65),
     "2 bits, ranges of channels": _ranged(2, 1.55),
-    # And `gear`: factors of tokens, and what outliers add to scores, which are told for what they add to mixtures.
+    # Launched by `gear`: low-rank factors, a bias from the outliers of keys, and returned scores for the outliers of values.
     "4 bits, ranges of channels, rank 4": _gear(4, 2.85),
     "2 bits, both calibrated": _calibrated(2, 128),
     "3 bits, both calibrated": _calibrated(3, 80),
@@ -295,34 +296,34 @@ SPECIALISATIONS = {
     "5 bits, both calibrated": _calibrated(5, 96),
     "6 4 3 2 1 bits, 16 words": _calibrated((6, 4, 3, 2, 1), 80, (16, 16), _OF_2_BITS),
     "7 5 4 bits, 24 to 32 words": _calibrated((7, 5, 4), 96, (32, 24), _OF_4_BITS),
-    # These two fill the registers: what the compiler of one release keeps in them, that of another spills.
+    # This one fills the registers: how much is spilled depends on the compiler's release.
     "2 bits, groups of 32, rank 4": specialisation(_RANKED, _RANKED, 3.5, spilled=48),
-    # Keys are put together and rotated: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
+    # Keys are rebuilt and rotated: 80 x 128 products for 160 codes, and some 500 operations on 128 channels.
     "6 4 3 2 1 bits, 16 words, turned": specialisation(
         _PATTERNED, _PATTERNED, 10.1, 6, 8, rope_tables=rope_tables_of(80, 128)
     ),
-    # With sizes, and with the keys' codes mixed besides, for values that are predicted from them. Registers are full, as above.
+    # With sizes, and with a mixture of the key codes for values that are predicted from them. Registers are full here too.
     "6 4 3 2 1 bits, turned, sized": specialisation(_SIZED, _SIZED, 10.5, 6, 48, rope_tables=rope_tables_of(80, 128)),
     "6 4 3 2 1 bits, turned, mixed": _predicted(11.6, 6, 32),
     "6 4 3 2 1 bits, turned, mixed, 16": _predicted(13.5, 8, 144, block=16),
-    # Trellis-coded levels beside these: 1.35 to 1.41 times as many instructions.
+    # The same with trellis-coded levels: 1.35 to 1.41 times as many instructions.
     "6 4 3 2 1 bits, trellis": specialisation(_TRELLIS, _TRELLIS, 5.6),
     "6 4 3 2 1 bits, turned, trellis": specialisation(
         _TRELLIS, _TRELLIS, 13.7, 6, 16, rope_tables=rope_tables_of(80, 128)
     ),
     "6 4 3 2 1 bits, mixed, trellis": _predicted(16.2, 6, 56, trellis=True),
     "6 4 3 2 1 bits, mixed, trellis, 16": _predicted(18, 8, 176, block=16, trellis=True),
-    # Sizes of one or two heads, in bytes. For capability 8.0 nothing copies these ahead, and they are shuffled to the lanes that
-    # multiply: 13.5 and 17.7 instructions, where words of 16 bits take 10.8 and 15.0. For 9.0 they take as many as words.
+    # Sizes of one or two heads, in bytes. On capability 8.0 they are not prefetched, and are shuffled to the lanes that multiply:
+    # 13.5 and 17.7 instructions, where 16-bit words take 10.8 and 15.0. On 9.0 they take as many as words.
     "6 4 3 2 1 bits, mixed, bytes": _predicted(13.9, 6, 32, sizes=torch.uint8),
     "6 4 3 2 1 bits, trellis, bytes": _predicted(18.1, 6, 56, trellis=True, sizes=torch.uint8),
-    # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that nothing lies in memory for want of registers.
+    # More query rows of a KV head, and wider heads: a turn has fewer tokens, so that registers are not spilled.
     "4 bits, calibrated keys, 16 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 2.2, 1.1, block=16),
     "4 bits, calibrated keys, 64 rows": specialisation(stream_of(4), stream_of(4, TOKEN), 10.1, 4.3, block=64),
     "2 bits, groups of 32, 16 rows": _full(2, 16, 128, 4.6, 1.3),
     "2 bits, groups of 32, 64 rows": _full(2, 64, 128, 18.8, 5.1),
     "2 bits, groups of 32, 256 channels": _full(2, 8, 256, 3, 0.7, spilled=48),
-    # All eight planes of values have zero points of their own here, for 16 rows each; fewer tokens or more warps spill as much.
+    # Here each of the eight planes of values has its own zero points, for 16 rows; fewer tokens or more warps spill as much.
     "2 bits, groups of 32, 256, 16 rows": _full(2, 16, 256, 5.2, 1.6, spilled=176),
     "2 bits, groups of 32, 256, 64 rows": _full(2, 64, 256, 24.5, 5.1),
     "4 bits, calibrated, 256 channels": specialisation(
@@ -330,9 +331,9 @@ SPECIALISATIONS = {
     ),
     "exact": specialisation(exact_stream(128), exact_stream(128), 1, 2.1),
     "exact, 256 channels": specialisation(exact_stream(256), exact_stream(256), 1.1, 2.1),
-    # For capability 8.0; for 9.0 nothing is spilled, and 4 matrix instructions are enough.
+    # These limits are for capability 8.0; on 9.0 nothing is spilled, and 4 matrix instructions are enough.
     "exact, 256 channels, 64 rows": specialisation(exact_stream(256), exact_stream(256), 18, 18.5, 152, block=64),
-    # A window is some hundred tokens: not its instructions are dear but launches, and what lies in memory for want of registers.
+    # A window has some hundred tokens, so instructions matter little; launches and register spills do.
     "exact tokens joined": _exact(128, 5.7, 1.5),
     "exact tokens joined, some scored": _exact(128, 7.0, 1.5, scored=True),
     "exact tokens joined, 16 rows": _exact(128, 9.3, 3, 16),
@@ -341,7 +342,7 @@ SPECIALISATIONS = {
     "exact tokens joined, float32": _exact(128, 15, 0, kind=torch.float32),
     "exact tokens joined, float32, 16": _exact(128, 26, 0, 16, torch.float32, spilled=8),
     "exact tokens joined, float32, 256": _exact(256, 14, 0, kind=torch.float32),
-    # Parts that their runs are, in some pieces of channels: a turn of the window's loop has fewer values beside the same keys.
+    # Parts with several runs, and pieces of value channels: a turn of the loop has fewer values for the same keys.
     "exact tokens and runs joined": _exact(128, 6.1, 1.5, pieces=1),
     "exact tokens and runs, 4 pieces": _exact(128, 7.8, 2, pieces=4),
     "exact tokens and runs, some scored": _exact(128, 9.2, 1.7, scored=True, pieces=2),

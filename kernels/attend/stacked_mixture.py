@@ -1,8 +1,8 @@
-"""Mixtures of codes of tokens that have sizes, inside a kernel: all planes are the rows of one matrix.
+"""Mixtures of codes of tokens with sizes, inside a Triton kernel: all planes are stacked as the rows of one matrix.
 
-A plane of 16 words is one warp's part of a product: where planes are multiplied one by one, each of several warps unpacks every
-plane and holds every plane's mixture. As one matrix, warps share them. A mixture has such rows, WP for each plane, of whose words a
-token has W; behind the last plane come rows of 0 up to a power of two.
+A plane of 16 words is one warp's share of a product: if planes were multiplied one by one, each of several warps would unpack every
+plane and hold every plane's mixture. Stacked, the planes are divided among the warps. A mixture has WP rows per plane, W of which
+are used, and rows of 0 behind the last plane up to a power of two.
 """
 
 import triton
@@ -14,25 +14,25 @@ from calib.kernels.attend.unpack import codes_of, plane_count, unit_of
 
 @triton.constexpr_function
 def doublings(count):
-    """How often one plane is doubled until there are `count`."""
+    """Base-2 logarithm of `count`, rounded up."""
     return (count - 1).bit_length()
 
 
 @triton.constexpr_function
 def row_count(widths, words):
-    """Rows of a mixture: planes, up to a power of two, times words."""
+    """Rows of a mixture: number of planes, rounded up to a power of two, times words."""
     return (1 << doublings(plane_count(widths))) * words
 
 
 @triton.jit
 def no_rows(WIDTHS: tl.constexpr, WP: tl.constexpr, M: tl.constexpr):
-    """A mixture of nothing, and its `total`."""
+    """Initial mixture and `total`, both 0."""
     return tl.zeros([row_count(WIDTHS, WP), M], tl.float32), tl.zeros([16, M], tl.float32)
 
 
 @triton.jit
 def _stacked(planes):
-    """Planes [WP, BN] as one matrix."""
+    """Stack planes [WP, BN] to one matrix, padded with planes of 0 to a power of two."""
     LEVELS: tl.constexpr = doublings(len(planes))
     COUNT: tl.constexpr = 1 << LEVELS
     WP: tl.constexpr = planes[0].shape[0]
@@ -51,8 +51,8 @@ def _stacked(planes):
 def mixed_rows(
     words, odd, weights, mixed, total, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
 ):  # fmt: skip
-    """`mixed` [rows, M], the codes' numbers, and `total` [16, M], the weights that these met: `kept` times what there is, and
-    what the `words` [WP, BN], levels' with those of their `odd` planes, by their `weights` [BN, M] add."""
+    """Rescale `mixed` [rows, M], the mixture of codes, and `total` [16, M], the sum of weights, by `kept`, and add a tile: `words`
+    [WP, BN] (`odd`: words of the odd planes of trellis-coded levels) with `weights` [BN, M]."""
     rounded = weights.to(tl.float16)
     rest = (weights - rounded.to(tl.float32)).to(tl.float16)
     ones = tl.full([16, weights.shape[0]], 1.0, tl.float16)
@@ -66,7 +66,7 @@ def store_rows(
     OUT, mixed, total, valid, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The mixture of codes themselves to the D channels behind OUT [M], and the sum of weights behind these."""
+    """Store the mixture, in units of codes, to the D channels at OUT [M], and the sum of weights behind them."""
     row = tl.arange(0, mixed.shape[0])
     plane, word = row // WP, row % WP
     per_code = tl.zeros([mixed.shape[0]], tl.float32)

@@ -1,44 +1,44 @@
-/* Keys and values in pages as `pages.c` meets them: where words, parameters and sizes lie, and what is asked of them. `pages_cpu.py`
-   says what shapes are. */
+/* Structs of `pages.c`: keys and values in pages with their strides, and the arguments of a call. `pages_cpu.py` documents the
+   shapes. */
 
 #pragma once
 
 #include "vectors.h"
 
-#define STRIDE 64 /* positions that the same angles turn by, from where the query was turned back to */
-#define RUN 512   /* slots of a run at most; of a short row half as many, so that there are several */
+#define STRIDE 64 /* positions that share a table of angles: the query is rotated back to the first of them */
+#define RUN 512   /* most slots of a run; half as many in a short row, so that it has several runs */
 #define SHORT 2048
 #define MOST_PAGE 512
-#define MOST_BLOCKS 64 /* of a run: tokens that share parameters by channel */
+#define MOST_BLOCKS 64 /* most blocks of a run (tokens that share parameters per channel) */
 
 enum { NONE, TOKEN, CHANNEL };
 
 typedef int16_t pairs_of_shorts __attribute__((vector_size(4 * LANES)));
 
-/* A number of each row, head and channel. */
+/* A number per row, head and channel, with strides. */
 typedef struct {
     const float *numbers;
     int64_t row, head, channel;
 } Table;
 
-/* Keys or values. Channel c is field c / wide of word c % wide; a head with fewer words has no such channel. Of trellis-coded levels
-   words tell numbers by those before them, so they are put down first, one for each channel (`put_down`). */
+/* Keys or values. Channel c is field c / wide of word c % wide; a head with fewer words lacks the channels of the missing ones.
+   Trellis-coded levels depend on the words before, so they are first decoded to one number per channel (`put_down`). */
 typedef struct {
     const int16_t *words;
-    const int16_t *down;     /* numbers that were put down, those of the first page of a run; or NULL */
-    const int32_t *begins;   /* the first word of each head in a row that all share, and the last one's end; or NULL */
+    const int16_t *down;     /* decoded trellis levels of a run, from its first page on; or NULL */
+    const int32_t *begins;   /* first word of each head where all heads share a row, then the end of the last; or NULL */
     const uint16_t *numbers; /* parameters, scales before zero points: float16 */
-    const uint16_t *scales;  /* of the channels of each page: float16, or NULL */
-    const void *sizes;       /* of the tokens, in words of `size_bytes` bytes, 1 or 2; or NULL */
-    Table scale, zero;       /* of codes without parameters, where these are fixed */
-    int64_t page, head, word, field; /* strides of words; fields lie in the same word, but where numbers are put down */
+    const uint16_t *scales;  /* scales of the channels of each page: float16, or NULL */
+    const void *sizes;       /* sizes of the tokens, in words of `size_bytes` bytes, 1 or 2; or NULL */
+    Table scale, zero;       /* fixed scales and zero points of codes without parameters */
+    int64_t page, head, word, field; /* strides of words; `field` is 0 unless levels were decoded (`down`) */
     int64_t numbers_page, numbers_head, numbers_column;
     int64_t scales_page, scales_head, scales_channel;
     int64_t sizes_page, sizes_word;
     int32_t wide, channels, size_words, size_bytes, mode, groups, block, trellis, fields;
-    int32_t widths[16]; /* of fields */
-    int32_t masks[16];  /* of a field where it lies */
-    float units[16];   /* 2^-(its first bit) */
+    int32_t widths[16]; /* bits of each field */
+    int32_t masks[16];  /* of each field, not shifted */
+    float units[16];   /* 2^-(first bit) of each field */
 } Stream;
 
 typedef struct {
@@ -47,16 +47,16 @@ typedef struct {
     int64_t table_row;
     int32_t rows, heads, page, width, ahead;
     float softcap;
-    float *top, *mass, *mixed, *ahead_scores; /* of so many keys `ahead`, behind the slots that are attended */
+    float *top, *mass, *mixed, *ahead_scores; /* the last: scores of `ahead` keys behind the attended slots */
 } Asked;
 
-/* The pages of a run: their numbers, slots of each, and tokens of them all. */
+/* A run: its page numbers, how many pages, slots per page, and tokens in all. */
 typedef struct {
     const int32_t *pages;
     int count, page, tokens;
 } Run;
 
-/* The words of a page of a run, and how many a token has. */
+/* The words of the `number`-th page of a run; `*count` becomes the number of words that the head has of a token. */
 static const int16_t *words_at(const Stream *stream, const Run *run, int number, int head, int *count) {
     *count = stream->begins ? stream->begins[head + 1] - stream->begins[head] : stream->wide;
     if (stream->down) return stream->down + number * run->page;
@@ -64,7 +64,7 @@ static const int16_t *words_at(const Stream *stream, const Run *run, int number,
     return stream->words + run->pages[number] * stream->page + own;
 }
 
-/* Sizes of a page's tokens: 2^((i - 5) / 2), i four bits; head h in word h % words. */
+/* Sizes 2^((i - 5) / 2) of a page's tokens, i a field of four bits; that of head h is in word h % size_words. */
 static void sizes_at(const Stream *stream, int page, int head, int tokens, float *out) {
     int64_t own = page * stream->sizes_page + head % stream->size_words * stream->sizes_word;
     int first = 4 * (head / stream->size_words);
@@ -86,8 +86,8 @@ static void sizes_at(const Stream *stream, int page, int head, int tokens, float
     }
 }
 
-/* The numbers of the trellis-coded levels of a run's pages, [channels][RUN] with pages behind each other; u are the lowest bits of
-   the components before. Returns the stream of these numbers. */
+/* Decodes the trellis-coded levels of a run to `numbers [channels][RUN]`, page after page, and returns a stream of these numbers. u
+   is the lowest bit of a field; a level depends on those of the three components before. */
 static Stream put_down(const Stream *stream, const Run *run, int head, int16_t *numbers) {
     Stream found = *stream;
     for (int number = 0; number < run->count; number++) {

@@ -1,18 +1,18 @@
-/* Scores of keys before RoPE: codes are put together to keys for a few tokens at a time, which are turned and multiplied before they
-   leave the registers. */
+/* Scores of keys before RoPE: keys of a few tokens at a time are rebuilt from codes, rotated and multiplied by the query while they
+   are in registers. */
 
 #pragma once
 
 #include "streams.h"
 
 #ifdef __AVX512F__
-#define NEAR 4 /* channel pairs of keys that are put together at once */
+#define NEAR 4 /* channel pairs of keys that are rebuilt at once */
 #else
 #define NEAR 2
 #endif
-#define BATCH 2 /* vectors of tokens then */
+#define BATCH 2 /* vectors of tokens at once */
 
-/* Keys before RoPE, as `RopeTables` has them. */
+/* `RopeTables` of `packed_pages.py`. */
 typedef struct {
     const uint16_t *axes; /* float16 [heads][components][head_dim] */
     const float *size, *mean, *coarse, *fine;
@@ -20,7 +20,8 @@ typedef struct {
     int32_t head_dim, pairs;
 } Turn;
 
-/* `matrix [heads][components + 1 or 2][head_dim]` of keys before RoPE, and their angles [2][pairs][STRIDE]. */
+/* Prepares `matrix [components + 1 or 2][head_dim]` of a head, which maps codes to keys before RoPE (`turned_tile`); for head 0
+   also `angles`, cos and sin of positions 0 ... STRIDE - 1, [2][pairs][STRIDE]. */
 static void put_together(const Stream *keys, const Turn *turn, int head, float *matrix, float *angles) {
     int dim = turn->head_dim, components = keys->channels, pairs = turn->pairs;
     float *offset = matrix + (int64_t)components * dim, *last = offset + (keys->sizes ? dim : 0), size = turn->size[head];
@@ -39,14 +40,15 @@ static void put_together(const Stream *keys, const Turn *turn, int head, float *
     for (int at = 0; at < 2 * pairs * STRIDE && !head; at++) angles[at] = turn->fine[at % STRIDE * 2 * pairs + at / STRIDE];
 }
 
-/* Keys of codes: `matrix [components + more][head_dim]` times s c, then s where there are sizes, and 1; turned by their distance from
-   where the query was turned back to, `cos` and `sin [pairs][STRIDE]`, and multiplied with `query [ROWS][head_dim]`. */
+/* Scores of a tile: keys are `matrix [components + 1 or 2][head_dim]` times (s c, s, 1), or (c, 1) without sizes s. They are
+   rotated by `cos` and `sin [pairs][STRIDE]` of their distance from the position that the query was rotated back to, and multiplied
+   with `query [ROWS][head_dim]`. */
 static void turned_tile(const Stream *keys, const Turn *turn, const int16_t *words, int count, const float *matrix,
                         const float *sizes, const float *query, const float *cos, const float *sin, float *out, int stride,
                         int left) {
     static const int wide = BATCH * LANES;
     float tile[(MOST_CHANNELS + 2) * BATCH * LANES] __attribute__((aligned(64)));
-    const float *axes[MOST_CHANNELS + 2]; /* what a step of each number moves the channels */
+    const float *axes[MOST_CHANNELS + 2]; /* matrix row of each number */
     int own = 0, dim = turn->head_dim, pairs = turn->pairs;
     floats size[BATCH];
     for (int v = 0; v < BATCH; v++) size[v] = sizes ? load(sizes + v * LANES, left - v * LANES) : (floats){0} + 1;
@@ -119,7 +121,7 @@ static void turned_page(const Stream *keys, const Turn *turn, const Run *run, in
     if (keys->sizes) sizes_at(keys, run->pages[number], head, tokens, sizes);
     for (int at = 0; at < tokens; at += BATCH * LANES) {
         int here = (slot + at) % STRIDE;
-        if (!at || !here) { /* the query turned back to where this stretch of positions begins */
+        if (!at || !here) { /* rotate the query back to the last multiple of STRIDE */
             const float *cos = turn->coarse + (int64_t)((slot + at) / STRIDE) * 2 * pairs, *sin = cos + pairs;
             for (int r = 0; r < ROWS; r++) {
                 const float *from = query + r * dim;

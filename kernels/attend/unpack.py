@@ -2,14 +2,14 @@
 
 Below 2^-13 float16 numbers are evenly spaced: with less than 2^11 as its bits, a number is that many times 2^-24, the least
 one. So a word masked for a field that lies at bit b is **code * 2^(b - 24)**, exactly: one instruction (`lop3`) for two codes,
-and for fields above bit 10 a shift for several. Matrix instructions take such numbers as any others, and whoever multiplies by
-them has the power of two in the other factor or in the result.
+and for fields above bit 10 a shift for several. Matrix instructions accept such subnormal numbers, and the power of two is
+absorbed by the other factor or by the result.
 
-Where codes meet numbers of float16 one by one, which have no range for such powers, or where sums are to have all bits of
-float32, an exponent is set beside the field (BIASED). It says 2^(10-b), so that bit b counts as 1, and the number is **code +
-2^(10-b)**, exactly. The bias is taken away again, at an instruction for two codes (`codes_of`), or by whoever multiplies. What
-float32 sums round is a share of it, so that it is at most 64 (b is 4 or higher) beside codes of up to 4 bits, and 16 times as
-large as the codes of a wider field.
+Where codes are multiplied elementwise by float16 numbers, whose range such powers would exceed, or where sums need all bits of
+float32, an exponent is set beside the field (BIASED). With exponent 2^(10-b) bit b counts as 1, and the number is **code +
+2^(10-b)**, exactly. The bias is subtracted by one instruction for two codes (`codes_of`), or by the code that uses the products.
+Rounding errors of float32 sums grow with the bias, so it is kept small: at most 64 (b is 4 or higher) for codes of up to 4 bits,
+and 2^(bits + 4) for wider ones.
 
 | fields | shifts of a word | biased: shifts | bias |
 |---|---|---|---|
@@ -21,56 +21,56 @@ large as the codes of a wider field.
 | 6, 4, 3, 2, 1 | as it is, >> 10 | as it is, >> 6 | 2 ... 1024 |
 | 7, 5, 4 | as it is, >> 7 | as it is, >> 6 | 16 ... 1024 |
 
-The number of a trellis-coded level has one bit more than its field. `trellis_levels.py` puts this bit below where the field
-begins, in one word for the even planes and in another for the odd ones; only the first plane's takes an instruction more. `widths`
-of such words end with a 0.
+The number of a trellis-coded level has one bit more than its field. `trellis_levels.py` stores this bit directly below the field,
+in one word for the even planes and in another for the odd ones; only the first plane takes an instruction more. The `widths` of
+such words end with a 0.
 """
 
 import triton
 import triton.language as tl
 
-# The least number of float16 is 2 to the minus so much.
+# The least positive number of float16 is 2^-24.
 LEAST_EXPONENT = 24
 
 
 @triton.constexpr_function
 def plane_count(widths):
-    """Codes in a word."""
+    """Number of codes in a word."""
     return len(widths) - is_trellis(widths)
 
 
 @triton.constexpr_function
 def is_trellis(widths):
-    """Whether words are of trellis-coded levels: widths end with a 0."""
+    """Whether words hold trellis-coded levels: their widths end with a 0."""
     return widths[-1] == 0
 
 
 @triton.constexpr_function
 def are_codes(widths):
-    """Whether words hold codes; tokens as the model made them are one plane, of 16 bits."""
+    """Whether words hold codes; exact tokens are described as one plane of 16 bits."""
     return widths[0] < 16
 
 
 @triton.constexpr_function
 def level_bits(widths, plane):
-    """Bits of a plane's numbers."""
+    """Bits of a plane's numbers: of its codes, or of its trellis-coded levels."""
     return widths[plane] + is_trellis(widths)
 
 
 @triton.constexpr_function
 def begin_of(widths, plane):
-    """The lowest bit of a plane's field in its word; of a level's number, which is one below."""
+    """The lowest bit of a plane's field in its word; for trellis-coded levels that of the level's number, one bit below."""
     return sum(widths[:plane]) - is_trellis(widths)
 
 
 @triton.constexpr_function
 def field(widths, plane, biased):
-    """(shift of a word to the left, negative for the right; the lowest bit of the plane's number then).
+    """Return (left shift of the word, negative for a right shift; lowest bit of the plane's number after the shift).
 
-    The shifts are as few as can be. A field may be shifted by any amount of a stretch: of those that no shift serves yet, the
-    stretch that ends first needs one, which serves all that it can. As it is, a word costs nothing and serves first. Of the
-    shifts that will do, biased fields take the farthest to the left, which leaves the smallest bias, others the farthest to the
-    right, so that the powers of two of planes differ least.
+    The number of different shifts is minimised. Each field allows an interval of shifts. The unshifted word is used first because
+    it is free, then follows a greedy cover: the remaining interval that ends first gets a shift, which serves all intervals that
+    contain it. Of the shifts found that a field allows, a biased field takes the one farthest to the left, which gives the smallest
+    bias, any other field the one nearest to 0.
     """
     planes = range(plane_count(widths))
     begins, bits = [begin_of(widths, number) for number in planes], [level_bits(widths, number) for number in planes]
@@ -90,14 +90,15 @@ def field(widths, plane, biased):
 
 @triton.constexpr_function
 def first_parity(widths):
-    """Which word has the lowest bit of the first plane's level, at bit 15: 0 that of the even planes, 1 that of the odd ones. It is
-    the one without the last plane."""
+    """Which word holds the lowest bit of the first plane's level, at bit 15: that of the even planes (0) or that of the odd ones
+    (1). It is the word that does not need the last plane."""
     return plane_count(widths) % 2
 
 
 @triton.constexpr_function
 def shifted(word, shifts):
-    """Plane by plane, the farthest to the left first: PTX that shifts a `word` so, "" where it lies so, and where it lies then."""
+    """List (plane, PTX line that shifts `word` for it, register with the result), the farthest left shift first. The line is ""
+    where no new shift is needed."""
     found, held = [], 0
     for minus_shift, plane in sorted((-shift, plane) for plane, shift in enumerate(shifts)):
         shift, line = -minus_shift, ""
@@ -109,8 +110,8 @@ def shifted(word, shifts):
 
 @triton.constexpr_function
 def assembly(widths, biased):
-    """PTX for two words at once: $0 ... of the planes, two float16 numbers each, from the words in the operand behind them; of
-    levels from those of the even planes there, and from those of the odd ones in the operand behind that."""
+    """PTX that unpacks two words at once. Operands: $0 ... are the planes, two float16 numbers each, then the words; for
+    trellis-coded levels the words of the even planes, then those of the odd planes."""
     count, kinds, lines = plane_count(widths), 1 + is_trellis(widths), ["{", ".reg .b32 t;"]
     for kind in range(kinds):
         own = range(kind, count, kinds)
@@ -130,53 +131,54 @@ def assembly(widths, biased):
 
 @triton.constexpr_function
 def constraints(widths):
-    """Operands of `assembly`. The first planes are written before the words are read for the last time, hence the `&`."""
+    """Operand constraints of `assembly`. `&` (early clobber): planes are written before the words are read for the last time."""
     return "=&r," * plane_count(widths) + ("r,r" if is_trellis(widths) else "r")
 
 
 @triton.constexpr_function
 def shift_of(widths, plane, biased):
-    """How far to the left, negative for the right."""
+    """Left shift of a plane's word, negative for a right shift."""
     return field(widths, plane, biased)[0]
 
 
 @triton.constexpr_function
 def mask_of(widths, plane, biased):
-    """The bits of a plane's number after the shift; without the lowest one of the first level, which lies elsewhere."""
+    """Mask of a plane's number after the shift; for the first trellis-coded level without its lowest bit, which lies elsewhere."""
     apart = is_trellis(widths) and plane == 0
     return (1 << level_bits(widths, plane) - apart) - 1 << field(widths, plane, biased)[1] + apart
 
 
 @triton.constexpr_function
 def exponent_of(widths, plane, biased):
-    """Bits of the float16 number that a code of 0 becomes."""
+    """Bits of the float16 number that code 0 is unpacked to: the exponent if BIASED, else 0."""
     return 0x6400 - 0x400 * field(widths, plane, True)[1] if biased else 0
 
 
 @triton.constexpr_function
 def bias_of(widths, plane):
-    """What the numbers of a plane are larger than its codes where they are BIASED."""
+    """Difference between a plane's BIASED numbers and its codes."""
     return float(1 << 10 - field(widths, plane, True)[1])
 
 
 @triton.constexpr_function
 def unit_of(widths, plane, whole):
-    """What the numbers of a plane in `codes_of` are to its codes: a power of two; 1 for WHOLE ones, or tokens that are no codes."""
+    """Ratio of a plane's numbers in `codes_of` to its codes: a power of two; 1 for WHOLE codes and for exact tokens."""
     return 1.0 if whole or not are_codes(widths) else 2.0 ** (field(widths, plane, False)[1] - LEAST_EXPONENT)
 
 
 @triton.jit
 def _shifted(words, SHIFT: tl.constexpr):
-    """To the left, or to the right where SHIFT is negative."""
-    # No name for a shift: a name makes a constant of Python one of the device.
+    """Shift to the left, or to the right if SHIFT is negative."""
+    # SHIFT is used directly: assigned to a name, Triton would turn the Python constant into a device value.
     return words << SHIFT if SHIFT > 0 else words >> -SHIFT
 
 
 @triton.jit
 def unpacked(words, odd, WIDTHS: tl.constexpr, BIASED: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes of `words` int16, float16 as BIASED says, as a tuple; of trellis-coded levels the even ones, and of `odd` words,
-    which others do not have, the odd ones. With `PLAIN` by plain operations, the same bits: the interpreter runs no assembly. The
-    text is made while a kernel is compiled; made by its launch it costs as much as many launches.
+    """Unpack int16 `words` to a tuple of float16 planes, BIASED or not. For trellis-coded levels the even planes come from `words`
+    and the odd ones from `odd`, which other words do not use. PLAIN: use plain operations, with the same bits, for the interpreter,
+    which cannot run assembly. The assembly text is built at compile time: built at each launch it would cost as much as many
+    launches.
     """
     if PLAIN:
         found = ()
@@ -202,7 +204,7 @@ def unpacked(words, odd, WIDTHS: tl.constexpr, BIASED: tl.constexpr, PLAIN: tl.c
 
 @triton.jit
 def codes_of(words, odd, WIDTHS: tl.constexpr, WHOLE: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes of such words, float16: multiples of `unit_of` or, WHOLE, the codes themselves, at an instruction more for two."""
+    """Unpack words to float16 planes: codes times `unit_of` or, if WHOLE, the codes themselves (one more instruction for two)."""
     planes = unpacked(words, odd, WIDTHS, WHOLE, PLAIN)
     if WHOLE:
         found = ()

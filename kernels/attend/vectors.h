@@ -1,9 +1,10 @@
-/* Vectors of float32, and codes as they lie in words.
+/* Vectors of float32, and loads of codes from words.
 
-   A vector is a register. Tokens lie last, so it is `LANES` tokens of one channel. A field is masked where it lies in its word, and
-   the factor that it meets is divided by 2^(its first bit), which is exact: one operation fewer for every code.
+   A vector is a register with `LANES` tokens of one channel (tokens lie last in memory). A field is masked without a shift, and the
+   factor that it is multiplied by is divided by 2^(its first bit), which is exact: one operation fewer for every code.
 
-   `ROWS` is how many query rows a KV head has: a constant (`compiled.library_of_rows`), so that sums of all rows lie in registers. */
+   `ROWS`, the number of query rows of a KV head, is a constant (`compiled.library_of_rows`), so that sums of all rows stay in
+   registers. */
 
 #pragma once
 
@@ -15,7 +16,7 @@
 #else
 #define LANES 8
 #endif
-#define VECTORS 4 /* of a tile at most: its sums lie in registers, 32 of 16 numbers, or 16 of 8 */
+#define VECTORS 4 /* most vectors of a tile: its sums must fit the registers, 32 of 16 numbers, or 16 of 8 */
 #define MOST_CHANNELS 512
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -26,7 +27,7 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 #define INLINE __attribute__((always_inline)) static inline
 
-/* The first `left` numbers of a vector, and zeros; `LANES` or more are all there. */
+/* Loads the first `left` numbers of a vector, then zeros; all numbers if `left` is `LANES` or more. */
 INLINE floats load(const float *from, int left) {
     floats found = {0};
     if (left >= LANES)
@@ -43,7 +44,7 @@ INLINE void store(float *to, floats what, int left) {
         memcpy(to, &what, 4 * (size_t)left);
 }
 
-/* Codes of a vector of tokens, times 2^(first bit). */
+/* Codes of a vector of tokens, times 2^(first bit of the field). */
 INLINE floats codes_at(const int16_t *words, int32_t mask, int left) {
     shorts found = {0};
     if (left >= LANES)
@@ -53,8 +54,7 @@ INLINE floats codes_at(const int16_t *words, int32_t mask, int left) {
     return __builtin_convertvector(__builtin_convertvector(found, ints) & mask, floats);
 }
 
-/* Half precision as float32: its bits moved into place, and the exponent's bias put right by a product, which denormal numbers
-   survive. */
+/* Converts float16 to float32: shifts the bits, then corrects the exponent's bias by a multiplication, which keeps subnormals. */
 INLINE floats of_halves(const uint16_t *from, int left) {
     halves found = {0};
     if (left >= LANES)
@@ -74,7 +74,7 @@ INLINE float of_half(uint16_t bits) {
     return bits & 0x8000 ? -size : size;
 }
 
-/* e^x of -87 ... 88, less than 2 units in the last place off; below -87 what -87 gives. */
+/* e^x for x from -87 to 88, with an error below 2 ulp; smaller x give e^-87. */
 INLINE floats exp_of(floats x) {
     ints low = x < -87.0f;
     x = (floats)(((ints)x & ~low) | ((ints)((floats){0} - 87.0f) & low));

@@ -1,11 +1,11 @@
-"""What outliers of rows' segments, listed by channel, add to the parts of a softmax that attention's kernel has left.
+"""Triton kernel that adds outliers of values in lists of whole segments, sorted by channel (`RowLists`), to softmax parts.
 
-A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It goes through
-the stretches that the run lies in, two at a time, a warp each. Of each it makes weights of the part's scores and its top, and puts
-them into memory, token by token. Lanes then walk along the outliers of the stretch that they were dealt (`row_lists.py`), pick the
-weights of each, and add up until another channel begins. Channels lie in their order, so a channel that a lane both begins and ends
-is nobody else's; only the first and the last of each lane may go on in others, and these are joined behind the stretch. Sums have
-one order.
+A program handles one part: a KV head of one row, a block of query rows and a run of tokens. It loops over the stretches that
+contain the run, two at a time, one per warp. For each it computes weights from the part's scores and its `top` and stores them to
+scratch memory, token by token. Each lane then loops over its share of the stretch's outliers (`row_lists.py`), loads the weights
+of each and accumulates until the channel changes. Entries are sorted by channel, so a channel that begins and ends within a lane
+belongs to that lane alone; only the first and the last channel of a lane may continue in other lanes, and these sums are combined
+after the stretch. The order of sums is fixed.
 """
 
 import triton
@@ -15,10 +15,10 @@ from calib.kernels.outliers.mixture_kernel import LOG2E, add_to_part
 from calib.kernels.outliers.row_lists import LANES as OF_STRETCH
 from calib.kernels.outliers.score_kernel import index_of, own_piece, token_at
 
-# Outliers of a lane that are read together, and tokens whose weights are made together.
+# Outliers of a lane that are read at once, and tokens whose weights are computed at once.
 AT_ONCE, TOGETHER = tl.constexpr(4), tl.constexpr(128)
 
-# How often the lanes of a stretch are doubled from one.
+# Base-2 logarithm of the lanes of a stretch.
 DOUBLINGS = tl.constexpr(OF_STRETCH.bit_length() - 1)
 
 UNFIXED = ["heads", "query_rows", "slots", "first", "run"]
@@ -32,7 +32,7 @@ def list_mixtures(
     RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     SPAN: tl.constexpr, LANES: tl.constexpr, STRETCHES: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """`run` tokens of a part, counted as if pages had PADDED; slot 0 is the segment's token `first`."""
+    """Update MIXED. A part has `run` tokens, counted as if every page had PADDED slots; slot 0 has the segment's token `first`."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     base = of_row.to(tl.int64) * query_rows
@@ -43,7 +43,7 @@ def list_mixtures(
     valid = rows < query_rows
     top = tl.load(TOP + part + rows, mask=valid, other=0.0)
 
-    # Weights of the stretches' tokens, sums of their channels, and what lanes have of their first channel.
+    # Scratch memory: weights of the stretches' tokens, sums of channels, and each lane's sum of its first channel.
     SUMS_AT: tl.constexpr = STRETCHES * SPAN * M
     WEIGHTS = PLACED + own_piece() * (SUMS_AT + STRETCHES * (DP + LANES) * M)
     SUMS = WEIGHTS + SUMS_AT
@@ -77,7 +77,7 @@ def list_mixtures(
         entry = at + lane
         index, delta = of_lane(INDEX, DELTA, entry, end, LANES)
         for _ in range(0, tl.max(end - at, 0), LANES * AT_ONCE):
-            # All are read before anything is written; the next turn's entries while this turn's weights are on their way.
+            # All weights are read before anything is stored; the next entries are loaded while these weights arrive.
             owners, products = (), ()
             for turn in tl.static_range(AT_ONCE):
                 inside = entry + turn * LANES < end
@@ -110,7 +110,7 @@ def list_mixtures(
 
 @triton.jit
 def of_lane(INDEX, DELTA, entry, end, LANES: tl.constexpr):
-    """AT_ONCE entries of each lane from its `entry` on: indices and distances, of which those behind the `end` are 0."""
+    """Load indices and deltas of AT_ONCE entries of each lane from its `entry` on; 0 behind the `end`."""
     indices, deltas = (), ()
     for turn in tl.static_range(AT_ONCE):
         inside = entry + turn * LANES < end
@@ -123,7 +123,7 @@ def of_lane(INDEX, DELTA, entry, end, LANES: tl.constexpr):
 def put_weights(
     WEIGHTS, SCORES, top, base, rows, of_block, valid, from_slot, begin, stop, slots, M: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Of SPAN tokens from a slot on; those of slots that are not `begin` ... `stop` are 0."""
+    """Store the weights of SPAN tokens from slot `from_slot` on; 0 for slots outside `begin` ... `stop` - 1."""
     SOME: tl.constexpr = min(TOGETHER, SPAN)
     for piece in tl.static_range(0, SPAN, SOME):
         tokens = piece + tl.arange(0, SOME)
@@ -138,8 +138,9 @@ def put_weights(
 def add_lanes(
     SUMS, channel, total, lanes, of_block, M: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Adds to the sums of channels what COUNT lanes have of them; those of -1 have nothing. Channels lie in their order, so lanes
-    of one are neighbours, and each takes what its channel has 1, 2, 4, ... lanes before it: the last of them has all."""
+    """Add the sums `total` of COUNT lanes to the sums of their `channel` (-1: none). Channels are sorted, so lanes of one channel
+    are
+    neighbours: a segmented scan adds the sums 1, 2, 4, ... lanes before, and the last lane of a channel has its total."""
     for number in tl.static_range(DOUBLINGS):
         before = tl.maximum(lanes - (1 << number), 0)
         same = (tl.gather(channel, before, 0) == channel) & (lanes >= (1 << number))

@@ -1,8 +1,8 @@
-"""What outliers of rows' segments, listed by token, add to scores: a bias that attention's kernel takes.
+"""Triton kernel for the bias of scores by outliers of keys in lists of whole segments, sorted by token (`RowLists`).
 
-A program owns one KV head of one row, a block of query rows and a run of tokens. It puts its query into memory, channel by channel,
-where its multiprocessor's cache keeps it. A lane owns a token of a tile, walks along the token's outliers, and picks for each what
-all query rows have in its channel. A tile takes as many turns as its fullest token has outliers.
+A program handles one KV head of one row, a block of query rows and a run of tokens. It stores its query to scratch memory, channel
+by channel, where it stays in the L1 cache. Each lane handles a token of a tile: it loops over the token's outliers, and for each
+loads the query rows' numbers in its channel. A tile takes as many iterations as its token with the most outliers.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from calib.kernels.outliers.score_kernel import index_of, own_piece
 
-# Outliers of a token that are read together.
+# Outliers of a token that are read at once.
 AT_ONCE = tl.constexpr(8)
 
 UNFIXED = ["heads", "query_rows", "slots", "first", "run", "entries"]
@@ -23,7 +23,8 @@ def list_scores(
     scale_row, scale_head, scale_channel, list_record, starts_record, starts_head, begins_record, begins_head,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """`run` tiles of BN tokens; slot 0 is the segment's token `first`. A list has room for so many `entries`."""
+    """Store BIAS `[rows, heads, query_rows, slots]`. A program handles `run` tiles of BN tokens; slot 0 has the segment's token
+    `first`. `entries`: length of a list."""
     part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = of_row // heads, of_row % heads
     base = of_row.to(tl.int64) * query_rows
@@ -55,7 +56,7 @@ def list_scores(
         token, there = first + slot, slot < used
         stretch = tl.load(STARTS + token // SPAN, mask=there, other=0)
         at = stretch + index_of(BEGINS + token, there)
-        # Behind a stretch's last token the next stretch begins.
+        # The last token of a stretch ends where the next stretch begins.
         end = tl.load(STARTS + (token + 1) // SPAN, mask=there, other=0) + index_of(BEGINS + token + 1, there)
         end = tl.minimum(end, entries)
         product = tl.zeros([BN, M], tl.float32)

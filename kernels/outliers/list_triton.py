@@ -1,4 +1,4 @@
-"""Launches the kernels of rows' lists: in how many programs, and what of memory each has."""
+"""Launch the kernels for lists of whole segments (`RowLists`): which lists they support, grids and scratch memory."""
 
 from functools import lru_cache
 
@@ -12,16 +12,17 @@ from calib.kernels.outliers.list_mixture_kernel import list_mixtures
 from calib.kernels.outliers.list_score_kernel import list_scores
 from calib.kernels.outliers.row_lists import LANES, RowLists, span_of
 
-# Query rows of a program at most, tokens of a tile of scores, and tiles of a program at least.
+# Most query rows of a program, tokens of a tile of scores, and least tiles of a program.
 ROWS, TOKENS, TILES = 16, 32, 4
 
-# Programs of scores of a multiprocessor, each of one warp: no two lanes wait for each other. And stretches that a program of
-# mixtures goes through at once, a warp each: attention starts eight programs, and more would not find their weights in the cache.
+# Programs of the score kernel per multiprocessor, each of one warp, which needs no barriers. Stretches that a program of the
+# mixture
+# kernel handles at once, a warp each: attention starts eight programs, and the weights of more would not fit the cache.
 PROGRAMS, STRETCHES = 32, 2
 
 
 def supports(lists: RowLists) -> bool:
-    """Whether the kernels take these numbers, which lie side by side."""
+    """Whether the kernels support these lists: contiguous entries, delta float16 or float32, index uint8 or int16."""
     held = (lists.delta, lists.index, lists.starts, *([] if lists.begins is None else [lists.begins]))
     if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in held):
         return False
@@ -31,7 +32,7 @@ def supports(lists: RowLists) -> bool:
 def scores_of(
     query: Tensor, lists: RowLists, used: Tensor, slots: int, scale: float, map_scale: Tensor | None
 ) -> Tensor:
-    """See `operation.scores_of`."""
+    """`operation.scores_of` for lists of whole segments of keys."""
     rows, heads, asked, channels = query.shape
     assert lists.begins is not None, "lists of values"
     constants = score_constants(asked, channels)
@@ -63,7 +64,7 @@ def add_to_mixtures(
     channels: int,
     map_scale: Tensor | None,
 ) -> None:
-    """See `triton.add_to_mixtures`."""
+    """`triton.add_to_mixtures` for lists of whole segments of values."""
     top, mixed = parts
     rows, heads, splits, asked = top.shape
     ranked = 0 if vectors is None else vectors.shape[2]
@@ -81,12 +82,12 @@ def add_to_mixtures(
 
 
 def score_constants(asked: int, channels: int) -> dict[str, int]:
-    """Of the kernel of scores."""
+    """Constants of `list_scores`."""
     return {"D": channels, "DP": _padded(channels), "M": _block(asked), "BN": TOKENS, "SPAN": span_of(channels)}
 
 
 def mixture_constants(asked: int, channels: int, ranked: int, columns: int, page: int, turn: int) -> dict[str, int]:
-    """Of the kernel of mixtures, parts of which are whole turns of `turn` tokens."""
+    """Constants of `list_mixtures`; a part consists of whole turns of `turn` tokens."""
     sizes = {"D": channels, "DP": _padded(channels), "M": _block(asked), "SPAN": span_of(channels), "LANES": LANES}
     return sizes | {
         "STRETCHES": STRETCHES,
@@ -99,19 +100,19 @@ def mixture_constants(asked: int, channels: int, ranked: int, columns: int, page
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; eight elsewhere."""
+    """Number of multiprocessors of a GPU; 8 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
-    """Of rows, heads and channels; what is the same for all has a stride of 0."""
+    """Row, head and channel strides; 0 along axes of size 1."""
     if scale is None:
         return 0, 0, 0
     return tuple(0 if scale.ndim < axis or scale.shape[-axis] == 1 else scale.stride(-axis) for axis in (4, 3, 1))
 
 
 def vector_strides(vectors: Tensor | None) -> tuple[int, int]:
-    """Of rows, which may share vectors, and of heads."""
+    """Row and head strides of vectors; 0 for rows if all share them."""
     return (0, 0) if vectors is None else (0 if vectors.shape[0] == 1 else vectors.stride(0), vectors.stride(1))
 
 
@@ -124,14 +125,15 @@ def _padded(channels: int) -> int:
 
 
 def _room(grid: tuple[int, int, int], each: int, device: torch.device) -> Tensor:
-    """So many numbers of every program's own."""
+    """Scratch memory: `each` float32 numbers for every program."""
     return torch.empty(grid[0] * grid[1] * grid[2] * each, dtype=torch.float32, device=device)
 
 
 def _compiled(
     kernel: object, constants: dict[str, object], warps: int, codes: int, most: float, spilled: int = 0
 ) -> Specialisation:
-    """At most so many instructions of a lane for one of `codes` in a turn of the longest loop, where there is no map."""
+    """Specialisation without a map, with at most `most` instructions for each of `codes` elements in an iteration of the longest
+    loop."""
     constants |= {"SCALE": None}
     names = [name for name in kernel.arg_names if name not in constants]  # type: ignore[attr-defined]
     strides = ("_record", "_head", "_row")
@@ -144,12 +146,12 @@ def _compiled(
 
 
 def _scores(most: float, asked: int = 4, channels: int = 128) -> Specialisation:
-    """Of tiles in which no token has more than `AT_ONCE` outliers."""
+    """Specialisation of `list_scores`; costs are per element of tiles in which no token has more than `AT_ONCE` outliers."""
     return _compiled(list_scores, dict(score_constants(asked, channels)), 1, TOKENS * channels, most)
 
 
 def _mixtures(most: float, asked: int = 4, channels: int = 128, ranked: int = 4, spilled: int = 0) -> Specialisation:
-    """Of stretches in which no lane has more."""
+    """Specialisation of `list_mixtures`; costs are per element of stretches in which no lane has more than `AT_ONCE` outliers."""
     constants = mixture_constants(asked, channels, ranked, channels + ranked, 64, 64)
     codes = STRETCHES * constants["SPAN"] * channels
     return _compiled(list_mixtures, dict(constants), STRETCHES, codes, most, spilled)

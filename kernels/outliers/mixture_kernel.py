@@ -1,10 +1,9 @@
-"""What outliers among values, and coefficients of vectors, add to the parts of a softmax that attention's kernel has left.
+"""Triton kernel that adds outliers and low-rank terms of values (`PageTerms`) to the softmax parts of attention's kernel.
 
-A program owns one part: a KV head of one row, a block of query rows and the run of tokens that the part is of. It makes weights of
-the part's scores and its top, writes the outliers of a tile of tokens where they belong into a matrix of channels x tokens, a piece
-of memory of its own, reads that back, adds its product with the weights to the part's mixture, which nobody else touches, and
-writes zeros in the same cells.
-Whatever joins the parts then joins all that tokens are.
+A program handles one part: a KV head of one row, a block of query rows and a run of tokens. It computes weights from the part's
+scores and its `top`, scatters the outliers of a tile of tokens into a dense matrix of channels x tokens in its own scratch memory,
+reads the matrix back, adds its product with the weights to the part's mixture, and sets the same cells to zero. No other program
+writes to that mixture. The parts are merged afterwards as usual.
 """
 
 import triton
@@ -13,7 +12,7 @@ import triton.language as tl
 from calib.kernels.outliers.score_kernel import factors, index_of, own_piece, placed_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Outliers of a lane that are read together.
+# Outliers of a lane that are read at once.
 AT_ONCE = tl.constexpr(5)
 
 UNFIXED = ["heads", "query_rows", "slots", "table_row", "run"]
@@ -29,8 +28,9 @@ def mixture_terms(
     D: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """`run` tokens of a part, counted as if pages had PADDED. A row of MIXED has COLUMNS: behind D channels the mixtures of RANKED
-    coefficients, of VECTORS that all tokens of a row share. Tokens have RANK others, of their page's BASIS."""
+    """Update MIXED. A part has `run` tokens, counted as if every page had PADDED slots. A row of MIXED has COLUMNS numbers: D
+    channels, then the mixtures of RANKED coefficients, whose VECTORS all tokens of a row share. RANK further coefficients of a
+    token belong to the BASIS of its page."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     base = of_row.to(tl.int64) * query_rows
@@ -68,9 +68,9 @@ def mixture_terms(
                 held = tl.minimum(
                     tl.minimum(BN, PAGE + position * PADDED - start), used - position * (PAGE - PADDED) - start
                 )
-                # Zeros of the tile before are written before its own outliers are.
+                # The zeros of the tile before must be stored before this tile's outliers.
                 tl.debug_barrier()
-                # All are read before one is written; the cells of these need not be looked up again for the zeros.
+                # The first outliers are all read before one is stored; their cells are kept for the zeros.
                 cells, deltas = (), ()
                 for number in tl.static_range(AT_ONCE):
                     at = AT_ONCE * lanes + number
@@ -104,7 +104,8 @@ def add_to_part(
     scale_row, scale_head, scale_channel, vectors_row, vectors_head,
     RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a part's mixture `added [DP, M]`, and what the mixtures of coefficients behind its channels are."""
+    """Add `added [DP, M]` to a part's mixture, and the product of VECTORS with the mixtures of coefficients behind its channels;
+    both times SCALE, if given."""
     for j in tl.static_range(RANKED):
         ranked = tl.load(MIXED + rows * COLUMNS + (D + j), mask=valid, other=0.0)
         vector = VECTORS + row * vectors_row + head * vectors_head + j * D + channels
@@ -122,7 +123,7 @@ def put_outliers(
     PLACED, cells, deltas, DELTA, INDEX, of_tokens, lanes, held, before,
     WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's first outliers, `deltas`, to their `cells`, and then those behind them. CLEARED: zeros there instead."""
+    """Store a tile's outliers: the first ones, `deltas`, to their `cells`, then the rest. CLEARED: store zeros instead."""
     zeros = tl.zeros([LANES], DELTA.dtype.element_ty)
     for number in tl.static_range(AT_ONCE):
         tl.store(PLACED + cells[number], zeros if CLEARED else deltas[number], mask=cells[number] >= 0)
@@ -137,8 +138,8 @@ def put_outliers(
 def outliers(
     DELTA, INDEX, of_tokens, at, held, before, WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Of the outliers `at` of a tile, which has `held` tokens: their cells in a matrix of channels x tokens, -1 of those that are
-    other heads' and those that add nothing, and their distances."""
+    """Load the outliers with numbers `at` of a tile with `held` tokens: their cells in the matrix of channels x tokens, -1 for
+    those of other heads and unused ones, and their deltas."""
     inside = at < held * WIDE
     channel = index_of(INDEX + of_tokens + at, inside) - before
     delta = tl.load(DELTA + of_tokens + at, mask=inside, other=0.0)

@@ -1,7 +1,7 @@
-"""What tokens in pages are beside their codes, met without a copy of a page, where a kernel takes it: on a GPU.
+"""Attention terms of outliers and per-page low-rank factors (GEAR) that pages store besides codes; Triton kernels on a GPU only.
 
-What lies among keys is a bias of scores. What lies among values is added to the parts that attention has left, by attention's own
-launch function (`kernels/attend`). For what is not `supported` callers read tiles (`reference.py`)."""
+Those of keys give a bias of the scores. Those of values are added to the parts of the softmax, by attention's launch function
+(`kernels/attend`). Where `supported` is False callers compute the terms tile by tile (`reference.py`)."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ __all__ = ["PageTerms", "scores_of", "supported"]
 
 
 def supported(terms: PageTerms, channels: int, device: torch.device) -> bool:
-    """Whether kernels take these terms, or none, of tokens of so many channels on `device`."""
+    """Whether the kernels support these terms for tokens of `channels` channels on `device`."""
     if not prefers_triton(device):
         return False
     from calib.kernels.outliers import triton
@@ -30,11 +30,17 @@ def scores_of(
     scale: float = 1.0,
     map_scale: Tensor | None = None,
 ) -> Tensor:
-    """What `terms` that are supported add to scores: float32 `[rows, kv_heads, R, slots]`, of slots that are not `used` anything.
+    """Bias that the keys' `terms` (`supported`) add to scores: float32 `[rows, kv_heads, R, slots]`, undefined for unused slots.
 
-    `query [rows, kv_heads, R, D]`, of any float dtype, times `scale` and, channel by channel, times `map_scale`, of any float dtype
-    and `[rows or 1, kv_heads or 1, 1, D or 1]` or without the first axes. Slots lie in the pages, int32 `[rows, n]`, of `table`,
-    `page` in each, `used` int32 `[rows]` of them. The same numbers at each call.
+    Args:
+        query: `[rows, kv_heads, R, D]`, any float dtype.
+        table, used: page numbers, int32 `[rows, n]`, and number of slots in use, int32 `[rows]`.
+        page: slots per page.
+        scale: factor of the query.
+        map_scale: factor of each channel of the query, any float dtype, `[rows or 1, kv_heads or 1, 1, D or 1]` or without leading
+            axes; or None.
+
+    The result is deterministic.
     """
     from calib.kernels.outliers import triton
 

@@ -1,31 +1,31 @@
-"""The few entries of a matrix that stick out (GEAR, arXiv:2403.05527, eq. 4): finding them, and products with them alone.
+"""Find the outliers of a matrix (GEAR, arXiv:2403.05527, eq. 4), and multiply with them as a sparse matrix.
 
-A row of N numbers has `count` outliers at each end: what is stored is rectangular whatever the data are. `extremes` ranks a
-row; `first_beyond` compares with thresholds that are known beforehand, which needs no order at all; `farthest_beyond` ranks what
-lies beyond such thresholds (KVQuant, arXiv:2401.18079, section 3.4).
+A row of N numbers has `count` outliers at each end, a fixed number, so that they are stored in rectangular tensors. `extremes`
+takes the largest and smallest entries of a row; `first_beyond` takes the first entries beyond known thresholds, without sorting;
+`farthest_beyond` takes the entries farthest beyond such thresholds (KVQuant, arXiv:2401.18079, section 3.4).
 
-Attention meets outliers as a sparse matrix of E entries (source, target, delta): y[target] += x[source] * delta. For keys x
-is the query and y a bias of the logits; for values x is the attention weights and y the output.
+In attention, outliers are a sparse matrix of E entries (source, target, delta): y[target] += x[source] * delta. For keys x is the
+query and y a bias of the logits; for values x is the attention weights and y the output.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Products in memory at once.
+# Most products in memory at once.
 TILE_ELEMENTS = 2**22
 
-# Entries that are counted together: as many bytes as there are in a word.
+# Entries that are counted together: the bytes of a 64-bit word.
 RUN = 8
 
 
 def extremes(x: Tensor, count: int) -> Tensor:
-    """int64 `[..., 2 count]`: the positions of the `count` largest and then the `count` smallest entries of `x [..., N]`.
+    """Positions of the `count` largest and then the `count` smallest entries of `x [..., N]`: int64 `[..., 2 count]`.
 
-    No entry is named twice (2 count <= N); of equal ones any.
+    No position occurs twice (2 count <= N). Ties are broken arbitrarily.
     """
     top = x.topk(count, sorted=False).indices
-    # An entry of a constant row is among the largest and the smallest: the second search must not meet it again.
+    # In a constant row an entry could be among the largest and the smallest: exclude the largest from the second search.
     bottom = x.scatter(-1, top, torch.inf).topk(count, largest=False, sorted=False).indices
     return torch.cat([top, bottom], -1)
 
@@ -33,15 +33,15 @@ def extremes(x: Tensor, count: int) -> Tensor:
 def first_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first `count` entries of `x [..., N]` above `high` and the first `count` below `low`, by position.
 
-    `low`, `high` broadcast against `x`. Returns positions int64 `[..., 2 count]` (0 in a slot that found none), which slots are
-    in use, and how many further entries there are, int64 in all.
+    `low`, `high` broadcast against `x`. Returns positions int64 `[..., 2 count]` (0 if unused), which of them are used, bool, and
+    the total number of further entries beyond the thresholds, int64 `[]`.
     """
     sides, overflowed_outliers = [], torch.zeros((), dtype=torch.int64, device=x.device)
     wanted = torch.arange(1, count + 1, dtype=torch.int32, device=x.device).expand(*x.shape[:-1], count).contiguous()
     missing = -x.shape[-1] % RUN
     for beyond in (x > high, x < low):
-        # The j-th of them lies in the run of entries in which the count so far reaches j: a search in short rows, then a
-        # look at one run; no order, no scatter, no wait.
+        # The j-th such entry lies in the run of entries in which the cumulative count reaches j. So a search among the runs and
+        # then within one run finds it, without a sort, a scatter or a synchronisation.
         beyond = F.pad(beyond, (0, missing)) if missing else beyond
         reached = run_counts(beyond).cumsum(-1, dtype=torch.int32).contiguous()
         run = torch.searchsorted(reached, wanted)
@@ -57,10 +57,10 @@ def first_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tens
 
 
 def farthest_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` entries of `x [..., N]` that lie farthest above `high` or below `low`; of equally far ones any.
+    """The `count` entries of `x [..., N]` that lie farthest above `high` or below `low`; ties are broken arbitrarily.
 
-    `low`, `high` broadcast against `x`. Returns positions int64 `[..., count]` (0 in a slot that found none), which slots are in
-    use, and how many further entries there are, int64 in all.
+    `low`, `high` broadcast against `x`. Returns positions int64 `[..., count]` (0 if unused), which of them are used, bool, and the
+    total number of further entries beyond the thresholds, int64 `[]`.
     """
     beyond = torch.maximum(x - high, low - x)
     distance, positions = beyond.topk(count, sorted=False)
@@ -69,16 +69,17 @@ def farthest_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[T
 
 
 def in_order(tokens: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists `[..., n]` of tokens, whole numbers that no entry but an unused one (token 0, distance 0) shares, and of their
-    distances: by token, unused entries last."""
+    """Sort lists `[..., n]` of tokens and their `delta` by token, unused entries (token 0, delta 0) last. No token may occur twice,
+    except in unused entries."""
     unused = (tokens == 0) & (delta == 0)
     order = tokens.long().masked_fill(unused, torch.iinfo(torch.int64).max).argsort(-1)
     return tokens.gather(-1, order), delta.gather(-1, order)
 
 
 def run_counts(marked: Tensor) -> Tensor:
-    """How many of each `RUN` neighbours are marked: bool `[..., N]` -> `[..., N / RUN]`; eight bytes are added as one word."""
-    if marked.is_contiguous():  # a word's highest byte gathers the sum of all
+    """Count the marked entries of each run of `RUN` neighbours: bool `[..., N]` -> `[..., N / RUN]`. Eight bytes are added as one
+    64-bit word."""
+    if marked.is_contiguous():  # the multiplication adds up all bytes in the highest one
         words = marked.flatten().view(torch.int64).view(*marked.shape[:-1], -1)
         return (words * 0x0101010101010101) >> 56
     across = marked.mT
@@ -89,7 +90,8 @@ def run_counts(marked: Tensor) -> Tensor:
 
 
 def sparse_product(x: Tensor, source: Tensor, target: Tensor, delta: Tensor, size: int) -> Tensor:
-    """y[..., target_e] += x[..., source_e] * delta_e: `x [rows, n, A]`, entries `[rows, E]` -> float32 `[rows, n, size]`."""
+    """Sparse product y[..., target_e] += x[..., source_e] * delta_e over entries e: `x [rows, n, A]`, entries `[rows, E]` ->
+    `[rows, n, size]` in the dtype of x."""
     found = x.new_zeros(*x.shape[:2], size)
     step = max(1, TILE_ELEMENTS // max(1, delta.numel()))
     for at in range(0, x.shape[1], step):

@@ -1,13 +1,13 @@
-"""Outliers of rows' whole segments as attention reads them: one list of all heads', keys' by token, values' by channel.
+"""Outliers of a row's whole segment as one list for all heads, sorted as attention reads it: keys by token, values by channel.
 
-Attention adds up what the outliers of each key's token are, and of each value's channel; so these lie side by side, whatever rule
-has chosen them. A segment is cut into stretches of `span_of` tokens, and a list goes through one head after the other, stretch by
-stretch. `starts` says where a stretch of a head begins.
+Attention sums over the outliers of each token (keys) or of each channel (values), so these are stored together. A segment is
+divided into stretches of `span_of` tokens; a list has head after head, and within a head stretch after stretch. `starts` has the
+offset of each stretch.
 
-Keys': token by token. An index is a channel, and `begins` says where each token's are.
-Values': channel by channel, and of each by token. Channels may have very different numbers of outliers, and one program meets a
-stretch: its lanes get as many entries each, neighbours in that order, and entries lie as lanes read them, the first of all lanes,
-then the second. An index is a channel and a token of the stretch, 16 bits together.
+Lists of keys are sorted by token. An index is a channel, and `begins` has the offset of each token.
+Lists of values are sorted by channel, then by token. Channels may have very different numbers of outliers, and a program handles a
+stretch: each lane gets the same number of consecutive entries, which are stored in the order in which lanes read them, the first
+entries of all lanes, then the second, and so on. An index combines a channel and a token of the stretch in 16 bits.
 """
 
 from collections.abc import Mapping
@@ -16,27 +16,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Lanes that a stretch of values is dealt to, and tokens of a stretch at most.
+# Lanes that share the entries of a stretch of values, and most tokens of a stretch.
 LANES, LONGEST = 32, 512
 
 
 def span_of(channels: int) -> int:
-    """Tokens of a stretch: a power of two, as many as 16 bits tell apart beside a channel."""
+    """Tokens of a stretch: the largest power of two, `LONGEST` at most, so that a channel and a token fit 16 bits together."""
     return min(LONGEST, 2 ** (16 - (channels - 1).bit_length()))
 
 
 @dataclass(frozen=True)
 class RowLists:
-    """One stream's, as they lie in the records of rows.
+    """Lists of one stream (keys or values), one list per record (page with the parameters of a row's first segment).
 
     Args:
-        delta: distances, float16 or float32 `[records, 1, 1, E]`; unused ones are behind all others.
-        index: of the same shape, in as few bytes as channels need; of values int16 without a sign, channel * span + token.
-        starts: int32 `[records, kv_heads, 1, stretches + 1]`, where in the list each stretch of a head begins, and the head ends.
-        begins: of keys, int16 without a sign `[records, kv_heads, 1, tokens + 1]`: how far behind the start of its stretch a token
-            begins. None: they are values'.
-        records: int32 `[rows]`, the rows' numbers; None: a row's is the record of its number.
-        first: the segment's token that lies in slot 0.
+        delta: what each outlier adds to the decoded element, float16 or float32 `[records, 1, 1, E]`; unused entries come last.
+        index: of the same shape; for keys the channel, in as few bytes as channels need, for values channel * span + token as
+            unsigned int16.
+        starts: offset in the list of each stretch of a head, and the head's end, int32 `[records, kv_heads, 1, stretches + 1]`.
+        begins: for keys, offset of each token from the start of its stretch, unsigned int16 `[records, kv_heads, 1, tokens + 1]`;
+            None for values.
+        records: record number of each row, int32 `[rows]`; None: row i has record i.
+        first: number in the segment of the token in slot 0.
     """
 
     delta: Tensor
@@ -49,7 +50,7 @@ class RowLists:
 
 @dataclass(frozen=True)
 class Entries:
-    """Outliers one by one, tensors of one shape; those at a distance of 0 are unused, and may be anywhere."""
+    """Unsorted outliers as tensors of one shape; entries with delta 0 are unused and may be anywhere."""
 
     head: Tensor
     token: Tensor
@@ -58,7 +59,7 @@ class Entries:
 
 
 def by_token(found: Entries, heads: int, tokens: int, channels: int) -> dict[str, Tensor]:
-    """`found [E]`, of one segment, as the fields `delta [1, 1, 1, E]` and so on of keys' `RowLists`; indices int64."""
+    """Sort the outliers `found [E]` of one segment of keys; return the fields of `RowLists` by name, with int64 indices."""
     lines = found.head * tokens + found.token
     order, counts = _sorted(lines * channels + found.channel, lines, found.delta, heads * tokens)
     ends = counts.cumsum(0).view(heads, tokens)
@@ -70,7 +71,7 @@ def by_token(found: Entries, heads: int, tokens: int, channels: int) -> dict[str
 
 
 def by_channel(found: Entries, heads: int, tokens: int, channels: int) -> dict[str, Tensor]:
-    """The same as the fields of values' `RowLists`."""
+    """As `by_token`, for a segment of values."""
     span = span_of(channels)
     stretches = -(-tokens // span)
     lines = found.head * stretches + found.token // span
@@ -88,12 +89,12 @@ def by_channel(found: Entries, heads: int, tokens: int, channels: int) -> dict[s
 
 
 def numbers_of(lists: Mapping[str, Tensor], channels: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What is in the fields of segments of up to so many tokens, entry by entry `[segments, E]`: head * tokens + token, head *
-    channels + channel, both int64, and the distance, which is 0 behind a list's end."""
+    """Unpack the fields of segments of up to `tokens` tokens: for each entry, `[segments, E]`, head * tokens + token and head *
+    channels + channel, both int64, and delta, which is 0 behind a list's end."""
     delta, index = lists["delta"].flatten(1), _unsigned(lists["index"].flatten(1))
     shift = span_of(channels).bit_length() - 1  # spans are powers of two
     begins, lines = _begins(lists, shift)
-    # An entry lies in the last line that has begun, by a count of begins.
+    # An entry belongs to the last line that begins at or before it: a cumulative count of beginnings gives its number.
     begun = torch.zeros(len(delta), delta.shape[1] + 1, dtype=torch.int64, device=delta.device)
     line = begun.scatter_add_(1, begins, torch.ones_like(begins))[:, :-1].cumsum(1).sub_(1).clamp_min_(0)
     head = torch.arange(begins.shape[1] // lines, device=delta.device)[:, None]
@@ -106,7 +107,7 @@ def numbers_of(lists: Mapping[str, Tensor], channels: int, tokens: int) -> tuple
 
 
 def cleared_behind(lists: Mapping[str, Tensor], channels: int) -> None:
-    """What lies behind the end of a list becomes 0, where it came from a file."""
+    """Set the entries behind the end of each list to 0, in place; lists from a file may hold anything there."""
     begins, _ = _begins(lists, span_of(channels).bit_length() - 1)
     number = torch.arange(lists["delta"].shape[-1], device=begins.device)
     for name in ("delta", "index"):
@@ -114,8 +115,8 @@ def cleared_behind(lists: Mapping[str, Tensor], channels: int) -> None:
 
 
 def _begins(lists: Mapping[str, Tensor], shift: int) -> tuple[Tensor, int]:
-    """Where each line begins in the list, `[segments, kv_heads lines]`, and how many lines a head has: tokens of keys, stretches of
-    values. A line behind a list's last is empty."""
+    """Offset of each line (a token of keys, a stretch of values) in the list, `[segments, kv_heads * lines]`, and the number of
+    lines per head. Lines behind the last are empty."""
     begins, lines = lists["starts"][:, :, 0].long(), lists["starts"].shape[3]
     if "begins" in lists:
         lines = lists["begins"].shape[3]
@@ -129,16 +130,17 @@ def _looked_up(table: Tensor, number: Tensor) -> Tensor:
 
 
 def _sorted(key: Tensor, lines: Tensor, delta: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The order of entries by `key`, unused ones last, and how many there are in each of `count` lines."""
+    """Indices that sort the entries by `key`, unused ones last, and the number of used entries in each of `count` lines."""
     used = delta != 0
     order = key.masked_fill(~used, torch.iinfo(torch.int64).max).argsort()
     return order, torch.zeros(count, dtype=torch.int64, device=key.device).scatter_add_(0, lines, used.long())
 
 
 def _dealt(rank: Tensor, count: Tensor) -> Tensor:
-    """Where the entry of this rank among `count` lies: lanes have as many as each other, or one less from some lane on."""
+    """Offset in its stretch of the entry with this rank among `count`: consecutive ranks go to one lane, and all lanes have equally
+    many entries, or one less from some lane on."""
     most = (count + LANES - 1) // LANES
-    full = count - (most - 1) * LANES  # lanes that have `most`
+    full = count - (most - 1) * LANES  # number of lanes with `most` entries
     behind = rank - full * most
     fewer = (most - 1).clamp_min(1)
     lane = torch.where(behind < 0, rank // most.clamp_min(1), full + behind // fewer)

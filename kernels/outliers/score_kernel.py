@@ -1,16 +1,16 @@
-"""What outliers among keys, and coefficients of a page's own vectors, add to scores: a bias that attention's kernel takes.
+"""Triton kernel for the bias of scores by outliers of keys and by low-rank terms with a basis per page (`PageTerms`).
 
-A program owns one KV head of one row, a block of query rows and a run of tokens. Outliers that a page lists by channel are
-written where they belong into a matrix of tokens x channels, a piece of memory of the program's own, which is read back tile by
-tile to meet the query in one product. Afterwards zeros are written in the same cells: a fiftieth of the matrix, where zeros
-everywhere would be all of it, and every store goes to the L2 cache. Lists have their tokens in order, so a program walks along
-them. Nothing is added up in memory, and sums have one order.
+A program handles one KV head of one row, a block of query rows and a run of tokens. Outliers that are listed by channel are
+scattered into a dense matrix of tokens x channels in scratch memory of the program, which is then read tile by tile and multiplied
+with the query in one product. Afterwards only the same cells are set to zero, a fiftieth of the matrix, because every store goes to
+the L2 cache. Lists are sorted by token, so a program reads them sequentially. Nothing is accumulated in memory, so that the order
+of sums is fixed.
 """
 
 import triton
 import triton.language as tl
 
-# Entries of a channel that are read together.
+# Entries of a channel that are read at once.
 AT_ONCE = tl.constexpr(2)
 
 UNFIXED = ["heads", "query_rows", "slots", "table_row", "run", "wide"]
@@ -24,7 +24,7 @@ def score_terms(
     LISTED: tl.constexpr, ACROSS: tl.constexpr, RANK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """`wide` is the entries of a list's channel, or of a token."""
+    """Store BIAS `[rows, heads, query_rows, slots]`. `wide`: entries per channel of a page if LISTED, else entries per token."""
     part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = of_row // heads, of_row % heads
     base = of_row.to(tl.int64) * query_rows
@@ -40,14 +40,14 @@ def score_terms(
         scale = tl.load(SCALE + channels * scale_channel, mask=channels < D, other=0.0).to(tl.float32)
         query *= scale[:, None]
     if LISTED:
-        # Factors of the product, in units of the largest of each query row: float16 neither overflows nor starves.
+        # Factors of the product, divided by the largest of each query row: float16 neither overflows nor underflows.
         size = tl.maximum(tl.max(tl.abs(query), 0), 1.0e-30)
         KIND: tl.constexpr = DELTA.dtype.element_ty
         rounded, left = factors(query / size[None, :], KIND)
         PLACED += own_piece() * (BN * DP)
         tl.store(PLACED + tokens[:, None] * DP + channels[None, :], tl.zeros([BN, DP], KIND))
 
-    # Tiles are counted as if pages were whole numbers of them.
+    # Tiles are counted as if every page were padded to whole tiles.
     PADDED: tl.constexpr = (PAGE + BN - 1) // BN * BN
     used = tl.load(USED + row)
     begin = part * run * BN
@@ -61,9 +61,9 @@ def score_terms(
         slots_of = position * PAGE + slot
         there = (slot < PAGE) & (slots_of < used)
         list_at = page * delta_page + head * delta_head
-        if LISTED:  # a program's run is of whole pages
+        if LISTED:  # a program's run has whole pages
             at = tl.where(inside_page == 0, 0, at)
-            # Zeros of the tile before are written before its own entries are.
+            # The zeros of the tile before must be stored before this tile's entries.
             tl.debug_barrier()
             written_from = at
             end = tl.minimum(tl.minimum(inside_page + BN, PAGE), used - position * PAGE)
@@ -112,7 +112,7 @@ def score_terms(
 def token_at(
     at, PADDED: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """The token where tiles stand at `at`, counted as if pages had PADDED."""
+    """Slot number of position `at`, which counts as if every page had PADDED slots."""
     return at // PADDED * PAGE + tl.minimum(at % PADDED, PAGE)
 
 
@@ -120,8 +120,8 @@ def token_at(
 def write_entries(
     PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """Writes the entries of tokens `begin` ... `end`, none of which lies before `at`, into lines of DP at PLACED: AT_ONCE of
-    each channel at a time, all of which are read before one is written. How far lists are read then, and how many times."""
+    """Scatter the entries of tokens `begin` ... `end` - 1, which start at `at` in each channel's list, into lines of DP numbers at
+    PLACED. AT_ONCE entries of each channel are read before any is written. Return the new `at` and the number of iterations."""
     times, some_left = 0, True
     while some_left:
         first = at
@@ -141,7 +141,7 @@ def write_entries(
 def entry(
     DELTA, INDEX, at, channels, wide, D: tl.constexpr
 ):  # fmt: skip
-    """Token and distance of the entry `at` of each channel, [DP]; both are 0 of unused ones and beyond a list."""
+    """Load token and delta of the entry `at` of each channel, [DP]; both are 0 for unused entries and beyond a list."""
     inside = (at < wide) & (channels < D)
     token = index_of(INDEX + at * D + channels, inside)
     return token, tl.load(DELTA + at * D + channels, mask=inside, other=0.0)
@@ -151,7 +151,7 @@ def entry(
 def write_entry(
     PLACED, token, delta, begin, end, DP: tl.constexpr
 ):  # fmt: skip
-    """1 where it is used and of these tokens."""
+    """Store an entry of each channel if it is used and its token is in the range; return 1 for stored entries, else 0."""
     line = token - begin
     own = (line >= 0) & (line < end - begin) & ((token != 0) | (delta != 0.0))
     tl.store(PLACED + line * DP, delta, mask=own)
@@ -160,7 +160,7 @@ def write_entry(
 
 @triton.jit
 def index_of(pointers, inside):
-    """Stored positions as int32; those of 16 bits have no sign."""
+    """Load stored indices as int32; 16-bit ones are unsigned."""
     found = tl.load(pointers, mask=inside, other=0)
     if found.dtype == tl.int16:
         return found.to(tl.int32) & 0xFFFF
@@ -170,7 +170,7 @@ def index_of(pointers, inside):
 
 @triton.jit
 def own_piece():
-    """The program's number among all, int64."""
+    """Number of this program among all programs, int64."""
     line = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     return line * tl.num_programs(0) + tl.program_id(0)
 
@@ -179,7 +179,8 @@ def own_piece():
 def factors(
     numbers, KIND: tl.constexpr
 ):  # fmt: skip
-    """Numbers of size 1 at most as they meet distances of KIND: as they are, or as the nearest float16 and what that leaves."""
+    """Numbers of magnitude 1 at most, prepared for products with deltas of type KIND: for float16 split into the nearest float16
+    and the rest, else unchanged."""
     if tl.float16 == KIND:
         rounded = numbers.to(tl.float16)
         return rounded, (numbers - rounded.to(tl.float32)).to(tl.float16)
@@ -189,7 +190,7 @@ def factors(
 
 @triton.jit
 def placed_product(placed, rounded, left, total):
-    """`placed` times what `factors` made of numbers, and `total`."""
+    """`total` plus the product of the matrix `placed` with numbers prepared by `factors`."""
     if placed.dtype == tl.float16:
         return tl.dot(placed, rounded, tl.dot(placed, left, total))
     else:

@@ -1,4 +1,4 @@
-"""Launches the kernels of scores and of mixtures: which terms they take, and in how many programs."""
+"""Launch the kernels for outliers and low-rank terms: which terms they support, grids and scratch memory."""
 
 from dataclasses import replace
 from math import inf
@@ -15,11 +15,11 @@ from calib.kernels.outliers.mixture_kernel import mixture_terms
 from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.score_kernel import score_terms
 
-# Query rows of a program, tokens of a tile, tiles of a program of scores at least; coefficients of a token and channels at most.
+# Query rows of a program, tokens of a tile, least tiles of a program of scores; most coefficients of a token, most channels.
 ROWS, TOKENS, TILES, MOST_RANK, MOST_CHANNELS = (8, 16), 32, 4, 16, 256
 
-# Tokens of a tile of mixtures where they have 128 channels, and programs of a multiprocessor: what they write must stay in its
-# cache, beside their shared memory.
+# Tokens of a tile of mixtures with 128 channels, and programs per multiprocessor: their scratch memory must stay in its cache,
+# which also provides their shared memory.
 MIXED_TOKENS, PROGRAMS = 64, 8
 
 FLOATS = (torch.float16, torch.float32)
@@ -27,7 +27,8 @@ INDICES = (torch.uint8, torch.int16, torch.int32)
 
 
 def supports(terms: PageTerms, channels: int) -> bool:
-    """Whether the kernels take these: entries and coefficients that lie side by side, of few channels and vectors."""
+    """Whether the kernels support these terms: contiguous entries and coefficients, at most `MOST_CHANNELS` channels, `MOST_RANK`
+    coefficients, float16 or float32 numbers, and indices uint8, int16 or int32."""
     if terms.lists is not None and not list_triton.supports(terms.lists):
         return False
     held = [part for part in (terms.delta, terms.index, terms.coefficients, terms.basis) if part is not None]
@@ -42,7 +43,7 @@ def supports(terms: PageTerms, channels: int) -> bool:
 
 
 def _programs(device: torch.device) -> int:
-    """Programs that fill the device: each has room of its own, so no more are started, but one for each head and block of rows."""
+    """Programs that fill the device. Each needs scratch memory, so no more are started, but at least one per head and row block."""
     return PROGRAMS * list_triton.multiprocessors(device)
 
 
@@ -52,7 +53,7 @@ def _by_token(pages: Tensor) -> bool:
 
 
 def _strides(part: Tensor | None) -> tuple[int, int]:
-    """Of pages or rows and of heads; what all heads share has none of the latter."""
+    """Strides of the first axis (pages or rows) and of heads; the latter is 0 if all heads share the numbers."""
     return (0, 0) if part is None else (part.stride(0), 0 if part.shape[1] == 1 else part.stride(1))
 
 
@@ -61,7 +62,7 @@ def _block(query_rows: int) -> int:
 
 
 def _warps(channels: int, block: int, tokens: int) -> int:
-    """More where a tile's matrix would fill the registers of fewer."""
+    """Warps of a program: more where a tile's matrix needs their registers."""
     return 2 if channels <= MOST_CHANNELS // 2 and block == ROWS[0] and tokens <= TOKENS else 4
 
 
@@ -70,7 +71,7 @@ def _padded(channels: int) -> int:
 
 
 def score_constants(terms: PageTerms, block: int, channels: int, page: int) -> dict[str, object]:
-    """Of the kernel of scores: all that follows from how terms lie."""
+    """Constants of `score_terms`."""
     found: dict[str, object] = {"LISTED": terms.listed, "ACROSS": terms.across, "RANK": terms.rank}
     return found | {"D": channels, "DP": _padded(channels), "M": block, "BN": TOKENS, "PAGE": page}
 
@@ -84,7 +85,7 @@ def scores_of(
     scale: float,
     map_scale: Tensor | None,
 ) -> Tensor:
-    """See `operation.scores_of`."""
+    """As `operation.scores_of`."""
     if terms.lists is not None:
         return list_triton.scores_of(query, terms.lists, used, table.shape[1] * page, scale, map_scale)
     rows, heads, asked, channels = query.shape
@@ -110,7 +111,7 @@ def scores_of(
 
 
 def _pieces(grid: tuple[int, int, int], terms: PageTerms, channels: int, tokens: int) -> Tensor | None:
-    """Where each program puts outliers of a tile of so many tokens."""
+    """Scratch memory for each program's matrix of the outliers of a tile of `tokens` tokens."""
     if terms.delta is None:
         return None
     return terms.delta.new_empty(grid[0] * grid[1] * grid[2] * tokens * _padded(channels))
@@ -124,7 +125,7 @@ def _mixture_tile(channels: int, turn: int) -> int:
 def mixture_constants(
     terms: PageTerms, ranked: int, block: int, channels: int, page: int, turn: int, columns: int
 ) -> dict[str, object]:
-    """Of the kernel of mixtures, parts of which are whole turns of `turn` tokens."""
+    """Constants of `mixture_terms`; a part consists of whole turns of `turn` tokens."""
     wide = 1 if terms.delta is None else terms.delta.shape[-1]
     tokens = _mixture_tile(channels, turn)
     lanes = 64 * _warps(channels, block, tokens)
@@ -146,9 +147,14 @@ def add_to_mixtures(
     channels: int,
     map_scale: Tensor | None,
 ) -> None:
-    """Adds to the mixtures of `parts`, top `[rows, kv_heads, splits, R]` and mixture `[..., R, channels and more]`, each of `run`
-    turns of `turn` tokens, what `terms` are by `scores [rows, kv_heads, R, slots]`, and what the coefficients behind their channels
-    are by `vectors [rows or 1, kv_heads, r, channels]`. `turn` is a power of two, 16 at least."""
+    """Add outliers and low-rank terms of values to the mixtures of `parts`, in place.
+
+    Args:
+        parts: top `[rows, kv_heads, splits, R]` and mixture `[..., R, channels + r or more]`, each of `run` turns of `turn` tokens.
+        scores: `[rows, kv_heads, R, slots]`, from which the weights of `terms` are computed.
+        vectors: `[rows or 1, kv_heads, r, channels]`, by which the mixtures of coefficients behind the channels are multiplied.
+        turn: a power of two, at least 16.
+    """
     if terms.lists is not None:
         assert scores is not None, "weights are made of scores"
         list_triton.add_to_mixtures(parts, scores, terms.lists, vectors, used, page, run, turn, channels, map_scale)
@@ -189,7 +195,7 @@ def _of_no_data(
     page: int = 64,
     channels: int = 128,
 ) -> PageTerms:
-    """Terms to compile for: `outliers` of a listed channel or of a token."""
+    """Terms on the meta device to compile for: `outliers` per channel of a page if `listed`, else per token."""
 
     def half(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float16, device="meta")
@@ -203,7 +209,7 @@ def _of_no_data(
     return found
 
 
-# Tokens of a turn of attention's kernel that mixtures are compiled for.
+# Tokens of a turn of attention's kernel for which mixtures are compiled.
 TURN = 64
 
 
@@ -233,7 +239,7 @@ def _absent(terms: PageTerms) -> dict[str, object]:
 def _scores(
     terms: PageTerms, most: float, channels: int = 128, page: int = 64, block: int = ROWS[0], spilled: int = 0
 ) -> Specialisation:
-    """At most so many instructions for a token's channel."""
+    """Specialisation of `score_terms` with at most `most` instructions per element (token x channel)."""
     constants = score_constants(terms, block, channels, page) | _absent(terms)
     constants |= {} if terms.listed else {"PLACED": None}
     types = _types(score_terms, terms, constants, QUERY="*bf16", query_scale="fp32")

@@ -1,9 +1,9 @@
-"""Heads of a token whose numbers of words differ, side by side in one row: joined for storage, spread for attention.
+"""Heads with different numbers of words: their words are joined in one row for storage, and spread to equal sizes for attention.
 
-`counts` is the words of each head. In a row, head h has words counts[0] + ... + counts[h - 1] and on. Spread, every head has
-as many as the largest, Wm, so that heads are one batch of a product. Its codes are then in **plane form**: P * Wm of them,
-plane p at [p*Wm, (p+1)*Wm). Words beyond a head's own are another head's: whoever reads them gives their channels a query
-of 0 and ignores what is mixed there.
+`counts` has the number of words of each head. In a row, the words of head h begin at counts[0] + ... + counts[h - 1]. Spread, every
+head has Wm = max(counts) words, so that heads form one batch of a product. The codes of a head are then in **plane form**: P * Wm
+codes for P fields of a word, plane p at [p*Wm, (p+1)*Wm). Words beyond a head's own are another head's: the query must be 0 in
+their channels, and mixtures there must be ignored.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from calib.kernels.upload import upload
 
 
 def join_heads(words: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Words `[..., H, T, Wm]` of each head -> `[..., 1, T, sum(counts)]`; of head h the first `counts[h]` are kept."""
+    """Join words `[..., H, T, Wm]` to rows `[..., 1, T, sum(counts)]`: the first `counts[h]` words of head h are kept."""
     row = words.transpose(-3, -2).flatten(-2)
     if sum(counts) < row.shape[-1]:
         row = row.index_select(-1, _own(counts, words.shape[-1], words.device))
@@ -24,7 +24,8 @@ def join_heads(words: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def spread_heads(tile: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Words with tokens last `[..., 1, sum(counts), T]` -> `[..., H, Wm, T]`, Wm = max(counts); equal counts cost nothing."""
+    """Spread words with tokens last, `[..., 1, sum(counts), T]` -> `[..., H, Wm, T]`, Wm = max(counts); a view if counts are
+    equal."""
     heads, most = len(counts), max(counts)
     row = tile.squeeze(-3)
     if sum(counts) < heads * most:
@@ -34,21 +35,21 @@ def spread_heads(tile: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 @cache
 def first_words(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the words of each head begin, and where the last one's end: int32 `[H + 1]`. Kept for good, however many layers there
-    are: a recorded step reads it where it lies."""
+    """Offset of each head's first word, and the end of the last head: int32 `[H + 1]`. Cached without a limit, because a captured
+    CUDA graph reads the tensor at its address."""
     return upload([0, *accumulate(counts)], torch.int32, device)
 
 
 @cache
 def _own(counts: tuple[int, ...], most: int, device: torch.device) -> Tensor:
-    """Of `[H * Wm]` words those that are a head's own; kept, because making it costs as much as using it."""
+    """Indices of the heads' own words among `[H * Wm]`; cached, because making the tensor costs as much as using it."""
     own = [head * most + word for head, count in enumerate(counts) for word in range(count)]
     return upload(own, torch.int64, device)
 
 
 @cache
 def _positions(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where in a row the words `[H * Wm]` lie; beyond a head's own any word that there is."""
+    """Indices in a row of the spread words `[H * Wm]`; for words beyond a head's own any valid index."""
     begins, last = [0, *accumulate(counts)], sum(counts) - 1
     positions = [min(begins[head] + word, last) for head in range(len(counts)) for word in range(max(counts))]
     return upload(positions, torch.int64, device)

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-"""What a tile's values go through on the way to their codes, in Triton: the reference's roundings, one by one."""
+"""Arithmetic of quantisation in Triton, for a tile of values; every rounding equals that of `reference.py`."""
 
 import triton
 import triton.language as tl
 
-TINY = tl.constexpr(2.0**-126)  # the least normal number
+TINY = tl.constexpr(2.0**-126)  # least normal float32
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def fma(a, b, c):
-    """a b + c, rounded once."""
-    if INTERPRETED:  # numpy has no such operation; here the product is exact
+    """Fused multiply-add: a b + c, rounded once."""
+    if INTERPRETED:  # numpy has no fused multiply-add; in float64 the product is exact
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     else:
         return tl.fma(a, b, c)
@@ -19,7 +19,7 @@ def fma(a, b, c):
 
 @triton.jit
 def quotient(y, divisor, HALF: tl.constexpr):
-    """y / divisor, rounded to nearest; HALF: the divisor is a float16 number."""
+    """y / divisor, rounded to nearest. HALF: the divisor is a float16 number, which allows a cheaper division."""
     if HALF:  # as in `code_fields`
         reciprocal = 1.0 / divisor
         found = y * reciprocal
@@ -32,7 +32,8 @@ def quotient(y, divisor, HALF: tl.constexpr):
 def load_values(
     x, center, half, balance, row, head, positions, channels, mask, s_row, s_head, s_token, s_channel, D: tl.constexpr
 ):
-    """A tile of y in float32; `positions` (int64) and `channels` broadcast to its shape."""
+    """Load a tile of x and apply the `Prologue`: y = (x - center) / half * balance in float32. `positions` (int64) and `channels`
+    broadcast to the tile's shape."""
     tile = x + row * s_row + head * s_head
     y = tl.load(tile + positions * s_token + channels * s_channel, mask=mask, other=0.0).to(tl.float32)
     own = (row * tl.num_programs(1) + head) * D + channels
@@ -48,7 +49,7 @@ def load_values(
 
 @triton.jit
 def source_positions(order, row, head, tokens, total):
-    """Where tokens of the result lie in x, int64."""
+    """Positions in x of the `tokens` of the result, int64: from `order` if there is one."""
     positions = tokens.to(tl.int64)
     if order is not None:
         positions = tl.load(order + (row * tl.num_programs(1) + head) * total + tokens, mask=tokens < total, other=0)
@@ -57,7 +58,7 @@ def source_positions(order, row, head, tokens, total):
 
 @triton.jit
 def as_stored(value, HALF: tl.constexpr):
-    """A parameter as it is kept, in float32 again."""
+    """Round a parameter as it is stored (HALF: float16, clamped to its range), and return it in float32."""
     half = tl.minimum(tl.maximum(value, -65504.0), 65504.0).to(tl.float16).to(tl.float32)
     if not HALF:
         half = tl.where(tl.abs(value) <= 65504.0, half, value)
@@ -66,18 +67,18 @@ def as_stored(value, HALF: tl.constexpr):
 
 @triton.jit
 def scale_and_zero(low, high, factor, BITS: tl.constexpr, HALF: tl.constexpr):
-    """Scale and zero point, as kept (HALF: in float16), of groups whose least and largest values these are."""
+    """Scale and zero point of groups with these least and largest values, rounded as stored (HALF: float16)."""
     low = low * 0.5
     high = high * 0.5
     scale = (high - low) * factor
-    # torch rounds the product and the sum once, together; in float64 the product is exact.
+    # torch rounds product and sum together, once (fused); in float64 the product is exact.
     zero = ((low + high).to(tl.float64) - scale.to(tl.float64) * ((2**BITS - 1) / 2)).to(tl.float32)
     return as_stored(scale, HALF), as_stored(zero, HALF)
 
 
 @triton.jit
 def divisor(scale, BITS: tl.constexpr, HALF: tl.constexpr):
-    """What the codes of a group share: minus its scale, the reciprocal, and the largest dividend that makes a difference."""
+    """Numbers for `code_fields` that a group shares: minus its scale, its reciprocal, and the dividend of the largest code."""
     scale = tl.maximum(scale, TINY)
     if HALF:
         reciprocal = tl.where(scale > TINY, 1.0 / scale, 1.0 / TINY)
@@ -88,10 +89,11 @@ def divisor(scale, BITS: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def code_fields(y, zero, negative, reciprocal, most, plane, BITS: tl.constexpr, HALF: tl.constexpr):
-    """Codes where the word has them; HALF: the scale is a float16 number."""
-    # Clamped before, not behind, so that nothing overflows; what is cut off has the same code.
+    """Codes of y, shifted to the field of `plane` in the word. HALF: the scale is a float16 number."""
+    # Clamped before the division, so that nothing overflows; the codes are the same.
     above = tl.minimum(tl.maximum(y - zero, 0.0), most)
-    # IEEE division without its instructions: README.md says why one step makes it exact, and two where a scale has 24 bits.
+    # Division rounded as IEEE without the division instructions: README.md shows why one correction step suffices, and two if the
+    # scale has 24 bits.
     level = above * reciprocal
     level = fma(fma(level, negative, above), reciprocal, level)
     if not HALF:

@@ -1,4 +1,4 @@
-"""Tokens to packed codes in one go: measured ranges (`encode_uniform`) or calibrated ones (`encode_fixed`)."""
+"""Quantise tokens and pack their codes, with measured ranges (`encode_uniform`) or calibrated ones (`encode_fixed`)."""
 
 from functools import cache
 from types import ModuleType
@@ -22,19 +22,22 @@ def encode_uniform(
     across_heads: bool = False,
     prologue: Prologue = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
-    """Measures every group, stores its scale and zero point, quantises with what was stored, and packs.
+    """Measure the range of every group, round its scale and zero point as stored, quantise with the stored numbers, and pack.
 
     Args:
         x: `[..., kv_heads, T, D]`, float32, float16 or bfloat16, finite.
-        group: (tokens, channels) that share parameters; must divide T and D.
+        group: (g_t tokens, g_c channels) that share parameters; must divide T and D.
         bits: 1 ... 8.
-        clip: a number, or float32 that broadcasts against the scales, `[kv_heads, 1, 1]`.
-        parameter_dtype: float16 (clamped to its range) or float32 (rounded to float16 where that can hold the number).
+        clip: clip factor of the range, a number or float32 that broadcasts against the scales, `[kv_heads, 1, 1]`.
+        parameter_dtype: float16 (clamped to its range), or float32 (numbers within the range of float16 are rounded to it).
         across_heads: the channels of all heads share parameters; then `group[1]` is D and x has four dimensions.
-        prologue: what is done to x first.
+        prologue: gather and affine map that are applied to x first.
 
     Returns:
-        words int16 `[..., T, W]` and parameters `[..., T/g_t, 2 D/g_c]`, scales first (`[rows, 1, T/g_t, 2]` across heads).
+        words int16 `[..., T, W]` and parameters `[..., T/g_t, 2 D/g_c]`, scales before zero points (`[rows, 1, T/g_t, 2]` with
+        `across_heads`).
+
+    Raises ValueError if a group does not divide the tokens or the channels.
     """
     total = x.shape[-2] if prologue.order is None else prologue.order.shape[-1]
     if total % group[0] or x.shape[-1] % group[1]:
@@ -52,8 +55,8 @@ def encode_uniform(
 def encode_pair(
     pair: tuple[Tensor, Tensor], group: int, bits: int, clips: tuple[Tensor | float, Tensor | float], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    """What `encode_uniform` gives for both in turn, parameters of each token's groups of so many channels in `dtype`; by one launch
-    where a kernel takes both."""
+    """`encode_uniform` of two tensors (keys and values) with groups of one token and `group` channels and parameters in `dtype`; in
+    one launch if the kernel supports both."""
     if prefers_triton(pair[0].device):
         triton = _triton()
         if triton.supports_pair(pair, group, bits, clips):
@@ -63,7 +66,7 @@ def encode_pair(
 
 
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue = IDENTITY) -> Tensor:
-    """Codes of the range [-clip, clip], where a calibrated transform has put the tokens; nothing is measured.
+    """Quantise with the fixed range [-clip, clip], to which a calibrated transform has scaled the tokens, and pack.
 
     Args:
         x, bits, prologue: as for `encode_uniform`.
@@ -80,13 +83,13 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue 
     y = prologue.forward(x)
     bound = clip if isinstance(clip, Tensor) else torch.full((1, 1, 1), clip, dtype=torch.float32, device=x.device)
     fixed = torch.cat([bound * (2 / (2**bits - 1)), -bound], -1)
-    # One group that holds the whole head: the constants broadcast.
+    # One group for the whole head: the constants broadcast.
     return pack_away(quantise(y, fixed, (y.shape[-2], y.shape[-1]), bits), bits)
 
 
 def encodes_in_one_pass(x: Tensor, group: tuple[int, int] | None, bits: int, clip: Tensor | float) -> bool:
-    """Whether a kernel encodes tokens like `x` as they lie, and measures groups (tokens, channels) on the way; None: nothing is
-    measured."""
+    """Whether a kernel encodes tokens like `x` in one pass, including the measurement of groups (tokens, channels); `group` None:
+    calibrated ranges, nothing is measured."""
     return prefers_triton(x.device) and _triton().in_one_pass(x, group, bits, clip)
 
 

@@ -1,6 +1,6 @@
-"""Quantise and pack tokens whose parameters reach over some of them: a channel's of a block, which is measured first, or those that
-are there already (a calibrated range, or groups of other shapes that plain torch has measured). Planes are read one after the
-other, so that packing is elementwise.
+"""Triton kernel that quantises and packs tokens with parameters that several tokens share: per channel of a block, measured here,
+or given ones (a calibrated range, or groups of other shapes that plain torch has measured). Planes are read one after the other, so
+that packing is elementwise.
 """
 
 import triton
@@ -16,16 +16,17 @@ def by_planes(
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, COLUMN: tl.constexpr, MEASURED: tl.constexpr,
     TOKENS: tl.constexpr, W_UP: tl.constexpr, D_UP: tl.constexpr,
 ):  # fmt: skip
-    """`step` tokens with the `parameters` of groups (group, COLUMN), or the range [-bound, bound] where there are none. Of these
-    a row has `p_row` and a head `p_head` groups of tokens; what lies between two is a constant, so that loads may be wide.
+    """Quantise `step` tokens with the `parameters` of groups (group, COLUMN), or with the range [-bound, bound] if `parameters` is
+    None. `p_row` and `p_head` are strides of parameters in groups of tokens; the numbers per group are a constant, so that loads
+    can be wide.
 
-    MEASURED: the tokens are a group (step, 1) and their parameters are found here.
+    MEASURED: the tokens are a group (step, 1), whose parameters are computed and stored here.
     """
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     slot = tl.arange(0, TOKENS)[:, None]
     tokens = tl.program_id(0) * step + slot
     here = (slot < step) & (tokens < total)
-    # A group may have fewer tokens than the tile: its last one again changes neither extreme.
+    # A group may have fewer tokens than the tile: its last token is repeated, which changes neither extreme.
     positions = source_positions(order, row, head, tl.minimum(tokens, tl.program_id(0) * step + step - 1), total)
     COLUMNS: tl.constexpr = D // COLUMN
     HALF: tl.constexpr = parameters is not None and parameters.dtype.element_ty == tl.float16
@@ -43,11 +44,11 @@ def by_planes(
         into = parameters + (row * p_row + head * p_head + tl.program_id(0)) * (2 * D) + channels
         tl.store(into, scale.to(parameters.dtype.element_ty), mask=channels < D)
         tl.store(into + D, zero.to(parameters.dtype.element_ty), mask=channels < D)
-        tl.debug_barrier()  # the program's other threads read them, and the same tokens again, near by
+        tl.debug_barrier()  # other threads of the program read the parameters; the tokens are read again from the cache
     else:
         if clip is not None:
             bound = tl.load(clip + head)
-        bound = tl.full([1, 1], bound, tl.float32)  # the interpreter would multiply two numbers of Python's
+        bound = tl.full([1, 1], bound, tl.float32)  # else the interpreter would multiply Python floats, in double precision
         scale, zero = bound * ratio, -bound
         negative, reciprocal, most = divisor(scale, BITS, HALF)
     cell = tl.arange(0, W_UP)[None, :]

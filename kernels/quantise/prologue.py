@@ -1,4 +1,4 @@
-"""What is done to tokens on the way to their codes."""
+"""Gather and affine map of tokens before they are quantised."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prologue:
-    """What happens to tokens on the way to their codes: y = (x - center) / half * balance of the tokens in `order`.
+    """Steps before quantisation: gather tokens by `order`, then y = (x - center) / half * balance. A step whose field is None is
+    left out.
 
-    `center`, `half` and `balance` are `[kv_heads, 1, D]` or `[rows, kv_heads, 1, D]`, any float dtype; `half` without `center`
-    is a scale; where it is 0, tokens are divided by 1. `order` is int64 `[rows, kv_heads, n]`: token i of the result is token
-    order[i] of x. None: not done.
+    `center`, `half` and `balance` are `[kv_heads, 1, D]` or `[rows, kv_heads, 1, D]`, any float dtype. Where `half` is 0, tokens
+    are divided by 1. `order` is int64 `[rows, kv_heads, n]`: token i of the result is token order[i] of x.
     """
 
     order: Tensor | None = None
@@ -22,20 +22,20 @@ class Prologue:
 
     @property
     def divisor(self) -> Tensor | None:
-        """What tokens are divided by."""
+        """`half` with 0 replaced by 1, or None."""
         return None if self.half is None else torch.where(self.half == 0, 1, self.half)
 
     @property
     def moves(self) -> bool:
-        """Whether tokens are gathered alone, and keep their bits."""
+        """Whether tokens are at most gathered, so that their values do not change."""
         return self.center is self.half is self.balance is None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """x in the order of the result, `[rows, kv_heads, n, D]`."""
+        """Gather x `[rows, kv_heads, T, D]` by `order`: `[rows, kv_heads, n, D]`."""
         return x if self.order is None else x.gather(-2, self.order[..., None].expand(*self.order.shape, x.shape[-1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """y float32 `[rows, kv_heads, n, D]`."""
+        """Apply all steps to x `[rows, kv_heads, T, D]`: y float32 `[rows, kv_heads, n, D]`."""
         y = self.gathered(x).float()
         y = y if self.center is None else y - self.center
         y = y if (divisor := self.divisor) is None else y / divisor

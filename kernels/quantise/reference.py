@@ -1,4 +1,4 @@
-"""The uniform quantiser with a clip factor (METHODS 0): one rule for min-max (clip 1) and for cell midpoints.
+"""The uniform quantiser with a clip factor: one rule for min-max quantisation (c = 1) and for levels at cell midpoints.
 
 For each group of values, with B bits and 0 < c <= 1:
 
@@ -29,7 +29,7 @@ def ungrouped(x: Tensor) -> Tensor:
 def extremes(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Half of the least and half of the largest value of each group of `x [..., T, D]`: float32 `[..., T/g_t, D/g_c]`.
 
-    Halved before they meet: float32 values near the end of the range must not overflow either.
+    They are halved before they are subtracted or added, so that float32 values near the end of the range do not overflow.
     """
     groups = grouped(x.float(), group)
     return groups.amin((-3, -1)).div_(2), groups.amax((-3, -1)).div_(2)
@@ -44,18 +44,18 @@ def measure(x: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float) 
 
 
 def between(low: Tensor, high: Tensor, bits: int, clip: Tensor | float) -> Tensor:
-    """`measure`, of groups whose `extremes` are known."""
+    """`measure` for groups whose `extremes` are given; `low` is overwritten."""
     levels = 2**bits - 1
     scale = (high - low).mul_(clip * (2 / levels))
     return torch.cat([scale, (low + high).sub_(scale, alpha=levels / 2)], -1)
 
 
 def quantise(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int) -> Tensor:
-    """Codes `[..., T, D]` int16 of `x [..., T, D]` for the **stored** parameters (any float dtype, as `measure` lays them)."""
+    """Codes int16 `[..., T, D]` of `x [..., T, D]` for the **stored** parameters (any float dtype, laid out as by `measure`)."""
     scale, zero = parameters.float()[..., :, None, :, None].chunk(2, -2)
-    # Where the scale is 0 any code decodes to the zero point; the clamp keeps the quotient a number.
+    # Where the scale is 0 any code decodes to the zero point; the clamp avoids a division by 0.
     codes = (grouped(x.float(), group) - zero).div_(scale.clamp_min(torch.finfo(torch.float32).tiny))
-    # Nothing is below 0 any more: cutting the fraction off is the floor.
+    # All numbers are at least 0 here, so that truncation is the floor.
     return ungrouped(codes.add_(0.5).clamp_(0, 2**bits - 1).to(torch.int16))
 
 
@@ -66,7 +66,7 @@ def dequantise(codes: Tensor, parameters: Tensor, group: tuple[int, int]) -> Ten
 
 
 def rounded(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int, out: Tensor) -> Tensor:
-    """`dequantise(quantise(x))` to the bit, without codes in between: `x [..., T, D]` float32, into `out` of its shape."""
+    """Write `dequantise(quantise(x))`, bit by bit the same but without int16 codes, to `out`: `x [..., T, D]` float32."""
     scale, zero = parameters.float()[..., :, None, :, None].chunk(2, -2)
     groups = grouped(out, group)
     torch.sub(grouped(x, group), zero, out=groups).div_(scale.clamp_min(torch.finfo(torch.float32).tiny))
@@ -77,7 +77,7 @@ def rounded(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int, ou
 def stored_parameters(
     y: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float, dtype: torch.dtype, across_heads: bool
 ) -> Tensor:
-    """Parameters as they are kept; the plain form of measuring."""
+    """Measure the parameters of the groups of `y` and round them as stored; plain torch."""
     if across_heads:
         y = y.transpose(1, 2).flatten(2)[:, None]
         group = (group[0], y.shape[-1])
@@ -85,7 +85,8 @@ def stored_parameters(
 
 
 def as_stored(parameters: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parameters in the dtype they are kept in: float16, or float32 where that holds larger numbers."""
+    """Round parameters to the stored dtype: float16, clamped to its range, or float32, where numbers within the range of float16
+    are rounded to it."""
     if dtype == torch.float32:
         return torch.where(parameters.abs() <= HALF_MAX, parameters.half().float(), parameters)
     return parameters.clamp(-HALF_MAX, HALF_MAX).to(dtype)

@@ -1,4 +1,4 @@
-"""What the kernels of quantising are compiled for without a GPU."""
+"""Specialisations of the quantisation kernels that are compiled without a GPU."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from calib.kernels.quantise.token_kernel import token_groups
 
 
 def _specialisation(kernel: Any, bits: int, dtype: str, constants: dict[str, object], **own: str) -> Specialisation:
-    """A kernel at 128 channels."""
+    """Specialisation of a kernel for 128 channels."""
     numbers = ("total", "rows", "step", "group", "s_row", "s_head", "s_token", "p_row", "p_head")
     types = dict.fromkeys(numbers, "i32") | dict.fromkeys(("ratio", "ratio_1", "bound"), "fp32")
     types |= {"x": f"*{dtype}", "words": "*i16", "parameters": "*fp16", **own}

@@ -1,5 +1,5 @@
-"""Quantise and pack tokens that have parameters of their own, in groups (1, g): measured and coded plane by plane, or some planes
-at a time where a group reaches over them. Planes are read one after the other, so that packing is elementwise.
+"""Triton kernel that measures, quantises and packs tokens with parameters per token, for groups of 1 token x g channels: plane by
+plane, or several planes at a time if a group spans them. Planes are read one after the other, so that packing is elementwise.
 """
 
 import triton
@@ -8,14 +8,15 @@ import triton.language as tl
 from calib.kernels.quantise.arithmetic import code_fields, divisor, load_values, scale_and_zero, source_positions
 
 
-@triton.jit(do_not_specialize=["total", "rows"])  # nothing is compiled again for another number of tokens
+@triton.jit(do_not_specialize=["total", "rows"])  # another number of tokens causes no recompilation
 def token_groups(
     x, order, center, half, balance, clip, words, parameters, x_1, clip_1, words_1, parameters_1, ratio, ratio_1, total, rows,
     s_row, s_head, s_token, s_channel,
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
 ):  # fmt: skip
-    """Groups (1, g) of x, and behind its rows of x_1, which lies alike and has no prologue; None is not there."""
+    """Encode the groups (1, g) of x and, in further programs, of x_1 (None: absent), which has the same layout; with x_1 there is
+    no prologue."""
     row = tl.program_id(2)
     if x_1 is None:
         grouped(
@@ -40,7 +41,7 @@ def grouped(
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
 ):  # fmt: skip
-    """A plane has RUNS runs of RUN channels; a group is one run, or the only run of each of SPAN planes."""
+    """Encode one row and head of one tensor. A plane has RUNS runs of RUN channels; a group is one run, or SPAN whole planes."""
     head, row = tl.program_id(1).to(tl.int64), row.to(tl.int64)
     COLUMNS: tl.constexpr = (D + SPAN * RUN - 1) // (SPAN * RUN)
     HALF: tl.constexpr = parameters.dtype.element_ty == tl.float16
@@ -77,7 +78,7 @@ def grouped(
         for plane in tl.static_range(at, at + SPAN):
             channels = plane * W + run * RUN + cell
             valid = inside & (channels < D)
-            if SPAN > 1:  # read again, near by; registers would not hold all planes
+            if SPAN > 1:  # read again from the cache: registers do not hold all planes
                 y = load_values(
                     x, center, half, balance, row, head, positions, channels, valid & (tokens < total),
                     s_row, s_head, s_token, s_channel, D,

@@ -1,8 +1,7 @@
-"""Launches `token_kernel.py` and `plane_kernel.py`: which groups each serves, and in what tiles.
+"""Launch `token_kernel.py` and `plane_kernel.py`: which groups each supports, and the sizes of tiles.
 
-Both read x `[rows, kv_heads, T, D]` by its strides, gather by `order` and transform on the way, and write words
-`[rows, kv_heads, n, W]`. The bits are the reference's, so no product may be joined to a sum: every launch says
-`enable_fp_fusion=False`.
+Both read x `[rows, kv_heads, T, D]` with any strides, apply the `Prologue`, and write words `[rows, kv_heads, n, W]`. The results
+equal the reference's bit by bit, so multiplications and additions must not be fused: every launch has `enable_fp_fusion=False`.
 """
 
 from functools import lru_cache
@@ -20,18 +19,19 @@ from calib.kernels.quantise.specialisations import SPECIALISATIONS as SPECIALISA
 from calib.kernels.quantise.token_kernel import token_groups
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST = 512  # channels
-LONGEST = 128  # tokens of a group per channel: a program holds them all
+WIDEST = 512  # most channels
+LONGEST = 128  # most tokens of a group per channel, all of which a program holds
 TILE = 2048  # values of a plane that a program holds
 
 
 def new_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Every result lies in one of these."""
-    return torch.empty(*shape, dtype=dtype, device=device)  # faster than of a tuple
+    """Allocate an uninitialised result."""
+    return torch.empty(*shape, dtype=dtype, device=device)  # faster than with a tuple
 
 
 def supports(x: Tensor, clip: Tensor | float, prologue: Prologue = IDENTITY) -> bool:
-    """Every number of bits and every group: those that no kernel measures in its pass are measured by torch."""
+    """Whether the kernels support `x`, `clip` and `prologue`. All bit widths and groups are supported: groups that no kernel can
+    measure are measured by torch first."""
     some = x.numel() > 0 and (prologue.order is None or prologue.order.numel() > 0)
     return x.dim() == 4 and x.dtype in DTYPES and x.shape[-1] <= WIDEST and _by_head(clip, x.shape[1]) and some
 
@@ -43,7 +43,7 @@ def _by_head(clip: Tensor | float, heads: int) -> bool:
 def supports_pair(
     pair: tuple[Tensor, Tensor], group: int, bits: int, clips: tuple[Tensor | float, Tensor | float]
 ) -> bool:
-    """Whether one launch encodes both: tensors that lie alike, in groups that are whole planes or divide one."""
+    """Whether one launch encodes both tensors: same shape, dtype and strides, and groups that are whole planes or divide one."""
     x, other = pair
     return (
         (x.shape, x.dtype, x.device) == (other.shape, other.dtype, other.device)
@@ -70,7 +70,7 @@ def _by_tokens(group: tuple[int, int], width: int, bits: int) -> bool:
 
 
 def _by_channels(group: tuple[int, int]) -> bool:
-    """Whether `by_planes` does."""
+    """Whether `by_planes` measures these groups."""
     return group[1] == 1 and group[0] <= LONGEST
 
 
@@ -131,13 +131,13 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue 
 
 
 def _words(x: Tensor, bits: int, prologue: Prologue) -> Tensor:
-    """Where the words go."""
+    """Allocate the words."""
     total = x.shape[2] if prologue.order is None else prologue.order.shape[-1]
     return new_buffer((*x.shape[:2], total, words_per_token(x.shape[-1], bits)), dtype=torch.int16, device=x.device)
 
 
 def _operands(x: Tensor, prologue: Prologue) -> tuple[Tensor | None, ...]:
-    """x and what is done to it; numbers of channels laid out alike, for each row and head."""
+    """Arguments x, order, center, half and balance of the kernels, the last three expanded to all rows and heads."""
     if prologue is IDENTITY:
         return x, None, None, None, None
     rows, heads, _, width = x.shape
@@ -147,7 +147,7 @@ def _operands(x: Tensor, prologue: Prologue) -> tuple[Tensor | None, ...]:
 
 
 def _clip(clip: Tensor | float | None, heads: int) -> tuple[Tensor | None, float]:
-    """A clip for each head, or a number."""
+    """Clip as a tensor with a number per head, or None and the common number."""
     if isinstance(clip, Tensor):
         return clip.expand(heads, 1, 1).contiguous(), 1.0
     return None, 0.0 if clip is None else float(clip)
@@ -160,7 +160,8 @@ def _token_groups(
     group: int,
     bits: int,
 ) -> None:
-    """Launches the kernel for x and what is done to it, with its clip, words and parameters, and for the others of a pair."""
+    """Launch `token_groups`. `operands`: x, prologue, clip, words, parameters; `others`: x, clip, words, parameters of the second
+    tensor of a pair, or None."""
     x, words = operands[0], operands[6]
     assert x is not None and words is not None
     (rows, heads, total, runs), width = words.shape, x.shape[-1]
@@ -195,7 +196,8 @@ def _by_planes(
     (rows, heads, total, runs), width = words.shape, x.shape[-1]
     clips, number = _clip(clip, heads)
     ratio = 2 / (2**bits - 1)
-    # Calibrated ranges multiply in float32, measured ones a number in float64: as the reference does.
+    # As in the reference, the product of clip and ratio is rounded to float32 for calibrated ranges; for measured ones with a
+    # common clip it is computed in float64.
     bound, ratio = (number, number * ratio) if measured and clips is None else (number, ratio)
     up = next_power_of_2(runs)
     tokens = next_power_of_2(group[0]) if measured else _tokens(up)
@@ -216,5 +218,5 @@ def _by_planes(
 
 
 def _tokens(cells: int) -> int:
-    """Tokens of a tile with so many values each."""
+    """Tokens of a tile with `cells` values each."""
     return max(1, min(LONGEST, TILE // cells))
