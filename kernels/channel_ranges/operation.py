@@ -1,4 +1,4 @@
-"""What is measured of a prompt's channels, by whichever form of the operation the device runs."""
+"""Per-channel statistics of a prompt (ranges, scales), by the implementation for the device."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,8 +14,8 @@ Kind = Literal["range", "root", "positive root", "balance"]
 
 
 def extremes_of(tokens: Tensor) -> Tensor | None:
-    """The smallest and the largest of every channel, from which `measured` goes on: float32 `[rows, kv_heads, parts, 2, D]`, of
-    parts of `tokens [rows, kv_heads, T, D]`. None where no kernel finds them."""
+    """Smallest and largest value of every channel in parts of `tokens [rows, kv_heads, T, D]`: float32 `[rows, kv_heads, parts, 2,
+    D]`, an input of `measured`. None if no kernel supports the tokens."""
     if not prefers_triton(tokens.device):
         return None
     from calib.kernels.channel_ranges import triton
@@ -35,24 +35,26 @@ def measured(
     into: Sequence[Tensor] | None = None,
     extremes: Tensor | None = None,
 ) -> list[Tensor]:
-    """Numbers of every channel of a row and head, from the extremes of its tokens.
+    """Measure statistics of every channel of a row and head from the extremes of its tokens.
 
     Args:
-        kind: "range" gives centre and half range, the latter at least 2^-24; "root" the root of the largest magnitude (ZipCache,
-            arXiv:2405.14256, eq. 6); "positive root" the same, but for a channel that is 0 throughout its head's least other, and 1
-            where all are; "balance" sqrt(max |q| / max |k|), 1 where either is 0 (MiKV, arXiv:2402.18096, eq. 2).
+        kind: "range": centre and half range, the latter at least 2^-24. "root": square root of the largest magnitude (ZipCache,
+            arXiv:2405.14256, eq. 6). "positive root": the same, but a channel that is 0 throughout gets the smallest positive
+            number of its head, or 1 if there is none. "balance": sqrt(max |q| / max |k|), 1 where either is 0 (MiKV,
+            arXiv:2402.18096, eq. 2).
         tokens: `[rows, kv_heads, T, D]`, float32, float16 or bfloat16.
-        dtype: float16 or float32, as they are stored; what float16 can hold is rounded to it in both.
+        dtype: float16 or float32, the stored dtype; in both, numbers within the range of float16 are rounded to it.
         order: int64 `[rows, kv_heads, n]`, the tokens that are measured; None: all.
-        query: `[rows, heads, n, D]`, for "balance" alone; the heads of a KV head are taken together.
-        into: tensors like the result, which are then written and given back.
-        extremes: what `extremes_of` found of all tokens: they are not read again.
+        query: `[rows, heads, n, D]`, for "balance" only; the maximum is over all query heads of a KV head.
+        into: tensors of the result's shape and dtype, which are written and returned.
+        extremes: result of `extremes_of` for all tokens, so that they are not read again.
 
     Returns:
-        One tensor `[rows, kv_heads, 1, D]`, or two, the same bits on every device, but for `reference.root` and for the sign of
-        a zero among zeros of both signs. NaN where a channel holds one; "positive root" and "balance" count it as 0.
+        A list of one tensor `[rows, kv_heads, 1, D]`, or for "range" of two, with the same bits on every device, except for
+        `reference.root` and for the sign of a zero if there are zeros of both signs. NaN if a channel holds a NaN; "positive root"
+        and "balance" count NaN as 0.
 
-    Raises RuntimeError where there are no tokens.
+    Raises RuntimeError if there are no tokens.
     """
     if prefers_triton(tokens.device):
         from calib.kernels.channel_ranges import triton

@@ -1,6 +1,6 @@
-"""What is measured of a prompt's channels on a GPU, in two launches: extremes of parts of the tokens, then numbers of those.
+"""Per-channel statistics of a prompt on a GPU, in two launches: extremes of parts of the tokens, then the statistics of these.
 
-The bits are the reference's: extremes are exact in any order, and every root and quotient is rounded to nearest.
+Results equal the reference's bit by bit: extremes are exact in any order, and every root and quotient is rounded to nearest.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ from calib.kernels.launch import launch
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TILE = 4096  # numbers that a program reads at once, 32 a lane
-PROGRAMS = 512  # few enough to be at work together, and enough to ask for all that memory gives
-PARTS = 64  # of the tokens of a KV head, which one program brings together
-WIDEST = 256  # channels, of which so many parts fit the registers of 8 warps
+PROGRAMS = 512  # few enough to run at the same time, and enough to use the whole memory bandwidth
+PARTS = 64  # most parts of the tokens of a KV head, which one program combines
+WIDEST = 256  # most channels: so many parts of them fit the registers of 8 warps
 HALF_MAX = tl.constexpr(65504.0)
-NARROW = tl.constexpr(2.0**-24)  # the least number of float16
-TINY = tl.constexpr(2.0**-126)  # the least normal number of float32
+NARROW = tl.constexpr(2.0**-24)  # least positive float16
+TINY = tl.constexpr(2.0**-126)  # least normal float32
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
 def least(x):
-    """The smallest of each channel of `x [n, D]`, or NaN where it holds one, which a reduction would pass over."""
+    """Smallest value of each channel of `x [n, D]`; NaN if it holds a NaN, which a plain reduction would ignore."""
     unknown = tl.max((x != x).to(tl.int32), 0) > 0
     return tl.where(unknown, float("nan"), tl.min(tl.where(x != x, float("inf"), x), 0))
 
 
 @triton.jit
 def token_at(ORDER, start, last, TOKENS: tl.constexpr):
-    """Which tokens those from `start` on are; behind the last one it is that again, which changes no extreme."""
+    """Numbers of TOKENS tokens from `start` on, through ORDER; behind `last` it is repeated, which changes no extreme."""
     token = tl.minimum(start + tl.arange(0, TOKENS), last).to(tl.int64)
     if ORDER is not None:
         token = tl.load(ORDER + token)
@@ -45,7 +45,8 @@ def channel_extremes(
     x, ORDER, EXTREMES, total, turns, s_row, s_head, s_token, o_row, o_head,
     D: tl.constexpr, D_UP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A program for a part of the tokens of a row and head: writes `EXTREMES [rows, heads, parts, 2, D]`, smallest and largest."""
+    """Store smallest and largest values to `EXTREMES [rows, heads, parts, 2, D]`; a program handles a part of the tokens of a row
+    and head."""
     part, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     x += row * s_row + head * s_head
     EXTREMES += ((row * tl.num_programs(1) + head) * tl.num_programs(0) + part) * 2 * D
@@ -59,7 +60,7 @@ def channel_extremes(
     token = token_at(ORDER, first, last, TOKENS)
     ahead = token_at(ORDER, first + TOKENS, last, TOKENS)
     tile = tl.load(x + token[:, None] * s_token + channel, mask=channel < D, other=0.0)
-    for turn in range(turns):  # tokens are asked for a turn ahead, and which they are two
+    for turn in range(turns):  # values are loaded one iteration ahead, token numbers two
         later = tl.load(x + ahead[:, None] * s_token + channel, mask=channel < D, other=0.0)
         ahead = token_at(ORDER, first + (turn + 2) * TOKENS, last, TOKENS)
         low = tl.minimum(low, tile.to(tl.float32), propagate_nan=ALL)
@@ -72,7 +73,7 @@ def channel_extremes(
 
 @triton.jit
 def together(EXTREMES, parts, D: tl.constexpr, D_UP: tl.constexpr, PARTS: tl.constexpr):
-    """Smallest and largest of all parts."""
+    """Smallest and largest value of each channel over all parts."""
     part, channel = tl.arange(0, PARTS)[:, None], tl.arange(0, D_UP)[None, :]
     own = EXTREMES + tl.minimum(part, parts - 1) * 2 * D + channel
     low = least(tl.load(own, mask=channel < D, other=0.0))
@@ -82,14 +83,14 @@ def together(EXTREMES, parts, D: tl.constexpr, D_UP: tl.constexpr, PARTS: tl.con
 
 @triton.jit
 def magnitude(EXTREMES, parts, D: tl.constexpr, D_UP: tl.constexpr, PARTS: tl.constexpr):
-    """The largest of all parts."""
+    """Largest magnitude of each channel over all parts."""
     low, high = together(EXTREMES, parts, D, D_UP, PARTS)
     return tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=ALL)
 
 
 @triton.jit
 def stored(value, FP32: tl.constexpr):
-    """`value` as it is stored, in float32."""
+    """`value` rounded as `to_half.stored` does, in float32."""
     kept = tl.clamp(value, -HALF_MAX, HALF_MAX, propagate_nan=ALL).to(tl.float16).to(tl.float32)
     if FP32:
         kept = tl.where(tl.abs(value) <= HALF_MAX, kept, value)
@@ -101,15 +102,15 @@ def channel_numbers(
     EXTREMES, ASKED, CENTER, NUMBERS, parts, asked,
     KIND: tl.constexpr, FP32: tl.constexpr, D: tl.constexpr, D_UP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A program for a row and KV head: writes `NUMBERS [rows, kv_heads, 1, D]`, and of ranges `CENTER` like it, from extremes in so
-    many parts; those of queries are ASKED."""
+    """Store the statistics of KIND to `NUMBERS [rows, kv_heads, 1, D]`, for "range" also `CENTER`, from the EXTREMES of `parts`
+    parts; for "balance" also from those of queries, ASKED in `asked` parts. A program handles a row and KV head."""
     pair = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     EXTREMES += pair * parts * 2 * D
     channel = tl.arange(0, D_UP)
     there = channel < D
     if KIND == "range":
         low, high = together(EXTREMES, parts, D, D_UP, PARTS)
-        # Halved before they meet: values near the end of the range must not overflow.
+        # Halved before they are added or subtracted, so that values near the end of the range do not overflow.
         center = stored(high * 0.5 + low * 0.5, FP32)
         tl.store(CENTER + pair * D + channel, center.to(CENTER.dtype.element_ty), mask=there)
         numbers = tl.maximum(stored(high * 0.5 - low * 0.5, FP32), NARROW, propagate_nan=ALL)
@@ -118,7 +119,7 @@ def channel_numbers(
         queries = magnitude(ASKED + pair * asked * 2 * D, asked, D, D_UP, PARTS)
         root = tl.sqrt_rn(tl.div_rn(queries, tl.maximum(keys, TINY)))
         numbers = stored(root, False)
-        # From 65520 on a root would be infinite in float16.
+        # A root of 65520 or more would be infinite in float16.
         usable = (queries > 0.0) & (keys > 0.0) & (numbers > 0.0) & (root < 65520.0)
         numbers = tl.where(usable, numbers, 1.0)
     else:
@@ -130,7 +131,8 @@ def channel_numbers(
 
 
 def supports(tokens: Tensor, order: Tensor | None, query: Tensor | None, into: Sequence[Tensor] | None) -> bool:
-    """Whether the kernels take these: a token's channels and a row's order lie together, and no group is too large."""
+    """Whether the kernels support these: contiguous channels and order, at most `WIDEST` channels, at most `PARTS` query heads per
+    KV head."""
     for x in (tokens,) if query is None else (tokens, query):
         if x.dtype not in DTYPES or x.stride(3) != 1 or not x.shape[2] or x.shape[3] > WIDEST:
             return False
@@ -150,7 +152,7 @@ def measured(
     into: Sequence[Tensor] | None = None,
     extremes: Tensor | None = None,
 ) -> list[Tensor]:
-    """What `reference.measured` gives."""
+    """As `operation.measured`."""
     rows, heads, _, width = tokens.shape
     if into is None:
         into = [
@@ -170,7 +172,7 @@ def measured(
 
 
 def extremes_of(x: Tensor, kv_heads: int, order: Tensor | None = None) -> Tensor:
-    """As `operation.extremes_of`, of all heads of a KV head."""
+    """As `operation.extremes_of`, where x may have several heads per KV head, whose parts are listed together."""
     rows, heads, total, width = x.shape
     total = total if order is None else order.shape[2]
     known = _constants(width)

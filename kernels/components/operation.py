@@ -1,7 +1,7 @@
-"""Tokens in a calibrated basis, and their words, where a kernel serves them: Triton on a GPU.
+"""Project tokens on a calibrated basis and quantise the components, in one Triton kernel on a GPU.
 
-For what is not `supported` the stages do the same in plain torch (`runtime/stages/transform/basis.py`, `codec/mixed.py`,
-`codec/sized.py`): the same bits.
+Where `supported` is False the stages compute the same bits in plain torch (`runtime/stages/transform/basis.py`, `codec/mixed.py`,
+`codec/sized.py`).
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from calib.kernels.pack.reference import Widths
 
 
 def supported(x: Tensor, counts: tuple[int, ...]) -> bool:
-    """Whether a kernel makes components of tokens like `x [rows, kv_heads, T, D]` with so many words of each head."""
+    """Whether the kernel supports tokens like `x [rows, kv_heads, T, D]` with `counts` words of each head."""
     if not x.is_floating_point() or not any(counts) or not prefers_triton(x.device):
         return False
     from calib.kernels.components import triton
@@ -23,18 +23,19 @@ def supported(x: Tensor, counts: tuple[int, ...]) -> bool:
 def component_words(
     x: Tensor, projection: Projection, widths: Widths, counts: tuple[int, ...], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Codes of the components of tokens, c = clamp(round(y / s + (2^b - 1) / 2), 0, 2^b - 1) with s = 2^(1 - b), in words.
+    """Quantise the components y of tokens, c = clamp(round(y / s + (2^b - 1) / 2), 0, 2^b - 1) with s = 2^(1 - b), and pack them.
 
     Args:
         x: `[rows, kv_heads, T, D]`, of a floating dtype, finite.
-        projection: their basis, of `len(widths) * max(counts)` components in plane form (`kernels/pack/heads.py`).
-        widths: bits of a word's fields, b of each component.
+        projection: basis, with N = `len(widths) * max(counts)` components in plane form (`kernels/pack/heads.py`).
+        widths: bits b of the fields of a word, one per component of a word.
         counts: words of each KV head.
-        weights: float32 `[kv_heads, 1, N]` of sized tokens, the root of whose sum of squared y times weights is nearest to a size,
-            by which y is divided; None without sizes.
+        weights: float32 `[kv_heads, 1, N]`: the size of a token is the one nearest to the norm of y * weights, and y is divided by
+            it; None: no sizes.
 
     Returns:
-        int16 `[rows, 1, T, sum(counts)]`, all heads' words side by side, and the numbers of the sizes, int16 `[rows, kv_heads, T]`.
+        words int16 `[rows, 1, T, sum(counts)]`, those of all heads in one row, and numbers of the sizes, int16 `[rows, kv_heads,
+        T]`, or None.
     """
     from calib.kernels.components import triton
 
@@ -44,7 +45,7 @@ def component_words(
 def components(
     x: Tensor, projection: Projection, widths: Widths, counts: tuple[int, ...], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, y over the tokens' sizes itself: float32 `[rows, kv_heads, T, N]`."""
+    """As `component_words`, but returns the components y, divided by the tokens' sizes, float32 `[rows, kv_heads, T, N]`."""
     from calib.kernels.components import triton
 
     return triton.projected(x, projection, widths, counts, weights, coded=False)

@@ -1,16 +1,16 @@
-"""A basis as the kernel of `triton.py` reads it."""
+"""Data class of a calibrated basis with integer entries, as the kernel of `triton.py` reads it."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-# Of |x - mean| in its channel's unit: with entries of 16 bits a sum over thousands of channels is below 2^53.
+# Bits of |x - mean| in units of its channel: with 16-bit entries a sum over thousands of channels is below 2^53.
 TOKEN_BITS = 22
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """y = scale * (clamp(round((x - mean) / unit)) @ into), whole numbers up to 2^`TOKEN_BITS` times whole numbers.
+    """y = scale * (clamp(round((x - mean) / unit)) @ into): a product of integers, the first up to 2^`TOKEN_BITS` in magnitude.
 
     Args:
         mean: float32 `[kv_heads, 1, D]`.
@@ -25,5 +25,5 @@ class Projection:
     scale: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In this order."""
+        """The tensors in the order of the fields."""
         return self.mean, self.unit, self.into, self.scale

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-"""Components of tokens and their words in Triton: what transform and codecs say in plain torch, bit for bit.
+"""Components of tokens and their words in Triton, bit by bit as the transform and codec stages compute them in plain torch.
 
-A program has some tokens of one KV head. A channel in its unit is a whole number up to 2^22, an entry of the basis one of 16 bits:
-both are put together from digits of 8 bits, whose products matrix instructions sum exactly. An entry's lower digit is 0 to 255,
-less 128, which are given back with the sum of all channels. The sums are joined in 64 bits and rounded once, as torch rounds
-its own sum in float64.
+A program handles some tokens of one KV head. A channel divided by its unit is an integer up to 2^22 in magnitude, an entry of the
+basis a 16-bit integer. Both are split into digits of 8 bits, whose products matrix instructions sum exactly. The lower digit of an
+entry, 0 to 255, is stored less 128; 128 times the sum of all channels corrects this. The sums are combined in 64 bits and rounded
+once, as torch rounds its own sum in float64.
 """
 
 from typing import Any
@@ -22,56 +22,56 @@ from calib.kernels.launch import launch
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 
-SUMS = 32 * 128  # of a program: tokens by components
+SUMS = 32 * 128  # sums of a program: tokens x components
 MOST_TOKENS, LEAST_TOKENS = 32, 16
-CHANNELS = 32  # of a turn
+CHANNELS = 32  # channels of a loop iteration
 WARPS = 4
-MOST_CHANNELS = 2**15  # sums of two digits' products fit 32 bits
+MOST_CHANNELS = 2**15  # so that sums of products of digits fit 32 bits
 
-# Numbers far below it lose all digits behind the point beside it: they are rounded, halves to even.
+# Adding and subtracting this number rounds much smaller numbers to integers, halves to even.
 _ROUNDS = tl.constexpr(1.5 * 2**23)
-_MOST, _NORM_BITS = tl.constexpr(float(1 << TOKEN_BITS)), tl.constexpr(22)  # the latter of `stages/exact_sums.py`
+_MOST, _NORM_BITS = tl.constexpr(float(1 << TOKEN_BITS)), tl.constexpr(22)  # the latter as in `stages/exact_sums.py`
 _SIZES = tl.constexpr(1 << SIZE_BITS)
 
 
 @triton.constexpr_function
 def edge_after(number):
-    """Where the nearest of two neighbouring sizes changes, by their ratio."""
+    """Boundary between the sizes `number` and `number` + 1: their geometric mean."""
     return 2.0 ** ((number + 0.5 - SIZE_OF_ONE) / 2)
 
 
 @triton.constexpr_function
 def half_of(widths, field):
-    """Half of the last code: where 0 lies."""
+    """Half of the largest code of a field, which stands for 0."""
     return ((1 << widths[field]) - 1) / 2
 
 
 @triton.constexpr_function
 def factor_of(widths, field):
-    """What a code of 1 adds to its word."""
+    """Factor of a field's code in its word: 2^(first bit)."""
     return float(1 << sum(widths[:field]))
 
 
 @triton.jit
 def _digit(whole):
-    """The lowest digit of whole numbers int32, -128 ... 127, and what is left of them, a digit further down."""
+    """Split int32 numbers into the lowest digit, int8 -128 ... 127, and the rest divided by 256."""
     low = ((whole + 128) & 255) - 128
     return low.to(tl.int8), (whole - low) >> 8
 
 
 @triton.jit
 def _power(exponent):
-    """2^exponent float32, of exponents int32 from -126 to 127."""
+    """2^exponent in float32, for int32 exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _size_numbers(weighted):
-    """Of each token, int32 [BN], from `weighted [BN, NP]`. Its root mean square is summed of whole numbers in its own unit,
-    exactly."""
+    """Number of each token's size, int32 [BN], from its weighted components `weighted [BN, NP]`: the size nearest to their norm.
+    The squares are summed exactly, as integers in a unit chosen per token."""
     largest = tl.maximum(tl.max(tl.abs(weighted), 1), 2.0**-126)
     up = _NORM_BITS - ((largest.to(tl.int32, bitcast=True) >> 23) - 126)
-    half = up >> 1  # the whole may be beyond float32
+    half = up >> 1  # 2^up itself may exceed float32
     whole = (weighted * _power(half)[:, None] * _power(up - half)[:, None] + _ROUNDS) - _ROUNDS
     whole = whole.to(tl.int32).to(tl.int64)
     total = tl.sum(whole * whole, 1).to(tl.float64)
@@ -90,9 +90,10 @@ def project(
     WIDTHS: tl.constexpr, FIELDS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr, NP: tl.constexpr,
     SIZED: tl.constexpr, CODED: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """X `[rows, heads, tokens, D]`, MEAN and UNIT `[heads, D]`, INTO `[heads, D, FIELDS * W]`, SCALE and WEIGHTS
-    `[heads, FIELDS * W]`, FIRST the words before each head's own. CODED: WORDS `[rows, tokens, row_words]`, else COMPONENTS
-    `[rows, heads, tokens, FIELDS * W]`; of SIZED tokens over their sizes, with NUMBERS `[rows, heads, tokens]`."""
+    """X is `[rows, heads, tokens, D]`, MEAN and UNIT `[heads, D]`, INTO `[heads, D, FIELDS * W]`, SCALE and WEIGHTS
+    `[heads, FIELDS * W]`, FIRST the offset of each head's words in a row. Store WORDS `[rows, tokens, row_words]` if CODED, else
+    COMPONENTS `[rows, heads, tokens, FIELDS * W]`. SIZED: components are divided by the tokens' sizes, whose NUMBERS
+    `[rows, heads, tokens]` are stored."""
     N: tl.constexpr = FIELDS * W
     of_row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = of_row // heads, of_row % heads
@@ -143,7 +144,7 @@ def project(
             factor = tl.where(field == one, factor_of(WIDTHS, one), factor)
         code = y * (half + 0.5)[None, :] + half[None, :]
         code = (tl.minimum(tl.maximum(code, 0.0), 2 * half[None, :]) + _ROUNDS) - _ROUNDS
-        # A word is the sum of its codes, each times 2 to the first bit of its field: whole numbers below 2^16.
+        # A word is the sum of its codes, each times 2^(first bit of its field): an integer below 2^16.
         table = tl.where((own % W)[:, None] == words[None, :], factor[:, None], 0.0)
         stored = tl.dot(code.to(tl.float16), table.to(tl.float16)).to(tl.int32)
         first_word = tl.load(FIRST + head)
@@ -158,7 +159,7 @@ def project(
 def projected(
     x: Tensor, projection: Projection, widths: Widths, counts: tuple[int, ...], weights: Tensor | None, coded: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `operation.component_words` says, or where they are not `coded` as `operation.components`."""
+    """As `operation.component_words` if `coded`, else as `operation.components`."""
     rows, heads, tokens, channels = x.shape
     x = x if x.stride(3) == 1 else x.contiguous()
     shape = (rows, 1, tokens, sum(counts)) if coded else (rows, heads, tokens, len(widths) * max(counts))
@@ -177,7 +178,7 @@ def projected(
 
 
 def constants_of(widths: Widths, counts: tuple[int, ...], channels: int, sized: bool, coded: bool) -> dict[str, Any]:
-    """What the kernel is compiled for. Matrix instructions have 16 columns at least."""
+    """Constants of the kernel. Matrix instructions need at least 16 columns."""
     padded, words = (max(16, triton.next_power_of_2(count)) for count in (len(widths) * max(counts), max(counts)))
     return {
         "WIDTHS": widths, "FIELDS": len(widths), "W": max(counts), "WP": words, "D": channels, "NP": padded,

@@ -1,4 +1,4 @@
-"""Attention over sparse tokens, by the kernel where it serves."""
+"""Attention over tokens in sparse coding (CSR), by a Triton kernel if it supports them, else in plain torch."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from calib.kernels.dispatch import prefers_triton
 
 
 def supported(query: Tensor, keys: SparsePages | None, values: SparsePages | None) -> bool:
-    """Whether the kernel takes these."""
+    """Whether the Triton kernel supports these."""
     if keys is None or values is None or not prefers_triton(query.device):
         return False
     from calib.kernels.desparsify_attend import triton
@@ -32,9 +32,10 @@ def desparsify_attend(
     back: Tensor | None = None,
     runs: bool = False,
 ) -> Attended:
-    """`query [rows, kv_heads, R, D]` over a tier's pairs. With `runs` the parts of several runs may wait for `attend_exact`.
+    """Attend to a tier's tokens in sparse coding; return a part of a softmax. Arguments as in `reference.desparsify_attend`.
 
-    mixed / mass is the output, top + log(mass) the log-sum-exp. Arguments are those of the reference, which explains them.
+    mixed / mass is the output, top + log(mass) the log-sum-exp. With `runs` the parts of several runs may be returned unmerged, for
+    `attend_exact`.
     """
     arguments = (query, keys, values, table, used, cos_sin, positions, softcap, back)
     if not supported(query, keys, values):

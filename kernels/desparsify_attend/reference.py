@@ -1,7 +1,8 @@
-"""Attention over tokens that are kept as pairs of an atom and a coefficient (CSR, arXiv:2412.11741, eq. 12), in plain torch.
+"""Attention over tokens in sparse coding, sums of coefficients times dictionary atoms (CSR, arXiv:2412.11741, eq. 12), in plain
+torch.
 
-A tier's tokens lie in pages; a tile of them is decoded, its keys are rotated to their positions, and its logits join a running
-softmax. The README has what the kernel does instead.
+A tier's tokens are stored in pages. Tile by tile, tokens are decoded, keys are rotated to their positions, and the tile is added to
+a running softmax. README.md describes what the kernel does instead.
 """
 
 from dataclasses import dataclass
@@ -13,26 +14,26 @@ from calib.kernels.attend.reference import RunningSoftmax
 from calib.kernels.matching_pursuit.reference import desparsify
 from calib.kernels.pack.reference import unpack_bytes
 
-# The most tokens of all rows together that are decoded at once.
+# Most tokens, of all rows together, that are decoded at once.
 TILE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class SparsePages:
-    """Pages of one stream of one tier, and the dictionary that its indices are of.
+    """Pages of one stream (keys or values) of a tier, and the dictionary that its indices refer to. A pair is (index, coefficient).
 
     Args:
-        indices: `[pages, kv_heads, slots, bytes]` uint8 by `pack_bytes`, or `[pages, kv_heads, slots, pairs]` int16 without a sign.
-        coefficients: `[pages, kv_heads, slots, pairs]` float16, float32, or the bytes of float8 e4m3 in uint8; with `bits` codes
-            by `pack_bytes`, `[..., bytes]` uint8.
-        sparsity: pairs of a vector.
-        chunks: vectors of a token and head, one after the other in its pairs and its channels.
-        offline: atoms `[N, D / chunks]` of all rows, float16 or float32.
-        online: atoms `[rows, M, D / chunks]` of each row, whose indices begin at N.
-        bits: of whole-numbered coefficients, else None.
-        scale: their step, `[pages, kv_heads, slots, 1]` float16 or float32.
+        indices: `[pages, kv_heads, slots, bytes]` uint8 by `pack_bytes`, or `[pages, kv_heads, slots, pairs]` unsigned int16.
+        coefficients: `[pages, kv_heads, slots, pairs]` float16, float32, or the bytes of float8 e4m3 in uint8; with `bits` integer
+            codes by `pack_bytes`, `[..., bytes]` uint8.
+        sparsity: pairs per vector.
+        chunks: vectors per token and head; a token's channels are divided into so many chunks.
+        offline: atoms shared by all rows, `[N, D / chunks]`, float16 or float32.
+        online: atoms of each row, `[rows, M, D / chunks]`, whose indices begin at N.
+        bits: bits of integer coefficients, else None.
+        scale: step of integer coefficients, `[pages, kv_heads, slots, 1]`, float16 or float32.
 
-    Raises ValueError without any atoms.
+    Raises ValueError if there are no atoms.
     """
 
     indices: Tensor
@@ -50,38 +51,38 @@ class SparsePages:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and head."""
+        """Pairs per token and head."""
         return self.sparsity * self.chunks
 
     @property
     def shared(self) -> int:
-        """N, atoms of all rows."""
+        """N, number of atoms shared by all rows."""
         return 0 if self.offline is None else len(self.offline)
 
     @property
     def columns(self) -> int:
-        """M, atoms of a row's own."""
+        """M, number of atoms of each row."""
         return 0 if self.online is None else self.online.shape[1]
 
     @property
     def width(self) -> int:
-        """Channels of an atom."""
+        """Number of channels of an atom."""
         table = self.offline if self.online is None else self.online
         assert table is not None
         return table.shape[-1]
 
     @property
     def index_bits(self) -> int:
-        """Bits of a packed index, the least for N + M; 0 where indices are int16."""
+        """Bits of a packed index, enough for N + M atoms; 0 if indices are int16."""
         if self.indices.dtype == torch.int16:
             return 0
         return max(1, (self.shared + self.columns - 1).bit_length())
 
     def decode(self, pages: Tensor) -> Tensor:
-        """The tokens in `pages`, int32 `[rows, n]`: float32 `[rows, kv_heads, n * slots, D]`."""
+        """Decode the tokens in `pages`, int32 `[rows, n]`: float32 `[rows, kv_heads, n * slots, D]`."""
         found = self._pairs(self.indices, pages)
         index = found.int() & 0xFFFF if self.index_bits == 0 else unpack_bytes(found, self.index_bits, self.pairs)
-        if self.online is not None and len(self.online) > 1:  # their atoms follow each other in the table below
+        if self.online is not None and len(self.online) > 1:  # the table below has the atoms of all rows, one row after the other
             row = torch.arange(len(self.online), dtype=torch.int32, device=index.device)[:, None, None, None]
             index = torch.where(index >= self.shared, index + row * self.columns, index)
         split = (self.chunks, self.sparsity)
@@ -100,7 +101,7 @@ class SparsePages:
 
     @staticmethod
     def _pairs(field: Tensor, pages: Tensor) -> Tensor:
-        """`[rows, kv_heads, n * slots, width]` of a field."""
+        """Gather a field of the pages: `[rows, kv_heads, n * slots, width]`."""
         return field[pages].transpose(1, 2).flatten(2, 3)
 
 
@@ -115,21 +116,23 @@ def desparsify_attend(
     softcap: float | None = None,
     back: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over one tier's stored tokens: a running softmax's `top`, `mass [rows, kv_heads, R]`, `mixed [..., R, D]`.
+    """Attend to one tier's stored tokens; return `top` and `mass [rows, kv_heads, R]` and `mixed [..., R, D]` of a softmax,
+    float32.
 
-    All float32. top is the largest logit, mass the sum of exp(logit - top), mixed that of exp(logit - top) v. A query row that
-    meets no token has top = the lowest float32, mass 0 and mixed 0.
+    top is the largest logit, mass the sum of exp(logit - top), mixed the sum of exp(logit - top) v. A query row without any visible
+    token has the lowest float32 as top, mass 0 and mixed 0.
 
     Args:
-        query: `[rows, kv_heads, R, D]`, times the softmax scale, turned to its position; rows of R are group-major, then columns.
-        keys, values: the stored tokens; keys of D, values of D channels or another number.
-        table: int32 `[rows, n]`, the pages of each row; those behind `used` may be any.
-        used: int32 `[rows]`, slots in use.
-        turns: cos and sin, float32 `[positions, r / 2]`, of every position that occurs: keys are stored before RoPE, and channels
-            (i, i + r/2) of the first r are rotated to their token's position. None: keys are stored as they are attended.
-        positions: int32 `[pages, kv_heads, slots, 1]`, each token's position; None: slot t of a row holds the token at position t.
+        query: `[rows, kv_heads, R, D]`, times the softmax scale and rotated to its position; the R query rows are group-major,
+            columns (new tokens) change fastest.
+        keys, values: the stored tokens; values may have another number of channels than D.
+        table: pages of each row, int32 `[rows, n]`; pages behind the used slots may be any.
+        used: slots in use, int32 `[rows]`.
+        cos_sin: float32 `[positions, r / 2]` each, for every position that occurs: keys are stored before RoPE, and channels (i, i
+            + r/2) of the first r are rotated to the token's position. None: keys are used as stored.
+        positions: position of each token, int32 `[pages, kv_heads, slots, 1]`; None: slot t of a row holds the token at position t.
         softcap: logits become tanh(logit / softcap) softcap.
-        back: integers `[rows, columns]`: a column's queries do not meet tokens at this position or before (sliding window).
+        back: integers `[rows, columns]`: tokens at this position or before are outside the sliding window of that column's queries.
     """
     softmax, pages = RunningSoftmax(), table.shape[1]
     slots = keys.indices.shape[2]
@@ -138,7 +141,7 @@ def desparsify_attend(
         tile = table[:, at : at + step]
         slot = torch.arange(at * slots, (at + tile.shape[1]) * slots, device=query.device)
         own = slot if positions is None else positions[tile].transpose(1, 2).flatten(2, 4).long()
-        # A slot without a token may hold anything, also of a position that is not in the table of cos and sin.
+        # An unused slot may hold anything, even a position that is not in the table of cos and sin.
         missing = (slot >= used[:, None])[:, None]
         own = torch.where(missing, 0, own)
         decoded = keys.decode(tile)

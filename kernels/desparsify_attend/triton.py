@@ -1,7 +1,7 @@
-"""Triton: a program adds up the atoms of a few pages' keys and values, tile by tile, and attends them as they come.
+"""Triton kernel of attention over tokens in sparse coding: keys and values of a tile are decoded from their atoms and attended.
 
-Atoms stay where they are, in the second-level cache; what comes from memory are pairs alone. A row's tokens are divided among
-programs, whose results are joined afterwards (`kernels/attend`).
+Only the pairs are read from memory; atoms stay in the L2 cache. A row's tokens are divided among programs, whose parts of the
+softmax are merged afterwards (`kernels/attend`).
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from calib.kernels.dispatch import LITTLE_MEMORY, capability_of
 from calib.kernels.launch import launch
 from calib.kernels.pack.reference import bytes_per_token
 
-# Query rows of a KV head that a program holds, rows times channels (as padded: shared memory), the same where that is little,
-# pairs, channels.
+# Limits of a program: query rows of a KV head; padded rows x channels (shared memory), and the same on GPUs with little shared
+# memory; pairs; channels.
 MOST_ROWS, MOST_QUERY, MOST_OF_LITTLE, MOST_PAIRS, MOST_CHANNELS = 64, 64 * 128, 32 * 128, 32, 256
 
-# Programs that fill a GPU several times over: by shapes, so that a captured graph stays right.
+# Programs that fill a GPU several times over; a constant, so that the grid depends on shapes alone and can be captured in a graph.
 PROGRAMS = 1024
 WARPS, STAGES = 4, 1
 
@@ -31,7 +31,7 @@ COEFFICIENTS = (torch.float16, torch.float32, torch.uint8)
 ATOMS = (torch.float16, torch.float32)
 
 
-# Numbers that grow with the cache, and 1 as well as any other: nothing is compiled again for them.
+# Arguments that change with the cache, or may be 1, and must not cause a recompilation.
 _VARYING = ["table_row", "split_tokens", "key_first", "key_columns", "value_first", "value_columns"]
 _VARYING += ["columns", "key_pairs", "sparsity"]
 
@@ -51,14 +51,14 @@ def _attend(
     VALUE_OFFLINE: tl.constexpr, VALUE_ONLINE: tl.constexpr, UNROLL: tl.constexpr,
     POSITIONS: tl.constexpr, BACK: tl.constexpr, SOFTCAP: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of one split of a row and KV head against its R query rows (ROWS with padding)."""
+    """Attend to the tokens of one split of a row and KV head with its R query rows (ROWS with padding)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
     own = (row * heads + head).to(tl.int64)
     r = tl.arange(0, ROWS)
     block = tl.arange(0, BLOCK)
     half, rest = tl.arange(0, HALVES), tl.arange(0, RESTS)
-    # Values: a token's chunks are rows of their own, one after the other.
+    # For values, the chunks of a token are separate rows of a tile.
     vectors = tl.arange(0, BLOCK * CHUNKS_2)
     of_token, chunk = vectors // CHUNKS_2, vectors % CHUNKS_2
     wide = tl.arange(0, WIDTH_2)
@@ -90,8 +90,8 @@ def _attend(
         first = tl.zeros([BLOCK, HALVES], tl.float32)
         second = tl.zeros([BLOCK, HALVES], tl.float32)
         others = tl.zeros([BLOCK, RESTS], tl.float32)
-        # A number of pairs that the compiler does not know: else it unrolls them all, and moves the change of layout that the
-        # products want to every atom.
+        # The number of pairs must not be a constant: else the compiler unrolls the whole loop, and converts the layout for the
+        # products once per atom.
         for group in range(0, key_pairs, KEY_UNROLL):
             for one in tl.static_range(KEY_UNROLL):
                 pair = group + one
@@ -127,7 +127,7 @@ def _attend(
             seen = seen & (position[None, :] > behind[:, None])
         scores = tl.where(seen, scores, float("-inf"))
 
-        # A row that has met only masked tokens has no maximum; a finite one makes their weights 0 instead of NaN.
+        # A row with masked tokens only has a maximum of -inf; the finite start value makes weights 0 instead of NaN.
         larger = tl.maximum(most, tl.max(scores, 1))
         keep = tl.exp(most - larger)
         weights = tl.exp(scores - larger[:, None])
@@ -159,7 +159,7 @@ def _attend(
 
 
 def supports(query: Tensor, keys: SparsePages, values: SparsePages) -> bool:
-    """Whether the kernel takes these: one vector a key, coefficients in floating point, few query rows."""
+    """Whether the kernel supports these: keys in one chunk, floating point coefficients, few query rows."""
     rows, channels = query.shape[2], max(query.shape[3], values.chunks * values.width)
     most = MOST_OF_LITTLE if capability_of(query.device) in LITTLE_MEMORY else MOST_QUERY
     return (
@@ -184,7 +184,7 @@ def _pairs_served(pages: SparsePages) -> bool:
 
 
 def empty(*sizes: int, like: Tensor) -> Tensor:
-    """Room for results, float32."""
+    """Allocate an uninitialised float32 result."""
     return torch.empty(sizes, dtype=torch.float32, device=like.device)
 
 
@@ -199,7 +199,7 @@ def desparsify_attend(
     softcap: float | None = None,
     back: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's, in parts: `top`, `mass [rows, kv_heads, splits, R]` and `mixed [..., splits, R, D]`."""
+    """As `reference.desparsify_attend`, with an axis of splits: `top`, `mass [rows, kv_heads, splits, R]`, `mixed [..., R, D]`."""
     rows, heads, asked, channels = query.shape
     slots, pages = keys.indices.shape[2], table.shape[1]
     each = max(1, -(-pages * rows * heads // PROGRAMS))
@@ -222,7 +222,7 @@ def desparsify_attend(
 
 
 def _dictionary(pages: SparsePages) -> tuple[Tensor, Tensor]:
-    """Offline and online atoms; where there are none of a kind, the others in their place, unread."""
+    """Offline and online atoms as kernel arguments; a missing table is replaced by the other one, which is not read through it."""
     offline, online = pages.offline, pages.online
     assert offline is not None or online is not None
     return (offline if offline is not None else online), (online if online is not None else offline)  # type: ignore[return-value]
@@ -265,7 +265,7 @@ def _shapes(
 
 
 def _unroll(pairs: int, most: int) -> int:
-    """Pairs whose atoms are on their way at once: `most`, or the next fewer that divide them all."""
+    """Pairs whose atoms are loaded at once: the largest divisor of `pairs` that is at most `most`."""
     return next(size for size in range(most, 0, -1) if pairs % size == 0)
 
 

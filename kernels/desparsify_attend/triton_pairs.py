@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""One pair of every token of a tile, inside a kernel: its index, its coefficient, and where its atom lies."""
+"""Loads of one pair of every token of a tile inside a Triton kernel: its index, its coefficient, and the address of its atom."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _part(packed, number, there, AT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """A part of BITS bits of a token's `number`-th index: plane-split over RUN bytes from byte AT on."""
+    """Load a part of BITS bits of a token's `number`-th index: plane-split (`pack_bytes`) over RUN bytes from byte AT on."""
     RUN: tl.constexpr = (PAIRS * BITS + 7) // 8
     plane = number // RUN
     byte = tl.load(packed + (AT + number - plane * RUN), mask=there, other=0).to(tl.int32)
@@ -16,7 +16,8 @@ def _part(packed, number, there, AT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl
 
 @triton.jit
 def index_of(packed, number, there, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """A token's `number`-th index: parts of 8, 8 or 4, 2 and 1 bits, or (WIDTH 0) 16 bits without a sign."""
+    """Load a token's `number`-th index: WIDTH bits in parts of 8, 4, 2 and 1 bits (`pack_bytes`), or unsigned int16 if WIDTH is
+    0."""
     if WIDTH == 0:
         return tl.load(packed + number, mask=there, other=0).to(tl.int32) & 0xFFFF
     WHOLE: tl.constexpr = WIDTH // 8
@@ -39,11 +40,12 @@ def index_of(packed, number, there, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def coefficient_of(kept, number, there, FLOAT8: tl.constexpr):
-    """A token's `number`-th coefficient, float32; e4m3 by its bits, which no GPU before capability 8.9 converts."""
+    """Load a token's `number`-th coefficient as float32; e4m3 is converted by bit operations, because GPUs before capability 8.9
+    have no instruction for it."""
     if not FLOAT8:
         return tl.load(kept + number, mask=there, other=0.0).to(tl.float32)
     byte = tl.load(kept + number, mask=there, other=0).to(tl.int32)
-    # Exponent and mantissa where float16 has them: its exponent's bias is 15, not 7, so all comes out 2^8 too small.
+    # Move exponent and mantissa to their bits in float16, whose exponent bias is 15, not 7: the result is 2^8 too small.
     size = ((byte & 0x7F) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     size = tl.where((byte & 0x7F) == 0x7F, float("nan"), size)
     return tl.where(byte >= 0x80, -size, size)
@@ -51,11 +53,11 @@ def coefficient_of(kept, number, there, FLOAT8: tl.constexpr):
 
 @triton.jit
 def atom_at(offline, online, index, first, ONLINE: tl.constexpr, OFFLINE: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the atoms `index` begin: those from `first` on are the row's own."""
+    """Addresses of the atoms `index`: those from `first` on are the row's own (`online`)."""
     if not ONLINE:
         return offline + index * WIDTH
     if not OFFLINE:
         return online + index * WIDTH
     atom = tl.where(index < first, offline + index * WIDTH, online + (index - first) * WIDTH)
-    # Both kinds are aligned to 16 bytes where rows are whole multiples of that; a choice of the two has to be told so.
+    # Both tables are aligned to 16 bytes if an atom is a multiple of that; after `where` the compiler has to be told.
     return tl.multiple_of(atom, 16) if WIDTH % 8 == 0 else atom

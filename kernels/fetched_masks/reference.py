@@ -1,4 +1,4 @@
-"""Which tokens are hidden where exact pairs were fetched: packed and exact ones that are attended as fetched, and empty entries."""
+"""Masks for attention with fetched tokens in plain torch: hide the packed and exact copies of fetched tokens, and empty entries."""
 
 import torch
 from torch import Tensor
@@ -9,19 +9,7 @@ EMPTY = -1
 def fetched_masks(
     positions: Tensor, slots: range, exact: Tensor, hidden: Tensor | None = None, back: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Masks of what is attended beside fetched tokens, and of these.
-
-    Args:
-        positions: int32 `[rows, kv_heads, n]`, the position of each fetched token in its row, or -1; none twice.
-        slots: the positions of packed tokens.
-        exact: int64 `[rows, 1, m]`, positions of exact tokens, at least 0.
-        hidden: bool `[rows or 1, 1, columns, m]`, the exact tokens that a column does not see anyway. None: one column sees all.
-        back: int64 `[rows, 1, columns, 1]`: a token at this position or before is behind the column's sliding window.
-
-    Returns:
-        Bool `[rows, kv_heads, slots]`: positions that are fetched. And bool `[rows, kv_heads, columns, m + n]`: exact tokens that
-        are fetched or hidden anyway, then entries that are empty or behind.
-    """
+    """As `operation.fetched_masks`, which documents the arguments."""
     at = positions.long()
     among = torch.where((at >= slots.start) & (at < slots.stop), at - slots.start + 1, 0)
     replaced = torch.zeros(*at.shape[:2], len(slots) + 1, dtype=torch.bool, device=at.device)

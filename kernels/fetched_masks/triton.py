@@ -1,7 +1,7 @@
-"""Masks beside fetched tokens on a GPU, in one launch: a program for a stretch of slots of a row and head, and one for the exact
-and the fetched tokens.
+"""Masks for attention with fetched tokens on a GPU, in one launch: for each row and head, one program per stretch of slots, and one
+for the exact and the fetched tokens.
 
-Fetched tokens are few: a stretch counts those that lie in it, and every exact token is compared with every one of them.
+Fetched tokens are few: a stretch makes a histogram of those in it, and every exact token is compared with all of them.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
 
-SLOTS, EXACT = 2048, 32  # of a program; compared at once
-LEAST, MOST = 64, 128  # fetched tokens that are read together
+SLOTS, EXACT = 2048, 32  # slots of a program; exact tokens that are compared at once
+LEAST, MOST = 64, 128  # limits of the number of fetched tokens that are read at once
 
 
 @triton.jit(do_not_specialize=["first", "slots", "m", "columns", "hidden_row", "back_row"])
@@ -22,8 +22,8 @@ def hide(
     heads, n, first, slots, m, columns, hidden_row, back_row,
     SLOTS: tl.constexpr, EXACT: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """REPLACED `[rows and heads, slots]` and UNSEEN `[rows and heads, columns, m + n]`. The last program of a row and head does the
-    latter."""
+    """Store REPLACED `[rows * heads, slots]` and UNSEEN `[rows * heads, columns, m + n]`, the latter in the last program of a row
+    and head."""
     pair, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = pair // heads
     POSITIONS += pair * n
@@ -63,14 +63,14 @@ def hide(
 
 
 def supports(positions: Tensor, exact: Tensor) -> bool:
-    """Whether the kernel takes these: numbers that lie together."""
+    """Whether the kernel supports these: contiguous tensors."""
     return positions.is_contiguous() and exact.is_contiguous()
 
 
 def fetched_masks(
     positions: Tensor, slots: range, exact: Tensor, hidden: Tensor | None, back: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What `reference.fetched_masks` gives."""
+    """As `operation.fetched_masks`."""
     (rows, heads, n), m = positions.shape, exact.shape[2]
     columns = 1 if hidden is None else hidden.shape[2]
     replaced = torch.empty(rows, heads, len(slots), dtype=torch.bool, device=positions.device)

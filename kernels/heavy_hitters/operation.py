@@ -1,4 +1,4 @@
-"""A decode step of a budget of important tokens, by whichever form of the operation the device runs."""
+"""Decode step of a budget of heavy hitters (H2O), by the implementation for the device."""
 
 from collections.abc import Sequence
 
@@ -14,20 +14,24 @@ __all__ = ["BudgetSlots", "MassRule", "NewToken", "enter_ring", "lightest"]
 def enter_ring(
     rule: MassRule | None, mass: Tensor, shown: Tensor, fresh: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]
 ) -> list[Tensor]:
-    """Each row's new token takes its slot in the ring of the newest; the one that it finds there contests with the heavy tokens
-    (H2O, arXiv:2306.14048, section 4.2): it takes the slot of the lightest, of equals the newest, or being no heavier is lost.
+    """Store each row's new token in its ring of recent tokens, and let the token that was in that slot compete with the heavy
+    hitters (H2O, arXiv:2306.14048, section 4.2).
+
+    The competing token replaces the heavy token with the lowest score (of equal ones the newest) if its own score is higher; else
+    it is dropped.
 
     Args:
-        rule: what attention is worth; None: nothing is scored, and who leaves the ring goes to the slot that is free.
-        mass: float32 `[rows, numbers x kv_heads, slots]`, changed: of tokens, and behind that with `rule.mean` how many query rows
-            have seen each.
-        shown: `[rows, numbers x kv_heads, n]`, what this step adds to the first n slots.
-        fresh: `[rows, numbers x kv_heads, 1]`, of the new token.
-        slots: who lies where.
-        tokens: the fields of pages, changed, and of the new tokens.
+        rule: how scores follow from attention; None: no scores; the token that leaves the ring goes to the free slot.
+        mass: accumulated attention, float32 `[rows, numbers x kv_heads, slots]`, updated; numbers is 1, or 2 with `rule.mean`: then
+            the number of query rows that have seen each token follows.
+        shown: attention of this step to the first n slots, `[rows, numbers x kv_heads, n]`.
+        fresh: the same numbers of the new token, `[rows, numbers x kv_heads, 1]`.
+        slots: the slots that are involved.
+        tokens: fields of the pages, updated, and of the new tokens.
 
     Returns:
-        For each field what lay in the slot that was taken, `[rows, kv_heads, 1, W]`: of rows that contest the token that is lost.
+        For each field the former contents of the slot that was overwritten, `[rows, kv_heads, 1, W]`: the dropped token in rows
+        that compete.
     """
     if prefers_triton(mass.device):
         from calib.kernels.heavy_hitters import triton

@@ -1,4 +1,4 @@
-"""A new token of each row among the important ones, in plain torch: what attention is worth, and who loses."""
+"""Decode step of a budget of heavy hitters (H2O) in plain torch: scores from attention, and which token is dropped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MassRule:
-    """What the attention that a token gets makes it worth.
+    """How a token's score follows from the attention that it receives.
 
     Args:
-        adds_up: whether a forward's attention is added to what was there; if not, it takes its place.
-        limit: the most that a token's mass becomes, or None.
-        mean: whether a token is worth its mass divided by the number of query rows that have seen it, or the mass itself.
+        adds_up: whether the attention of a forward is added to the mass so far; if not, it replaces it.
+        limit: upper limit of a token's mass, or None.
+        mean: whether the score is the mass divided by the number of query rows that have seen the token, or the mass itself.
     """
 
     adds_up: bool = True
@@ -23,7 +23,7 @@ class MassRule:
     mean: bool = False
 
     def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """Takes into `mass`, in place, what one more forward has `shown` of tokens that were held before it."""
+        """Update `mass` in place by the attention `shown` of one more forward to tokens that were stored before it."""
         if not self.adds_up:
             mass.copy_(shown)
         else:
@@ -32,19 +32,21 @@ class MassRule:
             mass.clamp_(max=self.limit)
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., tokens]`, which so many rows have `seen [..., tokens]` -> scores of the same shape; 0 where none has."""
+        """Scores from `mass [..., tokens]` and the number of query rows that have `seen` each token, of the same shape; with
+        `mean` 0 where none has."""
         return (mass / seen).masked_fill_(seen <= 0, 0) if self.mean else mass
 
 
 class BudgetSlots(NamedTuple):
-    """Where the important tokens of some rows lie, and what the new ones do.
+    """Slots of the heavy hitters and of the ring of recent tokens, for some rows.
 
     Attributes:
-        ring: int64 `[rows]`, the slot of the new token, from which an older one may have to go.
-        free: int64 `[rows]`, the slot to which that one goes where nobody has to lose one.
-        first, last: int64 `[rows]`, it contests for the slots [first, last); none where both are equal.
-        table: int32 `[rows, pages]`, the pages that slots lie in.
-        positions: int32 `[pages, kv_heads, page_tokens, 1]`, of tokens in their rows.
+        ring: slot of the new token, int64 `[rows]`, which an older token may occupy.
+        free: slot to which that older token moves if no token has to be dropped, int64 `[rows]`.
+        first, last: the older token competes for the slots [first, last), int64 `[rows]`; there is no competition if they are
+            equal.
+        table: pages that the slots are in, int32 `[rows, pages]`.
+        positions: position of each token in its row, int32 `[pages, kv_heads, page_tokens, 1]`.
     """
 
     ring: Tensor
@@ -55,27 +57,27 @@ class BudgetSlots(NamedTuple):
     positions: Tensor
 
     def locations(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Page and slot in it, int64, of `slots [rows, kv_heads]`."""
+        """Page, and slot in the page, of `slots [rows, kv_heads]`, int64."""
         size = self.positions.shape[2]
         return self.table.long().gather(1, slots // size), slots % size
 
     def heavy(self, slots: int) -> Tensor:
-        """Which of so many slots are contested: bool `[rows, 1, slots]`."""
+        """Mask of the slots [first, last) among `slots` slots: bool `[rows, 1, slots]`."""
         numbers = torch.arange(slots, device=self.table.device)
         return (numbers >= self.first[:, None, None]) & (numbers < self.last[:, None, None])
 
 
 class NewToken(NamedTuple):
-    """A field of the new tokens, `token [rows, kv_heads, 1, W]`, and of the pages that it goes into, `into [pages, kv_heads,
-    page_tokens, W]`."""
+    """One field (such as keys) of the new tokens, `token [rows, kv_heads, 1, W]`, and of the pages that they are stored in, `into
+    [pages, kv_heads, page_tokens, W]`."""
 
     into: Tensor
     token: Tensor
 
 
 def lightest(rule: MassRule, mass: Tensor, entering: Tensor, slots: BudgetSlots) -> tuple[Tensor, Tensor]:
-    """The slot of the lightest contested token of each row and head, int64 `[rows, kv_heads]`, of equals the newest; and whether a
-    token of mass `entering [rows, numbers x kv_heads, 1]` is no heavier."""
+    """Slot of the token with the lowest score among those in [first, last), of equal ones the newest, int64 `[rows, kv_heads]`; and
+    whether the score of a token with mass `entering [rows, numbers x kv_heads, 1]` is not higher, bool `[rows, kv_heads]`."""
     heads = slots.positions.shape[1]
     scores = rule.scores(mass[:, :heads], mass[:, -heads:])
     heavy = scores.masked_fill(~slots.heavy(scores.shape[2]), torch.inf)
@@ -88,7 +90,7 @@ def lightest(rule: MassRule, mass: Tensor, entering: Tensor, slots: BudgetSlots)
 def enter_ring(
     rule: MassRule | None, mass: Tensor, shown: Tensor, fresh: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]
 ) -> list[Tensor]:
-    """See `operation.enter_ring`."""
+    """As `operation.enter_ring`."""
     heads = slots.positions.shape[1]
     ring = slots.ring[:, None].expand(-1, heads)
     target = slots.free[:, None].expand(-1, heads)
@@ -112,5 +114,5 @@ def enter_ring(
 
 
 def _of_numbers(index: Tensor, mass: Tensor) -> Tensor:
-    """An index of tokens `[rows, kv_heads]` as one of `mass [rows, numbers x kv_heads, slots]`."""
+    """Expand slots `[rows, kv_heads]` to an index of `mass [rows, numbers x kv_heads, slots]` along its last axis."""
     return torch.cat([index] * (mass.shape[1] // index.shape[1]), 1)[..., None]

@@ -1,4 +1,4 @@
-"""A decode step of a budget of important tokens in two launches: who loses, and moving the tokens. See README.md."""
+"""Decode step of a budget of heavy hitters (H2O) in two launches: choose the token to drop, and move the tokens. See README.md."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.heavy_hitters.reference import BudgetSlots, MassRule, NewToken
 from calib.kernels.launch import launch
 
-AT_ONCE = 6  # fields of a launch
-WIDEST = 4096  # numbers of a token and head
-TURN = 1024  # slots that are looked at together
+AT_ONCE = 6  # most fields of a launch
+WIDEST = 4096  # most numbers of a token and head in a field
+TURN = 1024  # slots of a loop iteration
 
 UNFIXED = ["slots", "shown", "table_row", "shown_row", "shown_head", "fresh_row", "fresh_head"]
 
@@ -24,8 +24,8 @@ def choose(
     heads, slots, shown, table_row, shown_row, shown_head, fresh_row, fresh_head, position_page, position_head, position_token,
     ADDS_UP: tl.constexpr, LIMIT: tl.constexpr, MEAN: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program for each head of a row. FOUND takes the page and slot of the ring's token, and those that it goes to, each int64
-    `[rows, heads]`. Without MASS nothing is scored."""
+    """Update MASS and store to FOUND page and slot of the ring's token, then page and slot that it moves to, each int64 `[rows,
+    heads]`. A program handles a head of a row. Without MASS there are no scores."""
     item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
     ring, target = tl.load(RING + row), tl.load(FREE + row)
@@ -79,7 +79,7 @@ def choose(
 
 @triton.jit
 def observed(mass, given, slot, slots, shown, ADDS_UP: tl.constexpr, LIMIT: tl.constexpr):
-    """The mass of slots with what the step has shown of them."""
+    """Load the mass of slots, updated by this step's attention (`given`) as by `MassRule.observe`."""
     there = slot < slots
     own = tl.load(mass + slot, mask=there, other=0.0)
     added = tl.load(given + slot, mask=there & (slot < shown), other=0.0)
@@ -98,7 +98,7 @@ def move(
     W_0: tl.constexpr, W_1: tl.constexpr, W_2: tl.constexpr, W_3: tl.constexpr, W_4: tl.constexpr, W_5: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each head of a row and each field; one whose pointers are None is not there."""
+    """Move up to six fields; those whose pointers are None are absent. A program handles a head of a row and a field."""
     which = tl.program_id(1)
     if which == 0:
         move_one(INTO_0, TOKEN_0, LOST_0, FOUND, heads, page_0, head_0, slot_0, row_0, from_0, W_0, WIDE)
@@ -123,7 +123,7 @@ def move(
 def move_one(
     INTO, TOKEN, LOST, FOUND, heads, into_page, into_head, into_slot, from_row, from_head, W: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Of one field: what is lost is read, the ring's token goes there, and the new one where that was."""
+    """Move one field: save the target slot to LOST, copy the ring's token to the target, and the new token to the ring's slot."""
     item, items = tl.program_id(0), tl.num_programs(0)
     row, head, column = (item // heads).to(tl.int64), item % heads, tl.arange(0, WIDE)
     inside = column < W
@@ -131,14 +131,15 @@ def move_one(
     ring = tl.load(FOUND + item) * into_page + tl.load(FOUND + items + item) * into_slot
     target = tl.load(FOUND + 2 * items + item) * into_page + tl.load(FOUND + 3 * items + item) * into_slot
     old, lost = tl.load(own + ring, mask=inside), tl.load(own + target, mask=inside)
-    tl.debug_barrier()  # no lane writes before all have read
+    tl.debug_barrier()  # no lane may store before all have loaded
     tl.store(LOST + item.to(tl.int64) * W + column, lost, mask=inside)
     tl.store(own + target, old, mask=column < tl.where(target == ring, 0, W))
     tl.store(own + ring, tl.load(TOKEN + row * from_row + head * from_head + column, mask=inside), mask=inside)
 
 
 def supports(mass: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]) -> bool:
-    """Whether the kernels move these: fields of one type whose numbers lie side by side, each head's its own."""
+    """Whether the kernels support these: contiguous mass; fields with the dtype of their tokens, contiguous numbers, and a number
+    of their own per KV head."""
     return mass.is_contiguous() and all(
         one.into.dtype == one.token.dtype
         and one.into.device == one.token.device == mass.device
@@ -152,7 +153,7 @@ def supports(mass: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]) -> bo
 def enter_ring(
     rule: MassRule | None, mass: Tensor, shown: Tensor, fresh: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]
 ) -> list[Tensor]:
-    """See `operation.enter_ring`."""
+    """As `operation.enter_ring`."""
     (rows, heads), positions = (len(slots.ring), slots.positions.shape[1]), slots.positions
     shown = shown if shown.stride(2) == 1 or shown.shape[2] <= 1 else shown.contiguous()
     found = torch.empty(4, rows, heads, dtype=torch.int64, device=mass.device)

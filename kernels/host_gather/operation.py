@@ -1,4 +1,4 @@
-"""Tokens out of host memory, by whichever form of the operation the device runs."""
+"""Fetch tokens from host memory (SpeCache's prefetch), by the implementation for the device."""
 
 from torch import Tensor
 
@@ -9,19 +9,20 @@ from calib.kernels.host_gather import reference
 def exchange(
     held: Tensor, chosen: Tensor, table: Tensor, page_tokens: int, reach: int, fetched: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lets a fixed number of entries hold the tokens `chosen`, in the room of those not chosen; one that is there stays there.
+    """Update the entries of a cache of fetched tokens so that they hold the tokens `chosen`: tokens that are already there keep
+    their entry, the others replace tokens that are not chosen.
 
     Args:
-        held: int32 `[rows, kv_heads, n]`, the token in each entry, -1 where there is none; no token twice. Changed.
-        chosen: int64 `[rows, kv_heads, at most n]`, in any order; -1 is none.
-        table: int32 `[rows, pages]`, the page of every `page_tokens` tokens of a row.
-        page_tokens: tokens of a page.
-        reach: more than any token.
+        held: token number of each entry, int32 `[rows, kv_heads, n]`, -1 if empty; no token twice. Updated.
+        chosen: token numbers, int64 `[rows, kv_heads, at most n]`, in any order; -1 stands for none.
+        table: pages of each row, int32 `[rows, pages]`, `page_tokens` tokens per page.
+        page_tokens: tokens per page.
+        reach: an upper bound of all token numbers (exclusive).
         fetched: int64 `[1]`, to which the number of new tokens is added.
 
     Returns:
-        Of every entry, `[rows, kv_heads, n]`, the page and the slot in it of its token, int64, anything where it is not new; and
-        bool: which are new and have to be fetched.
+        For every entry, `[rows, kv_heads, n]`: the page of its token and the slot in the page, int64, undefined if it is not new;
+        and whether it is new and has to be fetched, bool.
     """
     if prefers_triton(held.device):
         from calib.kernels.host_gather import triton
@@ -32,15 +33,15 @@ def exchange(
 
 
 def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, into: Tensor) -> None:
-    """Copies tokens from host pages into entries on the device.
+    """Copy tokens from host pages into entries on the device.
 
     Args:
-        pages: `[pages, kv_heads, page_tokens, W]`, key and value of a token in one row: host memory as the device sees it, or
-            ordinary host memory.
-        numbers: int64 `[rows, kv_heads, n]`, the page of each entry's token; any number where nothing is wanted.
-        slots: int64 of the same shape, the token's slot in its page.
-        wanted: bool of the same shape.
-        into: `[rows, kv_heads, n, W]`, changed where `wanted`.
+        pages: `[pages, kv_heads, page_tokens, W]`, with key and value of a token in one row: host memory that is mapped to the
+            device, or ordinary host memory.
+        numbers: page of each entry's token, int64 `[rows, kv_heads, n]`; any number if it is not wanted.
+        slots: the token's slot in its page, int64 of the same shape.
+        wanted: entries to copy, bool of the same shape.
+        into: `[rows, kv_heads, n, W]`, updated where `wanted`.
     """
     if prefers_triton(into.device):
         from calib.kernels.host_gather import triton

@@ -1,7 +1,8 @@
-"""Fetching tokens from host memory on a GPU: few programs, which read only what is wanted, beside the kernels of a step.
+"""Fetch tokens from host memory on a GPU: a few programs, which run beside the kernels of a step, read only the wanted tokens.
 
-Rows are copied as whole numbers of 32 or 16 bits, whatever they mean. Which entry takes which token, and where that lies, is a
-kernel of its own: a program for a row and head compares every token held with every token chosen.
+Rows are copied as integers of 32 or 16 bits, whatever their dtype. Another kernel decides which entry takes which token and
+computes
+its address: a program for a row and head compares every held token with every chosen token.
 """
 
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
 
-# Enough for the host's link with what each has under way, 32 KB, and too few to keep a step's own kernels waiting.
+# Programs with 32 KB in flight each: enough to saturate the link to the host, too few to delay a step's own kernels.
 PROGRAMS, WARPS = 8, 8
 BYTES = 2**15
 
-# Entries whose exchange one program compares, all with all, so many pairs at once.
+# Most entries that a program compares with all chosen tokens, and pairs that are compared at once.
 MOST = 1024
 PAIRS = 4096
 
@@ -27,7 +28,8 @@ def gather_rows(
     page_stride, head_stride, slot_stride, into_row, into_head, into_entry, heads, n, entries,
     W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies W numbers for each of `entries` entries that is wanted; every program takes every so many tiles of ROWS."""
+    """Copy the rows of W numbers of the wanted ones among `entries` entries, in tiles of ROWS entries that programs take in
+    turn."""
     column = tl.arange(0, WIDTH)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(entries, ROWS), tl.num_programs(0)):
         entry = tile * ROWS + tl.arange(0, ROWS)
@@ -50,8 +52,8 @@ def exchange_entries(
     held, chosen, table, numbers, slots, new, fetched, heads, n, wanted, table_width, page_tokens,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`held [rows and heads, n]` takes `chosen [rows and heads, wanted]`; which tokens are `new`, and in which `slots` of which
-    pages, whose `numbers` the table has. A program for each n, BLOCK at least n."""
+    """Update `held [rows * heads, n]` to hold the tokens `chosen [rows * heads, wanted]`; store which entries are `new`, and their
+    page `numbers` and `slots`. A program handles a row and head; BLOCK is at least n."""
     pair = tl.cast(tl.program_id(0), tl.int64)
     start, own_table = pair * n, table + pair // heads * table_width
     block = tl.arange(0, BLOCK)
@@ -62,7 +64,7 @@ def exchange_entries(
         own = tl.load(held + start + position, mask=position < n, other=-1)
         is_held = tl.maximum(is_held, tl.max((own[:, None] == tokens[None, :]).to(tl.int32), 0))
     arrives = (tokens >= 0) & (is_held == 0)
-    turn = tl.where(arrives, tl.cumsum(arrives.to(tl.int32), 0), 0)  # 1 for the first that arrives; 0: does not
+    turn = tl.where(arrives, tl.cumsum(arrives.to(tl.int32), 0), 0)  # i for the i-th new token, 0 for others
 
     free_before = tl.full([], 0, tl.int32)
     for at in range(0, n, TILE):
@@ -76,25 +78,25 @@ def exchange_entries(
         taker = free[:, None] & (freed[:, None] == turn[None, :])
         token = tl.max(tl.where(taker, tokens[None, :], -1), 1)
         comes = free & (token >= 0)
-        tl.debug_barrier()  # the program's other threads have read what changes here
+        tl.debug_barrier()  # all threads of the program must have read `held` before it changes
         tl.store(held + start + position, tl.where(free, token, own), mask=inside)
         page = tl.load(own_table + token // page_tokens, mask=comes, other=0).to(tl.int64)
         tl.store(numbers + start + position, page, mask=inside)
         tl.store(slots + start + position, tl.where(comes, token % page_tokens, 0).to(tl.int64), mask=inside)
         tl.store(new + start + position, comes.to(tl.int8), mask=inside)
     arrived = tl.sum(arrives.to(tl.int64), 0)
-    tl.atomic_add(fetched, arrived, sem="relaxed")  # whole numbers: any order gives the same sum
+    tl.atomic_add(fetched, arrived, sem="relaxed")  # integers: the sum does not depend on the order
 
 
 def supports_exchange(held: Tensor, chosen: Tensor) -> bool:
-    """Whether the kernel takes so many entries, which lie together."""
+    """Whether the kernel supports these: at most `MOST` entries, contiguous tensors."""
     return held.shape[2] <= MOST and held.is_contiguous() and chosen.is_contiguous()
 
 
 def exchange(
     held: Tensor, chosen: Tensor, table: Tensor, page_tokens: int, fetched: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `reference.exchange` does, without marks: no token has a limit below 2^31."""
+    """As `operation.exchange`; it needs no bound of token numbers below 2^31."""
     rows, heads, n = held.shape
     numbers, slots = (torch.empty(held.shape, dtype=torch.int64, device=held.device) for _ in range(2))
     new = torch.empty(held.shape, dtype=torch.bool, device=held.device)
@@ -110,7 +112,7 @@ def exchange(
 
 
 def supports(pages: Tensor, into: Tensor) -> bool:
-    """Whether the kernel takes these: memory that the device sees, rows of one dtype of 2 bytes or more, without gaps."""
+    """Whether the kernel supports these: device-mapped memory, contiguous rows of one dtype with at least 2 bytes."""
     return (
         pages.device == into.device
         and pages.dtype == into.dtype
@@ -121,7 +123,7 @@ def supports(pages: Tensor, into: Tensor) -> bool:
 
 
 def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, into: Tensor) -> None:
-    """What `reference.host_gather` does."""
+    """As `operation.host_gather`."""
     if not into.numel() or not pages.numel():
         return
     pages, into = _as_integers(pages, into)
@@ -140,7 +142,7 @@ def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, i
 
 
 def _as_integers(pages: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-    """The same memory as int32, or as int16 where rows do not lie on borders of 4 bytes."""
+    """View both as int32, or as int16 if rows are not aligned to 4 bytes."""
     size = into.element_size()
     starts = [part * size for tensor in (pages, into) for part in (*tensor.stride()[:3], tensor.storage_offset())]
     width = torch.int32 if all(start % 4 == 0 for start in (*starts, into.shape[3] * size)) else torch.int16
@@ -148,7 +150,7 @@ def _as_integers(pages: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tile(padded: int, size: int) -> int:
-    """Rows of `padded` numbers that a program has under way at once."""
+    """Rows of `padded` numbers of `size` bytes that a program has in flight at once."""
     return max(1, BYTES // (padded * size))
 
 

@@ -1,7 +1,7 @@
-"""Vectors as a few atoms of a dictionary, found greedily (matching pursuit, Mallat and Zhang 1993; CSR, arXiv:2412.11741).
+"""Matching pursuit in plain torch (Mallat and Zhang 1993; CSR, arXiv:2412.11741), and orthogonal matching pursuit.
 
-R starts as x; every step takes the atom of the largest |R . d|, writes down (index, R . d) and subtracts R . d times the
-atom. Atoms are rows `[N, d]` of about unit length. The README has the two forms of the step, and what they cost.
+The residual R starts as x; every step chooses the atom with the largest |R . d|, records the pair (index, R . d) and subtracts
+R . d times the atom. Atoms are rows `[N, d]` of about unit length. README.md compares the costs of the two forms of a step.
 """
 
 import torch
@@ -10,45 +10,44 @@ from torch import Tensor
 
 from calib.kernels.huge_pages import empty_large
 
-# Correlations in memory at once: on a CPU what stays in the cache of a core (1 MiB), elsewhere what fills the device.
+# Correlations in memory at once: on a CPU those that fit a core's cache (1 MiB), elsewhere enough to fill the device.
 TILE_ELEMENTS = {"cpu": 2**18}
 DEVICE_TILE_ELEMENTS = 2**26
 
-# Neighbours of which first the largest is taken: a position in a short row is cheap, in a long one it is a slow loop.
+# Length of the runs whose maxima are computed first: argmax is fast in short rows and slow in long ones.
 RUN = 64
 
-# Vectors of an orthogonal pursuit at once: their bases are `[vectors, s, d]`.
+# Elements of the bases `[vectors, s, d]` of an orthogonal pursuit in memory at once.
 BASES_ELEMENTS = 2**21
 
-# The largest Gram matrix, 256 MiB; and, in multiply-adds of a matrix product, what an entry moved counts: a row's taken from the
-# matrix, scaled and subtracted, or one of a new matrix written. Above what a CPU measures (below 17.5, `forms` of
-# benchmarks/pursuit_cpu.py), since products made anew carry no rounding of the steps before.
+# The largest Gram matrix, 256 MiB; and the cost of updating (or writing) an entry, in multiply-adds of a matrix product. The cost
+# is set above the measured one (below 17.5, `forms` of benchmarks/pursuit_cpu.py), since new products carry no rounding errors of
+# the steps before.
 GRAM_ELEMENTS = 2**26
 UPDATE_COST = 36
 
-# What is left of an atom outside the span of others below this is the rounding of its float16 entries.
+# An atom whose part outside the span of the others is shorter than this (relative to it) depends on them, up to float16 rounding.
 DEPENDENT = 2**-10
 
 
 def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """`sparsity` pairs for every vector: `x [V, d]`, `atoms [N, d]` of one dtype -> index int64, coefficient in it, `[V, s]`.
-
-    Index: the first of the largest |R . d|; coefficient: R . d, signed. A repeated atom's coefficients add up.
-    """
+    """As `operation.matching_pursuit`, for `x [V, d]` and `atoms [N, d]` of one dtype, which the coefficients have too."""
     if gram_is_cheaper(len(x), len(atoms), atoms.shape[-1], sparsity):
         return pursuit_by_gram(x, atoms, sparsity)
     return pursuit_by_products(x, atoms, sparsity)
 
 
 def gram_is_cheaper(vectors: int, count: int, width: int, sparsity: int) -> bool:
-    """A step is an update of N correlations for each vector, or N products of d; the matrix is N N entries first."""
+    """Whether `pursuit_by_gram` costs less than `pursuit_by_products`: a step updates N correlations per vector instead of
+    computing N products of length d, but first the N x N Gram matrix has to be computed."""
     saved = (sparsity - 1) * vectors * (width - UPDATE_COST)
     return count * count <= GRAM_ELEMENTS and count * (width + UPDATE_COST) < saved
 
 
 @torch.no_grad()
 def pursuit_by_gram(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """Correlations kept up to date: R' . d_j = R . d_j - (R . d_i) (d_i . d_j). R is kept for decisions and coefficients."""
+    """Matching pursuit that updates correlations by the Gram matrix: R' . d_j = R . d_j - (R . d_i) (d_i . d_j). The residual R is
+    kept as well, for exact decisions and coefficients."""
     gram = torch.mm(atoms, atoms.mT, out=empty_large(len(atoms), len(atoms), like=atoms))
     residual, (index, coefficient) = x.clone(), no_pairs(x, sparsity)
     rows = tile_rows(x, len(atoms))
@@ -65,7 +64,7 @@ def pursuit_by_gram(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def pursuit_by_products(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """The residual kept, and multiplied with all atoms at every step."""
+    """Matching pursuit that multiplies the residual with all atoms in every step."""
     residual, (index, coefficient) = x.clone(), no_pairs(x, sparsity)
     for step in range(sparsity):
         index[:, step] = strongest_atoms(residual, atoms)
@@ -74,10 +73,10 @@ def pursuit_by_products(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor
 
 
 def taken_away(residual: Tensor, atoms: Tensor, index: Tensor) -> Tensor:
-    """R . d of one atom `index [V]` for every `residual [V, d]`, which is left without it.
+    """Return R . d of one atom `index [V]` for every `residual [V, d]`, and subtract that multiple of the atom from it, in place.
 
-    Summed vector by vector: how a matrix product rounds depends on how many vectors it has, and a token's coefficients must
-    not.
+    Products are summed vector by vector: the rounding of a matrix product depends on the number of vectors, and a token's
+    coefficients must not.
     """
     chosen = atoms.index_select(0, index)
     part = (residual * chosen).sum(-1)
@@ -87,9 +86,10 @@ def taken_away(residual: Tensor, atoms: Tensor, index: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonal_matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """As `matching_pursuit`, with all coefficients so far refitted by least squares after every step (Pati et al. 1993).
+    """Orthogonal matching pursuit (Pati et al. 1993): as `matching_pursuit`, but after every step all coefficients so far are
+    refitted by least squares.
 
-    An atom that those before it already span (a repeated one, a zero one) gets the coefficient 0.
+    An atom in the span of earlier ones (a repeated one, a zero one) gets the coefficient 0.
     """
     pairs = no_pairs(x, sparsity)
     rows = max(1, BASES_ELEMENTS // (sparsity * x.shape[-1]))
@@ -100,7 +100,8 @@ def orthogonal_matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tupl
 
 
 def pursuit_by_bases(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """Atoms chosen so far are T Q, Q orthonormal `[V, s, d]`, T lower triangular: x^ = (x Q^T) Q = c T Q, c = x Q^T T^-1."""
+    """Orthogonal matching pursuit by Gram-Schmidt: the chosen atoms are T Q with Q orthonormal `[V, s, d]` and T lower triangular,
+    so that x^ = (x Q^T) Q = c T Q and c = x Q^T T^-1."""
     vectors, width = x.shape
     index = x.new_empty(vectors, sparsity, dtype=torch.int64)
     bases, parts = x.new_zeros(vectors, sparsity, width), x.new_zeros(vectors, sparsity)
@@ -110,7 +111,7 @@ def pursuit_by_bases(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
         index[:, step] = strongest_atoms(residual, atoms)
         chosen = atoms.index_select(0, index[:, step])
         before = bases[:, :step]
-        # Gram-Schmidt twice: the second pass removes what the rounding of the first left.
+        # Gram-Schmidt twice: the second pass removes the rounding errors of the first.
         inside = (before @ chosen[..., None])[..., 0]
         rest = chosen - (inside[:, None] @ before)[:, 0]
         again = (before @ rest[..., None])[..., 0]
@@ -128,16 +129,16 @@ def pursuit_by_bases(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
 
 
 def strongest_atoms(residual: Tensor, atoms: Tensor) -> Tensor:
-    """The atom of the largest |R . d| for every `residual [V, d]`, a tile of correlations at a time: int64 `[V]`."""
+    """Index of the atom with the largest |R . d| for every `residual [V, d]`, int64 `[V]`; computed in tiles of vectors."""
     tiles = residual.split(tile_rows(residual, len(atoms)))
     return torch.cat([decided(tile, atoms, strongest_two(tile @ atoms.mT)) for tile in tiles])
 
 
 def decided(residual: Tensor, atoms: Tensor, two: Tensor) -> Tensor:
-    """Of `two [V, 2]` atoms the one of the larger |R . d|, the lower index of equals: int64 `[V]`.
+    """Of the `two [V, 2]` atoms of each vector, the one with the larger |R . d|, or the lower index if equal: int64 `[V]`.
 
-    The products are made anew, vector by vector: how a matrix product rounds depends on how many vectors it has, and a token's
-    atoms must not.
+    The products are computed again vector by vector: the rounding of a matrix product depends on the number of vectors, and the
+    choice of a token's atoms must not.
     """
     sizes = torch.stack([(residual * atoms.index_select(0, index)).sum(-1) for index in two.unbind(1)], 1).abs()
     return torch.where(
@@ -146,9 +147,9 @@ def decided(residual: Tensor, atoms: Tensor, two: Tensor) -> Tensor:
 
 
 def strongest_two(correlations: Tensor) -> Tensor:
-    """The first of the largest |c| in each row of `correlations [V, N]` and the first of the others, int64 `[V, 2]`; of a
-    single atom, that one twice."""
-    # The largest of every run is found at memory speed, the first position of one only in short rows.
+    """Indices of the largest and the second largest |c| in each row of `correlations [V, N]`, of equal ones the first, int64 `[V,
+    2]`; if there is one atom, it twice."""
+    # The maximum of every run is computed at memory speed; argmax is used only in short rows.
     count = correlations.shape[1]
     missing = -count % RUN
     sizes = correlations.abs()
@@ -169,18 +170,18 @@ def strongest_two(correlations: Tensor) -> Tensor:
 
 
 def tile_rows(x: Tensor, count: int) -> int:
-    """Vectors whose correlations with `count` atoms make one tile."""
+    """Number of vectors whose correlations with `count` atoms make one tile."""
     return max(1, TILE_ELEMENTS.get(x.device.type, DEVICE_TILE_ELEMENTS) // count)
 
 
 def no_pairs(x: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """Room for `sparsity` pairs of every vector."""
+    """Allocate uninitialised index and coefficient for `sparsity` pairs of every vector."""
     shape = (len(x), sparsity)
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape)
 
 
 def desparsify(index: Tensor, coefficient: Tensor, atoms: Tensor) -> Tensor:
-    """The sum of coefficient times atom: `[..., s]`, `[..., s]`, `[N, d]` -> float32 `[..., d]`."""
+    """Decode: sum of coefficients times atoms, `index [..., s]`, `coefficient [..., s]`, `atoms [N, d]` -> float32 `[..., d]`."""
     pairs, weights = (part.reshape(-1, index.shape[-1]) for part in (index, coefficient.float()))
     summed = F.embedding_bag(pairs, atoms.float(), mode="sum", per_sample_weights=weights)
     return summed.view(*index.shape[:-1], atoms.shape[-1])

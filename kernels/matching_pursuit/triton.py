@@ -1,8 +1,8 @@
-"""Matching pursuit on a GPU: all steps in one kernel, a tile of residuals a program, the dictionary streamed past it.
+"""Matching pursuit on a GPU: all steps in one kernel; a program keeps a tile of residuals and reads the dictionary tile by tile.
 
-Correlations are asked only which one is the largest, so they are products of float16 that keep float32's digits: a number
-is high + low, each of 11 bits, and R . d is three products of halves, added up in float32 (low . low would be below the last
-digit). The chosen atom's own product is taken in float32. The README has the error and the costs.
+Correlations only decide which atom is chosen. They are computed by float16 matrix products with nearly float32 precision: a number
+is split into high + low, each of 11 bits, and R . d is the sum of three products of these, in float32 (low . low would be below the
+last digit). The product with the chosen atom is computed again in float32. README.md has the error and the costs.
 """
 
 import torch
@@ -14,28 +14,28 @@ from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
 from calib.kernels.matching_pursuit.reference import no_pairs
 
-# Halves are split where float16 has most room: a row's largest |R| comes to 2^14 ... 2^15, an atom is taken times 2^12.
+# Scales that use the range of float16 for the halves: a row's largest |R| is scaled to 2^14 ... 2^15, atoms are multiplied by 2^12.
 RESIDUAL_EXPONENT = tl.constexpr(14)
 ATOM_SCALE = tl.constexpr(4096.0)
 
-# Residuals of a program: a large tile reads the dictionary less often, small ones spread few vectors over the device.
-# A warp has 16 of them.
+# Residuals per program, and per warp: large tiles read the dictionary less often, small ones spread few vectors over the device.
 ROWS, MANY_ROWS, WARP_ROWS = 64, 128, 16
 MANY = 2**13
 
-# Shared memory of a processor, in bytes, that holds the large tile with three tiles of the dictionary under way.
+# Bytes of shared memory of a multiprocessor that suffice for the large tile with three tiles of the dictionary in flight.
 ROOMY = 160 * 2**10
 
 WIDEST = 256
 SPLIT_ROWS = 16
 
 
-# Sizes that differ from call to call compile nothing anew.
+# Sizes that differ from call to call must not cause a recompilation.
 @triton.jit(do_not_specialize=["count"])
 def split_atoms(
     atoms, high, low, count, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """`atoms [N, D]` times `ATOM_SCALE` as `high` + `low`, float16 `[tiles of N, BD]`, zeros beyond N and D."""
+    """Split `atoms [N, D]` times `ATOM_SCALE` into `high` + `low`, float16 `[N rounded up to tiles, BD]`, zeros beyond N and D.
+    EXACT: only `high`."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.arange(0, BD)
     inside = (row < count)[:, None] & (column < D)[None, :]
@@ -52,7 +52,8 @@ def pursue(
     x, atoms, high, low, index, coefficient, vectors, count, tiles, sparsity,
     D: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `x [V, D]` float32 against `atoms [N, D]`, split in `high` and `low`: writes `[V, s]` pairs."""
+    """Matching pursuit of a tile of `x [V, D]` float32 with `atoms [N, D]`, also given split as `high` and `low`; stores pairs `[V,
+    s]`."""
     row = tl.program_id(0).to(tl.int64) * BV + tl.arange(0, BV)
     channel = tl.arange(0, BD)
     column = tl.arange(0, BN)
@@ -66,18 +67,18 @@ def pursue(
         for tile in range(tiles):
             position = (tile * BN + column)[None, :] * BD + channel[:, None]
             d_high = tl.load(high + position)
-            # The small products first: added to a large sum they would lose digits.
+            # Small products first: added to a large sum they would lose digits.
             products = tl.dot(r_low, d_high)
             if not EXACT:
                 products = tl.dot(r_high, tl.load(low + position), products)
             products = tl.dot(r_high, d_high, products)
-            # Every lane keeps the first of its own largest: one reduction a step, not one a tile.
+            # Every lane keeps its own first maximum, so that one reduction per step suffices, not one per tile.
             better = tl.abs(products) > best
             best = tl.where(better, tl.abs(products), best)
             at = tl.where(better, tile, at)
         largest = tl.max(best, 1)
         first = tl.min(tl.where(best == largest[:, None], at * BN + column[None, :], count), 1)
-        # Rows of zeros behind N never beat an atom; only where no product is a number they may be taken.
+        # Padding rows of zeros behind N are never larger than an atom; they could win only if all products are NaN.
         chosen = tl.minimum(first, count - 1)
         atom = tl.load(atoms + chosen[:, None] * D + channel[None, :], mask=used, other=0.0).to(tl.float32)
         part = tl.sum(residual * atom, 1)
@@ -88,9 +89,9 @@ def pursue(
 
 @triton.jit
 def split_residual(residual):
-    """Every row times the power of two that brings its largest |R| to 2^14 ... 2^15, as the sum of two float16."""
+    """Scale every row by a power of two so that its largest |R| is 2^14 ... 2^15, and split it into a sum of two float16."""
     exponent = tl.max(tl.abs(residual), 1).to(tl.int32, bitcast=True) >> 23
-    # 2^(RESIDUAL_EXPONENT - e) where e = exponent - 127, from its bits; as large as float32 has it for the smallest rows.
+    # The bits of 2^(RESIDUAL_EXPONENT - e), e = exponent - 127; limited to the range of float32 for the smallest rows.
     bits = (-tl.maximum(exponent, RESIDUAL_EXPONENT) + (254 + RESIDUAL_EXPONENT)) << 23
     scale = bits.to(tl.float32, bitcast=True)
     scaled = residual * scale[:, None]
@@ -99,17 +100,16 @@ def split_residual(residual):
 
 
 def supports(x: Tensor, atoms: Tensor, sparsity: int) -> bool:
-    """Float32 vectors of at most 256 channels; atoms of float32 or float16, indices of which fit in 32 bits."""
+    """Whether the kernel supports these: float32 vectors of at most 256 channels; float32 or float16 atoms with 32-bit offsets."""
     supported = x.dtype == torch.float32 and atoms.dtype in (torch.float32, torch.float16)
     return supported and 0 < x.shape[-1] <= WIDEST and 0 < len(atoms) <= 2**31 // (2 * WIDEST) and sparsity > 0
 
 
 @torch.no_grad()
 def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """As the reference's: `x [V, d]`, `atoms [N, d]` -> index int64, coefficient float32 `[V, s]`.
+    """As `operation.matching_pursuit`: `x [V, d]`, `atoms [N, d]` -> index int64, coefficient float32 `[V, s]`.
 
-    Atoms are of about unit length (entries below 16). Float16 ones, which are no longer than their high halves, cost two
-    products instead of three.
+    Entries of atoms must be below 16 in magnitude. Float16 atoms, whose low halves are 0, need two products instead of three.
     """
     (vectors, width), count = x.shape, len(atoms)
     index, coefficient = no_pairs(x, sparsity)
@@ -131,17 +131,18 @@ def matching_pursuit(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
 
 
 def tile_of(vectors: int, width: int, shared: int) -> dict[str, int]:
-    """Vectors, atoms and channels of a tile, its warps, and tiles of the dictionary under way."""
+    """Launch options: vectors (BV), atoms (BN) and channels (BD) of a tile, warps, and stages (tiles of the dictionary in
+    flight)."""
     channels = max(16, triton.next_power_of_2(width))
     roomy = shared >= ROOMY
     rows = MANY_ROWS if vectors > MANY and roomy else ROWS
-    # 256 channels of a residual's halves fill the registers: half the products at a time.
+    # With 256 channels the halves of residuals fill the registers, so that tiles have half as many atoms.
     columns, stages = (32, 2) if channels == WIDEST else (64, 3 if roomy else 2)
     return {"BV": rows, "BN": columns, "BD": channels, "num_warps": rows // WARP_ROWS, "num_stages": stages}
 
 
 def room(device: torch.device) -> int:
-    """Bytes of shared memory of a processor."""
+    """Bytes of shared memory of a multiprocessor; `ROOMY` for other devices than GPUs."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else ROOMY
 
 
@@ -150,7 +151,7 @@ TYPES |= dict.fromkeys(("vectors", "count", "tiles", "sparsity"), "i32")
 
 
 def specialised(vectors: int, width: int, exact: bool = False) -> Specialisation:
-    """What a launch of these sizes compiles."""
+    """Specialisation that a launch of these sizes compiles."""
     constants = {"D": width, "EXACT": exact} | tile_of(vectors, width, ROOMY)
     warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
     return Specialisation(pursue, TYPES | {"atoms": "*fp16" if exact else "*fp32"}, constants, warps, stages)

@@ -1,6 +1,6 @@
-"""Rows added up by their atom on a GPU: pairs sorted by atom, a program adds up one atom's in the order of the batch.
+"""Weighted sums of rows by atom on a GPU: pairs are sorted by atom, and a program sums those of one atom in the order of the batch.
 
-No atomics: a sum is the same in every run. The products `[B, s, d]` are never written.
+Without atomics, so that results are the same in every run. The products `[B, s, d]` are never stored.
 """
 
 import torch
@@ -11,15 +11,16 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
 
-PAIRS = 16  # read at once
-WIDEST = 256
+PAIRS = 16  # pairs that are read at once
+WIDEST = 256  # most channels
 
 
 @triton.jit
 def add_rows(
     coefficient, order, first, rows, summed, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
-    """The pairs `order[first[n]] ... order[first[n + 1] - 1]` of an atom n: c times a row of `rows [B, D]` each, S to a row."""
+    """Sum the pairs `order[first[n]] ... order[first[n + 1] - 1]` of an atom n: each is c times a row of `rows [B, D]`; a row has S
+    pairs."""
     atom = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BD)
     used = channel < D
@@ -28,7 +29,7 @@ def add_rows(
     for start in range(tl.load(first + atom), end, BP):
         position = start + tl.arange(0, BP)
         inside = position < end
-        pair = tl.load(order + position, mask=inside, other=0).to(tl.int32)  # whose division is the cheaper one
+        pair = tl.load(order + position, mask=inside, other=0).to(tl.int32)  # a division of int32 is cheaper
         weight = tl.load(coefficient + pair, mask=inside, other=0.0)
         source = rows + (pair // S).to(tl.int64)[:, None] * D + channel[None, :]
         total += tl.sum(weight[:, None] * tl.load(source, mask=inside[:, None] & used[None, :], other=0.0), 0)
@@ -36,14 +37,14 @@ def add_rows(
 
 
 def supports(coefficient: Tensor, index: Tensor, rows: Tensor, count: int) -> bool:
-    """Float32 rows of at most 256 channels, at most 2^31 - 1 pairs of int64 indices."""
+    """Whether the kernel supports these: float32 rows of at most 256 channels, fewer than 2^31 pairs, int64 indices."""
     supported = coefficient.dtype == rows.dtype == torch.float32 and index.dtype == torch.int64
     return supported and index.numel() < 2**31 and 0 < rows.shape[-1] <= WIDEST and count > 0
 
 
 @torch.no_grad()
 def scattered(coefficient: Tensor, index: Tensor, rows: Tensor, count: int) -> Tensor:
-    """As the reference's: `coefficient`, `index [B, s]`, `rows [B, d]` -> `[count, d]`."""
+    """As `operation.scattered`."""
     width = rows.shape[-1]
     found, order = index.flatten().sort(stable=True)
     first = torch.searchsorted(found, torch.arange(count + 1, device=found.device))

@@ -44,7 +44,7 @@ def measure(x: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float) 
 
 
 def between(low: Tensor, high: Tensor, bits: int, clip: Tensor | float) -> Tensor:
-    """`measure` for groups whose `extremes` are given; `low` is overwritten."""
+    """`measure` for groups whose `extremes` are given."""
     levels = 2**bits - 1
     scale = (high - low).mul_(clip * (2 / levels))
     return torch.cat([scale, (low + high).sub_(scale, alpha=levels / 2)], -1)
