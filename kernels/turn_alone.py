@@ -29,7 +29,7 @@ class Turn:
 def turn_alone(lines: Sequence[str], memory: int = MEMORY, shared: int = SHARED) -> Turn:
     """Simulate a loop given by its SASS instructions; return the figures of the last iteration. `memory`, `shared`: latencies."""
     clock = waits = 0
-    there: dict[int, tuple[int, bool]] = {}  # by register: clock at which its load completes, and whether it is from memory
+    there: dict[int, tuple[int, bool]] = {}  # by register: clock when it is loaded, and whether from memory
     groups: list[int] = []  # per group of asynchronous loads: clock at which all of them are complete
     group = 0
     for _ in range(TURNS):

@@ -128,7 +128,7 @@ def attend_pages(
             query, keys, values, span, constant, softcap, scored, precise, rope_tables, mixes_keys, ahead, scale,
             fold if folds else None, runs, terms,
         )  # fmt: skip
-    if folds or (fold is None and found.mixed.shape[-1] == values.channels):  # the mixture has no columns behind the channels
+    if folds or (fold is None and found.mixed.shape[-1] == values.channels):  # no columns behind the channels
         return found
     columns = triton.columns_of(keys, values, mixes_keys)
     if found.runs > 1:

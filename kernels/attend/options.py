@@ -109,7 +109,7 @@ def turn_of(
         most = STRIDE if block < BLOCK_ROWS[-1] and not is_wide_turned(rope_tables) else STRIDE // 2
     groups = [s.group_tokens for s in (keys, values) if mode_of(s) == CHANNEL and s.group_tokens != page]
     whole = gcd(most, page, *groups)
-    if whole >= LEAST or groups or rope_tables is not None:  # with RoPE a partly filled turn would break the run of positions
+    if whole >= LEAST or groups or rope_tables is not None:  # with RoPE a turn is one run of positions
         return whole
     return max(LEAST, min(most, next_power_of_2(page)))
 

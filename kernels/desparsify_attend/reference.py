@@ -1,5 +1,4 @@
-"""Attention over tokens in sparse coding, sums of coefficients times dictionary atoms (CSR, arXiv:2412.11741, eq. 12), in plain
-torch.
+"""Attention over sparsely coded tokens, sums of a few dictionary atoms (CSR, arXiv:2412.11741, eq. 12), in plain torch.
 
 A tier's tokens are stored in pages. Tile by tile, tokens are decoded, keys are rotated to their positions, and the tile is added to
 a running softmax. README.md describes what the kernel does instead.
@@ -82,7 +81,7 @@ class SparsePages:
         """Decode the tokens in `pages`, int32 `[rows, n]`: float32 `[rows, kv_heads, n * slots, D]`."""
         found = self._pairs(self.indices, pages)
         index = found.int() & 0xFFFF if self.index_bits == 0 else unpack_bytes(found, self.index_bits, self.pairs)
-        if self.online is not None and len(self.online) > 1:  # the table below has the atoms of all rows, one row after the other
+        if self.online is not None and len(self.online) > 1:  # the table below has the atoms of all rows
             row = torch.arange(len(self.online), dtype=torch.int32, device=index.device)[:, None, None, None]
             index = torch.where(index >= self.shared, index + row * self.columns, index)
         split = (self.chunks, self.sparsity)

@@ -16,8 +16,7 @@ def _part(packed, number, there, AT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl
 
 @triton.jit
 def index_of(packed, number, there, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """Load a token's `number`-th index: WIDTH bits in parts of 8, 4, 2 and 1 bits (`pack_bytes`), or unsigned int16 if WIDTH is
-    0."""
+    """Load a token's `number`-th index: WIDTH bits in parts of 8, 4, 2, 1 bits (`pack_bytes`), or unsigned int16 if WIDTH is 0."""
     if WIDTH == 0:
         return tl.load(packed + number, mask=there, other=0).to(tl.int32) & 0xFFFF
     WHOLE: tl.constexpr = WIDTH // 8

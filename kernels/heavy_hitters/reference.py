@@ -43,8 +43,7 @@ class BudgetSlots(NamedTuple):
     Attributes:
         ring: slot of the new token, int64 `[rows]`, which an older token may occupy.
         free: slot to which that older token moves if no token has to be dropped, int64 `[rows]`.
-        first, last: the older token competes for the slots [first, last), int64 `[rows]`; there is no competition if they are
-            equal.
+        first, last: the older token competes for the slots [first, last), int64 `[rows]`; equal: there is no competition.
         table: pages that the slots are in, int32 `[rows, pages]`.
         positions: position of each token in its row, int32 `[pages, kv_heads, page_tokens, 1]`.
     """

@@ -138,9 +138,8 @@ def put_weights(
 def add_lanes(
     SUMS, channel, total, lanes, of_block, M: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Add the sums `total` of COUNT lanes to the sums of their `channel` (-1: none). Channels are sorted, so lanes of one channel
-    are
-    neighbours: a segmented scan adds the sums 1, 2, 4, ... lanes before, and the last lane of a channel has its total."""
+    """Add the sums `total` of COUNT lanes to the sums of their `channel` (-1: none). Channels are sorted, so the lanes of one
+    channel are neighbours: a segmented scan adds the sums 1, 2, 4, ... lanes before, and a channel's last lane has its total."""
     for number in tl.static_range(DOUBLINGS):
         before = tl.maximum(lanes - (1 << number), 0)
         same = (tl.gather(channel, before, 0) == channel) & (lanes >= (1 << number))

@@ -16,8 +16,7 @@ from calib.kernels.outliers.row_lists import LANES, RowLists, span_of
 ROWS, TOKENS, TILES = 16, 32, 4
 
 # Programs of the score kernel per multiprocessor, each of one warp, which needs no barriers. Stretches that a program of the
-# mixture
-# kernel handles at once, a warp each: attention starts eight programs, and the weights of more would not fit the cache.
+# mixture kernel handles at once, a warp each: attention starts eight programs, and the weights of more would not fit the cache.
 PROGRAMS, STRETCHES = 32, 2
 
 

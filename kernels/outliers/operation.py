@@ -32,15 +32,9 @@ def scores_of(
 ) -> Tensor:
     """Bias that the keys' `terms` (`supported`) add to scores: float32 `[rows, kv_heads, R, slots]`, undefined for unused slots.
 
-    Args:
-        query: `[rows, kv_heads, R, D]`, any float dtype.
-        table, used: page numbers, int32 `[rows, n]`, and number of slots in use, int32 `[rows]`.
-        page: slots per page.
-        scale: factor of the query.
-        map_scale: factor of each channel of the query, any float dtype, `[rows or 1, kv_heads or 1, 1, D or 1]` or without leading
-            axes; or None.
-
-    The result is deterministic.
+    `query [rows, kv_heads, R, D]`, any float dtype, is multiplied by `scale`, and each channel by `map_scale`, any float dtype,
+    `[rows or 1, kv_heads or 1, 1, D or 1]` or without leading axes. `table`, int32 `[rows, n]`, has the pages of each row, `page`
+    slots each, of which the first `used`, int32 `[rows]`, are in use. The result is deterministic.
     """
     from calib.kernels.outliers import triton
 

@@ -24,8 +24,7 @@ def join_heads(words: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def spread_heads(tile: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Spread words with tokens last, `[..., 1, sum(counts), T]` -> `[..., H, Wm, T]`, Wm = max(counts); a view if counts are
-    equal."""
+    """Spread words with tokens last, `[..., 1, sum(counts), T]` -> `[..., H, Wm, T]`, Wm = max(counts). Equal counts: a view."""
     heads, most = len(counts), max(counts)
     row = tile.squeeze(-3)
     if sum(counts) < heads * most:

@@ -1,6 +1,6 @@
-"""Values less what the codes of their keys predict, where a kernel serves them: Triton on a GPU.
+"""Subtract from values their prediction from the codes of keys, in a Triton kernel on a GPU.
 
-For what is not `supported` `runtime/stages/prediction.py` does the same in plain torch: the same bits.
+Where `supported` is False, `runtime/stages/prediction.py` computes the same bits in plain torch.
 """
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from calib.kernels.dispatch import prefers_triton
 
 
 def supported(values: Tensor, keys: PackedStream) -> bool:
-    """Whether a kernel takes off of `values [rows, kv_heads, T, D]` what these keys predict."""
+    """Whether the kernel supports `values [rows, kv_heads, T, D]` and these keys."""
     if keys.sizes is None or not keys.counts or not any(keys.counts) or not prefers_triton(values.device):
         return False
     from calib.kernels.predictions import triton
@@ -19,12 +19,13 @@ def supported(values: Tensor, keys: PackedStream) -> bool:
 
 
 def unpredicted(values: Tensor, keys: PackedStream, predicted: PredictedValues) -> Tensor:
-    """v - unit T^T s (2 c - L), c the codes of a token's key and s its size, every operation rounded to float32 and the sum exact.
+    """Residual v - unit T^T s (2 c - L) of values, with c the codes of a token's key, s its size and L the largest codes. The sum
+    over components is exact, every other operation is rounded to float32.
 
     Args:
         values: `[rows, kv_heads, T, D]`, of a floating dtype.
-        keys: of the same tokens, each row a page: words `[rows, 1, T, sum(counts)]` and sizes `[rows, 1, T, W]`.
-        predicted: T and unit.
+        keys: keys of the same tokens, each row as one page: words `[rows, 1, T, sum(counts)]` and sizes `[rows, 1, T, W]`.
+        predicted: the table T and unit.
 
     Returns:
         float32 `[rows, kv_heads, T, D]`.

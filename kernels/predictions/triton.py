@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-"""Values less what their keys predict, in Triton: the bits of plain torch.
+"""Residuals of values after their prediction from keys, in Triton; the bits equal those of plain torch.
 
-A program has some tokens of one KV head, and some of the values' channels. Numbers of codes, 2 c - L, and both bytes of the table's
-entries are whole numbers that float16 has, and their sums are below 2^24: matrix instructions find them exactly. Joined they fit
-32 bits and are rounded once, as torch rounds its own sum in float64.
+A program handles some tokens of one KV head and some of the values' channels. The numbers 2 c - L of codes c, and both bytes of the
+table's entries, are integers that float16 represents, and the sums of their products are below 2^24, so that matrix instructions
+compute them exactly. Combined they fit 32 bits and are rounded once, as torch rounds its own sum in float64.
 """
 
 from dataclasses import replace
@@ -28,14 +28,14 @@ from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 from calib.kernels.powers import cdiv, next_power_of_2
 
-TOKENS, CHANNELS = 16, 64  # of a program, at most
+TOKENS, CHANNELS = 16, 64  # most tokens and channels of a program
 WARPS = 4
-MOST = 2**16  # of a token's numbers together: times a byte of the table they are below 2^24
+MOST = 2**16  # limit of the sum of a token's numbers: times a byte of the table it is below 2^24
 
 
 @triton.constexpr_function
 def last_of(widths, plane):
-    """L of a plane's codes: the last one."""
+    """L, the largest code of a plane."""
     return (1 << level_bits(widths, plane)) - 1
 
 
@@ -46,8 +46,8 @@ def take_off(
     WIDTHS: tl.constexpr, ROW: tl.constexpr, PIECE: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SIZE_WORDS: tl.constexpr,
     D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """WORDS of a token lie ROW apart and SIZES SIZE_WORDS; TABLE is `[heads, planes * W, D]`, UNIT `[heads, D]`, OUT `[rows, heads,
-    tokens, D]`."""
+    """Store OUT `[rows, heads, tokens, D]`. ROW and SIZE_WORDS are the strides of tokens in WORDS and SIZES; TABLE is
+    `[heads, planes * W, D]`, UNIT `[heads, D]`."""
     N: tl.constexpr = plane_count(WIDTHS) * W
     of_row = tl.program_id(0)
     row, head = (of_row // heads).to(tl.int64), of_row % heads
@@ -83,7 +83,7 @@ def take_off(
 
 
 def is_exact(keys: PackedStream) -> bool:
-    """Whether sums are below what float32 counts by ones."""
+    """Whether sums stay within the integers that float32 represents exactly."""
     return wide_of(keys) * _sum_of_last(widths_of(keys)) < MOST
 
 
@@ -93,7 +93,7 @@ def _sum_of_last(widths: Widths) -> int:
 
 
 def unpredicted(values: Tensor, keys: PackedStream, predicted: PredictedValues) -> Tensor:
-    """As `operation.unpredicted` says."""
+    """As `operation.unpredicted`."""
     rows, heads, tokens, channels = values.shape
     found = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     if not rows * tokens:
@@ -113,7 +113,7 @@ def unpredicted(values: Tensor, keys: PackedStream, predicted: PredictedValues) 
 
 
 def constants_of(keys: PackedStream, channels: int, interpreted: bool = INTERPRETED) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Constants of the kernel."""
     assert keys.counts is not None and keys.sizes is not None
     wide = wide_of(keys)
     return {

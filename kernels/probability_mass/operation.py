@@ -1,4 +1,4 @@
-"""How much probability tokens got, by whichever form of the operation the device runs."""
+"""Attention probability that tokens receive, summed over query rows, by the implementation for the device."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ __all__ = ["ScoredTokens", "add_mass_by_position", "mass_by_position", "probabil
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
-    """Of each span the sum of its tokens' probabilities exp(score - normaliser) over the query rows of a KV head: float32 `[rows,
-    kv_heads, n]`. `normaliser [rows, kv_heads, R, 1]` float32: the log-sum-exp of each query row over all spans of its softmax.
+    """Sum the probabilities exp(score - normaliser) of each token over the query rows of a KV head: for each span float32 `[rows,
+    kv_heads, n]`. `normaliser [rows, kv_heads, R, 1]`, float32, is the log-sum-exp of each query row over the whole softmax.
     """
     if prefers_triton(normaliser.device) and all(reference.is_served(span) for span in spans):
         from calib.kernels.probability_mass import triton
@@ -24,8 +24,9 @@ def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[
 
 
 def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: int) -> Tensor:
-    """The same of all spans together, by the tokens' positions: float32 `[rows, kv_heads, reach]`, anything where no query row met
-    a token. Of a position there is one token at most that is not hidden from all, and it lies before `reach`."""
+    """As `probability_mass`, for all spans in one tensor by the tokens' positions: float32 `[rows, kv_heads, reach]`, undefined at
+    positions without a visible token. Each position may occur in one token at most that is not hidden from all query rows, and
+    must be below `reach`."""
     if prefers_triton(normaliser.device) and all(reference.is_served(span) for span in spans):
         from calib.kernels.probability_mass import triton
 
@@ -34,8 +35,9 @@ def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: i
 
 
 def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
-    """Adds each token's sum to `mass [rows, kv_heads, reach]` float32, which may be a view, at its position; those that are hidden
-    from all and those whose position is negative or not below `reach` add nothing. Of a position there is one other at most."""
+    """Add each token's sum to `mass [rows, kv_heads, reach]`, float32, which may be a view, at the token's position. Tokens that
+    are hidden from all query rows, and those whose position is negative or not below `reach`, add nothing. No two of the other
+    tokens may have the same position."""
     fits = mass.dtype == torch.float32 and (mass.stride(2) == 1 or mass.shape[2] <= 1)
     if prefers_triton(normaliser.device) and fits and all(reference.is_served(span) for span in spans):
         from calib.kernels.probability_mass import triton

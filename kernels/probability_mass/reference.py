@@ -1,4 +1,4 @@
-"""How much probability the tokens of some spans got from the query rows, in plain torch."""
+"""Attention probability that the tokens of some spans receive, summed over query rows, in plain torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """A span of tokens that query rows were scored against.
+    """A span of tokens with their attention scores.
 
     Args:
-        scores: float32 `[rows, kv_heads, R, n]`, -inf where hidden. Its rows R are group-major, then the columns.
-        weights: float32 or uint8 `[rows, columns, n or 1]`, what a column's probabilities count; None: 1.
-        positions: where `mass_by_position` writes and `add_mass_by_position` adds: int32 or int64 `[rows, kv_heads or 1, n]`,
-            anything where a token is hidden from every query row; or the position of the first of tokens that lie in order.
+        scores: float32 `[rows, kv_heads, R, n]`, -inf where hidden. The R query rows are group-major, columns change fastest.
+        weights: weights of the probabilities of each query column, float32 or uint8 `[rows, columns, n or 1]`; None: 1.
+        positions: positions for `mass_by_position` and `add_mass_by_position`, int32 or int64 `[rows, kv_heads or 1, n]`, any
+            number for tokens that are hidden from every query row; or the position of the first token, if tokens are consecutive.
     """
 
     scores: Tensor
@@ -24,7 +24,7 @@ class ScoredTokens:
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
-    """See `operation.probability_mass`."""
+    """As `operation.probability_mass`."""
     found = []
     for span in spans:
         shares = (span.scores - normaliser).exp_()
@@ -36,7 +36,7 @@ def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[
 
 
 def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: int) -> Tensor:
-    """See `operation.mass_by_position`; 0 where no token was met."""
+    """As `operation.mass_by_position`; 0 at positions without a token."""
     found = normaliser.new_zeros(*normaliser.shape[:2], reach)
     for span, given in zip(spans, probability_mass(spans, normaliser), strict=True):
         found.scatter_add_(-1, _positions(span).clamp(0, reach - 1).expand_as(given), given)
@@ -44,7 +44,7 @@ def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: i
 
 
 def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
-    """See `operation.add_mass_by_position`."""
+    """As `operation.add_mass_by_position`."""
     reach = mass.shape[2]
     for span, given in zip(spans, probability_mass(spans, normaliser), strict=True):
         positions = _positions(span)
@@ -53,7 +53,7 @@ def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass
 
 
 def _positions(span: ScoredTokens) -> Tensor:
-    """int64 `[rows or 1, kv_heads or 1, n]`."""
+    """Positions of a span's tokens, int64 `[rows or 1, kv_heads or 1, n]`."""
     positions = span.positions
     assert positions is not None
     if isinstance(positions, int):
@@ -62,6 +62,6 @@ def _positions(span: ScoredTokens) -> Tensor:
 
 
 def is_served(span: ScoredTokens) -> bool:
-    """Whether a kernel reads it: numbers of a query row side by side."""
+    """Whether the kernel supports this span: float32 scores, contiguous along tokens."""
     numbers = [part for part in (span.scores, span.positions) if isinstance(part, Tensor)]
     return span.scores.dtype == torch.float32 and all(part.stride(-1) == 1 or part.shape[-1] <= 1 for part in numbers)

@@ -1,4 +1,4 @@
-"""Sums probabilities over query rows, for all spans in one launch. See README.md."""
+"""Sum attention probabilities over query rows, for up to four spans in one launch. See README.md."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from calib.kernels.launch import launch
 from calib.kernels.powers import cdiv, next_power_of_2
 from calib.kernels.probability_mass.reference import ScoredTokens
 
-AT_ONCE = 4  # spans of a launch
-TOKENS = 256  # of a program
+AT_ONCE = 4  # most spans of a launch
+TOKENS = 256  # tokens of a program
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Numbers that change from step to step or with the batch.
+# Arguments that change from step to step or with the batch and must not cause a recompilation.
 _OF_SPAN = ("tokens", "row", "head", "query", "position_row", "position_head", "first", "width")
 UNFIXED = ["query_rows", "mass_row", "mass_head", *(f"{name}_{i}" for i in range(AT_ONCE) for name in _OF_SPAN)]
 
@@ -37,9 +37,10 @@ def sum_rows(
     mass_row, mass_head,
     SCATTERED: tl.constexpr, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program for some tokens of a span, row and KV head. A span whose pointers are None is not there. A row and head of MASS has
-    `width` numbers. SCATTERED: a token's lies at its position, from `first` on where POSITIONS is None; hidden tokens have none.
-    ADDED, SCATTERED besides: sums are added to what is there, rows and heads of MASS lie `mass_row` and `mass_head` apart."""
+    """Store the sums of up to four spans; those whose pointers are None are absent. A program handles some tokens of a span, row
+    and KV head. A row and head of MASS has `width` numbers. SCATTERED: a sum is stored at its token's position (`first` + token if
+    POSITIONS is None), and hidden tokens are left out. ADDED (with SCATTERED): sums are added to MASS, whose strides are `mass_row`
+    and `mass_head`."""
     which, item = tl.program_id(2), tl.program_id(1)
     row, head = (item // heads).to(tl.int64), (item % heads).to(tl.int64)
     NORMALISER += row * of_row + head * of_head
@@ -82,7 +83,7 @@ def sum_span(
     weight_column, weight_token, position_row, position_head, first_position, width, mass_row, mass_head,
     SCATTERED: tl.constexpr, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Query rows in their order, `M` together: a row's sums are the same in any batch."""
+    """Sum one span. Query rows are added in order, `M` at once, so that a row's sums do not depend on the batch."""
     if ADDED:
         MASS += row * mass_row + head * mass_head
     else:
@@ -117,21 +118,21 @@ def sum_span(
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
-    """See `operation.probability_mass`."""
+    """As `operation.probability_mass`."""
     found = [span.scores.new_empty(*span.scores.shape[:2], span.scores.shape[3]) for span in spans]
     _launch(list(zip(spans, found, strict=True)), normaliser)
     return found
 
 
 def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: int) -> Tensor:
-    """See `operation.mass_by_position`."""
+    """As `operation.mass_by_position`."""
     found = normaliser.new_empty(*normaliser.shape[:2], reach)
     _launch([(span, found) for span in spans], normaliser, scattered=True)
     return found
 
 
 def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
-    """See `operation.add_mass_by_position`."""
+    """As `operation.add_mass_by_position`."""
     _launch([(span, mass) for span in spans], normaliser, scattered=True, added=mass)
 
 
@@ -160,7 +161,7 @@ def _numbered(span: ScoredTokens) -> Tensor | None:
 
 
 def _numbers(span: ScoredTokens, mass: Tensor) -> tuple[int, ...]:
-    """Tokens, strides of scores, columns, strides of weights and of positions, the first position, and the mass of a head."""
+    """Number of tokens, strides of scores, columns, strides of weights and positions, first position, numbers per head of MASS."""
     of_scores, weights, positions = (span.scores.shape[3], *span.scores.stride()[:3]), span.weights, _numbered(span)
     of_weights = (1, 0, 0, 0) if weights is None else (weights.shape[1], *_strides(weights))
     of_positions = (0, 0) if positions is None else _strides(positions)[:2]

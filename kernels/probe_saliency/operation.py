@@ -1,4 +1,4 @@
-"""How much attention each token gets from some query rows, by whichever form of the operation the device runs."""
+"""Attention that each token receives from some query rows (probes), by the implementation for the device."""
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ def attention_mass(
     Args:
         query: `[rows, heads, n, D]`, the probe rows alone, or `[rows, heads, T, D]`, a row for every key.
         keys: `[rows, kv_heads, T, D]`.
-        positions: int64 `[n]` on the host, rising: the position of each probe row among the keys.
-        scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own position are seen.
-        behind: a row counts for the tokens that it is so many positions behind (least and most); None: for all that it sees.
-        normalisers: float32 `[rows, heads, n or T]` like `query`, the logarithm of each row's sum of exponentials, where attention
-            has left it: one of two passes over the keys is then enough for a kernel.
+        positions: position of each probe row among the keys, int64 `[n]` on the host, ascending.
+        scale, softcap, sliding: softmax scale, soft cap of the logits, and sliding window: a row sees its own token and the
+            `sliding` - 1 before it.
+        behind: (least, most) distance at which a row is counted for a token before it; None: for all tokens that it sees.
+        normalisers: log-sum-exp of each row of `query`, float32 `[rows, heads, n or T]`, if attention has computed it: a kernel
+            then needs only one of two passes over the keys.
 
     Returns:
         float32 `[rows, kv_heads, T]`.

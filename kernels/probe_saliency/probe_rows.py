@@ -1,4 +1,4 @@
-"""The rows of probes on a GPU as the passes over the keys read them: side by side, with what is known of their softmax."""
+"""Gather the query rows of probes on a GPU into one tensor for the passes over the keys, and convert known log-sum-exps."""
 
 import torch
 import triton
@@ -16,10 +16,10 @@ def rows_of_probes(
     probes, heads, unit,
     D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """The probes' rows as the passes read them; a program for a tile of probes of a head.
+    """Gather rows and convert log-sum-exps; a program handles a tile of probes of a head.
 
-    CHOSEN: `query` and `sums` have a row for every token; `asked [rows, heads, probes, D]` gets those of the probes.
-    SUMMED: `normalisers` get what `row_normalisers` would give, from `sums`, the logarithms of sums of exponentials.
+    CHOSEN: `query` and `sums` have a row for every token; those of the probes are copied to `asked [rows, heads, probes, D]`.
+    SUMMED: `normalisers` receive what `row_normalisers` would compute, from the log-sum-exps `sums`.
     """
     tiles = tl.cdiv(probes, OWNED)
     pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -41,15 +41,15 @@ def rows_of_probes(
 def side_by_side(
     query: Tensor, positions: Tensor, sums: Tensor | None, normalisers: Tensor, probes: int, owned: int, unit: float
 ) -> Tensor:
-    """The probes' rows of `query`, which has them alone or a row for every token; `normalisers` are written where `sums` of the
-    same rows are known: `unit` times these.
+    """Return the probes' rows of `query`, which has a row for each probe or for each token; if `sums` are given, also write `unit`
+    times those of the probes to `normalisers`.
 
     Args:
-        query: `[rows, heads, probes or tokens, D]`, channels side by side.
-        positions: int32 `[probes or more]`, of the probes among the tokens.
-        sums: float32 `[rows, heads, probes or tokens]`, the logarithm of each row's sum of exponentials.
+        query: `[rows, heads, probes or tokens, D]`, contiguous channels.
+        positions: positions of the probes among the tokens, int32 `[probes or more]`.
+        sums: log-sum-exp of each row of `query`, float32 `[rows, heads, probes or tokens]`, or None.
         normalisers: float32 `[rows, heads, whole tiles of probes]`.
-        owned: probes of a tile.
+        owned: probes per tile.
     """
     (rows, heads, _, channels), chosen = query.shape, query.shape[2] != probes
     if not chosen and sums is None:
@@ -66,5 +66,5 @@ def side_by_side(
 
 
 def width_of(channels: int) -> int:
-    """Channels that a tile has room for."""
+    """Channels of a tile, with padding."""
     return max(16, next_power_of_2(channels))

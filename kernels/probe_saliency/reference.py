@@ -1,13 +1,13 @@
-"""How much attention each token gets from some query rows, without forming the attention matrix (ZipCache, eq. 9).
+"""Attention that each token receives from some query rows (probes), without forming the attention matrix (ZipCache, eq. 9).
 
-The rows come in tiles whose logits against all keys are in memory at once, so the extra memory is O(T). A row at position p
-sees the keys 0 ... p; rows are expected in rising order of position, because a tile reads no key behind its last row.
+Rows are processed in tiles, whose logits with all keys are in memory at once, so that the extra memory is O(T). A row at position p
+sees the keys 0 ... p. Rows must be in ascending order of position, because a tile reads no key behind its last row.
 """
 
 import torch
 from torch import Tensor
 
-# Logits in memory at once: a tile that stays in the processor's cache is read several times for the price of once.
+# Logits in memory at once: few enough that a tile stays in the processor's cache while it is read several times.
 TILE_ELEMENTS = 2**20
 
 
@@ -25,9 +25,10 @@ def attention_mass(
     Args:
         query: `[rows, heads, n, D]`, the probe rows alone.
         keys: `[rows, kv_heads, T, D]`.
-        positions: int64 `[n]` on the host, rising: the position of each probe row among the keys.
-        scale, softcap, sliding: how products become logits; `sliding` tokens back from the row's own position are seen.
-        behind: a row counts for the tokens that it is so many positions behind (least and most); None: for all that it sees.
+        positions: position of each probe row among the keys, int64 `[n]` on the host, ascending.
+        scale, softcap, sliding: softmax scale, soft cap of the logits, and sliding window: a row sees its own token and the
+            `sliding` - 1 before it.
+        behind: (least, most) distance at which a row is counted for a token before it; None: for all tokens that it sees.
 
     Returns:
         float32 `[rows, kv_heads, T]`.

@@ -1,7 +1,7 @@
-"""Attention mass on a GPU, in two passes: no atomics, and nothing of the size of an attention matrix (README.md).
+"""Attention that tokens receive from probes on a GPU, in two passes, without atomics and without an attention matrix (README.md).
 
-A *probe* is a query row at its position among the keys. Logits are kept in the unit of the products and turned to powers of two
-by one factor, inside the exponential.
+A *probe* is a query row at its position among the keys. Logits are kept in the units of the products; scale and log2(e) are one
+factor inside the exponential.
 """
 
 import os
@@ -26,7 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program owns (probes in the first pass, keys in the second) and what it streams past them at once."""
+    """Vectors that a program keeps (`owned`: probes in the first pass, keys in the second), and vectors that it reads per
+    iteration."""
 
     owned: int
     streamed: int
@@ -35,24 +36,24 @@ class Tiles:
 
 
 def tiles_of(channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER) -> Tiles:
-    """Tiles that stay below 100 KB of shared memory, which every GPU from capability 8.0 on has."""
-    if dtype == torch.float32:  # products outside the matrix units hold both tiles in registers
+    """Tiles that need less than 100 KB of shared memory, which every GPU from capability 8.0 on has."""
+    if dtype == torch.float32:  # float32 products do not use the matrix units and hold both tiles in registers
         return Tiles(32, 32, 8, 2)
     if channels > 128:
         return Tiles(64, 64, 4, 2)
-    # Before Hopper warps bring operands to their registers; the more rows a warp has, the fewer it brings for each product.
+    # Before Hopper, operands are loaded to registers; the more rows a warp has, the fewer loads it needs per product.
     return Tiles(128, 64, 8, 3) if capability >= HOPPER else Tiles(256, 64, 8, 2)
 
 
 @triton.jit
 def vectors(base, stride, start, stop, D: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """`[COUNT, WIDTH]`: the vectors of D channels from number `start` on; zeros from number `stop` and channel D on."""
+    """Load COUNT vectors of D channels from number `start` on, `[COUNT, WIDTH]`; zeros from number `stop` and channel D on."""
     numbers = tl.arange(0, COUNT)
     channels = tl.arange(0, WIDTH)
     inside = (numbers < stop - start)[:, None]
     if WIDTH != D:
         inside = inside & (channels < D)[None, :]
-    # The start may lie 2^31 elements behind the first vector, the end of a tile never so far behind its start.
+    # The offset of the start may exceed 2^31 elements, offsets within a tile cannot.
     pointers = base + tl.cast(start, tl.int64) * stride + numbers[:, None] * stride + channels[None, :]
     found = tl.load(pointers, mask=inside, other=0.0)
     return found.to(tl.float32) if WIDE else found
@@ -60,11 +61,11 @@ def vectors(base, stride, start, stop, D: tl.constexpr, COUNT: tl.constexpr, WID
 
 @triton.jit
 def capped(products, cap, CAPPED: tl.constexpr):
-    """tanh(x) of x = products * cap / (2 log2 e), or the products as they are."""
+    """tanh(products * cap / (2 log2 e)) if CAPPED, else the products."""
     return 1.0 - 2.0 / (tl.exp2(products * cap) + 1.0) if CAPPED else products
 
 
-# Lengths, and where the spans begin behind the positions, differ from prompt to prompt: no kernel is compiled again for them.
+# Lengths, and the offset of the spans behind the positions, differ from prompt to prompt and must not cause a recompilation.
 @triton.jit(do_not_specialize=["probes", "tokens", "sliding"])
 def row_normalisers(
     query, keys, positions, normalisers,
@@ -73,12 +74,12 @@ def row_normalisers(
     D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, STREAMED: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, SLIDING: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sum of 2^logit of every probe row, float32 `[rows, heads, whole tiles of probes]`, infinite behind the last
-    probe, which makes its probabilities 0; a program for a tile of probes.
+    """First pass: store log2 of the sum of 2^logit of every probe row, float32 `[rows, heads, whole tiles of probes]`; infinity
+    behind the last probe, so that probabilities are 0 there. A program handles a tile of probes.
     """
     tiles = tl.cdiv(probes, OWNED)
     pair = tl.program_id(0) // tiles
-    start = (tiles - 1 - tl.program_id(0) % tiles) * OWNED  # the longest first
+    start = (tiles - 1 - tl.program_id(0) % tiles) * OWNED  # tiles with the most keys first
     row, head = tl.cast(pair // heads, tl.int64), tl.cast(pair % heads, tl.int64)
     own_query = query + row * query_row + head * query_head
     own_keys = keys + row * key_row + (head // group) * key_head
@@ -113,7 +114,7 @@ def row_normalisers(
             visible = visible & (columns > position[:, None] - sliding)
         logits = tl.where(visible, logits, -float("inf"))
         higher = tl.maximum(highest, tl.max(logits, 1))
-        reference = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far: nothing is subtracted
+        reference = tl.where(higher == -float("inf"), 0.0, higher)  # avoids inf - inf while no key is visible
         total *= tl.exp2((highest - reference) * factor)
         total += tl.sum(tl.exp2(logits * factor - (reference * factor)[:, None]), 1)
         highest = higher
@@ -130,11 +131,12 @@ def column_sums(
     D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, STREAMED: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, LIMITED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[rows, kv_heads, tokens]`: the probabilities that tokens get from probes `nearest` to `farthest` (where LIMITED)
-    positions behind them; a program for a tile of keys, all probes and all heads of the group.
+    """Second pass: store to `mass`, float32 `[rows, kv_heads, tokens]`, the sums of the probabilities that tokens receive from
+    probes at least `nearest` and (if LIMITED) at most `farthest` positions behind them. A program handles a tile of keys, all
+    probes and all heads of the group.
 
-    `spans`: for each tile of keys the first probe that may count for one of them, once more for a tile behind the last, and
-    for each the end of those that may.
+    `spans`: for each tile of keys, and for one behind the last, the first probe that may count for a key of it; then for each tile
+    the end of the probes that may count.
     """
     tiles = tl.cdiv(tokens, OWNED)
     pair = tl.program_id(0) // tiles
@@ -143,7 +145,7 @@ def column_sums(
     row, kv_head = tl.cast(pair // kv_heads, tl.int64), tl.cast(pair % kv_heads, tl.int64)
     own_keys = vectors(keys + row * key_row + kv_head * key_head, key_token, start, tokens, D, OWNED, WIDTH, WIDE)
     columns = start + tl.arange(0, OWNED)
-    # Whole tiles of probes: those that do not count for a key before `met_by_all`, or lie behind the last probe, give it 0.
+    # Whole tiles of probes. Before `met_by_all`, probes that do not count for a key are masked; those behind the last probe give 0.
     begin = tl.load(spans + tile) // STREAMED * STREAMED
     stop = tl.load(spans + tiles + 1 + tile)
     met_by_all = stop if LIMITED else tl.cdiv(tl.load(spans + tile + 1), STREAMED) * STREAMED
@@ -164,7 +166,7 @@ def column_sums(
                 counted = counted & (apart <= farthest)
             total += tl.sum(tl.where(counted, tl.exp2(logits * factor - below[None, :]), 0.0), 1)
         for at in range(met_by_all, stop, STREAMED):
-            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))  # loads while the products are computed
+            below = tl.load(own_normalisers + at + tl.arange(0, STREAMED))  # loaded while the products are computed
             asked = vectors(own_query, query_token, at, probes, D, STREAMED, WIDTH, WIDE)
             logits = capped(tl.dot(own_keys, tl.trans(asked), input_precision=PRECISION), cap, CAPPED)
             total += tl.sum(tl.exp2(logits * factor - below[None, :]), 1)
@@ -172,7 +174,7 @@ def column_sums(
 
 
 def supports(query: Tensor, keys: Tensor, scale: float) -> bool:
-    """Whether the kernels take these: one dtype of 16 bits or float32, up to 256 channels, logits that rise with products."""
+    """Whether the kernels support these: one dtype (float16, bfloat16 or float32), at most 256 channels, and `scale` > 0."""
     return query.dtype == keys.dtype and keys.dtype in DTYPES and keys.shape[3] <= 256 and scale > 0
 
 
@@ -186,13 +188,13 @@ def attention_mass(
     behind: tuple[int, int] | None = None,
     normalisers: Tensor | None = None,
 ) -> Tensor:
-    """What `reference.attention_mass` gives, up to the rounding of float32."""
+    """As `operation.attention_mass`; it differs from the reference by float32 rounding."""
     (rows, kv_heads, tokens, channels), heads, probes = keys.shape, query.shape[1], len(positions)
     mass = torch.empty(rows, kv_heads, tokens, dtype=torch.float32, device=keys.device)
     if not (probes and mass.numel() and query.numel()):
         return mass.zero_()
     query, keys = (part if part.stride(3) == 1 else part.contiguous() for part in (query, keys))
-    # How many tokens behind a token a probe lies that counts for it.
+    # Distances at which a probe counts for a token before it.
     nearest, farthest = 0, tokens if sliding is None else sliding - 1
     if behind is not None:
         nearest, farthest = max(nearest, behind[0]), min(farthest, behind[1])
@@ -224,7 +226,7 @@ def attention_mass(
 
 
 def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, device: torch.device) -> Tensor:
-    """The probes' positions, and behind them the spans of the tiles of keys between `edges`: int32, without waiting."""
+    """Upload the probes' positions, followed by the spans of the tiles of keys between `edges`, int32, asynchronously."""
     begin = torch.searchsorted(positions, edges + nearest)
     stop = torch.searchsorted(positions, edges[1:] - 1 + farthest, right=True)
     return upload(torch.cat([positions, begin, stop]), torch.int32, device)
@@ -244,7 +246,7 @@ def _constants(channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, obj
 def _specialisation(
     kernel: Any, channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER, **constants: object
 ) -> Specialisation:
-    """As the launch calls it for vectors that begin at multiples of 16 numbers."""
+    """Specialisation of a kernel for vectors whose strides are multiples of 16 numbers."""
     name, tiles = (
         {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
         tiles_of(channels, dtype, capability),

@@ -1,4 +1,4 @@
-"""New tokens of some rows into tensors that hold many, in plain torch."""
+"""Store new tokens of some rows into tensors of many tokens, in plain torch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class Put(NamedTuple):
-    """A token or several of n rows each, and where they belong: `into[pages, :, slots] = tokens[rows, :, 0]`, and the next ones
-    behind it.
+    """A store of t consecutive tokens for each of n rows: `into[pages, :, slots] = tokens[rows, :, 0]`, and the next tokens in the
+    slots behind.
 
     Args:
-        into: `[pages, heads, slots, W]`, changed; no slot twice.
+        into: `[pages, heads, slots, W]`, updated; no slot may occur twice.
         tokens: `[rows, heads, t, W]`, of the same dtype.
-        slots: of the first token: one for all rows, or with `rows` or `pages` int64 `[n]`; with pages `[n, heads]` the same shape,
-            where t is 1.
-        rows: int64 `[n]`; None: all of `tokens` in their order.
-        pages: int64 `[n]`, or `[n, heads]` where heads differ: numbers on the first axis, of pages; None: of the rows themselves.
+        slots: slot of the first token: a number for all rows, or int64 `[n]` with `rows` or `pages`; with pages `[n, heads]` the
+            same shape, and t is 1.
+        rows: rows of `tokens`, int64 `[n]`; None: all in order.
+        pages: index on the first axis of `into`, int64 `[n]`, or `[n, heads]` if heads differ; None: equal to the rows.
     """
 
     into: Tensor
@@ -28,7 +28,7 @@ class Put(NamedTuple):
 
 
 def put_tokens(puts: Sequence[Put]) -> None:
-    """Puts all tokens."""
+    """Store the tokens of all `puts`."""
     for put in puts:
         rows: Any = slice(None) if put.rows is None else put.rows
         pages: Any = rows if put.pages is None else put.pages

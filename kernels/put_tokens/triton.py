@@ -1,4 +1,4 @@
-"""Copies tokens of each row into several tensors in one launch. See README.md."""
+"""Copy tokens of each row into several tensors in one launch. See README.md."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,10 +14,10 @@ from calib.kernels.powers import next_power_of_2
 from calib.kernels.put_tokens.reference import Put
 
 AT_ONCE = 6  # tensors of a launch: a prompt's words and parameters of keys and values, in whole pages and in the last
-WIDEST = 16384  # numbers that a program copies
-OF_A_WARP = 2048  # of these
+WIDEST = 16384  # most numbers that a program copies
+OF_A_WARP = 2048  # numbers per warp
 
-# Numbers that change from step to step or with the batch.
+# Arguments that change from step to step or with the batch and must not cause a recompilation.
 UNFIXED = [f"{name}_{i}" for i in range(AT_ONCE) for name in ("count", "slot")]
 
 
@@ -34,7 +34,7 @@ def put(
     count_5, slot_5, heads_5, page_5, head_5, token_5, row_5, from_5, at_5, width_5,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row, head and tensor. One that is None is not there, which is known before the program's number is."""
+    """Store up to six tensors; a program handles a row, head and tensor. Absent ones are None, which is known at compile time."""
     which = tl.program_id(2)
     if which == 0:
         put_one(
@@ -78,7 +78,8 @@ def put_one(
     INTO, TOKENS, ROWS, PAGES, SLOTS, count, slot, heads, into_page, into_head, into_token, from_row, from_head, at, width,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """PAGES and SLOTS have a number for every row or, `at` apart, for each of its heads; without SLOTS all have the same."""
+    """Store one row and head of one tensor. PAGES and SLOTS have a number per row or, if `at` > 0, per row and head; without SLOTS
+    all use `slot`."""
     # Programs beyond the last row or head copy nothing.
     here = tl.where((tl.program_id(0) < count) & (tl.program_id(1) < heads), width, 0)
     number, head = tl.minimum(tl.program_id(0), count - 1), tl.minimum(tl.program_id(1), heads - 1)
@@ -100,7 +101,7 @@ def put_one(
 
 
 def supports(one: Put) -> bool:
-    """Whether the kernel copies these: numbers of one type that lie side by side, and several tokens behind each other."""
+    """Whether the kernel supports this: one dtype and device, contiguous numbers and tokens, at most `WIDEST` numbers."""
     into, tokens = one.into, one.tokens
     width, together = into.shape[3], tokens.shape[2]
     return (
@@ -113,7 +114,7 @@ def supports(one: Put) -> bool:
 
 
 def put_tokens(puts: Sequence[Put]) -> list[Put]:
-    """What `reference.put_tokens` does, but for those that it returns: the kernel does not copy them."""
+    """Store all tokens that the kernel supports, and return the other `puts`."""
     some, others = list[Put](), list[Put]()
     for one in puts:
         if not supports(one):
@@ -131,7 +132,7 @@ def _launch(puts: list[Put]) -> None:
     for into, tokens, slots, rows, pages in puts:
         (_, heads, _, width), count = into.shape, (tokens if rows is None else rows).shape[0]
         width *= tokens.shape[2]
-        own = pages is not None and pages.ndim == 2  # pages for each head
+        own = pages is not None and pages.ndim == 2  # a page per head
         on_device, slot = (slots.contiguous(), 0) if isinstance(slots, Tensor) else (None, slots)
         rows, pages = rows if rows is None else rows.contiguous(), pages if pages is None else pages.contiguous()
         pointers += into, tokens, rows, pages, on_device
@@ -146,13 +147,13 @@ def _launch(puts: list[Put]) -> None:
 
 @lru_cache
 def _constants(widest: int) -> dict[str, int]:
-    """Where a program copies no more numbers."""
+    """Constants and warps of a launch whose programs copy at most `widest` numbers."""
     wide = next_power_of_2(widest)
     return {"WIDE": wide, "num_warps": max(1, wide // OF_A_WARP)}
 
 
 def _specialisation(kind: str, count: int, width: int) -> Specialisation:
-    """So many tensors of a type, their slots on the device."""
+    """Specialisation for `count` tensors of a type, with slots on the device."""
     names, known = [name for name in put.arg_names if name != "WIDE"], dict(_constants(width))
     pointers = {name for name in names if name.isupper()}
     constants: dict[str, object] = {name: None if name in pointers else 0 for name in names if int(name[-1]) >= count}

@@ -48,7 +48,7 @@ def by_planes(
     else:
         if clip is not None:
             bound = tl.load(clip + head)
-        bound = tl.full([1, 1], bound, tl.float32)  # else the interpreter would multiply Python floats, in double precision
+        bound = tl.full([1, 1], bound, tl.float32)  # the interpreter would multiply Python floats, as doubles
         scale, zero = bound * ratio, -bound
         negative, reciprocal, most = divisor(scale, BITS, HALF)
     cell = tl.arange(0, W_UP)[None, :]

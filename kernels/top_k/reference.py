@@ -1,4 +1,4 @@
-"""The positions of the k largest scores, and of the others, whichever device asks: among equals the first, in rising order."""
+"""Positions of the k largest scores, and partitions by score, in plain torch: of equal scores the first, in ascending order."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,24 +10,24 @@ EMPTY = -1
 
 
 def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
-    """Where the largest scores stand.
+    """Positions of the k largest scores.
 
     Args:
         scores: float32 `[rows, heads, T]`, without NaN; -inf is never chosen.
         k: at most T.
-        ends: int32 `[rows, 2]`: of a row only scores from the first position on and before the second are there, the others may
-            be anything. None: all.
+        ends: int32 `[rows, 2]`: only the scores of a row from the first position on and before the second are considered; the
+            others may be anything. None: all.
 
     Returns:
-        int64 `[rows, heads, k]`: rising, -1 at the end where fewer than k are more than -inf. Of equal scores those with
-        lower positions are chosen.
+        int64 `[rows, heads, k]`, ascending, padded with -1 at the end if fewer than k scores are above -inf. Of equal scores those
+        with lower positions are chosen.
     """
     if ends is not None:
         at, (first, stop) = torch.arange(scores.shape[-1], device=scores.device), ends[:, None, :, None].unbind(2)
         scores = scores.masked_fill((at < first) | (at >= stop), -torch.inf)
     best, positions = scores.topk(k, -1)
     if k:
-        # Of those equal to the last, `topk` gives any: the first take their place.
+        # Of the scores equal to the k-th largest, `topk` returns any: replace them by the first ones.
         last = best[..., -1:]
         everywhere = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
         first = torch.where(scores == last, everywhere, scores.shape[-1]).topk(k, -1, largest=False).values
@@ -41,8 +41,8 @@ def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
 def divided(scores: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """As `operation.divided`.
 
-    One sort by the number of a score's part, 8 bits, which leaves positions as they were; sorting positions would be a sort of
-    64 bits for every part.
+    After ranking, one stable sort by the 8-bit number of each position's part gives ascending positions; sorting the positions of
+    every part would take a 64-bit sort each.
     """
     ranked = scores.argsort(dim=-1, descending=True, stable=True)
     ends, rank = list(accumulate(counts)), torch.arange(ranked.shape[-1], device=ranked.device)

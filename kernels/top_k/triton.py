@@ -1,8 +1,8 @@
-"""The k largest scores on a GPU, and the others, by radix select: four digits of 8 bits say which score is the k-th, a last pass
-collects.
+"""Positions of the k largest scores on a GPU by radix select: four passes over digits of 8 bits find the k-th largest score, and a
+last pass collects the positions.
 
-A program for a row and head. Counts are whole numbers, so that no order of addition shows; a score's position among those chosen
-is the count of chosen ones before it.
+A program handles a row and head. Counts are integers, so the order of additions does not matter; a score's index among the chosen
+ones is the number of chosen ones before it.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,25 @@ from torch import Tensor
 from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
 
-# Scores in registers at once, 8 a lane; both counts of a tile fit in the halves of one number.
+# Scores in registers at once, 8 per lane; two counts of a tile fit the halves of one 32-bit number.
 TILE, LEAST = 8192, 512
 SIGN = tl.constexpr(-(2**31))
-NEVER = tl.constexpr(0x007FFFFF)  # what -inf becomes
+NEVER = tl.constexpr(0x007FFFFF)  # key of -inf
 DIGITS = tl.constexpr(256)
 
 
 @triton.jit
 def rising(scores):
-    """uint32 in the order of float32 scores; 0.0 and -0.0 are one number."""
+    """Map float32 scores to uint32 keys of the same order; 0.0 and -0.0 get the same key."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | SIGN)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens, k, TILE: tl.constexpr):
-    """Writes `chosen [rows, heads, k]` of `scores [rows, heads, tokens]`, or of those between a row's two `ends`, and where it is
-    asked to `others [rows, heads, tokens - k]`, which divides all scores: then -inf is a number as any other."""
+    """Store to `chosen [rows, heads, k]` the positions of the k largest of `scores [rows, heads, tokens]`, or of those between a
+    row's two `ends`. With `others [rows, heads, tokens - k]` all positions are divided between both: -inf is then treated as any
+    score."""
     pair = tl.cast(tl.program_id(0), tl.int64)
     row = pair // heads
     own = scores + row * row_stride + pair % heads * head_stride
@@ -43,9 +44,9 @@ def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens
     first, stop = 0, tokens
     if ends is not None:
         first, stop = tl.maximum(tl.load(ends + row * 2), 0), tl.minimum(tl.load(ends + row * 2 + 1), tokens)
-    from_tile = first // TILE * TILE  # tiles begin where they always do, so that a lane's scores are read together
+    from_tile = first // TILE * TILE  # tiles are aligned, so that loads are wide
 
-    # The key of the k-th largest score, from its highest digit on: `wanted` of those that agree so far are chosen.
+    # Find the key of the k-th largest score, digit by digit: of the keys that agree in the digits so far, `wanted` are chosen.
     kth = tl.full([], 0, tl.uint32)
     agreed = tl.full([], 0, tl.uint32)
     wanted = tl.minimum(tl.cast(k, tl.int32), tl.maximum(stop - first, 0))
@@ -63,7 +64,7 @@ def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens
         kth |= digit.to(tl.uint32) << shift
         agreed |= tl.cast(DIGITS - 1, tl.uint32) << shift
 
-    # Everything above it, and of its equals the first `wanted`.
+    # Choose all keys above it, and the first `wanted` of the equal ones.
     if others is None:
         wanted = tl.where(kth == NEVER, 0, wanted)
     above = tl.full([], 0, tl.int32)
@@ -79,7 +80,7 @@ def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens
         slot = above + (counted & 0xFFFF) + tl.minimum(equals, wanted) - 1
         is_chosen = is_above | (is_equal & (equals <= wanted))
         tl.store(chosen + slot, (at + position).to(tl.int64), mask=is_chosen)
-        if others is not None:  # as many chosen ones lie before each
+        if others is not None:  # index: position minus the number of chosen ones before it
             behind = at + position - slot - 1
             tl.store(others + behind, (at + position).to(tl.int64), mask=inside & (is_chosen == 0))
         total = tl.sum(marks, 0)
@@ -94,12 +95,12 @@ def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens
 
 
 def supports(scores: Tensor) -> bool:
-    """Whether the kernel takes these: float32, the scores of a row side by side."""
+    """Whether the kernel supports these scores: float32, contiguous along the last axis."""
     return scores.dtype == torch.float32 and scores.stride(-1) == 1
 
 
 def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
-    """What `reference.top_k` gives."""
+    """As `operation.top_k`."""
     chosen = _room(scores, k)
     if chosen.numel():
         _launch(scores, ends if ends is None else ends.contiguous(), chosen, None)
@@ -107,9 +108,9 @@ def top_k(scores: Tensor, k: int, ends: Tensor | None = None) -> Tensor:
 
 
 def divided(scores: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """What `reference.divided` gives: each launch divides what those before it left."""
+    """As `operation.divided`: each launch selects a part from the positions that earlier ones left."""
     found = list[Tensor]()
-    left: Tensor | None = None  # positions of those that no part has taken, `scores` theirs
+    left: Tensor | None = None  # positions that are in no part yet; `scores` are their scores
     for count in counts:
         chosen, others = _room(scores, count), _room(scores, scores.shape[2] - count)
         if scores.numel():
@@ -137,7 +138,7 @@ def _launch(scores: Tensor, ends: Tensor | None, chosen: Tensor, others: Tensor 
 
 
 def _warps(tile: int) -> int:
-    """Few programs are at work, one a row and head: what each waits for is what it takes."""
+    """Warps of a program. There are few programs, one per row and head, so that each needs many warps to hide latency."""
     return max(4, tile // 256)
 
 

@@ -1,5 +1,5 @@
-"""Calls `trellis.c`: the words of the best paths and their levels, on a CPU. Every token stands alone, whatever the number of
-threads."""
+"""Call `trellis.c`: encode components as trellis-coded words, and decode words to levels, on a CPU. The result of a token depends
+on neither other tokens nor the number of threads."""
 
 import ctypes
 from functools import cache
@@ -13,9 +13,9 @@ from calib.kernels.dispatch import prefers_compiled
 from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 
-MOST_COMPONENTS = 1024  # of a head, as in trellis.c
+MOST_COMPONENTS = 1024  # most components of a head, as in trellis.c
 SOURCE = Path(__file__).with_name("trellis.c")
-ROUNDED = ("-ffp-contract=off",)  # products, before they are added: as plain torch has them
+ROUNDED = ("-ffp-contract=off",)  # products are rounded before they are added, as in plain torch
 
 
 class _Tile(ctypes.Structure):
@@ -36,22 +36,22 @@ class _Search(ctypes.Structure):
 
 
 def serves(y: Tensor, weights: Tensor) -> bool:
-    """Whether these are coded here."""
+    """Whether `trellis_words` supports these."""
     return y.ndim == 4 and y.dtype == weights.dtype == torch.float32 and y.shape[-1] <= MOST_COMPONENTS and _serves(y)
 
 
 def reads(words: Tensor) -> bool:
-    """Whether the levels of a tile's `words [batch, 1, W, T]` are found here."""
+    """Whether `trellis_levels` supports a tile's `words [batch, 1, W, T]`."""
     return words.ndim == 4 and words.dtype == torch.int16 and words.stride(3) == 1 and _serves(words)
 
 
 def _serves(part: Tensor) -> bool:
-    """No tensor of a tracer's, and a library."""
+    """Whether `part` is an ordinary CPU tensor, not a tracer's, and the C library is available."""
     return prefers_compiled(part.device) and type(part) is Tensor and library(SOURCE, ROUNDED) is not None
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
-    """As `operation.trellis_words` says."""
+    """As `operation.trellis_words`."""
     batch, heads, tokens, _ = y.shape
     y, weights, begins = y.contiguous(), weights.contiguous(), first_words(counts, y.device)
     words = torch.empty(batch, 1, tokens, sum(counts), dtype=torch.int16)
@@ -62,7 +62,7 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
 
 
 def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
-    """As `operation.trellis_levels` says; 0 where a head has no word."""
+    """As `operation.trellis_levels`; 0 for components beyond a head's own words."""
     batch, _, _, tokens = words.shape
     sizes = (batch, len(counts), tokens, len(widths), max(counts))
     levels = torch.empty(batch, len(counts), len(widths) * max(counts), tokens, dtype=torch.int16)

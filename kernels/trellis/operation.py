@@ -1,4 +1,4 @@
-"""Components of tokens as trellis-coded levels, and back, by whichever form of the operation the device runs."""
+"""Trellis-coded quantisation of components of tokens, and decoding, by the implementation for the device."""
 
 import torch
 from torch import Tensor
@@ -9,20 +9,20 @@ from calib.kernels.trellis import cpu, reference
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
-    """The words of the paths with the least sums of weighted squared errors; the same bits in any form and on any device.
+    """Encode components: words of the trellis path with the least weighted squared error; the same bits on every device.
 
     Args:
-        y: float32 `[batch, kv_heads, tokens, components]`: in units of the components' ranges, [-1, 1], in plane form
-            (`kernels/pack/heads.py`). What is no number lies below all levels.
-        widths: bits of a word's fields, b of each component.
+        y: components in units of their ranges, [-1, 1], in plane form (`kernels/pack/heads.py`), float32 `[batch, kv_heads, tokens,
+            components]`. NaN is treated as below all levels.
+        widths: bits b of a word's fields, one per component of a word.
         counts: words of each KV head.
-        weights: float32 `[kv_heads, components]`: of an error of one step, 2^-b, squared; 0 for a component that its head has no
-            word for.
+        weights: weight of a squared error in steps of 2^-b, float32 `[kv_heads, components]`; 0 for components beyond a head's own
+            words.
 
     Returns:
-        int16 `[batch, 1, tokens, sum(counts)]`: all heads' words side by side.
+        int16 `[batch, 1, tokens, sum(counts)]`, the words of all heads in one row.
     """
-    if y.is_meta:  # no numbers: any path
+    if y.is_meta:  # no data
         return y.new_empty(y.shape[0], 1, y.shape[2], sum(counts), dtype=torch.int16)
     if prefers_triton(y.device):
         from calib.kernels.trellis import triton
@@ -34,8 +34,8 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
 
 
 def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
-    """The numbers i of levels y^ = 2^-b (i + 1/2) - 1: a tile's words `[..., 1, sum(counts), T]` -> int16
-    `[..., kv_heads, components, T]`, in plane form. Of a component that its head has no word for, any number of that many bits."""
+    """Decode a tile's words `[..., 1, sum(counts), T]` to the numbers i of levels y^ = 2^-b (i + 1/2) - 1: int16 `[..., kv_heads,
+    components, T]`, in plane form. Components beyond a head's own words get any number of that many bits."""
     if cpu.reads(words):
         return cpu.trellis_levels(words, widths, counts)
     return reference.trellis_levels(words, widths, counts)

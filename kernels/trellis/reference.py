@@ -1,15 +1,15 @@
 """Trellis-coded levels in plain torch (Marcellin and Fischer, Trellis coded quantization, 1990; of 8 states, Ungerboeck, 1982, in
 feed-forward form: QTIP, arXiv:2406.11235).
 
-A component of b bits has 2^(b+1) levels, of which the path so far leaves half: with u[n] one stored bit of component n and f its
-b - 1 others,
+A component of b bits has 2^(b+1) levels, half of which can be reached after the path so far. Let u[n] be one stored bit of
+component n and f its b - 1 others. The level's number is
 
     i = 4 f + 2 z1 + z0        z0[n] = u[n-2]        z1[n] = u[n] ^ u[n-1] ^ u[n-3]        u[n < 0] = 0
 
-So a reader that has the u of a token's components needs no search and no sequence. The state before component n is u[n-1], u[n-2],
-u[n-3] in its bits 0, 1, 2; Viterbi's search keeps the best path into each of the 8.
+So decoding needs only the u of a token's components, no search and no sequential loop. The state before component n has u[n-1],
+u[n-2], u[n-3] in bits 0, 1, 2; the Viterbi search keeps the best path into each of the 8 states.
 
-Only elementwise operations touch a token's numbers: its path is the same alone, in any batch, and in any order.
+A token's numbers are used in elementwise operations only, so that its path does not depend on the batch.
 """
 
 from functools import cache
@@ -23,16 +23,16 @@ from calib.kernels.upload import upload
 
 SUBSETS = 4
 STATES = 8
-# Steps outside all levels beyond which a component is taken to lie there: what it loses by another level than the nearest is more
-# than others can gain, and sums keep the digits of the others.
+# A component farther than this many steps outside all levels is clamped to that distance: the nearest level still wins, and sums of
+# errors keep the digits of the other components.
 OUTSIDE = 256.0
-FAR = 1e30  # the cost of a state that no path has come to
-STRETCH = 2**15  # components of all rows that are searched together: what they need fits a processor's cache
+FAR = 1e30  # cost of a state that no path has reached
+STRETCH = 2**15  # components (of all rows) that are searched at once, so that their data fit a processor's cache
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
-    """As `operation.trellis_words` says."""
-    half = _halves(widths, y.device)  # a component has four times as many levels, its range 2 [-1, 1] as many steps
+    """As `operation.trellis_words`."""
+    half = _halves(widths, y.device)  # a component has 4 half levels, and a step is 1 / (2 half)
     at = _along_path(y, len(widths)).unflatten(0, (-1, len(widths)))
     at = (at * (2 * half)).add_(2 * half - 0.5).flatten(0, 1)
     top = (half - 1).repeat(max(counts), 1, 1, 1)
@@ -48,7 +48,7 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
 
 
 def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
-    """As `operation.trellis_levels` says."""
+    """As `operation.trellis_levels`."""
     stored = unpack_columns(spread_heads(words, counts), widths, len(widths) * max(counts))
     along = _along_path(stored.mT, len(widths))
     found = (along >> 1).mul_(4).add_(subsets_of(along & 1))
@@ -56,28 +56,28 @@ def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Te
 
 
 def inside(at: Tensor, top: Tensor) -> Tensor:
-    """`at`, in steps from level 0, where it lies no farther than `OUTSIDE` from all levels; what is no number, before them."""
+    """Clamp `at`, in steps from level 0, to at most `OUTSIDE` steps outside all levels; NaN becomes -`OUTSIDE`."""
     return torch.minimum(at.nan_to_num(nan=-OUTSIDE).clamp_(min=-OUTSIDE), SUBSETS * top + OUTSIDE)
 
 
 def _along_path(x: Tensor, fields: int) -> Tensor:
-    """`x [..., components]` in plane form -> contiguous `[components, ...]` in the order of the path: word by word."""
+    """Reorder `x [..., components]` in plane form to contiguous `[components, ...]` in the order of the path: word by word."""
     return x.movedim(-1, 0).unflatten(0, (fields, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def _in_planes(x: Tensor, fields: int) -> Tensor:
-    """`x [components, ...]` in the order of the path -> the same in plane form."""
+    """Reorder `x [components, ...]` in the order of the path to plane form."""
     return x.unflatten(0, (-1, fields)).transpose(0, 1).flatten(0, 1)
 
 
 @cache
 def _halves(widths: Widths, device: torch.device) -> Tensor:
-    """2^(b-1) of each field, how many f there are: float32 `[fields, 1, 1, 1]`; kept: making it costs as much as using it."""
+    """2^(b-1) of each field, the number of values of f: float32 `[fields, 1, 1, 1]`; cached, as it costs as much as its use."""
     return torch.stack([torch.full((1, 1, 1), 2.0 ** (width - 1), device=device) for width in widths])
 
 
 def subsets_of(u: Tensor) -> Tensor:
-    """2 z1 + z0 of each component of paths `u [components, ...]`, whole numbers 0 or 1."""
+    """Subset 2 z1 + z0 of each component of paths `u [components, ...]`, integers 0 or 1."""
     found = u.clone()
     found[1:].bitwise_xor_(u[:-1])
     found[3:].bitwise_xor_(u[:-3])
@@ -86,21 +86,21 @@ def subsets_of(u: Tensor) -> Tensor:
 
 
 def best_path(at: Tensor, top: Tensor, weight: Tensor) -> Tensor:
-    """u of the path with the least sum of squared errors times weights.
+    """Viterbi search for the path with the least weighted sum of squared errors.
 
     Args:
-        at: float32 `[components, rows]`: where a component lies, in steps from its level 0, not far outside its levels.
-        top: float32 `[components, 1]`: the largest f, 2^(b-1) - 1.
-        weight: float32 `[components, rows]`: of a squared step.
+        at: components in steps from their level 0, clamped by `inside`, float32 `[components, rows]`.
+        top: the largest f, 2^(b-1) - 1, float32 `[components, 1]`.
+        weight: weight of a squared step, float32 `[components, rows]`.
 
     Returns:
-        int16 `[components, rows]`.
+        u of the path, int16 `[components, rows]`.
     """
     count, rows = at.shape
     together = min(count, max(1, STRETCH // max(1, rows)))
     errors = at.new_empty(together, 2, 2, 2, rows)
-    # A path comes to state 2 m + u from m + 4 h, h = 0, 1, by z0, m's bit 1, and z1, the sum of u, h and m's bit 0 modulo 2: with
-    # errors by z1 laid out as 0, 1, 0, 1 that is a stride.
+    # State 2 m + u is reached from states m + 4 h, h = 0, 1, with z0 = bit 1 of m and z1 = u ^ h ^ (bit 0 of m). With the errors
+    # of z1 laid out as 0, 1, 0, 1 these errors can be addressed by strides.
     of_component, _, of_z1, of_z0, _ = errors.stride()
     steps = errors.as_strided((len(errors), 2, 2, 2, 2, rows), (of_component, of_z1, of_z0, of_z1, of_z1, 1)).unbind()
     cost = at.new_full((STATES, rows), FAR)
@@ -108,7 +108,7 @@ def best_path(at: Tensor, top: Tensor, weight: Tensor) -> Tensor:
     before, after = cost.view(2, 2, 2, 1, rows), cost.view(2, 2, 2, rows)  # h and both bits of m; both bits of m and u
     ways = at.new_empty(2, 2, 2, 2, rows)
     low, high = ways
-    later = torch.empty_like(errors)  # 1 where a state is come to by h = 1: what is compared into floats is vectorised
+    later = torch.empty_like(errors)  # 1 if a state is reached by h = 1; float comparisons are vectorised
     taken = later.unbind()
     came = torch.empty(count, rows, dtype=torch.int32, device=at.device)
     for start in range(0, count, together):
@@ -124,8 +124,8 @@ def best_path(at: Tensor, top: Tensor, weight: Tensor) -> Tensor:
 
 
 def squared_errors(at: Tensor, top: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Of the nearest level of each subset, less the least of them, which every path has. Written twice, one behind the other:
-    `out [components, 2, z1, z0, rows]`."""
+    """Weighted squared errors of the nearest level of each subset, minus the least of them, which all paths have in common. Written
+    twice, one copy after the other: `out [components, 2, z1, z0, rows]`."""
     offset = torch.arange(SUBSETS, dtype=at.dtype, device=at.device).div_(SUBSETS).unsqueeze(1)
     found = (at * (1 / SUBSETS)).unsqueeze(1) - offset
     found.sub_(nearest_free(found, top.unsqueeze(1))).square_()
@@ -135,9 +135,9 @@ def squared_errors(at: Tensor, top: Tensor, weight: Tensor, out: Tensor) -> None
 
 
 def _followed_back(cost: Tensor, came: Tensor) -> Tensor:
-    """u of the path that ends in the state of least cost, the lowest of several, as int16 `[components, rows]`.
+    """Trace the path back from the state of least cost (of equal ones the lowest); return its u, int16 `[components, rows]`.
 
-    `came`, int32 of that shape, is eight times a number whose bit s says that the best path into state s comes by h = 1.
+    `came`, int32 of that shape, is eight times a number whose bit s is 1 if the best path into state s comes by h = 1.
     """
     before, lowest = _tables(cost.device)
     states = torch.empty_like(came)
@@ -151,7 +151,7 @@ def _followed_back(cost: Tensor, came: Tensor) -> Tensor:
 
 
 def _in_bits(flags: Tensor) -> Tensor:
-    """`flags [..., STATES, rows]`, 0 or 1, as the bits of a number: int32 `[..., rows]`."""
+    """Combine `flags [..., STATES, rows]`, 0 or 1, to the bits of a number: int32 `[..., rows]`."""
     return torch.matmul(_powers(flags.device), flags).to(torch.int32)
 
 
@@ -162,7 +162,7 @@ def _powers(device: torch.device) -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The state before, by eight times the bits of `came` and the state; and the lowest bit of a number that has one. int32."""
+    """Two int32 tables: the previous state, by `came` plus the state; and the index of the lowest set bit of a number, or 0."""
     numbers, states = range(1 << STATES), range(STATES)
     before = [state // 2 + STATES // 2 * (number >> state & 1) for number in numbers for state in states]
     lowest = [max(0, (number & -number).bit_length() - 1) for number in numbers]
@@ -170,6 +170,6 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def nearest_free(at: Tensor, top: Tensor) -> Tensor:
-    """f, from 0 to `top`, of the nearest level of a subset: `at` in four steps from its first level."""
+    """f, 0 ... `top`, of the nearest level of a subset, for `at` in units of four steps from the subset's first level."""
     found = at.round().clamp_(min=0)
     return torch.minimum(found, top, out=found)

@@ -1,8 +1,8 @@
-/* Trellis-coded levels on a CPU, in one pass: what `reference.py` says in plain torch, bit for bit, so products are rounded before they
-   are added (`-ffp-contract=off`).
+/* Trellis-coded quantisation on a CPU; the bits equal those of `reference.py`, so products are rounded before they are added
+   (`-ffp-contract=off`).
 
-   Of the search a vector is `LANES` tokens. What a path costs lies in registers, one vector for each of its states; which of two ways was the better
-   one is a bit for each state, kept for every component until the path is followed back. */
+   In the search a vector has `LANES` tokens. The costs of the best paths are in registers, one vector per state. Which of the two
+   previous states was better is a bit per state, kept for every component until the path is traced back. */
 
 #include <stdint.h>
 #include <string.h>
@@ -12,26 +12,26 @@
 #else
 #define LANES 8
 #endif
-#define MOST_COMPONENTS 1024 /* of a head */
+#define MOST_COMPONENTS 1024 /* most components of a head */
 #define STATES 8
 #define SUBSETS 4
-#define OUTSIDE 256.0f /* steps outside all levels beyond which a component is taken to lie there */
+#define OUTSIDE 256.0f /* components are clamped to this many steps outside all levels */
 #define FAR 1e30f
-#define NEAREST 0x1.8p23f /* added and taken away again it leaves the nearest whole number, of two the even one */
+#define NEAREST 0x1.8p23f /* adding and subtracting it rounds to the nearest integer, halves to even */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
 #define INLINE __attribute__((always_inline)) static inline
 
-/* Written by lanes of two vectors: a compiler makes one instruction of them, of vectors' comparisons it makes three. */
+/* Lane-wise minimum. Written as a loop over lanes, which compilers turn into one instruction; a vector comparison becomes three. */
 INLINE floats smaller(floats low, floats high) {
     floats found;
     for (int lane = 0; lane < LANES; lane++) found[lane] = high[lane] < low[lane] ? high[lane] : low[lane];
     return found;
 }
 
-/* `least` where x is no number. */
+/* Lane-wise maximum; `least` where x is NaN. */
 INLINE floats larger(floats x, floats least) {
     floats found;
     for (int lane = 0; lane < LANES; lane++) found[lane] = x[lane] > least[lane] ? x[lane] : least[lane];
@@ -40,10 +40,10 @@ INLINE floats larger(floats x, floats least) {
 
 INLINE floats each(float number) { return (floats){0} + number; }
 
-/* f of the nearest level of a subset: x in four steps from its first level. */
+/* f of the nearest level of a subset, for x in units of four steps from the subset's first level. */
 INLINE floats nearest_free(floats x, float top) { return smaller(larger((x + NEAREST) - NEAREST, each(0)), each(top)); }
 
-/* Squared errors of the nearest level of each subset, less the least of them. */
+/* Weighted squared errors of the nearest level of each subset, minus the least of them. */
 INLINE void squared_errors(floats at, float top, float weight, floats errors[SUBSETS]) {
     at *= 1.0f / SUBSETS;
     floats least;
@@ -58,7 +58,8 @@ INLINE void squared_errors(floats at, float top, float weight, floats errors[SUB
     for (int subset = 0; subset < SUBSETS; subset++) errors[subset] = (errors[subset] - least) * (SUBSETS * SUBSETS * weight);
 }
 
-/* One component on: state 2 m + u is come to from m + 4 h, h = 0, 1. Bit s of what is returned: into state s from h = 1. */
+/* Extends the paths by one component: state 2 m + u is reached from m + 4 h, h = 0, 1. Bit s of the result is 1 if h = 1 is better
+   for state s. */
 INLINE ints step(floats cost[STATES], const floats errors[SUBSETS]) {
     floats after[STATES];
     ints came = {0};
@@ -76,12 +77,12 @@ INLINE ints step(floats cost[STATES], const floats errors[SUBSETS]) {
     return came;
 }
 
-/* Components of a head in the order of the path: component n is field n % fields of word n / fields, and lies in y at column
-   n % fields * wide + n / fields. A head with fewer words than `wide` has components behind its own that cost nothing, but tell
-   which of equally good paths is taken: three of them tell all. */
+/* Arguments of the search. In the order of the path, component n of a head is field n % fields of word n / fields, and is column
+   n % fields * wide + n / fields of y. A head with fewer words than `wide` has further components of weight 0, which decide between
+   equally good paths: three of them suffice for that. */
 typedef struct {
     const float *y, *weights; /* [rows][heads][tokens][fields * wide], and [heads][fields * wide] of squared steps */
-    const int32_t *widths, *begins; /* [fields]; [heads + 1]: the first word of each head in a row of all, and their number */
+    const int32_t *widths, *begins; /* [fields]; [heads + 1]: first word of each head in a row, then the number of all words */
     int32_t rows, heads, tokens, fields, wide;
     int16_t *words; /* [rows][tokens][begins[heads]] */
 } Search;
@@ -96,7 +97,7 @@ static void tokens_of(const Search *search, int item, int first) {
     floats at[MOST_COMPONENTS], cost[STATES], errors[SUBSETS];
     ints came[MOST_COMPONENTS + 3];
 
-    for (int lane = 0; lane < LANES; lane++) /* a token that is not there is the last one again */
+    for (int lane = 0; lane < LANES; lane++) /* missing tokens repeat the last one */
         for (int field = 0; field < fields; field++)
             for (int w = 0; w < count; w++)
                 ((float *)at)[(w * fields + field) * LANES + lane] = y[(lane < left ? lane : left - 1) * columns + field * wide + w];
@@ -143,8 +144,8 @@ void trellis_words(const Search *search, int threads) {
         tokens_of(search, unit / tiles, unit % tiles * LANES);
 }
 
-/* The levels of a tile of words, tokens side by side: of row r and head h those that begin at words + r row_stride + begins[h]
-   word_stride. */
+/* Arguments of decoding: a tile of words, tokens contiguous. The words of row r and head h begin at words + r row_stride +
+   begins[h] word_stride. */
 typedef struct {
     const int16_t *words;
     const int32_t *widths, *begins;
@@ -155,7 +156,7 @@ typedef struct {
 
 typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
 
-/* `left` tokens of a head, as many as a vector has at most. */
+/* Decodes `left` tokens of a head, at most a vector. */
 INLINE void levels_of(const Tile *tile, const int16_t *words, int count, int16_t *out, int left) {
     size_t bytes = 2 * (size_t)left;
     shorts before = {0}, second = {0}, third = {0}; /* u of the components before */

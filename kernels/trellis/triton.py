@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-"""The words of the best paths in Triton: what `reference.py` says in plain torch, bit for bit.
+"""Trellis encoding in Triton; the bits equal those of `reference.py`.
 
-A program has some tokens of one KV head, a lane a token. Costs of the 8 states are in registers; which of its two states before a
-state came from is a bit of a byte for each component, in memory, where the way back reads it. So that no product is joined to a
-sum, every launch says `enable_fp_fusion=False`.
+A program handles some tokens of one KV head, one per lane. The costs of the 8 states are in registers. Which of the two previous
+states a state was reached from is a bit in a byte per component, stored in memory for the backward pass. Multiplications and
+additions must not be fused, so every launch has `enable_fp_fusion=False`.
 """
 
 import torch
@@ -17,35 +17,35 @@ from calib.kernels.pack.heads import first_words
 from calib.kernels.pack.reference import Widths
 from calib.kernels.trellis.reference import FAR, OUTSIDE
 
-TOKENS = 32  # of a program
+TOKENS = 32  # tokens of a program
 BEHIND = 3  # components behind a head's own after which all paths end in state 0 (README.md)
-# Numbers far below it lose all digits behind the point beside it: they are rounded, halves to even.
+# Adding and subtracting this number rounds much smaller numbers to integers, halves to even.
 ROUNDS = tl.constexpr(1.5 * 2**23)
 _OUTSIDE, _FAR = tl.constexpr(OUTSIDE), tl.constexpr(FAR)
 
 
 @triton.constexpr_function
 def half_of(widths, plane):
-    """How many f a field has."""
+    """Number of values of a field's f: 2^(b-1)."""
     return float(1 << widths[plane] - 1)
 
 
 @triton.constexpr_function
 def begin_of(widths, plane):
-    """The lowest bit of a field in its word."""
+    """Lowest bit of a field in its word."""
     return sum(widths[:plane])
 
 
 @triton.constexpr_function
 def came_by(state, third):
-    """The subset 2 z1 + z0 of a component that leads to a state, where its u and the two before are, from one whose `third` u was
-    that: z0 is u[n-2], z1 the sum of the others modulo 2."""
+    """Subset 2 z1 + z0 of a component on the transition to `state`, which holds u[n], u[n-1], u[n-2], from the previous state with
+    u[n-3] = `third`."""
     return 2 * ((state + state // 2 + third) % 2) + state // 4
 
 
 @triton.jit
 def _in_steps(at, mask, HALF: tl.constexpr):
-    """Where components lie in steps from level 0, not far outside all levels; 0 where there is no token."""
+    """Load components in steps from level 0, clamped as by `reference.inside`; 0 is loaded where there is no token."""
     scaled = tl.load(at, mask=mask, other=0.0) * (2 * HALF)
     steps = scaled + (2 * HALF - 0.5)
     steps = tl.where(steps == steps, steps, -_OUTSIDE)
@@ -54,13 +54,13 @@ def _in_steps(at, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _nearest_free(at, HALF: tl.constexpr):
-    """f of the nearest level of a subset: `at` in four steps from its first level."""
+    """f of the nearest level of a subset, for `at` in units of four steps from the subset's first level."""
     return tl.minimum(tl.maximum((at + ROUNDS) - ROUNDS, 0.0), HALF - 1)
 
 
 @triton.jit
 def _error(steps, z: tl.constexpr, HALF: tl.constexpr):
-    """Squared, of the nearest level of a subset, in four steps."""
+    """Squared error of the nearest level of subset z, in units of four steps."""
     left = steps * 0.25 - z * 0.25
     left = left - _nearest_free(left, HALF)
     return left * left
@@ -71,8 +71,8 @@ def search(
     Y, WEIGHTS, FIRST, WAYS, WORDS, tokens, heads, row_words,
     WIDTHS: tl.constexpr, FIELDS: tl.constexpr, W: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Y `[rows, heads, tokens, FIELDS * W]`, WEIGHTS `[heads, FIELDS * W]`, WAYS a byte for each component and lane of all
-    programs, WORDS `[rows, tokens, row_words]`. FIRST has the words before each head's own."""
+    """Viterbi search. Y is `[rows, heads, tokens, FIELDS * W]`, WEIGHTS `[heads, FIELDS * W]`, WAYS scratch memory with a byte per
+    component and lane of all programs. Stores WORDS `[rows, tokens, row_words]`. FIRST: offset of each head's words in a row."""
     of_row, block = tl.program_id(0), tl.program_id(1)
     head, lanes = of_row % heads, block * BN + tl.arange(0, BN)
     mask = lanes < tokens
@@ -103,7 +103,7 @@ def search(
             costs = after
             tl.store(ways + (word * FIELDS + field) * room, taken.to(tl.uint8))
 
-    # The lowest state of least cost, and from it back.
+    # Start from the state of least cost, of equal ones the lowest, and trace back.
     state, cost = tl.full([BN], 7, tl.int32), costs[7]
     for other in tl.static_range(6, -1, -1):
         better = costs[other] <= cost
@@ -124,7 +124,7 @@ def search(
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
-    """As `operation.trellis_words` says."""
+    """As `operation.trellis_words`."""
     rows, heads, tokens, components = y.shape
     words = torch.empty(rows, 1, tokens, sum(counts), dtype=torch.int16, device=y.device)
     grid = (rows * heads, triton.cdiv(tokens, TOKENS))
@@ -140,7 +140,7 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
 
 
 def constants_of(widths: Widths, counts: tuple[int, ...]) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Constants of the kernel."""
     extra = -(-BEHIND // len(widths))
     return {"WIDTHS": widths, "FIELDS": len(widths), "W": max(counts), "EXTRA": extra, "BN": TOKENS}
 

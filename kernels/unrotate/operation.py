@@ -1,4 +1,4 @@
-"""Keys as they were before RoPE, by whichever form of the operation the device runs."""
+"""Undo RoPE of keys, by the implementation for the device."""
 
 from torch import Tensor
 
@@ -7,11 +7,11 @@ from calib.kernels.unrotate import reference
 
 
 def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undoes half-split RoPE: channels (i, i + r/2) of the first r were turned, the others were not.
+    """Undo half-split RoPE, which has rotated the channels (i, i + r/2) of the first r.
 
     Args:
         keys: `[rows, heads, n, D]`, float32, float16 or bfloat16.
-        cos, sin: float32 `[n, r/2]` of the tokens' angles, r at most D, or `[rows, n, r/2]` where rows differ.
+        cos, sin: of the tokens' angles, float32 `[n, r/2]`, r at most D, or `[rows, n, r/2]` if rows differ.
 
     Returns:
         float32 `[rows, heads, n, D]`, the same bits on every device.

@@ -1,11 +1,11 @@
-"""Keys moved along their positions by RoPE, and back to where they were before it."""
+"""Half-split RoPE and its inverse in plain torch."""
 
 import torch
 from torch import Tensor
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x [rows, heads, n, D]` moved forward by the positions of `cos` and `sin`; back with `-sin`."""
+    """Rotate `x [rows, heads, n, D]` by half-split RoPE with `cos` and `sin [..., n, r/2]`; with `-sin`, rotate back."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -1,6 +1,6 @@
-"""Keys as they were before RoPE, in one launch: they are read once, in 16 bits, and written once, in float32.
+"""Undo RoPE of keys in one launch: keys are read once, in their dtype, and written once, in float32.
 
-The bits are the reference's, so no product may be joined to a sum: the launch says `enable_fp_fusion=False`.
+Results equal the reference's bit by bit, so multiplications and additions must not be fused: `enable_fp_fusion=False`.
 """
 
 import torch
@@ -12,7 +12,7 @@ from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.launch import launch
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-TILE = 2048  # pairs of channels of a program
+TILE = 2048  # channel pairs of a program
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -20,8 +20,8 @@ def turn_back(
     x, COS, SIN, UNROTATED, total, s_row, s_head, s_token, s_turn,
     D: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr, REST_UP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A program for some tokens of a row and head; channels behind the first 2 HALF stay. Rows have angles of their own `s_turn`
-    apart, or at 0 all the same."""
+    """Store UNROTATED; a program handles some tokens of a row and head. Channels from 2 HALF on are copied. `s_turn`: stride of
+    rows in COS and SIN, 0 if all rows share them."""
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     x += row * s_row + head * s_head + token * s_token
@@ -42,13 +42,13 @@ def turn_back(
 
 
 def supports(keys: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel takes these: a token's channels and angles lie together, and some turn."""
+    """Whether the kernel supports these: contiguous channels and angles, and at least one rotated pair."""
     together = keys.stride(3) == 1 and cos.is_contiguous() and sin.is_contiguous()
     return keys.dtype in DTYPES and cos.dim() in (2, 3) and together and cos.shape[-1] > 0
 
 
 def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What `reference.unrotated` gives."""
+    """As `operation.unrotated`."""
     rows, heads, total, _ = keys.shape
     found = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
     if found.numel():
