@@ -103,7 +103,7 @@ def attend_pages(
             of `span.back` (new tokens) change fastest.
         constant: `[rows, kv_heads, R, 1]`, added to every score before the soft cap; or None.
         scored: return the scores, `[rows, kv_heads, R, slots]`.
-        precise: use 22 bits of queries and weights in products with codes; else they are rounded to float16.
+        precise: on a GPU, use 22 bits of queries and weights in products with codes; else they are rounded to float16.
         rope_tables: keys are rebuilt from codes before RoPE and rotated; `fixed` of keys is not used then.
         fold: maps mixtures of component codes to channels, and adds values predicted from keys; `fixed` of values is not used then.
         ahead: return the scores of so many keys behind the used slots, as far as the table has them. Not for keys with

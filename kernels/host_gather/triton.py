@@ -28,8 +28,7 @@ def gather_rows(
     page_stride, head_stride, slot_stride, into_row, into_head, into_entry, heads, n, entries,
     W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of W numbers of the wanted ones among `entries` entries, in tiles of ROWS entries that programs take in
-    turn."""
+    """Copy W numbers for each wanted one of `entries` entries; programs take tiles of ROWS entries in turn."""
     column = tl.arange(0, WIDTH)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(entries, ROWS), tl.num_programs(0)):
         entry = tile * ROWS + tl.arange(0, ROWS)

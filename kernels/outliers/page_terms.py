@@ -19,7 +19,8 @@ class PageTerms:
             unused entries (token 0, delta 0) come last (`reference.in_order`).
         listed: whether outliers are stored per page and channel, not per token.
         across: whether a channel index counts the channels of all heads; outliers per token are then `[pages, 1, ...]`.
-        lists: outliers of rows' whole segments; then the other fields are unused, and a basis is shared by all tokens of a row.
+        lists: outliers of rows' whole segments; then the other fields are unused. (A low-rank basis that all tokens of a row share
+            is in `PackedStream.ranked`.)
         coefficients: float16 or float32 `[pages, kv_heads or 1, page_tokens, r]`, or None.
         basis: vectors of the coefficients for each page, `[pages, kv_heads, 1, r D]`.
     """
