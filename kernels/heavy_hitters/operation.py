@@ -17,7 +17,7 @@ def enter_ring(
     """Store each row's new token in its ring of recent tokens, and let the token that was in that slot compete with the heavy
     hitters (H2O, arXiv:2306.14048, section 4.2).
 
-    It replaces the heavy token with the lowest score (of equal ones the newest) if its own score is higher; else it is dropped.
+    It replaces the heavy token with the lowest score (of equal ones the newest) if its own score is higher; else it is removed.
 
     Args:
         rule: how scores follow from attention; None: no scores; the token that leaves the ring goes to the free slot.
@@ -29,7 +29,7 @@ def enter_ring(
         tokens: fields of the pages, updated, and of the new tokens.
 
     Returns:
-        For each field the former contents of the slot that was overwritten, `[rows, kv_heads, 1, W]`: the dropped token in rows
+        For each field the former contents of the slot that was overwritten, `[rows, kv_heads, 1, W]`: the removed token in rows
         that compete.
     """
     if prefers_triton(mass.device):

@@ -1,4 +1,4 @@
-"""Decode step of a budget of heavy hitters (H2O) in plain torch: scores from attention, and which token is dropped."""
+"""Decode step of a budget of heavy hitters (H2O) in plain torch: scores from attention, and which token is removed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class BudgetSlots(NamedTuple):
 
     Attributes:
         ring: slot of the new token, int64 `[rows]`, which an older token may occupy.
-        free: slot to which that older token moves if no token has to be dropped, int64 `[rows]`.
+        free: slot to which that older token moves if no token has to be removed, int64 `[rows]`; `ring` in rows that compete.
         first, last: the older token competes for the slots [first, last), int64 `[rows]`; equal: there is no competition.
         table: pages that the slots are in, int32 `[rows, pages]`.
         positions: position of each token in its row, int32 `[pages, kv_heads, page_tokens, 1]`.

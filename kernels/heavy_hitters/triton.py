@@ -1,4 +1,4 @@
-"""Decode step of a budget of heavy hitters (H2O) in two launches: choose the token to drop, and move the tokens. See README.md."""
+"""Decode step of a budget of heavy hitters (H2O) in two launches: choose the token to remove, and move tokens. See README.md."""
 
 from collections.abc import Sequence
 
