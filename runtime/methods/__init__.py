@@ -17,7 +17,7 @@ from calib.runtime.stages.contract import Codec
 
 
 def _methods() -> dict[str, type[Any]]:
-    """The classes of the files beside this one that say their `name`, by it."""
+    """Import every module of this package and return the classes that define a string `name` of their own, by that name."""
     modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
     own = [
         part
@@ -44,15 +44,18 @@ __all__ = [
 
 
 def method_class(name: str) -> type[Any]:
-    """The method `name`; an unknown one is refused with the nearest known."""
+    """Return the class of method `name`; raises ValueError for an unknown name, with the closest known one."""
     if name not in list(METHODS):
         raise ValueError(f"unknown method {printable(name)} ({_hint(name, list(METHODS))})")
     return METHODS[name]
 
 
 def options_of(name: str) -> list[str]:
-    """The options of method `name`; `corrections` are every method's but GEAR's own, which has them as its options, and
-    `tuned` those' that a budget can choose for."""
+    """Return the names of the options that method `name` takes.
+
+    These are its own fields, `corrections` unless the method has correction options of its own (`own_corrections`, as GEAR has),
+    and `tuned` if it declares a `grid` for `calib tune`.
+    """
     chosen = method_class(name)
     own = [option.name for option in fields(chosen)]
     corrected = [] if getattr(chosen, "own_corrections", False) else ["corrections"]
@@ -60,23 +63,30 @@ def options_of(name: str) -> list[str]:
 
 
 def later_options(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of method `name` that a file of before them does not say, at the defaults that it was written with."""
+    """Return the options of method `name` that are missing in `said`, at their defaults.
+
+    A prefix file that was written before an option existed lacks it. With `tuned` among them there are no others to fill in.
+    """
     return (
         {} if "tuned" in said else {own.name: own.default for own in fields(method_class(name)) if own.name not in said}
     )
 
 
 def packs_of(chosen: type[Any]) -> tuple[type[Codec], ...]:
-    """The codecs by which a method may pack tokens."""
+    """Return the codec classes with which method class `chosen` may pack tokens; none if it declares none."""
     packs: tuple[type[Codec], ...] = getattr(chosen, "packs", ())
     return packs
 
 
 def build(name: str, options: dict[str, Any]) -> Method:
-    """The method `name` with `options`; an unknown option is refused with the nearest known one.
+    """Build method `name` with `options`.
 
-    `corrections` is a mapping of the options of `Corrections`; the option `low` of a method is one of another method's name,
-    its `method`, and options. With `tuned`, a budget of `calib tune`, there are no others: the artifact has them.
+    `corrections` is a mapping of the options of `Corrections`. The option `low` is a mapping with the name of another method as
+    `method`, and that method's options. `tuned` is a budget of `calib tune` in bits per value; the artifact has the options that
+    were chosen for it, so none of the method's own may be given besides.
+
+    Raises:
+        ValueError: for an unknown method or option (the message has the closest known one), or a value that is out of range.
     """
     if "corrections" in options and getattr(method_class(name), "own_corrections", False):
         raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
@@ -95,7 +105,7 @@ def build(name: str, options: dict[str, Any]) -> Method:
 
 
 def _own_method(name: str, own: dict[str, Any]) -> Method:
-    """The method by its own options, or as it was tuned."""
+    """Build method `name` from its own options, or a `Tuned` one if they have a budget `tuned`."""
     if own.get("tuned") is None:
         built: Method = method_class(name)(**{option: value for option, value in own.items() if option != "tuned"})
         return built
@@ -111,7 +121,7 @@ def _own_method(name: str, own: dict[str, Any]) -> Method:
 
 
 def options_asked(method: Any) -> dict[str, Any]:
-    """All options of a built method, those left at their default included, in the form that `build` takes."""
+    """Return all options of a built method, also those left at their default, in the form that `build` takes."""
     if hasattr(method, "tuned"):
         return {"tuned": method.tuned}
     if hasattr(method, "corrections"):
@@ -121,7 +131,7 @@ def options_asked(method: Any) -> dict[str, Any]:
 
 
 def _nested(value: Any) -> Any:
-    """A method among another's options as a mapping, and settings of keys and values; any other value as it is."""
+    """Return an option's value in the form that `build` takes: a method (option `low`) and a `PerStream` become mappings."""
     return {"method": value.name} | options_asked(value) if hasattr(value, "plan") else as_written(value)
 
 

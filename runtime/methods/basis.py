@@ -1,6 +1,6 @@
-"""In which coordinates a plain codec rounds: the model's channels, or those of a rotation, folded into the query and the
-output (option `basis`); and whether keys are rounded with the bias of their projection (option `key_bias`). The codec, its
-groups and what they cost stay the same."""
+"""Two options of plain quantisers (`rtn`, `kivi`, SpeCache's low-bit copy). `basis`: the coordinates that are rounded, the model's
+channels or those of a rotation, which is folded into the query and the output. `key_bias`: whether keys are rounded with the bias
+of their projection or without. The codec, its groups and their cost stay the same."""
 
 from typing import Literal
 
@@ -13,11 +13,11 @@ Basis = Literal["none", "hadamard", "calibrated"]
 BASES = ("none", "hadamard", "calibrated")
 KeyBias = Literal["kept", "folded"]
 KEY_BIASES = ("kept", "folded")
-SEEDS = {"keys": 0, "values": 1}  # of random rotations
+SEEDS = {"keys": 0, "values": 1}  # seeds of the random rotations
 
 
 def check_basis(basis: str, statistics: str) -> None:
-    """Refuses an unknown basis, and one beside calibrated statistics: those are of channels that nobody rotated."""
+    """Raise ValueError for an unknown basis, and for a rotation with calibrated statistics, which hold for channels not rotated."""
     check_choice("basis", basis, BASES)
     if basis != "none" and statistics != "prompt":
         raise ValueError(
@@ -27,7 +27,7 @@ def check_basis(basis: str, statistics: str) -> None:
 
 
 def check_key_bias(key_bias: str, statistics: str) -> None:
-    """Refuses an unknown word, and folding beside calibrated statistics: those are of keys with their bias."""
+    """Raise ValueError for an unknown word, and for "folded" with calibrated statistics, which hold for keys with their bias."""
     check_choice("key_bias", key_bias, KEY_BIASES)
     if key_bias == "folded" and statistics != "prompt":
         raise ValueError(
@@ -39,7 +39,7 @@ def check_key_bias(key_bias: str, statistics: str) -> None:
 def basis_of(
     basis: str, stream: str, layer: int, geometry: Geometry, artifact: Artifact | None, method: str
 ) -> Transform:
-    """The transform of one stream of one layer; ValueError where the artifact that it is in was not given."""
+    """Return the transform of one stream of one layer; raises ValueError for "calibrated" without an artifact."""
     if basis == "none":
         return Identity()
     if basis == "hadamard":

@@ -14,7 +14,7 @@ from calib.runtime.store import Plan
 
 @dataclass(frozen=True)
 class Geometry:
-    """The part of a model's shape that a method needs: attention layers, KV heads, channels of a head."""
+    """The part of a model's shape that a method needs: number of layers, of KV heads, and of channels of a head."""
 
     layers: int
     kv_heads: int
@@ -22,7 +22,7 @@ class Geometry:
 
     @staticmethod
     def of(config: Any) -> "Geometry":
-        """The shape of a decoder's configuration as transformers writes it."""
+        """Read the geometry from a decoder's configuration (`PretrainedConfig` of transformers)."""
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Geometry(config.num_hidden_layers, heads, head_dim)
@@ -31,17 +31,17 @@ class Geometry:
 class Method(Protocol):
     """One paper, one file. Fields are the options with their defaults; the docstring numbers the steps.
 
-    A method subclasses this, has a `name` and a `plan`, and lies in a file of `runtime/methods`: that registers it. What follows
-    `plan` it may have.
+    A method subclasses this, defines `name` and `plan`, and lies in a file of `runtime/methods`, which registers it. The members
+    after `plan` are optional.
     """
 
     @property
     def name(self) -> str:
-        """As `compress(model, name)` takes it; a `ClassVar[str]`."""
+        """The method's name, as `compress(model, name)` takes it; declared as a `ClassVar[str]`."""
         ...
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
-        """The stages of attention layer `layer`; raises ValueError for options that do not fit this model or artifact."""
+        """Return the stages of attention layer `layer`; raises ValueError for options that do not fit this model or artifact."""
         ...
 
     # Optional.
@@ -56,25 +56,27 @@ class Method(Protocol):
     """Whether its own options say what `corrections` says for other methods."""
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Bits a value as its paper counts them (`paper_counting.py`); None where the paper gives no formula for these options."""
+        """Return bits per value as its paper counts them (`paper_counting.py`); None if it has no formula for these options."""
         return None
 
 
 def check_choice(name: str, word: Any, known: Iterable[str]) -> None:
-    """Refuses a word that is not `known`."""
+    """Raise ValueError unless `word`, the value of option `name`, is one of `known`."""
     if word not in list(known):
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {printable(word)}")
 
 
 def check_flag(name: str, flag: Any) -> None:
-    """Refuses what is neither True nor False."""
+    """Raise ValueError unless `flag`, the value of option `name`, is True or False."""
     if type(flag) is not bool:
         raise ValueError(f"{name} must be True or False, got {printable(flag)}")
 
 
 def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False) -> None:
-    """Refuses what is no width of a code: 1 ... 8, and 16 or 0 where a tier may be exact or evicted; `name` is of the option, or
-    whose bits they are."""
+    """Raise ValueError unless `bits` is the width of a code: 1 ... 8, or 16 with `exact`, or 0 with `evicted`.
+
+    `name` is the option's name, or says whose bits they are; it is only used in the message.
+    """
     more = [*([16] if exact else []), *([0] if evicted else [])]
     if type(bits) is not int or not (1 <= bits <= 8 or bits in more):
         said = name if name.startswith("bits") else f"{name}: bits"
@@ -84,18 +86,18 @@ def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False)
 
 
 def check_share(name: str, share: Any) -> None:
-    """Refuses what is no share in (0, 1]."""
+    """Raise ValueError unless `share`, the value of option `name`, is a number in (0, 1]."""
     if type(share) not in (float, int) or not 0 < share <= 1:
         raise ValueError(f"{name} must be a number in (0, 1], got {printable(share)}")
 
 
 def check_amount(name: str, amount: Any) -> None:
-    """Refuses what is neither a number of tokens nor a share in [0, 1]."""
+    """Raise ValueError unless `amount` is a number of tokens (int from 0) or a share (float in [0, 1])."""
     if type(amount) is not float or not 0 <= amount <= 1:
         check_whole(name, amount, 0, "tokens (a whole number from 0) or a share (0.0 ... 1.0)")
 
 
 def check_clip(clip: Any, name: str = "clip") -> None:
-    """Refuses what is no clip factor."""
+    """Raise ValueError unless `clip`, a factor on the range that is quantised, is a number in (0, 1]."""
     if type(clip) not in (float, int) or not 0 < clip <= 1:
         raise ValueError(f"{name} must be a number in (0, 1], got {printable(clip)}")

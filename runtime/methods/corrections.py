@@ -33,13 +33,14 @@ class Corrections:
 
     Args:
         outliers: share s of entries that are exact, half of them at each end; 0 is none.
-        rank: of the residual's factors; a float is a share of min(tokens, channels); 0 is none.
+        rank: rank of the residual's factors; a float is a share of min(tokens, channels); 0 is none.
         decode_rank: rank of every chunk after the first; None is `rank`.
-        residual_bits: what is left after the codec and low rank is quantised once more at so many bits, 1 ... 8, with a scale and
-            a zero point for each token and head; 0 stores none. At 1 bit the two levels are the middles of the range's halves
-            (clip 0.5), because its ends would enlarge what is left.
-        residual_group: channels that share these two; None is a head's.
-        statistics: "prompt" ranks entries and iterates; "calibrated" takes thresholds and bases from the artifact.
+        residual_bits: the residual of codec and low rank is quantised once more with this many bits, 1 ... 8, with a scale and a
+            zero point for each token and head; 0 stores none. At 1 bit the two levels are the middles of the range's halves
+            (clip 0.5), because its ends would enlarge the residual.
+        residual_group: channels that share this scale and zero point; None is all of a head.
+        statistics: "prompt": outliers and factors are found in the tokens that are encoded; "calibrated": outlier thresholds and
+            bases of the low-rank part are the artifact's.
     """
 
     outliers: float | Streams[float] = 0.0
@@ -63,7 +64,7 @@ class Corrections:
             )
 
     def of(self, role: str) -> "StreamCorrections":
-        """What is stored besides the codes of "keys" or of "values"."""
+        """Return the corrections of `role`, "keys" or "values"."""
         rank = of_streams("rank", self.rank).of(role)
         later = of_streams("decode_rank", self.decode_rank).of(role)
         return StreamCorrections(
@@ -82,9 +83,13 @@ class Corrections:
     def over(
         self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None, asker: str = "corrections"
     ) -> Plan:
-        """`plan` of layer number `layer` with every codec corrected; `asker` needs what is missing in an artifact."""
+        """Return the `plan` of layer number `layer` with corrections around every codec that is not exact.
+
+        `form` is GEAR's own choice of matrix, None for other methods; messages about missing tensors name `asker`. Raises
+        ValueError for calibrated statistics without an artifact, or where they do not fit the method's keys.
+        """
         check_statistics(self.statistics, artifact, asker)
-        # A method without a form of its own whose tokens come one by one has no segments: each would be a single token.
+        # Where tokens are encoded one by one there are no segments: each would be a single token. (GEAR, with a form, has blocks.)
         one_by_one = form is None and not (plan.by_forwards or plan.differs_in_prompt)
         form = form or Form(across_heads=not plan.observes)
         bound = _Bound(self, form, layer, artifact if self.statistics == "calibrated" else None, asker)
@@ -108,7 +113,7 @@ class Corrections:
 
 
 class StreamCorrections(NamedTuple):
-    """`Corrections` of one stream, as of its fields; `decode_rank` is filled in."""
+    """The options of `Corrections` for one stream; `decode_rank` is never None."""
 
     outliers: float
     rank: float | int
@@ -128,7 +133,7 @@ def _check_rank(name: str, rank: Any) -> None:
 
 
 def check_rank_or_none(name: str, rank: Any) -> None:
-    """Refuses what is no rank, and not None."""
+    """Raise ValueError unless `rank` is None, a whole number from 0 or a share (float in [0, 1])."""
     if rank is not None:
         _check_rank(name, rank)
 
@@ -145,8 +150,8 @@ def _check_residual_group(name: str, channels: Any) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """Which matrix is corrected. `whole`: a segment's tokens x (heads channels), zeros in place of outliers (the paper's);
-    else keys by channel and values by token, over all heads' channels or a head's."""
+    """Which matrix is corrected. `whole`: a segment's tokens x (heads channels), outliers replaced by zeros (GEAR's paper); else
+    keys by channel and values by token, over the channels of all heads (`across_heads`) or of one head."""
 
     whole: bool = False
     across_heads: bool = True
@@ -154,7 +159,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Bound:
-    """Corrections for one layer."""
+    """The corrections of one layer: options, form and, with calibrated statistics, the artifact."""
 
     options: Corrections
     form: Form
@@ -163,7 +168,7 @@ class _Bound:
     asker: str
 
     def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: Segments) -> Codec:
-        """A stream's codec with what corrects it."""
+        """Return the codec of a stream with its corrections; `codec` itself if it is exact or nothing is corrected."""
         own = self.options.of(role)
         if self.artifact is not None and transform.measured is None and transform.key_bias is not None:
             raise ValueError(
@@ -197,7 +202,8 @@ class _Bound:
     def _thresholds(
         self, role: str, share: float, ranked: LowRankTerm, across: bool, transform: Any
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`[kv_heads or 1, 1, D or 1]` of what is encoded: thresholds are measured before the transform."""
+        """Lower and upper threshold of outliers, `[kv_heads or 1, 1, D or 1]`, after the transform (the artifact has them before
+        it); None for both without calibrated statistics."""
         if self.artifact is None:
             return None, None
         kind = "layer" if across else "channel" if ranked == "tokens" else "head"
@@ -242,18 +248,18 @@ class _Bound:
 
 @dataclass(frozen=True)
 class CorrectedMethod(Method):
-    """A method whose codecs are corrected."""
+    """A method with corrections around its codecs."""
 
     method: Any
     corrections: Corrections
 
     @property
     def name(self) -> str:
-        """The method's."""
+        """The name of the method that is corrected."""
         return str(self.method.name)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
-        """The method's plan, corrected; ValueError where all it holds is exact or evicted."""
+        """Return the method's plan with corrections; raises ValueError if all its tokens are exact or evicted."""
         plan = self.corrections.over(self.method.plan(layer, geometry, artifact), layer, artifact)
         if self.corrections.asked and all(codec.corrections is None for codec in plan.codecs()):
             raise ValueError(

@@ -24,7 +24,7 @@ from calib.runtime.stages.transform import Identity
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
-CHUNKS = {"keys": 1, "values": 2}  # s_n, where neither an option nor an artifact says
+CHUNKS = {"keys": 1, "values": 2}  # s_n, where neither an option nor an artifact determines it
 CHUNKS_OPTION = {"keys": "key_chunks", "values": "value_chunks"}
 ONLINE_PER_HEAD = 256  # atoms, where there is no artifact
 
@@ -33,31 +33,32 @@ ONLINE_PER_HEAD = 256  # atoms, where there is no artifact
 class Csr(Method):
     """CSR-s: x^ = sum of s coefficients times atoms (eq. 12), found by matching pursuit (eq. 2-4).
 
-    1. Attention over a prompt is exact. Keys are unrotated (RoPE is undone); values, and keys where asked, are cut into chunks.
+    1. Attention over a prompt is exact. Keys are unrotated (RoPE is undone); a value is cut into `value_chunks` chunks of channels,
+       a key into `key_chunks`.
     2. Dictionary of a layer: offline atoms, trained by `calib fit` and shared by a group of layers and all heads; and `online`
-       ones that each row samples from its prompt: `reverse_share` of them where the offline ones represent worst, the
-       others uniformly.
-    3. Each key and each value becomes `sparsity` pairs of an index and a coefficient, each of its chunks an equal part of that
-       number. 32 s / head_dim bits a value as the paper stores them ("int16", "fp16").
-    4. The newest `window` tokens stay exact; older ones are encoded `block` at a time, and never touched again.
-    5. Attention adds a token's atoms up, rotates keys to their positions, and attends.
+       ones, vectors that each row samples from its prompt: the share `reverse_share` of them are the vectors that the offline atoms
+       represent worst, the others are drawn uniformly.
+    3. Each key and each value becomes `sparsity` pairs of an index and a coefficient, divided equally among its chunks.
+       32 s / head_dim bits a value as the paper stores them ("int16", "fp16").
+    4. The newest `window` tokens stay exact; older ones are encoded `block` at a time, and never encoded again.
+    5. Attention sums a token's atoms, rotates keys to their positions, and attends.
 
     Args:
         sparsity: s, of both streams or {keys: ..., values: ...}; a multiple of the chunks. 16, 8, 6 and 4 in the paper; None is
             8, with `tiers` none.
-        online: atoms sampled from each row's prompt; None is 0 with an artifact, and 256 a KV head without one. "offline" is
-            the paper's: as many as the artifact has. Each takes 16 bits a channel, and a prompt of T tokens pays for them with
+        online: atoms sampled from each row's prompt; None is 0 with an artifact, and 256 a KV head without one. "offline" is as
+            many as the artifact has, the paper's choice. Each takes 16 bits a channel; for a prompt of T tokens they add
             16 online / (chunks kv_heads T) bits a key or value element.
-        reverse_share: share of the online atoms that are sampled where representation is worst; rounded down. The paper leaves
-            it open.
+        reverse_share: share of the online atoms that are the worst represented vectors; rounded down. The paper does not give it.
         window: newest tokens that are exact; None is 64, with `tiers` none.
         block: tokens encoded together; None is 16, with `tiers` 100.
-        coefficients: "fp16"; "fp8" (e4m3, at most 448); or a whole number of bits 2 ... 8 with a scale for each token and head.
+        coefficients: format of a coefficient: "fp16"; "fp8" (e4m3, at most 448); or a whole number of bits 2 ... 8 with a scale for
+            each token and head.
         index: "packed", the least number of bits for the dictionary's size, or "int16".
         pursuit: "matching", or "orthogonal", which refits coefficients at every step: the same storage, a lower error.
         key_chunks: s_n of the keys; None is the artifact's, and 1 without one. 2 and 4 in the paper's table 4.
         value_chunks: s_n of the values; None is the artifact's, and 2 without one.
-        tiers: (s, share) of each tier, best first, by saliency as in `zipcache`; in place of `sparsity`, and s as there. Shares
+        tiers: (s, share) of each tier, best first, by saliency as in `zipcache`; instead of `sparsity`, s in the same form. Shares
             sum to 1.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".
         probe_share: share of rows that are probes.
@@ -154,14 +155,14 @@ class Csr(Method):
         )
 
     def _online(self, geometry: Geometry, offline: SharedTable | None) -> int:
-        """M of a stream."""
+        """M, the number of online atoms of a stream."""
         if offline is None:
             assert self.online != "offline"  # `plan` has refused it
             return ONLINE_PER_HEAD * geometry.kv_heads if self.online is None else self.online
         return len(offline.tensor) if self.online == "offline" else self.online or 0
 
     def _chunks(self, role: str, geometry: Geometry, offline: SharedTable | None) -> int:
-        """s_n of a stream: as asked for, else as the artifact's atoms are wide, else the paper's."""
+        """s_n of a stream: the option, else what the width of the artifact's atoms implies, else the default in `CHUNKS`."""
         fitted = CHUNKS[role] if offline is None else max(1, geometry.head_dim // offline.tensor.shape[1])
         return getattr(self, CHUNKS_OPTION[role]) or fitted
 
@@ -200,12 +201,12 @@ class Csr(Method):
         return Probes(self.probes, self.probe_share)
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of coefficients in 16 bits."""
+        """Bits per value by the paper's formula, which is for coefficients in 16 bits; None for other formats."""
         tiers = [(sum(pairs) / 2, share) for pairs, share in zip(*self._pairs_and_shares(), strict=True)]
         return csr_bits(tiers, cache.head_dim) if self.coefficients == "fp16" else None
 
 
-# Layers of a group, and caches of a model, read one dictionary.
+# One table for all layers of a group and all caches of an artifact, so that the atoms are in memory once.
 _tables: "WeakKeyDictionary[Artifact, WeakValueDictionary[tuple[str, int], SharedTable]]" = WeakKeyDictionary()
 
 

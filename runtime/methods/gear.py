@@ -29,18 +29,18 @@ RANKS: dict[str, tuple[float, ...]] = {"rank": (0, 2, 4, 8)}
 
 @dataclass(frozen=True)
 class Gear(Method):
-    """x^ = D + L + S: quantised codes D, a low-rank part L of what they got wrong, outliers S (eq. 3).
+    """x^ = D + L + S: quantised codes D, a low-rank part L of their residual, outliers S (eq. 3).
 
     1. Attention over a prompt is exact. Then the prompt is encoded as one segment, and every `block` tokens after it as
        another; earlier segments stay as they are. Tokens of an incomplete block are exact.
-    2. Outliers (eq. 4): the s/2 largest and s/2 smallest entries of each row, kept to 16 bits, the mean in their place.
-       "released": a row is a key channel over the segment's tokens, and a value token over all heads' channels (of one
-       head with `per_head`). "paper": the segment's whole matrix, zeros in their place.
-    3. D (eq. 5): `backbone` at `bits`, with parameters of each segment's own. "kcvt": keys one group a channel, values one
-       a token; "kivi": keys `group` tokens of a channel, values `group` channels of a token; "channel": one a channel;
-       "uniform": one for the segment.
-    4. L (eq. 6): power iteration on x - D, 0 at the outliers; three rounds, twelve where a round is cheap. "released":
-       each head's tokens x channels; "paper": tokens x all heads' channels.
+    2. Outliers (eq. 4): the s/2 largest and s/2 smallest entries of each row, stored in 16 bits and replaced by the mean before D
+       is computed. "released": a row is a key channel over the segment's tokens, and a value token over all heads' channels (of
+       one head with `per_head`). "paper": the segment's whole matrix is one row, and outliers are replaced by zeros.
+    3. D (eq. 5): `backbone` at `bits`, with scales and zero points of each segment's own. Groups of "kcvt": a channel of keys, a
+       token of values; of "kivi": `group` tokens of a key channel, `group` channels of a value token; of "channel": a channel;
+       of "uniform": the segment.
+    4. L (eq. 6): power iteration on x - D, set to 0 at the outliers; three rounds, twelve where a round is cheap. "released":
+       on each head's matrix, tokens x channels; "paper": on the matrix of tokens x all heads' channels.
     5. S is x - D - L at the outliers. Attention adds (q B) A^T and the outliers to q D, and (p A) B^T to p D: neither keys
        nor values are formed.
 
@@ -50,16 +50,17 @@ class Gear(Method):
     Args:
         variant: "released" (the authors' code) or "paper".
         backbone: None is "kcvt", with variant "paper" "uniform".
-        bits: of the backbone; None is 4, with backbone "kivi" 2.
+        bits: width of the backbone's codes; None is 4, with backbone "kivi" 2.
         outliers: s, 0 ... 1.
-        rank: of a prompt's low-rank part; a float is a share of min(tokens, channels). None is 4, with "paper" and statistics
-            of the prompt 0.02; 0 is none.
-        decode_rank: of every later segment's. None is 2 or a smaller `rank`, and the same share where that is a share.
+        rank: rank of a prompt's low-rank part; a float is a share of min(tokens, channels). None is 4, with variant "paper" and
+            statistics "prompt" 0.02; 0 is none.
+        decode_rank: rank of every later segment's low-rank part. None is min(`rank`, 2), or the same share if `rank` is a share.
         block: tokens of a later segment. None is 20, with backbone "kivi" 64.
-        group: of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); that of keys divides
-            `block` and 64.
-        per_head: value tokens are quantised and ranked for each head alone.
-        statistics: "prompt" ranks and iterates; "calibrated" takes outlier thresholds and bases of L from the artifact.
+        group: group size of backbone "kivi": tokens of a key channel, channels of a value token (a head's at most); that of keys
+            divides `block` and 64.
+        per_head: value tokens are quantised and their outliers found for each head alone.
+        statistics: "prompt": outliers and L are found in the tokens that are encoded; "calibrated": outlier thresholds and bases of
+            L are the artifact's.
     """
 
     name: ClassVar[str] = "gear"
@@ -151,8 +152,8 @@ class Gear(Method):
         return of_streams("group", self.group, check)
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of the paper's form and, where nothing is kept besides codes, of its baselines, both streams' mean; the paper has no
-        formula for others."""
+        """Bits per value by the paper's formula, mean of keys and values, for variant "paper" and for the backbones "uniform" and
+        "channel" without corrections; None otherwise."""
         bits, kept = self._bits(), PerStream(*map(self._corrections().of, STREAMS))
         if self.variant == "paper" and self.backbone in (None, "uniform"):
             ratios = (
@@ -165,7 +166,7 @@ class Gear(Method):
 
 
 def _later_rank(rank: float | int, asked: float | int | None) -> float | int:
-    """Of the segments after a prompt's of this `rank`."""
+    """The rank of later segments where the prompt's is `rank` and the option `decode_rank` is `asked`."""
     if asked is not None:
         return asked
     return min(rank, 2) if type(rank) is int else rank

@@ -1,4 +1,4 @@
-"""Which options of a method a budget chooses, and the values that it tries (`calib tune`)."""
+"""The options of a method that `calib tune` chooses for a budget, and the values that it tries."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,17 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """Declared beside a method's options, as its class variable `grid`.
+    """The search space of `calib tune` for one method; a method declares it as its class variable `grid`.
 
-    Combinations that the method refuses, for itself, for a model or for an artifact, are left out where they are tried.
+    `calib tune` skips combinations for which the method raises ValueError, whether for the options alone or with a model or an
+    artifact.
 
     Args:
-        by_layer: options that may differ from layer to layer, with their values: they say how a token is stored.
-        shared: options that are the same in every layer: they say how many tokens lie where, and all layers share one
-            count of that.
-        fetched: the option that says how many exact pairs of each layer and KV head a step fetches from the host. It has no
-            values to try: it follows from the link and the budget (`calib/tune/fetched.py`).
+        by_layer: options that may differ from layer to layer, with the values to try: they decide how a token is stored.
+        shared: options that are the same in every layer, with the values to try: they decide how many tokens are in each tier
+            and window, a count that all layers share.
+        fetched: the option that is the number of exact pairs that a step fetches from the host for each layer and KV head. It
+            has no values to try: it follows from the bandwidth of the link and the budget (`calib/tune/fetched.py`).
     """
 
     by_layer: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -27,7 +28,7 @@ class Grid:
     fetched: str | None = None
 
     def without(self, given: Mapping[str, Any]) -> "Grid":
-        """The grid of what is left where some options are `given`."""
+        """Return the grid without the options that are already `given`."""
         by_layer, shared = (
             {name: values for name, values in part.items() if name not in given}
             for part in (self.by_layer, self.shared)
@@ -35,15 +36,15 @@ class Grid:
         return Grid(by_layer, shared, None if self.fetched in given else self.fetched)
 
     def layers(self) -> Iterator[Options]:
-        """Every combination of what may differ by layer; one that is empty where nothing may."""
+        """Yield every combination of the `by_layer` options; one empty combination if there are none."""
         return combinations(self.by_layer)
 
     def globals(self) -> Iterator[Options]:
-        """Every combination of what all layers share."""
+        """Yield every combination of the `shared` options; one empty combination if there are none."""
         return combinations(self.shared)
 
 
 def combinations(values: Mapping[str, Sequence[Any]]) -> Iterator[Options]:
-    """Every choice of one value of each option, in the order of the values."""
+    """Yield every choice of one value for each option, the last option varying fastest."""
     for chosen in product(*values.values()):
         yield dict(zip(values, chosen, strict=True))

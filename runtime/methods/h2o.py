@@ -25,19 +25,19 @@ class H2O(Method):
 
     1. Attention over a prompt is exact; every query row adds to the accumulated attention of the tokens.
     2. Kept: the `recent` newest tokens and, of the others, the `heavy` ones with the most attention, both exact.
-    3. The budget is fixed by the prompt; what falls out of it is gone.
+    3. The budget is fixed by the prompt's length; tokens beyond it are evicted for good.
 
     Args:
         heavy: tokens (a whole number), or a share of the prompt (a number in [0, 1]).
         recent: the same. One of the two may be 0: `heavy=0` is locality alone, `recent=0` frequency alone, where a new token may
-            be evicted in the step that it came with.
+            be evicted in the step that adds it.
         policy: "accumulated" (H2O), "normalised" (ZipCache, eq. 8: the mean over the rows that see a token), "local" (the newest
-            tokens fill the budget, nothing is scored), or "fastgen" (each KV head the cheapest policy that recovers enough).
+            tokens fill the budget, nothing is scored), or "fastgen" (each KV head has the cheapest policy that meets `recovery`).
         probes: rows of the prompt that are scored: "all", "random+recent", "random", "recent", "special"; None is all for
             "accumulated" and "random+recent" for the others. Every later query is scored.
         probe_share: share of rows that are probes.
         special_ids: token ids, for `probes="special"`, or for "fastgen" to keep.
-        recovery: for "fastgen", share of the prompt's attention that a head's policy must have got, in (0, 1].
+        recovery: for "fastgen", share of the prompt's attention that the tokens kept by a head's policy must have got, in (0, 1].
     """
 
     name: ClassVar[str] = "h2o"
@@ -69,7 +69,7 @@ class H2O(Method):
         self._importance()
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """One exact tier; what is below it is evicted."""
+        """One exact tier; all other tokens are evicted."""
         stages = TierStages(Identity(), Exact())
         tiering = HeavyHitterBudget(self.heavy, self.recent, local=self.policy == "local")
         return TieredPlan((TierPlan(stages, stages),), tiering, *self._importance())
@@ -78,5 +78,5 @@ class H2O(Method):
         return importance(self.policy, self.probes, self.probe_share, self.special_ids, self.recovery)
 
     def paper_bits(self, cache: CountedCache) -> float:
-        """The tokens that are kept, in 16 bits."""
+        """Bits per value: the share of tokens that is kept, at 16 bits."""
         return kept_bits(sum(share(part, cache.length, cache.prompt) for part in (self.heavy, self.recent)))

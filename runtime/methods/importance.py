@@ -1,4 +1,4 @@
-"""Which tokens a budget is for: the importance policy that MiKV leaves open (arXiv:2402.18096, section 2.1 and figure 4)."""
+"""The policy by which tokens are important, which MiKV leaves open (arXiv:2402.18096, section 2.1 and figure 4)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +14,17 @@ POLICIES = ("accumulated", "normalised", "local", "fastgen")
 def importance(
     policy: str, probes: str | None, probe_share: float, special_ids: Sequence[int], recovery: float
 ) -> tuple[Saliency | None, Probes | None]:
-    """What scores tokens, and which rows of the prompt it is told of; None for all rows, and where nothing is scored.
+    """Return the saliency that scores tokens (None: nothing is scored) and the prompt's rows whose attention counts (None: all).
 
-    `probes` None is what the policy's paper does: all rows for "accumulated", which is H2O's (arXiv:2306.14048), and a tenth,
-    half drawn and half the newest, for "normalised", which is ZipCache's (arXiv:2405.14256); as many for "fastgen", whose profile
-    is a mean over rows. Raises ValueError for options that do not go together.
+    With `probes` None the rows are those of the policy's paper: all for "accumulated", which is H2O's (arXiv:2306.14048);
+    `probe_share` of them, half drawn and half the newest, for "normalised", which is ZipCache's (arXiv:2405.14256), and likewise
+    for "fastgen", whose profile is a mean over rows. Raises ValueError for options that do not go together.
     """
     check_choice("policy", policy, POLICIES)
     check_share("recovery", recovery)
     strategy = probes if probes is not None else "all" if policy == "accumulated" else "random+recent"
     asked: Any = tuple(special_ids) if isinstance(special_ids, list) else special_ids
-    # Ids are the policy's, the probes' or both; checked the same way.
+    # Special ids may be for the policy, for the probes or for both; `Probes` checks them in each case.
     by_id = asked if strategy == "special" or policy != "fastgen" else ()
     chosen = Probes(strategy, probe_share, by_id)
     ids = Probes("special", probe_share, asked).special_ids if asked != by_id else asked

@@ -1,4 +1,4 @@
-"""InfLLM (Xiao et al., 2024, arXiv:2402.04617): a local window, and the blocks before it that a query asks for."""
+"""InfLLM (Xiao et al., 2024, arXiv:2402.04617): a local window, and earlier blocks fetched for the query."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,27 +16,27 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 @dataclass(frozen=True)
 class InfLLM(Method):
-    """Exact keys and values, all of them on the host; nothing is quantised.
+    """Exact keys and values, all of them in host memory; nothing is quantised.
 
     1. With `prefill="blocks"` the tokens of a forward are encoded `chunk` by `chunk` (section 3.1): each chunk attends to the
        initial tokens, the local ones, the blocks fetched for it and, causally, itself, and is stored before the next one. A
        row's chunks begin with its first token of the forward. With "exact" all tokens of a forward are one chunk, and attention
        over a prompt is exact.
     2. On the device: the first `initial` tokens and the newest `window` (up to `block` - 1 more, until a block is complete).
-    3. What lies between leaves in blocks. A block is represented by the keys of the tokens that got the most attention, on
-       the average, from the `window` queries behind them.
-    4. A chunk fetches for each KV head the blocks with the largest sum, over its queries and the representatives, of
-       their products with the query, averaged over the query heads. A decode step is a chunk.
+    3. The tokens between leave the device in blocks. A block is represented by the keys of the tokens that got the most attention,
+       on the average, from the `window` queries behind them.
+    4. For a chunk and KV head those blocks are fetched that have the largest sum of products query x representative, over the
+       chunk's queries and the block's representatives, averaged over the query heads. A decode step is a chunk.
     5. With `positions="cache"` all fetched tokens are attended at the position just before the local window, and the initial ones
-       before that: no distance is longer than `initial` + `window` + `block` + `chunk` - 1, however long the row is. That many
-       positions must be within what the model was trained on.
+       before that: no distance is longer than `initial` + `window` + `block` + `chunk` - 1, however long the row is. The model must
+       have been trained on that many positions.
 
     Args:
         initial: first tokens kept on the device.
-        window: local tokens kept there.
-        block: tokens that leave together.
-        representatives: keys that stand for a block.
-        fetched: blocks fetched for a chunk; 0 makes it a StreamingLLM that loses whole blocks.
+        window: local tokens kept on the device.
+        block: tokens that leave the device together.
+        representatives: keys that represent a block.
+        fetched: blocks fetched for a chunk; with 0 it is StreamingLLM that drops whole blocks.
         positions: "cache" as published, or "original" for models whose RoPE cannot be rotated.
         prefill: "blocks" as published, so that a prompt may be longer than the trained context; "exact" attends a prompt as the
             model itself does.

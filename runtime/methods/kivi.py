@@ -33,23 +33,25 @@ class Kivi(Method):
     2. Keys: once a block of `residual` tokens is full it is encoded per channel, `group` tokens sharing a scale and a
        zero point (group (g, 1)); the newest `length mod residual` keys stay exact.
     3. Values: all but the last `residual` are encoded per token, `group` channels sharing parameters (group (1, g)).
-    4. Cost of an encoded value: bits + 32/group (2 bit, g = 32: 3.0), more where bits fill no word of 16 (`kernels/pack`). With
-       `statistics="calibrated"` keys take their channels' ranges from the artifact and store no parameters (2.0), and
-       values are divided by the artifact's channel scale before step 3 (ZipCache's eq. 6).
+    4. Cost of an encoded value: bits + 32/group (2 bit, g = 32: 3.0), more where codes do not fill 16-bit words
+       (`kernels/pack`). With `statistics="calibrated"` keys take their channels' ranges from the artifact and store no
+       parameters (2.0), and values are divided by the artifact's channel scale before step 3 (ZipCache's eq. 6).
 
     Each option but `statistics` and `basis` is one setting for both streams, or {keys: ..., values: ...}.
 
     Args:
         bits: 1 ... 8. 1 bit wants clip 0.5 (SpeCache, eq. 3).
-        group: tokens (keys) or channels (values) that share parameters. That of keys divides their `residual` and 128, that of
-            values head_dim.
-        residual: exact window R; at least 1. A key is encoded no later than its value: that of keys is at most one token more.
+        group: tokens (keys) or channels (values) that share parameters. The group of keys must divide their `residual` and 128,
+            the group of values must divide head_dim.
+        residual: exact window R in tokens; at least 1. A key is encoded no later than its value: R of keys is at most R of values
+            plus 1.
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.scale`).
-        clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact or in another basis.
+        clip: factor on the range in (0, 1]; None takes the artifact's calibrated one, 1 without an artifact, in another basis, or
+            for keys with `key_bias="folded"`.
         basis: coordinates that are rounded: the channels ("none"), those of a random Hadamard rotation ("hadamard"), or of the
             artifact's rotations, as `oscar` has them ("calibrated").
-        key_bias: the bias of the model's key projection is stored with every key ("kept"), or taken off keys and given back by
-            attention ("folded").
+        key_bias: the bias of the model's key projection is encoded as a part of every key ("kept"), or subtracted before keys are
+            encoded, and its part of the logits added in attention ("folded").
     """
 
     name: ClassVar[str] = "kivi"
@@ -81,12 +83,12 @@ class Kivi(Method):
         check_key_bias(self.key_bias, self.statistics)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
-        """Keys and values of one layer."""
+        """The stages of keys and of values of one layer."""
         check_statistics(self.statistics, artifact, "kivi")
         keys, values = (
             basis_of(self.basis, stream, layer, geometry, artifact, "kivi") for stream in ("keys", "values")
         )
-        measured = artifact if self.basis == "none" else None  # what else it holds is of channels that are not rotated
+        measured = artifact if self.basis == "none" else None  # its other statistics are for unrotated channels
         if self.key_bias == "folded":
             return LayerPlan(self._keys(WithoutBias(keys), layer, None), self._values(values, layer, measured))
         return LayerPlan(self._keys(keys, layer, measured), self._values(values, layer, measured))

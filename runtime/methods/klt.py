@@ -34,13 +34,13 @@ from calib.runtime.stages.tiering.shares import MOST_BLOCK
 from calib.runtime.tiered.plan import TieredPlan
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
-BITS = 2.0  # of a budget that nobody named
+BITS = 2.0  # the default budget
 WINDOW, BLOCK = 64, 16  # tokens, without tiers
 TIERS_BLOCK = 100  # as in `zipcache`
-MOST_BYTES = 2**50  # of a budget
+MOST_BYTES = 2**50  # the largest budget
 EXACT_BYTES = 2  # of a value in the exact window, where a budget is in bytes
 
-_told: "WeakSet[Artifact]" = WeakSet()  # that they lack a stream
+_told: "WeakSet[Artifact]" = WeakSet()  # artifacts for which a missing stream was reported
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Klt(Method):
 
     1. Attention over a prompt is exact. The first `sinks` tokens stay exact, and the newest `window`.
     2. A key or value x of a head becomes y = E (x - mean): components of the calibrated basis, in units of their ranges. The basis
-       diagonalises the covariance as errors count, e^T W e; W is the measured sensitivity of the model's answers.
+       diagonalises the covariance under the error measure e^T W e; W is the measured sensitivity of the model's answers.
     3. Component j has b_j bits, 0 ... 8, by reverse water-filling over the whole model
        (`runtime/artifact/component_bits.py`), for one of three budgets. Another budget needs no other fit.
-    4. Cost of an encoded value: the budget, of which sizes (step 6) are a part. There is no zero point, no index.
-    5. Attention reads codes, and folds the basis of values into the output once a step. Keys have components before RoPE, which
-       know nothing of positions: tiles are put together and rotated. Components after RoPE fold into the query, once a step.
-    6. With `size` each token's components are divided by its own size first (`stages/codec/sized.py`); with `predict` values are
-       coded less what the codes of their keys predict, and attention mixes these codes as well (`stages/prediction.py`).
-    7. With `trellis` a component has twice as many levels for its bits, of which the bits before it leave half
+    4. Cost of an encoded value: the budget, which includes the sizes of step 6. No zero points or indices are stored.
+    5. Attention works on codes, and applies the basis of values to its output once a step. Components of keys before RoPE do not
+       depend on positions: tiles of keys are decoded and rotated. With components after RoPE the basis is folded into the query.
+    6. With `size` each token's components are divided by its own size first (`stages/codec/sized.py`); with `predict` a value is
+       coded as its difference from a prediction by the key's codes, and attention sums key codes too (`stages/prediction.py`).
+    7. With `trellis` a component has twice as many levels for its bits; the bits of earlier components tell which half it may use
        (`stages/codec/trellis.py`).
 
     Needs an artifact: `calib fit` measures the bases, steps and errors.
@@ -70,19 +70,19 @@ class Klt(Method):
         batch: rows, with `bytes`.
         sinks: first tokens of a row that stay exact.
         window: newest tokens that are exact; None is 64, with `tiers` none.
-        block: tokens encoded together, up to so many more are exact; None is 16, with `tiers` 100.
-        rope: components of keys "before" RoPE, or "after" it: steps are faster, and what was not measured, texts and
-            positions, costs more. None is "before", where the artifact has such: "after" where the model's RoPE cannot
-            be unrotated.
+        block: tokens encoded together, so that up to as many more are exact; None is 16, with `tiers` 100.
+        rope: components of keys "before" RoPE, or "after" it: then decode steps are faster, and errors larger on texts and
+            positions that the fit did not measure. None is "before" if the artifact has such components, else "after", as where
+            the model's RoPE cannot be undone.
         size: whether every token has a size of four bits in each stream and head, by which its components are divided before they
-            are coded: steps fit the token. With keys before RoPE alone. None: where the artifact has what that needs, and predicts
-            less error with it at this budget; not with `loss`, which the fit measured without.
-        predict: whether values are predicted from the codes of their keys, so that only the rest is coded; with `size`. None: where
-            tokens have sizes, and the artifact has the rest.
-        trellis: whether levels are trellis-coded: at the same bits, narrower steps, and a search of codes. None: where values are
-            predicted from keys.
-        tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; in place of a budget. Shares sum to 1. Before
-            RoPE every token's position is stored as well, 32 bits a head.
+            are coded, so that steps fit the token. Only with keys before RoPE. None: yes if the artifact has the tensors for it and
+            predicts less error with it at this budget; no with `loss`, which the fit measured without sizes.
+        predict: whether values are predicted from the codes of their keys, so that only the difference is coded; needs `size`.
+            None: yes if tokens have sizes and the artifact has the tensors for it.
+        trellis: whether levels are trellis-coded: narrower steps at the same bits, and a search for the codes. None: yes if values
+            are predicted from keys.
+        tiers: (bits, share) of each tier, best first, by saliency as in `zipcache`; instead of a budget. Shares sum to 1. With keys
+            before RoPE every token's position is stored as well, 32 bits for each head.
         probes: with `tiers`, rows whose attention scores tokens, as in `zipcache`: "random+recent", "random", "recent" or "all".
         probe_share: share of rows that are probes.
     """
@@ -164,7 +164,7 @@ class Klt(Method):
         return plan if len(tiers) == 1 else replace(plan, saliency=Normalised(), probes=self._probes())
 
     def allocations(self, artifact: Artifact, coding: Coding | None = None) -> list[Allocation]:
-        """How the bits of each tier are shared out over the model; raises ValueError for a budget out of reach."""
+        """Return how each tier's bits are distributed over the model; raises ValueError for a budget that cannot be met."""
         coding = self.coding(artifact) if coding is None else coding
         found = allocator(artifact, coding)
         if self.loss is not None:
@@ -176,8 +176,8 @@ class Klt(Method):
     def bytes_of(
         self, allocation: Allocation, coding: Coding, layers: int, heads: int, channels: int, growing: bool = False
     ) -> int:
-        """Of the cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables; `growing`: and
-        the pages that are taken ahead where rows become so long token by token, at most."""
+        """Return the bytes of a cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables;
+        with `growing` also the pages, at most, that are allocated ahead while rows grow token by token."""
         assert self.context is not None
         tiering = self._tiering()
         exact = min(-(-self.context // STEP) * STEP, self.sinks + tiering.window + tiering.block)
@@ -189,13 +189,13 @@ class Klt(Method):
             width += 2 * (sum(sum(own.counts) for own in both) + coding.size_bytes(heads))
             tables += 2 * (4 + 12 * channels) + (4 * channels + 8) * (keys + values)
             if coding.size:
-                tables += 4 * (keys + values)  # weights that tell a token's size
+                tables += 4 * (keys + values)  # weights of the components in a token's size
             if coding.trellis:
-                tables += 4 * (keys + values)  # what errors count along a path
+                tables += 4 * (keys + values)  # weights of the components' errors along a path
             if coding.predict:
                 tables += 2 * keys * channels + 4 * channels
         window = self.batch * exact * layers * heads * 2 * channels * EXACT_BYTES
-        turns = 4 * channels if coding.rope == "before" else 0  # at most: RoPE's frequencies, which all heads share
+        turns = 4 * channels if coding.rope == "before" else 0  # RoPE's frequencies, at most; all heads share them
         return window + pages * TIER_PAGE_TOKENS * width + heads * tables + turns
 
     def _within_bytes(self, found: Allocator, coding: Coding) -> Allocation:
@@ -217,8 +217,8 @@ class Klt(Method):
         return found.at_bits(low)
 
     def coding(self, artifact: Artifact, whole_words: bool = False) -> Coding:
-        """How the components of this artifact are coded: as asked, and else with the least predicted error; `whole_words` as in
-        `Coding`."""
+        """Return how this artifact's components are coded: by the options given, and for those left at None with the least
+        predicted error; `whole_words` as in `Coding`."""
         rope = coding_of(artifact, self.rope).rope
         if rope == "after" and (self.size or self.predict):
             raise ValueError(
@@ -242,7 +242,7 @@ class Klt(Method):
         return min(plain, sized, key=lambda coding: self._error(artifact, coding))
 
     def _error(self, artifact: Artifact, coding: Coding) -> float:
-        """Predicted, of a token in the mean; infinite where the budget is out of reach."""
+        """Predicted error of a token, averaged over the tiers by share; infinite if the budget cannot be met."""
         try:
             tiers = self.allocations(artifact, coding)
         except ValueError:
@@ -250,7 +250,7 @@ class Klt(Method):
         return sum(tier.error * share for tier, (_, share) in zip(tiers, self._bits_and_shares(), strict=True))
 
     def tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
-        """What codes one layer's keys and values, with the words of one of the `allocations`."""
+        """Return the transforms and codecs of one layer's keys and values, with the bit widths of one of the `allocations`."""
 
         def stages(codes: LayerCodes) -> TierStages:
             return TierStages(codes.basis, codes.codec)
@@ -289,7 +289,7 @@ class Klt(Method):
 
 
 def _warn_without(artifact: Artifact, stream: str) -> None:
-    """Once of an artifact: it was fitted before there was such a stream, or exported without it."""
+    """Warn, once for each artifact, that it lacks the tensors of `stream`: it is older than these, or was exported without."""
     if artifact not in _told:
         _told.add(artifact)
         predicted = stream == PREDICTED

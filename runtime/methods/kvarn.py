@@ -1,5 +1,5 @@
-"""KVarN (Muller et al., 2026, arXiv:2606.03458): rotated tiles whose tokens and channels are made to vary alike, then rounded; no
-fit."""
+"""KVarN (Muller et al., 2026, arXiv:2606.03458): rotate, scale each tile to equal variance of its tokens and of its channels, and
+round; no fit."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -21,26 +21,27 @@ WIDTHS = tuple({"keys": keys, "values": values} for keys, values in product((1, 
 
 @dataclass(frozen=True)
 class KVarN(Method):
-    """Keys and values whose variance is made even before they are rounded.
+    """Rounding of keys and values after tokens and channels of a tile are scaled to equal variance.
 
-    1. Attention over a prompt is exact. The first `sinks` tokens stay exact; those behind them come in tiles of `tile` tokens, and
-       a tile that is not full is exact.
+    1. Attention over a prompt is exact. The first `sinks` tokens stay exact. Later tokens form tiles of `tile` tokens; a tile is
+       encoded once it is full, and exact until then.
     2. Keys (after RoPE) and values of a head are rotated by the normalised Hadamard matrix along its channels.
     3. In each tile of a head, scales of the tokens and of the channels are found in turns, `iterations` times, that make the
        variance of every token and of every channel the same; the round with the least imbalance counts.
-    4. The normalised tile is rounded to nearest between the ends of each channel (keys) or token (values). Scales of both axes are
-       kept in 16 bits, those along which is rounded as one number with the step of the codes.
-    5. Cost of an encoded value, keys: bits + 32/tile + 16/head_dim; values: bits + 32/head_dim + 16/tile; more where bits fill no
-       word of 16 (`kernels/pack`).
+    4. The normalised tile is rounded to nearest between the least and largest entry of each channel (keys) or token (values).
+       Scales of both axes are kept in 16 bits; the scale of a channel (keys) or token (values) is stored multiplied by the step of
+       its codes, as one number.
+    5. Cost of an encoded value, keys: bits + 32/tile + 16/head_dim; values: bits + 32/head_dim + 16/tile; more where codes do not
+       fill 16-bit words (`kernels/pack`).
 
-    The defaults are those of the authors' release (K4V2, tiles of 128); the paper's results are at 2 bits for both. Here alone:
-    codes are rounded to what is stored in 16 bits, and heads that are no power of two are rotated in blocks
-    (`runtime/stages/hadamard.py`).
+    The defaults are those of the authors' release (K4V2, tiles of 128); the paper's results are at 2 bits for both. Two things
+    differ from the release: codes are chosen with the scales as they are stored, in 16 bits, and heads whose width is no power of
+    two are rotated in blocks (`runtime/stages/hadamard.py`).
 
     Args:
-        bits: 1 ... 8 of a code, for both streams, or {keys: ..., values: ...}.
+        bits: width of a code, 1 ... 8, for both streams, or {keys: ..., values: ...}.
         tile: tokens that are normalised together, 2 ... 512.
-        iterations: of the normalisation; 0 is none.
+        iterations: rounds of the normalisation; 0 is none.
         sinks: first tokens of a row that stay exact.
     """
 
@@ -60,13 +61,13 @@ class KVarN(Method):
         self._codecs()
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """One tier, a tile a page, the same for every layer."""
+        """One tier with pages of one tile, the same for every layer."""
         keys, values = (TierStages(Orthogonal.hadamard(geometry.head_dim), codec) for codec in self._codecs())
         tiering = RatioTiers((1.0,), self.tile, multiple_of=self.tile, sinks=self.sinks)
         return TieredPlan((TierPlan(keys, values, page_tokens=self.tile),), tiering)
 
     def _codecs(self) -> tuple[DualScale, DualScale]:
-        """Of keys and of values."""
+        """The codecs of keys and of values."""
         keys, values = of_streams("bits", self.bits)
         return (
             DualScale(keys, "channels", self.tile, self.iterations),

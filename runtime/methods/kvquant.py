@@ -22,7 +22,7 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 @dataclass(frozen=True)
 class KVQuant(Method):
-    """Per-channel keys before RoPE, per-token values, a fitted table of levels a layer and stream, one per cent exact.
+    """Per-channel keys before RoPE, per-token values, a fitted table of levels for each layer and stream, 1 % outliers exact.
 
     1. Attention over a prompt is exact. The first `sinks` tokens stay exact (section 3.5).
     2. Keys are encoded as they were before RoPE (section 3.2), each channel by a centre and a half range that the fit fixed: the
@@ -30,21 +30,22 @@ class KVQuant(Method):
        channels of all KV heads (section 3.1).
     3. A value on [-1, 1] becomes the index of the nearest of 2^bits levels, one table for the keys of a layer and one for its
        values: k-means of the calibration's values, weighted by the squared derivatives of the loss (section 3.3).
-    4. The share `outliers` of a token is kept in 16 bits, with an index (section 3.4): of keys what lies beyond its channel's
-       range, of values the largest and the smallest of the token.
+    4. The share `outliers` of a token's entries is kept in 16 bits, each with an index (section 3.4): of keys the entries beyond
+       their channel's range, of values the largest and the smallest entries of the token.
     5. Tokens are encoded one by one. Attention decodes a tile of keys and rotates it to its positions.
 
-    A page holds equally many outliers for every token, k at each end of values and 2k of keys: those farthest beyond their ranges,
-    in half ranges; what finds no slot is clipped to the outermost level, and counted. k is `outliers` / 2 of the channels of all KV
-    heads, rounded down, at least 1. This rule is ours, and that 16 bits hold an outlier's distance from what its level says.
+    A page holds the same number of outliers for every token: of values k at each end, of keys 2k, the entries that are farthest
+    beyond their channel's range, measured in half ranges. Key entries beyond the range that get no slot are clipped to the
+    outermost level, and counted. k is `outliers` / 2 of the channels of all KV heads, rounded down, at least 1. This rule is not
+    the paper's, nor is that the 16 bits hold an outlier's difference from its level's value.
 
-    Q-norm, which the paper adds for 2 bits, is not built.
+    The paper's Q-norm, an addition for 2 bits, is not implemented.
 
     Needs an artifact of a fit with `--model.nuq [0.01]`.
 
     Args:
-        bits: 2, 3 or 4 of an index, for both streams, or {keys: ..., values: ...}.
-        outliers: the share of values kept in 16 bits, one that the artifact was fitted for; 0 keeps none.
+        bits: width of an index, 2, 3 or 4, for both streams, or {keys: ..., values: ...}.
+        outliers: share of entries kept in 16 bits, one of the shares that the artifact was fitted for; 0 keeps none.
         sinks: first tokens of a row that stay exact.
     """
 
@@ -66,7 +67,7 @@ class KVQuant(Method):
         check_whole("sinks", self.sinks, 0, "a whole number of tokens, at least 0", "; 1 is the paper's")
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """One tier, a token encoded as soon as it is behind the sinks."""
+        """One tier for all tokens after the sinks, each encoded right after the forward that added it."""
         if artifact is None:
             raise ValueError(
                 "method 'kvquant' needs fitted levels: pass artifact=Artifact.load(...), or --artifact FILE, from "
@@ -82,7 +83,7 @@ class KVQuant(Method):
         return TieredPlan((tier,), RatioTiers((1.0,), block=1, sinks=self.sinks), before_rope=True)
 
     def _sparse(self, codec: Codec, geometry: Geometry, reach: Tensor | None = None) -> Codec:
-        """`codec` with its outliers: beyond `reach` on either side, or by rank."""
+        """`codec` with its outliers: entries beyond `reach` on either side, or without it the largest and smallest ones."""
         if not self.outliers:
             return codec
         outliers = Outliers(self.outliers, "channels", across_heads=True, heads=geometry.kv_heads)
@@ -96,7 +97,7 @@ class KVQuant(Method):
         return artifact.tensor(levels_name(stream, bits), self.name)[layer, share][None]
 
     def _share(self, artifact: Artifact) -> int:
-        """Which of the artifact's shares `outliers` is."""
+        """The index of `outliers` among the artifact's fitted shares; ValueError if it is none of them."""
         shares = artifact.tensor(NUQ_SHARES, self.name).tolist()
         chosen = [number for number, share in enumerate(shares) if abs(share - self.outliers) < 1e-6]
         if not chosen:
@@ -109,6 +110,6 @@ class KVQuant(Method):
 
 
 def _check_levels(name: str, bits: Any) -> None:
-    """Refuses a width that no fit makes levels for."""
+    """Raise ValueError for a width that `calib fit` makes no levels for."""
     if type(bits) is not int or bits not in NUQ_BITS:
         raise ValueError(f"{name} must be {', '.join(map(str, NUQ_BITS))}, got {printable(bits)}; 4 is the default")

@@ -30,13 +30,13 @@ class MiKV(Method):
 
     1. Attention over a prompt is exact, and every query row adds to the accumulated attention of the tokens. Which tokens are
        important is a policy that the paper leaves open (section 2.1, figure 4): `policy`, H2O's by default.
-    2. The budget is ceil(ratio x prompt), half of it the heaviest tokens, half the newest, fixed from then on.
-    3. A new token is important; the one that falls out of the budget is demoted: decoded, encoded at `retained` bits.
-    4. Both streams are quantised for each token in groups of half a head; keys times the balancer
-       b = sqrt(max |q| / max |k|) of their channel, the query divided by it (eq. 2-4). It is measured on the prompt and
-       frozen, or the artifact's with `statistics="calibrated"`. Exact important keys are attended with the unbalanced query.
-    5. With `keys="channel"` (appendix C) keys are quantised by channel in the artifact's ranges, which hold for every token
-       wherever it lies: a token can be demoted alone. They need no balancer, for its factor would widen the range as well.
+    2. The budget is ceil(ratio x prompt), half of it the heaviest tokens, half the newest; it does not grow with later tokens.
+    3. A new token is important; the token that leaves the budget for it is demoted: decoded, and encoded at `retained` bits.
+    4. Both streams are quantised for each token in groups of half a head. Keys are multiplied by the balancer
+       b = sqrt(max |q| / max |k|) of their channel, and the query is divided by it (eq. 2-4). It is measured on the prompt and then
+       kept, or the artifact's with `statistics="calibrated"`. Exact important keys are attended with the unbalanced query.
+    5. With `keys="channel"` (appendix C) keys are quantised by channel in the artifact's ranges, which are the same for all tokens:
+       a single token can be demoted. They need no balancer: it would scale a channel and its range alike.
 
     Args:
         ratio: important share of the prompt, in (0, 1].
@@ -44,18 +44,18 @@ class MiKV(Method):
         retained: bits of the others: 4, 3, 2 (1 ... 8 work); for both streams, or each.
         balancer: whether keys are balanced; keys by channel never are.
         group: channels that share a scale and a zero point; None is half a head.
-        budget: important tokens, in place of `ratio`.
+        budget: number of important tokens, used instead of `ratio`.
         recent: how many of the budget are the newest ones; None is half, rounded up. With 0 a new token may be demoted in the
-            step that it came with.
+            step that adds it.
         statistics: "prompt", or "calibrated" (needs `keys.balancer`, or `keys.low/high`).
         clip: factor on ranges, in (0, 1].
         policy: "accumulated" (H2O), "normalised" (ZipCache, eq. 8: the mean over the rows that see a token), "local" (the newest
-            tokens fill the budget, nothing is scored), or "fastgen" (each KV head the cheapest policy that recovers enough).
+            tokens fill the budget, nothing is scored), or "fastgen" (each KV head has the cheapest policy that meets `recovery`).
         probes: rows of the prompt that are scored: "all", "random+recent", "random", "recent", "special"; None is all for
             "accumulated" and "random+recent" for the others. Every later query is scored.
         probe_share: share of rows that are probes.
         special_ids: token ids, for `probes="special"`, or for "fastgen" to keep.
-        recovery: for "fastgen", share of the prompt's attention that a head's policy must have got, in (0, 1].
+        recovery: for "fastgen", share of the prompt's attention that the tokens kept by a head's policy must have got, in (0, 1].
         keys: groups of keys: "token", or "channel" (needs `statistics="calibrated"`).
     """
 
@@ -115,7 +115,7 @@ class MiKV(Method):
             )
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """Both tiers of one layer."""
+        """The important and the retained tier of one layer."""
         check_statistics(self.statistics, artifact, "mikv")
         group = self.group or max(1, geometry.head_dim // 2)
         transform: Transform | Measured = Identity()
@@ -152,8 +152,11 @@ class MiKV(Method):
         return importance(self.policy, self.probes, self.probe_share, self.special_ids, self.recovery)
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """The importance ratio is that of the prompt, or the budget's of all tokens; the mean of both streams. Of keys by channel
-        the paper counts groups of 64 tokens, which calibrated ranges do not have."""
+        """Bits per value by the paper's count, mean of keys and values.
+
+        The importance ratio is `ratio` of the prompt's tokens, or `budget`, over all tokens. None for keys by channel: the paper
+        counts groups of 64 tokens for them, and calibrated ranges have none.
+        """
         if self.keys == "channel":
             return None
         kept = share(self.budget, cache.length) if self.budget else self.ratio * cache.prompt / cache.length

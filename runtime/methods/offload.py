@@ -1,4 +1,4 @@
-"""Plain offload: the full cache in host memory, all of it fetched in every step; what selective fetching is measured against."""
+"""Plain offload: the full cache in host memory, all of it fetched in every step; the baseline of selective fetching."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,9 +10,9 @@ from calib.runtime.ordered.store import LayerPlan
 
 @dataclass(frozen=True)
 class Offload(Method):
-    """Keys and values stay exact and lie on the host, pinned where a GPU attends; a tile at a time comes to the device.
+    """Keys and values stay exact in host memory, pinned where a GPU attends; attention copies them to the device tile by tile.
 
-    No options, no statistics. On the device there is nothing but the tile that is attended.
+    No options, no statistics. Only the tile that is being attended is on the device.
     """
 
     name: ClassVar[str] = "offload"

@@ -1,4 +1,4 @@
-"""Oracle eviction (MiKV, arXiv:2402.18096, section 2.3): what the best possible eviction would keep. For evaluation only."""
+"""Oracle eviction (MiKV, arXiv:2402.18096, section 2.3): each query keeps the tokens it attends to most. For evaluation only."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 @dataclass(frozen=True)
 class Oracle(Method):
-    """The full cache, of which each query attends to its heaviest tokens alone: it saves no memory.
+    """The full cache, of which each query attends only to the tokens with the most attention: it saves no memory.
 
     1. Attention over a prompt is exact.
     2. In every later forward each query head keeps the `ratio` of the tokens it sees that get the most attention, and the
@@ -38,5 +38,5 @@ class Oracle(Method):
         return TieredPlan((TierPlan(stages, stages),), RatioTiers((1.0,), 1), oracle_share=self.ratio)
 
     def paper_bits(self, cache: CountedCache) -> float:
-        """The tokens that a query attends to, in 16 bits."""
+        """Bits per value: the share of tokens that a query attends to, at 16 bits."""
         return kept_bits(self.ratio)

@@ -1,4 +1,4 @@
-"""OSCAR (Zhou et al., 2026, arXiv:2605.17757): rotations fitted to what attention looks at, and 2 bits for every coordinate."""
+"""OSCAR (Zhou et al., 2026, arXiv:2605.17757): rotations fitted to the model's attention, and 2 bits for every coordinate."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,15 +18,16 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 class Oscar(Method):
     """Offline spectral covariance-aware rotation.
 
-    1. Attention over a prompt is exact. The first `sinks` tokens stay exact, and the newest `window`; the oldest of the window is
-       encoded when another token comes.
+    1. Attention over a prompt is exact. The first `sinks` tokens stay exact, and the newest `window`; the window's oldest token is
+       encoded when a new one is added.
     2. A key (after RoPE) or value x of a head becomes y = x R by the artifact's rotation of its layer and KV head:
        R = U H P. U are the eigenvectors, largest first, of E[q q^T] for keys and of (S V)^T (S V) for values, S being the attention
        probabilities; H is the Hadamard matrix, which makes all coordinates count the same, and P the bit reversal, which
        spreads neighbours over the groups.
-    3. The coordinates of y are cut to the magnitude of rank floor(clip head_dim) among them.
+    3. The coordinates of y are clipped to +-m, m being the magnitude of rank floor(clip head_dim) among them, smallest first.
     4. `group` coordinates of a token share a scale and a zero point, each coordinate is a code of `bits`.
-    5. Cost of an encoded value: bits + 32/group (2 bits, groups of 128: 2.25), more where bits fill no word of 16 (`kernels/pack`).
+    5. Cost of an encoded value: bits + 32/group (2 bits, groups of 128: 2.25), more where codes do not fill 16-bit words
+       (`kernels/pack`).
 
     Needs an artifact: `calib fit --model.rotations true` measures the rotations. The ranks of step 3 are the defaults of the
     authors' code, the same for all layers; no fit searches them.
@@ -36,8 +37,8 @@ class Oscar(Method):
         group: coordinates that share a scale and a zero point; divides head_dim, and a head has one group where it is larger.
         sinks: first tokens of a row that stay exact.
         window: newest tokens that stay exact.
-        key_clip: rank of the magnitude that keys are cut to, a share of head_dim in (0, 1]; 1 cuts nothing.
-        value_clip: the same of values.
+        key_clip: rank of the magnitude that keys are clipped to, as a share of head_dim in (0, 1]; 1 clips nothing.
+        value_clip: the same for values.
     """
 
     name: ClassVar[str] = "oscar"

@@ -1,10 +1,9 @@
-"""Sizes as the papers count them, which leave out what a cache holds besides: positions, pages, the exact window.
+"""Sizes as the papers count them, without what a cache holds besides: positions, pages, the exact window.
 
 A method's `paper_bits` uses the formula of its paper; `calib eval` prints it only under the label `paper counting`, beside the
-true bits. ZipCache: arXiv:2405.14256. MiKV:
-arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. SpeCache: arXiv:2503.16163. Widths: `width` is the channels
-of all KV heads of a layer (hd in ZipCache's formulas, d in GEAR's), `batch` ZipCache's b, `length` the tokens (l, n).
-Formulas count 16-bit parameters.
+true bits. ZipCache: arXiv:2405.14256. MiKV: arXiv:2402.18096. GEAR: arXiv:2403.05527. CSR: arXiv:2412.11741. SpeCache:
+arXiv:2503.16163. Symbols: `width` is the number of channels of all KV heads of a layer (hd in ZipCache's formulas, d in GEAR's),
+`batch` is ZipCache's b, `length` the number of tokens (l, n). Scales, zero points and other parameters are counted as 16 bits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ GEAR_OUTLIER_NUMBERS = 3  # 16-bit numbers an outlier: its value and two indices
 
 
 class CountedCache(NamedTuple):
-    """The cache of one sequence, as far as the papers' formulas ask.
+    """The sizes of one sequence's cache that the papers' formulas use.
 
     Attributes:
         head_dim: channels of a head.
@@ -37,7 +36,7 @@ def group_ratio(bits: float, group: int) -> float:
 
 
 def token_ratio(bits: float, width: int) -> float:
-    """The same with 2 parameters a token over all heads, keys and values alike (eq. B; 3.992)."""
+    """16-bit size / size with 2 parameters a token over all heads, for keys and values alike (eq. B; 3.992)."""
     return 16 / (bits + 2 * 16 / width)
 
 
@@ -48,7 +47,7 @@ def channel_separable_ratio(
     batch: int = ZIPCACHE_BATCH,
     channel_parameters: int = ZIPCACHE_TIER_PARAMETERS,
 ) -> float:
-    """The same for channelwise keys and channel-separable tokenwise values (eq. C; 3.995).
+    """16-bit size / size for channelwise keys and channel-separable tokenwise values (eq. C; 3.995).
 
     Each of `width` channels holds `channel_parameters` numbers, once for the whole batch as the paper counts; each token
     has 2 for its values.
@@ -68,11 +67,11 @@ def zipcache_ratio(tiers: Sequence[tuple[float, float]], width: int, length: int
 
 
 def mikv_size(ratio: float, important: int, retained: int, group: int) -> float:
-    """Share of the 16-bit cache: r p/16 + (1 - r) n/16 + f 2/group, for importance ratio r, p and n bits.
+    """Share of the 16-bit cache: r p/16 + (1 - r) n/16 + f 2/group; r importance ratio, p important bits, n retained bits.
 
     f is the share that is quantised: 1 - r where the important tier is 16-bit, else 1. The paper prints no formula; this
-    one gives its table 3 (33, 23, 18, 16 %) with group 64 and table 2 (36 | 38 %, 33 %) with groups 128 | 64. Retained
-    in 0 bits (evicted) only the important tier is left.
+    one gives its table 3 (33, 23, 18, 16 %) with group 64 and table 2 (36 | 38 %, 33 %) with groups 128 | 64. With n = 0
+    (eviction) only the important tier is counted.
     """
     if retained == 0:
         quantised = 0.0 if important == 16 else ratio
@@ -113,11 +112,11 @@ def specache_size(bits: int, group: int, exact: int, length: float) -> float:
 
 
 def share(budget: float, length: float, prompt: float | None = None) -> float:
-    """The share of `length` tokens that a budget of tokens (int), or of a share of the prompt (float), keeps."""
+    """Return the share of `length` tokens that a budget keeps, given as tokens (int) or as a share of `prompt` tokens (float)."""
     tokens = budget * prompt if isinstance(budget, float) and prompt is not None else budget
     return tokens / length
 
 
 def kept_bits(share: float) -> float:
-    """Bits a value where only a `share` of the tokens is kept, in 16 bits: what MiKV's table 1 counts for eviction."""
+    """Bits per value if only a `share` of the tokens is kept, at 16 bits: MiKV's table 1 counts eviction so."""
     return 16 * min(1.0, share)

@@ -14,20 +14,20 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, repr=False)
 class PerStream(Generic[T]):
-    """The setting of keys and the one of values; `keys, values = ...` takes it apart.
+    """An option's value for keys and its value for values; unpacks as `keys, values = option`.
 
-    It can be hashed, so a field may have it as its default; it is printed as a user writes it.
+    It is hashable, so that a dataclass field can have it as its default; its repr is the mapping that a user writes.
     """
 
     keys: T
     values: T
 
     def of(self, role: str) -> T:
-        """The setting of "keys" or of "values"."""
+        """Return the value for `role`, "keys" or "values"."""
         return dict(zip(STREAMS, self, strict=True))[role]
 
     def map(self, change: Callable[[T], U]) -> "PerStream[U]":
-        """`change` of either setting."""
+        """Return the same with `change` applied to both values."""
         return PerStream(change(self.keys), change(self.values))
 
     def __iter__(self) -> Iterator[T]:
@@ -42,20 +42,20 @@ Streams: TypeAlias = Mapping[str, T] | PerStream[T]
 
 
 def is_per_stream(option: Any) -> bool:
-    """Whether an option has a setting for keys and one for values, as YAML and Python write it or as a method holds it."""
+    """Whether an option's value has one part for keys and one for values: a `PerStream`, or a mapping with just these two keys."""
     return isinstance(option, PerStream) or (isinstance(option, Mapping) and set(option) == set(STREAMS))
 
 
 def of_streams(name: str, option: T | Streams[T], check: Callable[[str, Any], None] | None = None) -> PerStream[T]:
-    """The settings of keys and of values that `option` says; anything but a mapping is the setting of both.
+    """Return an option's values for keys and for values; what is neither a mapping nor a `PerStream` holds for both.
 
     Args:
-        name: of the option.
-        option: its value, as the field holds it.
-        check: refuses a single setting; it is given the name to say, `bits`, or `bits of keys`.
+        name: the option's name, for messages.
+        option: its value, as the method's field holds it.
+        check: raises ValueError for a wrong value; called with the name for the message (`bits`, or `bits of keys`) and the value.
 
     Raises:
-        ValueError: a mapping that has not just `keys` and `values`; and what `check` raises.
+        ValueError: if a mapping has other keys than `keys` and `values`, or if `check` raises it.
     """
     if isinstance(option, Mapping):
         if not is_per_stream(option):
@@ -74,7 +74,7 @@ def of_streams(name: str, option: T | Streams[T], check: Callable[[str, Any], No
 
 
 def as_written(option: Any) -> Any:
-    """An option as YAML writes it: a `PerStream` becomes a mapping, also within lists; anything else stays."""
+    """Return an option's value as YAML writes it: a `PerStream` becomes a mapping, also within lists; anything else stays."""
     if isinstance(option, list | tuple):
         return type(option)(map(as_written, option))
     return dict(zip(STREAMS, option, strict=True)) if isinstance(option, PerStream) else option

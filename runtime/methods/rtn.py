@@ -24,21 +24,21 @@ from calib.runtime.stages.transform import WithoutBias
 
 @dataclass(frozen=True)
 class Rtn(Method):
-    """Every token of a head is one group, keys and values alike; a token is exact only in the forward that brings it.
+    """Every token of a head is one quantisation group, keys and values alike; a token is exact only in the forward that adds it.
 
     1. `statistics="prompt"`: each token has its own scale and zero point over the head's channels (group (1, D));
-       bits + 32/D bits a value; 3, 5, 6 and 7 bits fill no word of 16 and cost more (`kernels/pack`).
+       bits + 32/D bits a value; codes of 3, 5, 6 and 7 bits do not fill 16-bit words and cost more (`kernels/pack`).
     2. `statistics="calibrated"`: the artifact holds each channel's range; no parameter is stored, `bits` a value.
 
     Args:
         bits: 1 ... 8 for both streams, or {keys: ..., values: ...}.
         statistics: "prompt", or "calibrated" (needs `keys.low/high` and `values.low/high`).
-        clip: factor on the range in (0, 1], for both or each of them; None takes the artifact's calibrated one, 1 without an
-            artifact or in another basis.
+        clip: factor on the range in (0, 1], for both streams, or {keys: ..., values: ...}; None takes the artifact's calibrated
+            one, 1 without an artifact, in another basis, or for keys with `key_bias="folded"`.
         basis: coordinates that are rounded: the channels ("none"), those of a random Hadamard rotation ("hadamard"), or of the
             artifact's rotations, as `oscar` has them ("calibrated").
-        key_bias: the bias of the model's key projection is stored with every key ("kept"), or taken off keys and given back by
-            attention ("folded").
+        key_bias: the bias of the model's key projection is encoded as a part of every key ("kept"), or subtracted before keys are
+            encoded, and its part of the logits added in attention ("folded").
     """
 
     name: ClassVar[str] = "rtn"
@@ -65,7 +65,7 @@ class Rtn(Method):
         check_key_bias(self.key_bias, self.statistics)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
-        """Both streams, encoded as soon as they have been attended."""
+        """Both streams, each token encoded right after the forward that added it."""
         check_statistics(self.statistics, artifact, "rtn")
         keys, values = (self._stream(stream, layer, geometry, artifact) for stream in ("keys", "values"))
         return LayerPlan(keys, values)
@@ -77,7 +77,7 @@ class Rtn(Method):
             codec = UniformQuant(bits, group=None, clip=clip)
             return StreamPlan(channel_range(artifact, stream, layer, "rtn"), codec, SlidingResidual(0))
         transform = basis_of(self.basis, stream, layer, geometry, artifact, "rtn")
-        measured = artifact if self.basis == "none" else None  # clip factors are of what is not rotated
+        measured = artifact if self.basis == "none" else None  # its clip factors are for unrotated channels
         if stream == "keys" and self.key_bias == "folded":
             transform, measured = WithoutBias(transform), None
         clip = clip_factor(given, measured, stream, "1x*", bits, layer)

@@ -28,13 +28,13 @@ class SnapKV(Method):
        whole window, all exact. The other tokens of the prompt are evicted.
     5. Tokens that follow the prompt stay, exact. Nothing is evicted later.
 
-    The prompt is a row's first forward. Where it comes in chunks, the first chunk is compressed as if it were the prompt, and all
-    later chunks are kept whole, as is every later turn of a conversation: give a prompt in one forward. A prompt no longer than
-    the budget is kept whole.
+    The prompt is a row's first forward. If a prompt is given in chunks, the first chunk is compressed as if it were the prompt, and
+    all later chunks are kept whole, as is every later turn of a conversation: so give a prompt in one forward. A prompt no longer
+    than the budget is kept whole.
 
     Args:
         budget: tokens kept of a prompt, the window among them: a whole number, at least `window`; or a share of the prompt (a
-            number in (0, 1]), which keeps the window even where it comes to fewer tokens.
+            number in (0, 1]); the window is kept even if the share is fewer tokens.
         window: tokens of the observation window, at least 1; the paper uses 16 to 64. More queries vote, fewer prefix tokens fit.
         pool: positions under the pooling's kernel, an odd number; the paper uses 5 to 13. A larger one keeps more of what
             surrounds an attended token; 1 pools nothing.
@@ -64,7 +64,7 @@ class SnapKV(Method):
             )
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """One exact tier; what of the prompt is not in it is evicted."""
+        """One exact tier; the prompt's other tokens are evicted."""
         stages = TierStages(Identity(), Exact())
         tiering = PromptBudget(self.budget, recent=self.window)
         return TieredPlan((TierPlan(stages, stages),), tiering, ObservationWindow(self.window, self.pool))

@@ -1,4 +1,4 @@
-"""SpeCache (Jie et al., 2025, arXiv:2503.16163): the full cache on the host, and each step's part of it there in time."""
+"""SpeCache (Jie et al., 2025, arXiv:2503.16163): the full cache in host memory, and the pairs that a step needs prefetched."""
 
 from dataclasses import dataclass, fields
 from statistics import fmean
@@ -20,28 +20,28 @@ from calib.runtime.store import Plan
 
 @dataclass(frozen=True)
 class SpeCache(Method):
-    """A low-bit copy on the device finds the tokens that matter; their exact pairs come from the host and replace it there.
+    """A low-bit copy on the device finds the tokens that matter; their exact pairs are fetched from the host and attended instead.
 
     1. Prefill (Algorithm 1): exact attention; each layer is quantised and offloaded before the next one runs. So is every
-       later forward of several tokens: it reads the host's copy.
+       later forward of several tokens, which attends to the exact copy on the host.
     2. Pre-decode (Algorithm 2): the first token runs speculatively on the low-bit copy; its keys and values are dropped.
     3. Step (Algorithm 3): a forward over the true token and a speculative next one; `k` exact pairs of each KV head replace
-       their low-bit copies. The true token's output is the step's; the speculative one's is the next speculative token, and
-       the `k` tokens that get the most attention from it (probabilities, summed over the query heads) are fetched during
-       the step. Only the true token is kept.
+       their low-bit copies. The true token's output is the step's output; the speculative token's output gives the next
+       speculative token, and the `k` tokens that get the most attention from it (probabilities, summed over the query heads) are
+       fetched during the step. Only the true token is kept.
     4. With `speculative=False` a step scores on the low-bit copy, fetches and attends again.
 
-    Any forward of `model.generate(past_key_values=cache)` that brings one token is such a step.
+    Every forward of one token in `model.generate(past_key_values=cache)` is such a step.
 
     Args:
         k: exact pairs of each layer and KV head; 0: the low-bit copy alone.
-        speculative: fetch ahead for a speculative token, or within the step.
-        bits: of the low-bit copy, which is `kivi`'s; this and the next three are one setting or {keys: ..., values: ...}.
-        group: of the low-bit copy.
+        speculative: True: pairs are prefetched for a speculative next token; False: they are fetched within the step.
+        bits: bits of the low-bit copy, which is `kivi`'s; this and the next three are one setting or {keys: ..., values: ...}.
+        group: group size of the low-bit copy.
         residual: exact window R of the low-bit copy. R values are exact besides the step's own token, as in KIVI's released code;
             {keys: R, values: R - 1} counts that token among them, as KIVI's algorithm 1 does.
-        clip: of the low-bit copy; 1 bit takes 0.5 (eq. 3) where neither `clip` nor an artifact says otherwise. An artifact says
-            nothing in another basis, nor of keys with `key_bias="folded"`.
+        clip: clip factor of the low-bit copy; at 1 bit None is 0.5 (eq. 3) unless the artifact's is used. The artifact's is not
+            used in another basis, nor for keys with `key_bias="folded"`.
         low: another low-bit copy instead, as `build` makes it of {method: csr, sparsity: 8}: any that keeps every token.
         basis: of the low-bit copy: the coordinates that are rounded, "none", "hadamard" or "calibrated", as in `kivi`.
         key_bias: of the low-bit copy: "kept" or "folded", as in `kivi`.
@@ -76,7 +76,7 @@ class SpeCache(Method):
                 )
 
     def _kivi(self, artifact: Artifact | None) -> Kivi:
-        # The artifact's factors are of channels, and of keys with their bias.
+        # The artifact's clip factors hold for channels without rotation, and for keys with their bias.
         measured = artifact is not None and self.basis == "none"
         known = PerStream(measured and self.key_bias == "kept", measured)
         each = zip(clip_of_streams(self.clip), of_streams("bits", self.bits), known, strict=True)
@@ -84,13 +84,13 @@ class SpeCache(Method):
         return Kivi(self.bits, self.group, self.residual, clip=clip, basis=self.basis, key_bias=self.key_bias)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> OffloadPlan:
-        """The low-bit copy's plan, and which tokens are fetched."""
+        """The low-bit copy's plan, and the policy that chooses the fetched tokens."""
         low: Plan = (self.low or self._kivi(artifact)).plan(layer, geometry, artifact)
         check_keeps_all(low, repr(self.low))
         return OffloadPlan(low, TopTokens(self.k, self.speculative))
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of the paper's low-bit copy, the mean of both streams."""
+        """Bits per value on the device by the paper's count, mean of keys and values; None with another copy (`low`)."""
         if self.low is not None:
             return None
         options = ("bits", self.bits), ("group", self.group), ("residual", self.residual)
@@ -99,7 +99,7 @@ class SpeCache(Method):
 
 
 def check_keeps_all(plan: Plan, method: str) -> None:
-    """Raises ValueError, which names the `method`, where its plan is no low-bit copy: it lies on the host, or drops tokens."""
+    """Raise ValueError if the plan of `method` cannot be a low-bit copy: its tokens are in host memory, or it evicts some."""
     if plan.on_host:
         raise ValueError(f"low: {method} lies on the host itself; use a method that keeps every token on the device")
     if plan.evicts:

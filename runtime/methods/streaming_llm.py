@@ -17,8 +17,8 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 class StreamingLLM(Method):
     """The first `sinks` tokens and the last `window`, exact; everything between is evicted after each forward.
 
-    With `positions="cache"` a token's position is its position in the cache, as published: distances inside the window are
-    what they were, so that only the sinks move. They are attended with a query rotated back by the number of evicted tokens.
+    With `positions="cache"` a token's position is its position in the cache, as published: distances inside the window do not
+    change, only those to the sinks do. Sinks are attended with a query that is rotated back by the number of evicted tokens.
 
     Args:
         sinks: tokens kept from the beginning.
@@ -37,11 +37,11 @@ class StreamingLLM(Method):
         Sinks(self.sinks, self.window)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """A tier of sinks and the window's."""
+        """One tier for the sinks and one for the window."""
         stages = TierStages(Identity(), Exact())
         sinks = TierPlan(stages, stages, relocated=self.positions == "cache")
         return TieredPlan((sinks, TierPlan(stages, stages)), Sinks(self.sinks, self.window))
 
     def paper_bits(self, cache: CountedCache) -> float:
-        """The tokens that are kept, in 16 bits."""
+        """Bits per value: the share of tokens that is kept, at 16 bits."""
         return kept_bits(share(self.sinks + self.window, cache.length))

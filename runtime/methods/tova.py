@@ -21,11 +21,11 @@ class Tova(Method):
 
     1. Attention over a prompt is exact.
     2. A token's score is its attention weight in the last query of the forward, averaged over all heads of the layer
-       (section 3.2); what earlier queries gave it is forgotten.
-    3. Kept are the `budget` tokens with the highest scores, the same ones for all heads, exact; the others are gone. In a decode
-       step that evicts one token.
+       (section 3.2); weights in earlier queries do not count.
+    3. The `budget` tokens with the highest scores are kept, the same ones for all heads, exact; the others are evicted. In a decode
+       step that is one token.
 
-    The newest token always stays: the paper's rule lets it evict itself, in the step that it came with.
+    The newest token always stays: by the paper's rule it could be evicted in the step that adds it.
 
     Args:
         budget: tokens (a whole number, at least 1), or a share of the prompt (a number in (0, 1]).
@@ -44,7 +44,7 @@ class Tova(Method):
             )
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """One exact tier, one set of tokens for all heads; what is below it is evicted."""
+        """One exact tier, with one set of tokens for all heads; all other tokens are evicted."""
         stages = TierStages(Identity(), Exact())
         if type(self.budget) is int:
             tiering = HeavyHitterBudget(heavy=self.budget - 1, recent=1)

@@ -1,4 +1,5 @@
-"""What `calib tune` chose for a method, layer by layer: a record in the artifact's provenance, and the method that follows it.
+"""The options that `calib tune` chose for a method, layer by layer: their record in the artifact's provenance, and the method built
+from it.
 
     compress(model, "zipcache", artifact=artifact, tuned=2.5)
 
@@ -18,8 +19,8 @@ from calib.runtime.store import Plan
 
 KEY = "tuned"
 VERSION = 1
-MOST_BITS = 64  # of a budget; a value that is not encoded has 32
-MOST_NUMBER = 2**17  # of an option: tokens of a window, atoms; what loops over them ends soon
+MOST_BITS = 64  # the largest budget; an exact float32 value has 32
+MOST_NUMBER = 2**17  # the largest whole number in an option (tokens of a window, atoms): it bounds loops over these
 LONGEST = 200  # characters of a list or of a method's own message
 REMEDY = "write it anew with `calib tune`"
 
@@ -28,16 +29,16 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """The options of one method for one budget.
+    """The options that were chosen for one method and one budget.
 
     Attributes:
-        method: its name.
-        budget: true bits per value of the encoded tokens, at most.
-        options: the same in every layer.
-        layers: for each layer of the model those of its own; None where the layer is not compressed.
+        method: the method's name.
+        budget: the most true bits per value of the encoded tokens.
+        options: options that are the same in every layer.
+        layers: for each layer of the model its other options; None for a layer that is not compressed.
         predicted: `bits` and `loss` of the whole model, `layers` with both of each layer or None; and `uniform`, the best
             single setting within the budget (`options`, `bits`, `loss`), or None.
-        measured_on: the text and how much of it, the seed.
+        measured_on: the text that was measured on, how much of it, and the seed.
     """
 
     method: str
@@ -48,7 +49,7 @@ class Choice:
     measured_on: Mapping[str, Any]
 
     def of_layer(self, layer: int) -> dict[str, Any]:
-        """All options of a layer; ValueError where nothing was chosen for it."""
+        """Return all options of a layer; raises ValueError if nothing was chosen for it."""
         own = self.layers[layer]
         if own is None:
             raise ValueError(f"nothing was chosen for layer {layer}, which is compressed here; {REMEDY}")
@@ -56,7 +57,7 @@ class Choice:
 
 
 def choices(artifact: Artifact) -> list[Choice]:
-    """Those that the artifact has, none where nothing was tuned; raises `ArtifactError` for a record that is none."""
+    """Return the choices in the artifact, an empty list if none were tuned; raises `ArtifactError` for a malformed record."""
     record = artifact.provenance.get(KEY)
     if record is None:
         return []
@@ -69,7 +70,7 @@ def choices(artifact: Artifact) -> list[Choice]:
 
 
 def with_choices(artifact: Artifact, new: Sequence[Choice]) -> Artifact:
-    """The artifact with these as well, in place of those of the same methods and budgets."""
+    """Return the artifact with the choices `new` added; they replace earlier ones for the same method and budget."""
     found = {(choice.method, choice.budget): choice for choice in [*choices(artifact), *new]}
     record = {"version": VERSION, "choices": [asdict(found[key]) for key in sorted(found)]}
     return replace(artifact, provenance={**artifact.provenance, KEY: record})
@@ -77,7 +78,7 @@ def with_choices(artifact: Artifact, new: Sequence[Choice]) -> Artifact:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A method whose options are those that the artifact has for the budget `tuned`, in bits per value."""
+    """A method with the options that `calib tune` chose for the budget `tuned`, in bits per value, as the artifact has them."""
 
     name: str
     method: type[Any]
@@ -90,7 +91,7 @@ class Tuned:
             )
 
     def plan(self, layer: int, geometry: Any, artifact: Artifact | None) -> Plan:
-        """The plan of the layer's own method."""
+        """Return the layer's plan, of the method with this layer's options; raises `ArtifactError` for options that it refuses."""
         options, known = self.choice(artifact).of_layer(layer), {field.name for field in fields(self.method)}
         if not known >= options.keys():
             unknown = shortened(", ".join(sorted(options.keys() - known)), LONGEST)
@@ -107,7 +108,7 @@ class Tuned:
             plan: Plan = self.method(**options).plan(layer, geometry, artifact)
         except ArtifactError:
             raise
-        except (ValueError, TypeError) as error:  # what a file says is not checked by whoever wrote it
+        except (ValueError, TypeError) as error:  # a file may have options of any type and value
             said = shortened(" ".join(str(error).split()), LONGEST)
             raise ArtifactError(
                 f"provenance.{KEY} gives '{self.name}' options that it refuses: {said}; {REMEDY}"
@@ -115,10 +116,10 @@ class Tuned:
         return plan
 
     def paper_bits(self, cache: CountedCache) -> None:
-        """Options that differ from layer to layer are counted by no paper."""
+        """None: no paper has a formula for options that differ from layer to layer."""
 
     def choice(self, artifact: Artifact | None) -> Choice:
-        """The artifact's of exactly this method and budget."""
+        """Return the artifact's choice for exactly this method and budget; raises ValueError if there is none."""
         asked = f"method '{self.name}' with tuned={self.tuned:g}"
         if artifact is None:
             raise ValueError(
@@ -144,7 +145,7 @@ def _is_moderate(value: Any) -> bool:
 
 
 def check_one_sequence_state(plans: Mapping[int, Plan]) -> None:
-    """ValueError unless the plans of all layers, by layer, put equally many tokens into windows, tiers and pages."""
+    """Raise ValueError unless the plans of all layers (by layer) hold equal numbers of tokens in windows, tiers and pages."""
     (first, plan), *others = plans.items()
     for layer, other in others:
         if _sequence_state_of(other) != _sequence_state_of(plan):

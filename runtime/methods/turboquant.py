@@ -18,7 +18,7 @@ from calib.runtime.stages.transform import Orthogonal
 
 @dataclass(frozen=True)
 class TurboQuant(Method):
-    """Vector quantisation with the least squared error for tokens of which nothing is known (algorithm 1, TurboQuant_mse).
+    """Data-free vector quantisation that minimises the squared error (algorithm 1, TurboQuant_mse).
 
     1. Attention over a prompt is exact.
     2. A key (after RoPE) or value x of a head is rotated by a random orthogonal matrix, one for all keys and one for all values.
@@ -26,11 +26,11 @@ class TurboQuant(Method):
        quantiser of a coordinate of a random direction.
     4. Cost of an encoded value: bits + 16 / head_dim. No window stays exact unless `residual` says so.
 
-    The paper's second algorithm, which gives a bit of the keys to an unbiased estimate of inner products, and its split of
-    channels into two widths (2.5 and 3.5 bits) are not built.
+    Not implemented are the paper's second algorithm, which uses one bit of the keys for an unbiased estimate of inner products, and
+    its split of channels into two widths (2.5 and 3.5 bits).
 
     Args:
-        bits: 1 ... 8 of a coordinate, for both streams, or {keys: ..., values: ...}.
+        bits: width of a coordinate's index, 1 ... 8, for both streams, or {keys: ..., values: ...}.
         residual: newest tokens that stay exact.
     """
 

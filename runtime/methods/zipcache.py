@@ -38,15 +38,15 @@ class ZipCache(Method):
     2. Saliency of a token: its mean probability over the probe rows that see it (eq. 8), for each KV head.
     3. The `ratio` most salient tokens of the prompt are encoded at 4 bits, the rest at 2, keys and values alike.
     4. Keys: one range a channel over a tier's own tokens of the prompt (channelwise). Values: divided by the channel's
-       sqrt(max |v|) over all of them (eq. 6), then one scale and zero point a token.
+       sqrt(max |v|) over all tokens of the prompt (eq. 6), then one scale and zero point a token.
     5. New tokens stay exact; every `recompress` tokens the newest block is scored by its own probe steps (Algorithm 3) and
-       encoded likewise, with ranges and channel scales of its own. What is encoded is never touched again. A prompt shorter than a
-       block waits for the first block.
+       encoded likewise, with ranges and channel scales of its own. Encoded tokens are never encoded again. A prompt shorter than a
+       block stays exact until the first block is full, and is encoded with it.
 
     Args:
         tiers: (bits, share) of each tier, best first; bits are one number, or {keys: ..., values: ...}; 16 bits are exact, 0 bits
             (last only) are evicted. Shares sum to 1.
-        ratio: share of the first of two tiers, in place of the shares in `tiers`.
+        ratio: share of the first of two tiers, used instead of the shares in `tiers`.
         recompress: tokens of a block.
         probes: "random+recent", "random", "recent", "all" or "special" (special and punctuation tokens).
         probe_share: share of rows that are probes.
@@ -56,14 +56,13 @@ class ZipCache(Method):
         scope: a value's scale and zero point are its head's ("head"), or one for all heads of the token ("layer", Algorithm 1; it
             needs `salient_set="layer"`).
         value_scale: channel scales of values over all tokens ("shared"), or over each tier's own (Algorithm 2, "tier").
-        statistics: "prompt": ranges and channel scales are measured on what is encoded; or "calibrated": the artifact's, for all
+        statistics: "prompt": ranges and channel scales are measured on the encoded tokens; or "calibrated": the artifact's, for all
             tokens (needs `keys.low/high` and `values.scale`).
         refresh: with `statistics="prompt"`, every block has ranges and channel scales of its own (Algorithm 3), which costs
-            (32/n + 16/n) / 2 bits a value of a tier that gets n tokens of a block; False: the first chunk's hold for all, which
-            costs nothing and clips keys that leave them.
-        rope: "after": keys are encoded as attention meets them, as published; or "before": as they were before RoPE, so that
-            channels stay in their ranges however far they go. Attention then decodes keys tile by tile and turns them, which no
-            kernel does.
+            (32/n + 16/n) / 2 bits a value of a tier that gets n tokens of a block; False: those of the first chunk are used for all
+            blocks, which costs no bits, and keys outside these ranges are clipped.
+        rope: "after": keys are encoded after RoPE, as published; or "before": before it, so that a channel's range does not depend
+            on positions. Attention then decodes keys tile by tile and rotates them, for which there is no kernel.
         clip: factor on measured ranges, in (0, 1].
     """
 
@@ -112,7 +111,7 @@ class ZipCache(Method):
         self._probes()
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
-        """Tiers of one layer."""
+        """The tiers of one layer, and how tokens are scored for them."""
         check_statistics(self.statistics, artifact, "zipcache")
         widths, shares = self._bits_and_shares()
         stored = [width for width in widths if any(width)]
@@ -148,14 +147,14 @@ class ZipCache(Method):
         return widths, shares
 
     def _probes(self) -> Probes:
-        ids = self.special_ids  # a list becomes one that can be hashed; anything else is refused as it is
+        ids = self.special_ids  # a list becomes a hashable tuple; Probes refuses other types
         return Probes(self.probes, self.probe_share, tuple(ids) if isinstance(ids, list) else ids)  # type: ignore[arg-type]
 
     def _tiering(self) -> RatioTiers:
         return RatioTiers(tuple(self._bits_and_shares()[1]), self.recompress)
 
     def _first(self, bits: PerStream[int], layer: int, artifact: Artifact | None) -> TierPlan:
-        """A tier whose numbers hold for all its tokens: the first chunk's, measured on it, or every chunk's."""
+        """A tier whose tokens share ranges and channel scales: measured on a row's first chunk, or the artifact's."""
         ranges: Transform | Measured = MeasuredRange()
         scale: Transform | Measured = MeasuredScale(self._over, frozen=not self.refresh)
         if self.statistics == "calibrated" and artifact is not None:
@@ -167,7 +166,7 @@ class ZipCache(Method):
         return TierPlan(keys, stages(bits.values, scale, self._values))
 
     def _block(self, bits: PerStream[int]) -> TierPlan:
-        """A tier of blocks, each with numbers of its own beside its codes."""
+        """A tier of later blocks, each with ranges and channel scales of its own, stored with its codes."""
         keys = stages(bits.keys, Identity(), lambda width: UniformQuant(width, (None, 1), self.clip))
         values = stages(bits.values, Identity(), lambda width: ScaledChannels(self._values(width), self._over))
         return TierPlan(keys, values)
@@ -180,7 +179,7 @@ class ZipCache(Method):
         return "chunk" if self.value_scale == "shared" else "tier"
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Of tiers that are quantised, each in 1 to 8 bits; the mean of both streams."""
+        """Bits per value by the paper's formula, mean of keys and values; None unless every tier has 1 to 8 bits."""
         widths, shares = self._bits_and_shares()
         if not all(1 <= bits <= 8 for width in widths for bits in width):
             return None
@@ -189,5 +188,5 @@ class ZipCache(Method):
 
 
 def stages(bits: int, transform: Transform | Measured, codec: Callable[[int], Codec]) -> TierStages:
-    """A stream of so many bits by `codec`; in 16 bits the tokens as they are."""
+    """Return the stages of one stream at `bits`: exact tokens at 16 bits, else `transform` and the codec `codec(bits)`."""
     return TierStages(Identity(), Exact()) if bits == 16 else TierStages(transform, codec(bits))
