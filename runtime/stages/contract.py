@@ -1,21 +1,21 @@
-"""The stages of a compressed cache, as contracts (ARCHITECTURE, "The algebra").
+"""The stages of a compressed cache, as contracts.
 
     x^ = T^-1( D(E(T x)) + sum_i R_i )          bytes = |E| + sum_i |R_i| + window + tables
 
-A **transform** is an invertible map of a stream (keys or values) that attention can undo on its own side: on the query
-for keys, on the output for values. A **codec** turns a block of tokens into small tensors and back, and can meet a query
-or attention weights without decoding. A **correction** stores what a codec got wrong; with it a codec is a codec again
-(`codec/corrected.py`). Which tokens are encoded when, and which lie where, is said by the stages of `selection.py`.
-Stages are frozen dataclasses; what they hold is either a plain option (readable from YAML) or a tensor of the artifact,
-bound for a layer.
+A **transform** T is an invertible map of a stream (keys or values) that attention undoes without mapping tokens back: on the
+query for keys, on the output for values. A **codec** (encoder E, decoder D) turns a block of tokens into small tensors and
+back, and multiplies packed tokens with queries (`scores`) or attention weights (`mix`). A **correction** R_i stores a part of
+the codec's error; a codec with corrections is a codec again (`codec/corrected.py`). The stages of `selection.py` decide which
+tokens are encoded when, and in which tier they are. Stages are frozen dataclasses; a field is a plain option (readable from
+YAML) or a tensor of the artifact for one layer.
 
-Each contract has a part that a stage must have and a part that it may have: optional members, with what holds where a stage
-says nothing. The engine asks a stage what it offers and never which class it is, so a new stage changes no line of it.
+Each contract has required members and optional ones. The default of an optional member is what holds for a stage that does
+not define it. The engine reads these members and never tests a stage's class, so a new stage needs no change of the engine.
 
-Tensors of a stream have the shape `[batch, kv_heads, tokens, head_dim]`. A **block** is what a page holds: every field
-of a codec has the shape `[..., kv_heads, tokens / tokens_per_row, width]`. A **segment** is a run of tokens that were encoded
-together and share numbers: one row of a field whose `tokens_per_row` is None. A **tile** is a block as attention reads it,
-tokens last: `[..., kv_heads, width, tokens / tokens_per_row]`.
+D is `head_dim`. Tensors of a stream have the shape `[batch, kv_heads, tokens, D]`. A **block** is what a page holds: every
+field of a codec has the shape `[..., kv_heads, tokens / tokens_per_row, width]`. A **segment** is a run of tokens that were
+encoded together and share parameters: one row of a field whose `tokens_per_row` is None. A **tile** is a block as attention
+reads it, tokens last: `[..., kv_heads, width, tokens / tokens_per_row]`.
 """
 
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """The size of a segment: KV heads and tokens (of segments of several sizes the largest)."""
+    """The size of a segment: number of KV heads, and of tokens (the largest number where segments differ)."""
 
     heads: int
     tokens: int
@@ -48,43 +48,43 @@ class SamplesAtoms(Protocol):
 
     @property
     def columns(self) -> int:
-        """M, atoms of a row."""
+        """M, the number of atoms of a row."""
         ...
 
     @property
     def chunks(self) -> int:
-        """Vectors of a token and head: an atom has `head_dim / chunks` entries."""
+        """How many vectors the channels of a token and head are cut into; an atom has `D / chunks` entries."""
         ...
 
     def sampled(self, x: Tensor, rng: SeededRng) -> Tensor:
-        """`x [1, kv_heads, T, D]` -> atoms float16 `[M, D / chunks]`."""
+        """Sample a row's atoms, float16 `[M, D / chunks]`, from its first chunk `x [1, kv_heads, T, D]`."""
         ...
 
 
 class ComponentCodes(Protocol):
-    """A codec whose codes stand for fixed numbers, so that a transform can go from codes to channels in one product.
+    """A codec whose codes stand for fixed numbers, so that a transform maps codes to channels with one matrix.
 
-    Of a token there are n numbers: its codes, or its codes times its size and the size (`codec/sized.py`).
+    A token has n numbers: its codes, or its codes times its size, and its size (`codec/sized.py`).
     """
 
     def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 times keys before RoPE, which `cos` and `sin [..., r/2, tokens]` turn: they
-        are `matrix [kv_heads, D, n + 1]` times the numbers of a tile and a 1 behind them."""
+        """Logits of `query [..., kv_heads, rows, D]` float32 with a tile of keys before RoPE, which are rotated by their positions'
+        `cos` and `sin [..., r/2, tokens]`. A key is `matrix [kv_heads, D, n + 1]` times its n numbers and a 1 after them."""
         ...
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the numbers of a tile: `[..., kv_heads, rows, n]`."""
+        """Sums of a tile's numbers weighted by `weights [..., kv_heads, rows, tokens]` float32: `[..., kv_heads, rows, n]`."""
         ...
 
 
 class Codec(Protocol):
-    """Tokens -> packed block -> tokens. Stateless: the same tokens give the same bits anywhere.
+    """Encodes tokens into packed blocks and decodes them. Stateless: equal tokens give equal bits, in any batch.
 
-    A codec subclasses this. It must have the seven methods up to `mix`; what follows them it may have.
+    A codec subclasses this. It must have the seven methods up to `mix`; the members after them are optional.
     """
 
     def token_group(self) -> int:
-        """Tokens that must be encoded together (1 where each token stands alone)."""
+        """Number of tokens that must be encoded together; 1 if each token is encoded independently."""
         ...
 
     def fields(
@@ -92,7 +92,7 @@ class Codec(Protocol):
     ) -> dict[str, Field]:
         """Storage of a block for a model of `dtype`; `fp32_params` keeps parameters in float32 (values beyond float16).
 
-        Without a `segment` tokens come in any numbers, and what a segment would share is refused with a ValueError.
+        Raises ValueError without a `segment`, i.e. for blocks of any number of tokens, if the codec has fields of a whole segment.
         """
         ...
 
@@ -101,31 +101,31 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]` -> block; `fp32_params=None` asks `fp32_params(x)`."""
+        """Encode `x [batch, kv_heads, tokens, head_dim]` into a block; `fp32_params=None` uses `fp32_params(x)`."""
         ...
 
     def decode(self, block: Block, channels: int) -> Tensor:
-        """Block -> x^, float32 `[..., kv_heads, tokens, head_dim]`."""
+        """Decode a block into x^, float32 `[..., kv_heads, tokens, head_dim]`; `channels` is head_dim."""
         ...
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, head_dim]` float32 against the packed keys -> logits `[..., kv_heads, rows, tokens]`."""
+        """Logits `[..., kv_heads, rows, tokens]` of `query [..., kv_heads, rows, head_dim]` float32 with a tile of packed keys."""
         ...
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the packed values -> `[..., kv_heads, rows, head_dim]`."""
+        """Sums `[..., kv_heads, rows, head_dim]` of a tile of packed values by `weights [..., kv_heads, rows, tokens]` float32."""
         ...
 
     # Optional: how it encodes.
 
     def encode_pair(self, other: "Codec", pair: tuple[Tensor, Tensor], fp32_params: bool) -> tuple[Block, Block] | None:
-        """What `encode` gives for the first of two tensors `[batch, kv_heads, tokens, head_dim]`, and the `other` codec's for the
-        second, at once; None: one after the other is as well."""
+        """Encode the first of two tensors `[batch, kv_heads, tokens, head_dim]`, and the second with codec `other`, in one call;
+        None: the caller encodes one after the other."""
         return None
 
     def error_bound(self, x: Tensor) -> Tensor | None:
-        """The largest |x - x^| for each value of `x [batch, kv_heads, tokens, head_dim]`, float32: what the laws measure. None: it
-        declares none, as corrections do, which have laws of their own."""
+        """The largest |x - x^| for each value of `x [batch, kv_heads, tokens, head_dim]`, float32, which tests check. None: no
+        bound is declared, as with corrections, which have tests of their own."""
         return None
 
     @property
@@ -145,75 +145,75 @@ class Codec(Protocol):
 
     @property
     def row_by_row(self) -> bool:
-        """Whether rows must be encoded one at a time, because products are rounded by the shape of what they are done on."""
+        """Whether rows must be encoded one at a time, because the rounding of matrix products depends on their shape."""
         return False
 
     @property
     def piece(self) -> int | None:
-        """Values that are encoded at once on a CPU, so that temporaries stay in its caches; None: a whole block."""
+        """Number of values that are encoded at once on a CPU, so that temporaries stay in its caches; None: a whole block."""
         return None
 
     @property
     def asks_extremes(self) -> bool:
-        """Whether `fp32_params` follows from the least and the largest number of its tokens: it may then be asked of these two in
-        place of the tokens, once they have come to the host."""
+        """Whether `fp32_params` depends only on the least and the largest value of the tokens: it may then be called with these two
+        instead of the tokens, once they are on the host."""
         return False
 
     @property
     def fuses_transform(self) -> bool:
-        """Whether `encode` takes a third argument, `before`, and transforms and gathers tokens while it encodes them."""
+        """Whether `encode` takes a third argument, `prologue`, by which it transforms and gathers tokens while it encodes them."""
         return False
 
     def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
-        """What `encode` makes of the components of `x [batch, kv_heads, tokens, head_dim]`, by a kernel that makes these as well;
-        None: by `encode`."""
+        """Encode the components of `x [batch, kv_heads, tokens, head_dim]` with a kernel that also computes these; None if there is
+        none: the caller computes them and calls `encode`."""
         return None
 
     def encodes_as_they_lie(self, x: Tensor) -> bool:
-        """Whether tokens like `x` are encoded on their device without another copy of them, in float32 above all."""
+        """Whether tokens like `x` are encoded on their device without a temporary copy of them, such as one in float32."""
         return False
 
     @property
     def sampling(self) -> SamplesAtoms | None:
-        """The codec that samples atoms from each row's first chunk, where there is one."""
+        """The codec that samples atoms from each row's first chunk; None if there is none."""
         return None
 
     def bound(self, online: Tensor) -> "Codec":
-        """The same for rows whose sampled atoms are `online [rows, M, D / chunks]`."""
+        """Return the codec for rows whose sampled atoms are `online [rows, M, D / chunks]`."""
         return self
 
     def with_seed(self, seed: int, layer: int) -> "Codec":
-        """The same, what draws drawing as this layer does."""
+        """Return the codec with its random numbers seeded by `seed` and `layer`."""
         return self
 
     # Optional: how attention reads it. Without any of these a tile is read by `scores` and `mix`.
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel reads its pages, by `packed` or by `sparse_pages`; `compress` says once where none does."""
+        """Whether a kernel reads its pages, through `packed` or `sparse_pages`; if none does, `compress` warns once."""
         return False
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
         """Its fields in `pages`, each `[pages, kv_heads, rows, width]`, as `kernels/attend` reads them; None where it does not.
 
-        `shared` is what a row's tokens have in common, as a tile of one.
+        `shared` has the parameters that all tokens of a row share, in a tile's layout.
         """
         return None
 
     def sparse_pages(self, pages: Block) -> SparsePages | None:
-        """Its fields in `pages` as `kernels/desparsify_attend` reads them; None where they are no sparse pairs."""
+        """Its fields in `pages` as `kernels/desparsify_attend` reads them; None if they are not sparse pairs."""
         return None
 
     @property
     def component_codes(self) -> ComponentCodes | None:
-        """The codec itself, where its codes stand for fixed numbers: a tile goes from codes to channels in one product."""
+        """The codec itself if its codes stand for fixed numbers, so that one matrix maps a tile's codes to channels; else None."""
         return None
 
     # Optional: corrections around it.
 
     @property
     def corrections(self) -> "Corrected | None":
-        """The codec itself, where it holds corrections besides another codec's block."""
+        """The codec itself if it holds corrections besides another codec's block; else None."""
         return None
 
     @property
@@ -222,7 +222,7 @@ class Codec(Protocol):
         return self
 
     def residual_form(self, head_dim: int) -> str | None:
-        """How the artifact names the bases of what this codec gets wrong ("1x*.4"); None: the fit measures none."""
+        """The name by which the artifact has low-rank bases of this codec's error, such as "1x*.4"; None: the fit measures none."""
         return None
 
     # Optional: export.
@@ -232,13 +232,13 @@ class Codec(Protocol):
 
 
 class Transform(Protocol):
-    """y = T x before encoding. `forward` and `inverse` act on tokens; the folds let attention work on y itself.
+    """y = T x before encoding. `forward` and `inverse` act on tokens; with the folds attention works on y itself.
 
-    A transform subclasses this. It must have the five methods up to `tensors`; what follows them it may have.
+    A transform subclasses this. It must have the five methods up to `tensors`; the members after them are optional.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., kv_heads, tokens, head_dim]` -> float32 of the same shape, or of a basis' components in place of channels."""
+        """y of `x [..., kv_heads, tokens, head_dim]`: float32 of the same shape, or with a basis' components as last axis."""
         ...
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Transform(Protocol):
         ...
 
     def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(q', constant): q.x = q'.y + constant; `constant` is `[..., kv_heads, rows, 1]` or None."""
+        """(q', constant) such that q.x = q'.y + constant; `constant` is `[..., kv_heads, rows, 1]` or None."""
         ...
 
     def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
@@ -254,50 +254,50 @@ class Transform(Protocol):
         ...
 
     def tensors(self) -> list[Tensor]:
-        """Tensors shared by all sequences, for the memory report."""
+        """Its tensors, which all sequences share, for the memory report."""
         ...
 
     def channel_map(self) -> ChannelMap | None:
-        """`inverse`, as a kernel folds it into queries and mixtures; None for a transform that does not treat channels alone."""
+        """`inverse` in the form that a kernel folds into queries and outputs; None unless each channel is mapped on its own."""
         return None
 
     def prologue(self) -> Prologue | None:
-        """`forward`, as a quantiser does it on the way to the codes; None for a transform that does not treat channels alone."""
+        """`forward` in the form that a quantiser applies while it encodes; None unless each channel is mapped on its own."""
         return None
 
     def projection(self) -> Projection | None:
-        """`forward`, as a kernel does it on the way to the codes of components; None for a transform without a basis."""
+        """`forward` in the form that a kernel applies while it encodes components; None for a transform without a basis."""
         return None
 
     @property
     def measured(self) -> "Measured | None":
-        """None: its numbers hold for all rows. See `Measured`."""
+        """The `Measured` recipe itself if parameters are measured on each row's first chunk; None if they hold for all rows."""
         return None
 
     @property
     def key_bias(self) -> "WithoutBias | None":
-        """The transform itself, where a part of keys that follows from their positions is taken off before it, and given back by
-        attention."""
+        """The transform itself if a part of keys that depends only on their positions is subtracted before it, and accounted for
+        in attention; else None."""
         return None
 
     @property
     def components(self) -> int | None:
-        """The width of y; None: as many as channels, each of which is one channel's."""
+        """The width of y; None: the same as x has."""
         return None
 
     def of_codes(self) -> Tensor | None:
-        """What makes x^ of a token's numbers (`ComponentCodes`) and a 1 behind them: float32 `[kv_heads, D, n + 1]`; None: nothing
-        does."""
+        """The matrix that maps a token's numbers (`ComponentCodes`) and a 1 after them to x^: float32 `[kv_heads, D, n + 1]`; None
+        if there is none."""
         return None
 
     def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor | None:
-        """`fold_output` of what codes were mixed to, where there is `of_codes`; None: nothing does."""
+        """`fold_output` for weighted sums of tokens' numbers, if there is `of_codes`; else None."""
         return None
 
     def code_fold(self) -> CodeFold | None:
-        """What a kernel needs for `fold_codes`; None: nothing does."""
+        """The tensors with which a kernel does `fold_codes`; None if there is no `of_codes`."""
         return None
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables | None:
-        """What a kernel needs to rotate keys that it makes of codes; `coarse` and `fine` are cos and sin as `RopeTables` says."""
+        """The tensors with which a kernel rotates keys decoded from codes; `coarse` and `fine` are cos and sin (`RopeTables`)."""
         return None

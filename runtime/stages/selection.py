@@ -1,7 +1,7 @@
-"""The stages that choose tokens, as contracts: which are encoded when, which matter, and which lie where.
+"""The stages that choose tokens, as contracts: when tokens are encoded, how they are scored, and in which tier they are.
 
-A **schedule** says how many of a row's tokens are encoded, in order. A **saliency** scores tokens by the attention they get, and a
-**tiering** says how many of a row's tokens lie in each of several tiers.
+A **schedule** determines how many of a row's tokens are encoded, in order. A **saliency** scores tokens by the attention they get,
+and a **tiering** determines how many of a row's tokens are in each of several tiers.
 """
 
 import sys
@@ -13,14 +13,14 @@ from calib.kernels.heavy_hitters.operation import MassRule
 
 
 class Schedule(Protocol):
-    """How much of a row is read in packed form after each forward, and how many exact tokens that can leave."""
+    """How many tokens of a row are read in packed form after each forward, and how many can remain exact."""
 
     def packed(self, length: int) -> int:
-        """Tokens read from pages once a row holds `length`, the others being exact; never decreasing, at most `length`."""
+        """Number of tokens read from pages once a row holds `length`, the others being exact; at most `length`, never falling."""
         ...
 
     def encoded(self, length: int) -> int:
-        """Tokens whose codes are in pages by then, at least `packed`: encoding many at once costs little more than one."""
+        """Number of tokens whose codes are in pages then, at least `packed`: encoding many at once costs little more than one."""
         ...
 
     def window(self) -> int:
@@ -28,122 +28,122 @@ class Schedule(Protocol):
         ...
 
     def slots(self, length: int) -> int:
-        """Leading slots of the ring in use (token t lies in slot t % window) once a row holds `length`."""
+        """Leading slots of the ring in use (token t is in slot t % window) once a row holds `length`."""
         ...
 
 
 class Saliency(Protocol):
-    """Attention mass -> scores. A token's mass is what the observed query rows gave it, summed over the query heads of a
-    KV head.
+    """Scores of tokens from attention mass: the attention probabilities that a token got from the observed query rows, summed over
+    the query heads of a KV head.
 
-    A saliency subclasses this, and has what differs from a plain sum.
+    A saliency subclasses this, and overrides the members in which it differs from a plain sum.
     """
 
     rule: ClassVar[MassRule] = MassRule()
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., kv_heads, tokens]` and how many of the rows have `seen [..., tokens]` each -> scores like `mass`."""
+        """Scores, shaped like `mass [..., kv_heads, tokens]`; `seen [..., tokens]` is how many observed rows can see each token."""
         return self.rule.scores(mass, seen)
 
     def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """Takes into `mass`, in place, what one more forward has `shown` of tokens that were held before it."""
+        """Update `mass` in place with the mass `shown` that the tokens held before a forward got in it."""
         self.rule.observe(mass, shown)
 
     @property
     def newest(self) -> int | None:
-        """How many of a forward's newest query rows are observed; None: all of them, or the probes."""
+        """Number of a forward's newest query rows that are observed; None: all rows, or the probes."""
         return None
 
     @property
     def counts_rows(self) -> bool:
-        """Whether scores depend on how many rows have seen a token."""
+        """Whether scores depend on how many observed rows can see a token."""
         return self.rule.mean
 
     @property
     def by_budget(self) -> bool:
-        """Whether what is observed of a prompt depends on how many tokens are kept."""
+        """Whether what is observed in a prompt depends on how many tokens are kept (FastGen)."""
         return False
 
     @property
     def by_neighbours(self) -> bool:
-        """Whether a token's score depends on the tokens beside it: it must then be asked for tokens in the order of positions."""
+        """Whether a token's score depends on the tokens next to it: `scores` then needs tokens in the order of positions."""
         return False
 
 
 class NextTokens(NamedTuple):
-    """Where the next `tokens` of a row go, one after the other: each is one more in `tier`, or in the exact window where that is
-    None, or in nothing that is stored where no tier has this number; no other tier changes."""
+    """Where the next `tokens` tokens of a row go, one after the other: each adds one to the count of `tier`, or of the exact window
+    if `tier` is None, or to no count if `tier` is not a stored tier's number. No other count changes."""
 
     tier: int | None
     tokens: int
 
 
-NO_END = sys.maxsize  # tokens that go on for ever
+NO_END = sys.maxsize  # for all later tokens
 
 
 class Tiering(Protocol):
-    """How many tokens lie where. Depends on a row's length and the length of its prompt alone, so that all layers and
-    heads agree, and nobody has to ask the device.
+    """How many tokens are in each tier. The counts depend only on a row's length and its prompt's length, so that all layers and
+    heads agree, and the host never waits for the device.
 
-    A tiering subclasses this. It must have the three methods up to `exact`; what follows them it may have.
+    A tiering subclasses this. It must have the three methods up to `exact`; the members after them are optional.
     """
 
     def held(self, length: int, prompt: int) -> list[int]:
-        """Tokens of each tier, best first, once a row holds `length`."""
+        """Number of tokens of each tier, best first, once a row holds `length` tokens, `prompt` of them in its prompt."""
         ...
 
     def rewritten(self, tier: int) -> bool:
-        """Whether slots of the tier are used again for other tokens."""
+        """Whether slots of the tier are reused for other tokens."""
         ...
 
     def exact(self, length: int, prompt: int) -> int:
-        """Tokens in the exact window then: the newest, in no tier yet, and sinks."""
+        """Number of tokens in the exact window then: the newest, which are in no tier yet, and sinks."""
         ...
 
     def next_tokens(self, length: int, prompt: int) -> NextTokens:
-        """Where tokens go behind `length`; what is not said is worked out for each of them."""
+        """Where the tokens after `length` go; `held` is called for each token that this does not cover."""
         return NextTokens(None, 0)
 
     def evicts(self, stored: int) -> bool:
-        """Whether tokens are dropped where `stored` of its tiers are stored."""
+        """Whether tokens are dropped if only the first `stored` of its tiers are stored."""
         return False
 
     @property
     def exact_sinks(self) -> int:
-        """A row's first tokens that stay in the exact window for ever."""
+        """Number of a row's first tokens that always stay in the exact window."""
         return 0
 
     @property
     def slots_from(self) -> int | None:
-        """The position of the token in slot 0, where the only tier takes a row's tokens in their order; None: in any order."""
+        """The position of the token in slot 0 if there is one tier that takes a row's tokens in order; None: they have no order."""
         return None
 
     @property
     def multiple(self) -> int:
-        """The only tier gains a row's tokens in their order, always a multiple of so many; 1: in any numbers."""
+        """If a single tier takes a row's tokens in order: the number of which each addition is a multiple; 1: any number."""
         return 1
 
     def in_segments(self, stored: int) -> "tuple[Tiering, list[int]] | None":
-        """Where tokens are encoded a chunk at a time: the same with as many tiers again, for the chunks behind the first, and how
-        many tokens of a chunk each of those gets. A chunk can then be a segment. None: there are no chunks."""
+        """If tokens are encoded chunk by chunk: this tiering with `stored` further tiers for the chunks after the first, and the
+        number of tokens of such a chunk that each tier gets; a chunk can then be a segment. None: there are no chunks."""
         return None
 
     @property
     def shortest_chunk(self) -> int | None:
-        """Tokens of the first chunk of the shortest prompt, where there are chunks."""
+        """Number of tokens of the first chunk for the shortest prompt; None: there are no chunks."""
         return None
 
     @property
     def by_forwards(self) -> bool:
-        """Whether it matters in which forwards tokens arrive, even where no attention decides."""
+        """Whether the result depends on how tokens are divided into forwards, even if attention decides nothing."""
         return False
 
     @property
     def fixed_by_prompt(self) -> bool:
-        """Whether a prompt's tokens are spread over the tiers otherwise than those that follow."""
+        """Whether a prompt's tokens are distributed over the tiers otherwise than later ones."""
         return False
 
     @property
     def scores_in_order(self) -> bool:
-        """Whether the tokens that are scored together always are a stretch of the row, in the order of positions."""
+        """Whether tokens that are scored together are always consecutive in the row, in the order of positions."""
         return False

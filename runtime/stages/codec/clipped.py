@@ -1,8 +1,8 @@
-"""What is far out in a token is cut before the token is encoded (OSCAR, arXiv:2605.17757, "token-wise clip").
+"""Entries of large magnitude in a token are clipped before the token is encoded (OSCAR, arXiv:2605.17757, "token-wise clip").
 
     tau = the value of rank floor(keep D) among |x_1| ... |x_D|, least first, from rank 0        x' = clamp(x, -tau, tau)
 
-A quantiser that measures each token's range then has finer steps for the many, and the few come back as the end of its range.
+A quantiser that measures each token's range then has finer steps for most entries; clipped ones are decoded to the range's end.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from calib.runtime.stages.contract import Codec, Segment
 
 @dataclass(frozen=True, eq=False)
 class Clipped(Codec):
-    """`codec`, of tokens that are cut to a quantile of their own magnitudes; the same fields, bits and kernels.
+    """`codec` on tokens that are clipped to a quantile of their own magnitudes; the same fields, bits and kernels.
 
     Args:
-        codec: what encodes them.
-        keep: in (0, 1], the rank of the magnitude they are cut to, as a share of a head's channels; 1 cuts nothing.
+        codec: encodes the clipped tokens.
+        keep: in (0, 1], the rank of the magnitude that entries are clipped to, as a share of a head's channels; 1 clips nothing.
     """
 
     codec: Codec
@@ -33,7 +33,7 @@ class Clipped(Codec):
             raise ValueError(f"keep must be a number in (0, 1], got {printable(self.keep)}; 1 cuts nothing")
 
     def cut(self, x: Tensor) -> Tensor:
-        """x' of `x [..., D]`, of its dtype."""
+        """The clipped x' of `x [..., D]`, in its dtype."""
         rank = min(int(self.keep * x.shape[-1]), x.shape[-1] - 1)
         tau = x.abs().topk(x.shape[-1] - rank, -1).values[..., -1:]
         return x.clamp(-tau, tau)
@@ -49,11 +49,11 @@ class Clipped(Codec):
         return self.codec.fields(head_dim, dtype, fp32_params, segment)
 
     def fp32_params(self, x: Tensor) -> bool:
-        """The codec's answer for tokens that nobody has cut."""
+        """The codec's answer for the tokens before they are clipped."""
         return self.codec.fp32_params(x)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]`, cut, as the codec's block."""
+        """Clip `x [batch, kv_heads, tokens, head_dim]` and encode it with the codec."""
         return self.codec.encode(self.cut(x), self.fp32_params(x) if fp32_params is None else fp32_params)
 
     def decode(self, block: Block, channels: int) -> Tensor:
@@ -69,7 +69,7 @@ class Clipped(Codec):
         return self.codec.mix(weights, tile, channels)
 
     def error_bound(self, x: Tensor) -> Tensor | None:
-        """The codec's for what is left, and what was cut off."""
+        """The codec's bound for the clipped tokens, plus what was cut off."""
         left = self.cut(x)
         bound = self.codec.error_bound(left)
         return None if bound is None else bound + (x.float() - left.float()).abs()
@@ -86,7 +86,7 @@ class Clipped(Codec):
 
     @property
     def over_all_tokens(self) -> bool:
-        """Whether the codec's parameters are."""
+        """Whether all tokens share the codec's parameters."""
         return self.codec.over_all_tokens
 
     @property
@@ -101,7 +101,7 @@ class Clipped(Codec):
 
     @property
     def has_kernel(self) -> bool:
-        """The codec's: nothing of a cut token's pages is different."""
+        """The codec's: pages have the same format."""
         return self.codec.has_kernel
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:

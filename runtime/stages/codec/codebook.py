@@ -17,7 +17,7 @@ from calib.runtime.messages.printable import printable
 from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Codec, Segment
 
-ROUNDS = 300  # of k-means, at most: it ends where a round moves no entry
+ROUNDS = 300  # most rounds of k-means; it ends when a round moves no entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Codebook(Codec):
 
     @staticmethod
     def of(x: Tensor, bits: int) -> "Codebook":
-        """Fitted to samples `x [batch, kv_heads, tokens, head_dim]`, a table a head: quantiles, then k-means."""
+        """Fit a table for each head to samples `x [batch, kv_heads, tokens, head_dim]`: quantiles, then k-means."""
         if type(bits) is not int or not 1 <= bits <= 8:
             raise ValueError(f"bits must be a whole number 1 ... 8, got {printable(bits)}")
         values = x.float().transpose(0, 1).flatten(1).sort(-1).values  # [kv_heads, n], rising
@@ -56,7 +56,7 @@ class Codebook(Codec):
             index = _nearest(values, table)
             sums = torch.zeros_like(table).scatter_add_(-1, index, values)
             counts = torch.zeros_like(table).scatter_add_(-1, index, torch.ones_like(values))
-            # An entry that nobody is nearest to stays where it is.
+            # An entry to which no sample is nearest keeps its value.
             means = torch.where(counts > 0, sums / counts.clamp(min=1), table).sort(-1).values
             if torch.equal(means, table):
                 break
@@ -65,11 +65,11 @@ class Codebook(Codec):
 
     @property
     def bits(self) -> int:
-        """Of an index."""
+        """Width of an index."""
         return (self.table.shape[-1] - 1).bit_length()
 
     def token_group(self) -> int:
-        """Each token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def fields(
@@ -79,7 +79,7 @@ class Codebook(Codec):
         return {"words": Field(1, words_per_token(head_dim, self.bits), torch.int16, "codes")}
 
     def fp32_params(self, x: Tensor) -> bool:
-        """No: no number is stored beside the indices."""
+        """False: no parameters are stored with the indices."""
         return False
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
@@ -102,11 +102,11 @@ class Codebook(Codec):
         return torch.where(outside > 0, outside, half).view(by_head.shape).transpose(0, 1)
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 times the entries that a tile of keys names."""
+        """Logits of `query [..., kv_heads, rows, D]` float32 with the decoded keys of a tile."""
         return query @ self._entries(unpack_columns(tile["words"], self.bits, query.shape[-1]))
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the entries that a tile of values names."""
+        """Sums of the decoded values of a tile, weighted by `weights [..., kv_heads, rows, tokens]` float32."""
         return weights @ self._entries(unpack_columns(tile["words"], self.bits, channels)).mT
 
     def _tables(self, heads: int) -> Tensor:

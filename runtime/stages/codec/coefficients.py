@@ -1,4 +1,4 @@
-"""How the coefficients of a sparse representation are kept: in half precision as the paper has it, or in fewer bits."""
+"""Storage formats for the coefficients of a sparse representation: half precision as in CSR's paper, or fewer bits."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Coefficients:
             )
 
     def fields(self, count: int, fp32_params: bool) -> dict[str, Field]:
-        """Storage of a token's `count` coefficients; `fp32_params` keeps half-precision numbers in float32."""
+        """Storage of a token's `count` coefficients; with `fp32_params` float16 numbers are stored in float32."""
         half = torch.float32 if fp32_params else torch.float16
         if isinstance(self.form, int):
             width = bytes_per_token(count, self.form)
@@ -35,7 +35,7 @@ class Coefficients:
                 "coefficients": Field(1, width, torch.uint8, "codes"),
                 "scale": Field(1, 1, half, "parameters"),
             }
-        # float8 as plain bytes: torch indexes few things by it.
+        # float8 is stored as bytes, because few indexing operations of torch support it.
         if self.form == "fp16":
             return {"coefficients": Field(1, count, half, "codes")}
         return {"coefficients": Field(1, count, torch.uint8, "codes", values=Float8())}

@@ -1,8 +1,8 @@
-"""A codec and what repairs it, together a codec again: x^ = D + L + Q + S (GEAR, arXiv:2403.05527, Algorithm 1, and Q).
+"""A codec with corrections, together a codec again: x^ = D + L + Q + S (GEAR, arXiv:2403.05527, Algorithm 1, and Q).
 
-Outliers are taken out before the codec sees the tokens; low rank approximates what it then got wrong off the outliers; a
-second quantiser takes what is left after both; at an outlier the distance from all three is kept. Attention meets the
-parts one by one and never adds them up: q.x^ = q.D + (q B) A^T + q.Q + q.S, and likewise for values.
+Outliers are replaced before the codec encodes the tokens into D; L = A B^T is a low-rank approximation of the residual x - D, which
+is set to 0 at outliers; a second quantiser encodes the residual of both as Q; S is the difference x - D - L - Q at the outliers.
+Attention works on each part and never forms their sum: q.x^ = q.D + (q B) A^T + q.Q + q.S, and likewise for values.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from calib.runtime.stages.correction.outliers import Found
 
 OUTLIERS, LOW_RANK, RESIDUAL = "outliers.", "low_rank.", "residual."
 COEFFICIENTS = LOW_RANK + "coefficients"
-OVERFLOWED = OUTLIERS + "further"  # no field: how many entries beyond a threshold found no slot, `[batch]`
+OVERFLOWED = OUTLIERS + "further"  # not stored: the number of entries beyond a threshold that got no slot, `[batch]`
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Corrected(Codec):
 
     @property
     def uncorrected(self) -> Codec:
-        """What is corrected."""
+        """The codec that is corrected."""
         return self.codec
 
     @property
@@ -57,7 +57,7 @@ class Corrected(Codec):
 
     @property
     def asks_extremes(self) -> bool:
-        """The codec's: of outliers the largest decides, too."""
+        """The codec's; for outliers, too, the largest magnitude decides."""
         return self.codec.asks_extremes
 
     @property
@@ -76,7 +76,7 @@ class Corrected(Codec):
         return self.outliers is not None and self.outliers.listed
 
     def bound(self, online: Tensor) -> "Corrected":
-        """The codec bound."""
+        """The same with the codec bound to rows' atoms."""
         return replace(self, codec=self.codec.bound(online))
 
     def token_group(self) -> int:
@@ -104,7 +104,7 @@ class Corrected(Codec):
         return fields
 
     def fp32_params(self, x: Tensor) -> bool:
-        """The codec's answer; also where an outlier may be farther from the rest than float16 reaches."""
+        """Whether the codec's parameters need float32, or an outlier's difference could exceed float16."""
         if self.codec.fp32_params(x):
             return True
         if self.outliers is None or not x.numel() or x.is_meta:  # a meta tensor has no values to ask for
@@ -112,9 +112,9 @@ class Corrected(Codec):
         return bool(largest_magnitude(x).float() > HALF_MAX / 4)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row -> block, and `OVERFLOWED` where that can be."""
+        """Encode `x [batch, kv_heads, tokens, head_dim]`, one segment for each row; with thresholds also returns `OVERFLOWED`."""
         fp32_params = self.fp32_params(x) if fp32_params is None else fp32_params
-        # Row by row and in one layout: sums and products of a row must not depend on the others, nor on how it came.
+        # Row by row and contiguous: the rounding of a row's sums must not depend on other rows, nor on its memory layout.
         rows = [self._encode(row.float().contiguous(), fp32_params) for row in x.split(1)]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
@@ -153,12 +153,12 @@ class Corrected(Codec):
         return x
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """All parts; of outliers those that are kept for each token. `segment_scores` adds the others."""
+        """Logits from all parts; of outliers only those stored with each token: `segment_scores` adds the others."""
         scores = self.codec.scores(query, tile)
         return self.added_scores(query, tile, scores)
 
     def added_scores(self, query: Tensor, tile: Block, scores: Tensor) -> Tensor:
-        """`scores` of the codec with what the other parts add to them, in place."""
+        """Add the logits from the other parts to the codec's `scores`, in place, and return them."""
         if self.low_rank is not None:
             scores += self.low_rank.scores(query, _part(LOW_RANK, tile))
         if self.residual is not None:
@@ -168,11 +168,11 @@ class Corrected(Codec):
         return scores
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """All parts; of outliers those that are kept for each token. `segment_mix` adds the others."""
+        """Weighted sums from all parts; of outliers only those stored with each token: `segment_mix` adds the others."""
         return self.added_mix(weights, tile, self.codec.mix(weights, tile, channels))
 
     def added_mix(self, weights: Tensor, tile: Block, mixed: Tensor) -> Tensor:
-        """`mixed` of the codec with what the other parts add to it."""
+        """Return the codec's weighted sums `mixed` plus those from the other parts."""
         channels = mixed.shape[-1]
         if self.low_rank is not None:
             mixed = mixed + self.low_rank.mix(weights, _part(LOW_RANK, tile), channels)
@@ -183,12 +183,12 @@ class Corrected(Codec):
         return mixed
 
     def vectors(self, tile: Block, channels: int) -> Tensor | None:
-        """The low rank's, of a tile of one segment as they are stored: `[rows or 1, kv_heads, r, D]`, or None."""
+        """The vectors B of the low-rank part of a tile of one segment, as stored: `[rows or 1, kv_heads, r, D]`, or None."""
         return None if self.low_rank is None else self.low_rank.vectors(_part(LOW_RANK, tile), channels)
 
     def terms(self, pages: Block, lists: Block, records: Tensor | None) -> PageTerms | None:
-        """What corrects the codec, as kernels read it in `pages`, rows' outliers in `lists` (`Outliers.terms`). None where they
-        do not: a second quantiser, a whole matrix's outliers, vectors that lie in no page."""
+        """The corrections as kernels read them: from `pages`, rows' outliers from `lists` (`Outliers.terms`). None if no kernel
+        does: with a second quantiser, with outliers of a whole matrix, or with low-rank vectors that are in no page."""
         found: PageTerms | None = PageTerms()
         if self.outliers is not None:
             found = self.outliers.terms(_part(OUTLIERS, pages), _part(OUTLIERS, lists), records)
@@ -199,12 +199,12 @@ class Corrected(Codec):
 
     @property
     def without_low_rank(self) -> Codec:
-        """The codec with what else repairs it."""
+        """The codec with its other corrections."""
         rest = replace(self, low_rank=None)
         return rest if rest.outliers or rest.residual else self.codec
 
     def with_seed(self, seed: int, layer: int) -> "Corrected":
-        """The same, its iteration starting where this layer's does."""
+        """The same with the start of the power iteration drawn for `seed` and `layer`."""
         return self if self.low_rank is None else replace(self, low_rank=self.low_rank.with_seed(seed, layer))
 
     def _parts(self) -> list[tuple[str, Outliers | LowRank]]:
@@ -213,7 +213,7 @@ class Corrected(Codec):
 
 
 def counter(codec: Codec, device: torch.device) -> Tensor | None:
-    """A count of outliers that find no slot, int64 0, where thresholds make that possible."""
+    """A counter of outliers that get no slot, int64 0, if the codec has outlier thresholds; else None."""
     corrections = codec.corrections
     if corrections is None or corrections.outliers is None or corrections.outliers.low is None:
         return None
@@ -221,7 +221,7 @@ def counter(codec: Codec, device: torch.device) -> Tensor | None:
 
 
 def counted(block: Block, count: Tensor | None) -> Block:
-    """`block` without `OVERFLOWED`, which was added to `count`."""
+    """Add `OVERFLOWED` of `block` to `count`, in place, and return the block without it."""
     if count is None or OVERFLOWED not in block:
         return block
     count += block[OVERFLOWED].sum()
@@ -229,7 +229,7 @@ def counted(block: Block, count: Tensor | None) -> Block:
 
 
 def counts_of(counters: Iterable[Tensor | None]) -> int:
-    """The sum of some counters (waits for the device); what a meta tensor would have counted is unknown, 0."""
+    """The sum of the counters (waits for the device); a counter on the meta device counts as 0."""
     return sum(int(count) for count in counters if count is not None and not count.is_meta)
 
 
@@ -239,14 +239,14 @@ def lists(codec: Codec) -> bool:
 
 
 def unlisted(codec: Codec) -> Codec:
-    """The codec with a row's outliers as they are found, not as kernels add them up: for who keeps them elsewhere."""
+    """The codec with rows' outliers in plain lists, not in the kernels' `RowLists`; for an exported graph."""
     if not isinstance(codec, Corrected) or codec.outliers is None:
         return codec
     return replace(codec, outliers=replace(codec.outliers, of_row=False))
 
 
 def segment_scores(codec: Codec, query: Tensor, tile: Block, tokens: int) -> Tensor | None:
-    """What the outlier lists of segments, `tokens` tokens in all, add to the logits of keys; None where there are none."""
+    """What outliers that are listed for whole segments, `tokens` tokens in all, add to keys' logits; None if there are none."""
     found = codec.corrections
     if found is None or found.outliers is None or not found.listed:
         return None
@@ -254,7 +254,7 @@ def segment_scores(codec: Codec, query: Tensor, tile: Block, tokens: int) -> Ten
 
 
 def segment_mix(codec: Codec, weights: Tensor, tile: Block, channels: int) -> Tensor | None:
-    """What those lists add to the output of values; None where there are none."""
+    """What outliers that are listed for whole segments add to values' weighted sums; None if there are none."""
     found = codec.corrections
     if found is None or found.outliers is None or not found.listed:
         return None

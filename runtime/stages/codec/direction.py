@@ -3,8 +3,8 @@ arXiv:2504.19874, algorithm 1).
 
     n = |x|        i_j = argmin_k |x_j / n - c_k|        x^_j = n c_(i_j)
 
-A coordinate of a uniformly random direction in D dimensions has the density (1 - t^2)^((D - 3) / 2): the table is the best one for
-it (Lloyd-Max) and needs no data. Behind a random rotation every token is such a direction.
+A coordinate t of a uniformly random direction in D dimensions has a density proportional to (1 - t^2)^((D - 3) / 2): the table is
+the one with the least squared error for it (Lloyd-Max), and needs no data. After a random rotation every token is such a direction.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from calib.runtime.stages.codec.codebook import Codebook
 from calib.runtime.stages.contract import Codec, Segment
 from calib.runtime.stages.exact_sums import whole_numbers
 
-ROUNDS = 1000  # of Lloyd's iteration, at most: it ends where a round moves no entry by more than TOLERANCE
+ROUNDS = 1000  # most rounds of Lloyd's iteration; it ends when a round moves every entry by less than TOLERANCE
 TOLERANCE = 1e-8
-GRID = 2**15  # cells in which the density is summed
+GRID = 2**15  # cells of the numeric integration of the density
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,22 +30,22 @@ class Direction(Codec):
     """A norm in 16 bits, and the coordinates by `codebook`.
 
     Args:
-        codebook: of coordinates of unit vectors.
+        codebook: table for the coordinates of unit vectors.
 
-    Of D channels and b bits: b D bits, rounded up to words of 16, and 16 of the norm.
+    A token of D channels at b bits takes b D bits for its codes, rounded up to 16-bit words, and 16 bits for its norm.
     """
 
     codebook: Codebook
 
     @classmethod
     def uniform(cls, channels: int, bits: int) -> "Direction":
-        """With the best table for a random direction of so many `channels`, at least 2."""
+        """The codec with the best table for a random direction in `channels` dimensions, at least 2."""
         if type(bits) is not int or not 1 <= bits <= 8:
             raise ValueError(f"bits must be a whole number 1 ... 8, got {printable(bits)}")
         return cls(Codebook(lloyd_max(channels, bits)))
 
     def token_group(self) -> int:
-        """Each token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def fields(
@@ -63,7 +63,7 @@ class Direction(Codec):
         """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., tokens, W]` and norms `[..., tokens, 1]`."""
         fp32_params = self.fp32_params(x) if fp32_params is None else fp32_params
         norms = stored(norm(x), fp32_params)
-        # A token of zeros has no direction; a norm that float16 rounds to zero gives zeros back.
+        # A token of zeros has no direction; where float16 rounds the norm to 0 the token is decoded as zeros.
         directions = x.float() / torch.where(norms == 0, 1, norms.float())
         return {**self.codebook.encode(directions), "norms": norms}
 
@@ -72,18 +72,18 @@ class Direction(Codec):
         return self.codebook.decode({"words": block["words"]}, channels) * block["norms"].float()
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """The table's, times the norm; and what the norm's own 11 bits lose, of an entry."""
+        """The codebook's bound times the norm, plus the rounding of the stored norm."""
         norms = norm(x)
         bound = self.codebook.error_bound(x.float() / torch.where(norms == 0, 1, norms)) * norms
         half = torch.finfo(torch.float16)
         return bound + 2 * half.eps * norms + half.smallest_normal
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 times the directions of a tile of keys, times their norms."""
+        """Logits of `query [..., kv_heads, rows, D]` float32 with a tile of keys: those of the directions times the norms."""
         return self.codebook.scores(query, {"words": tile["words"]}) * tile["norms"].float()
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 and norms, times the directions of a tile of values."""
+        """Sums of a tile's directions weighted by `weights [..., kv_heads, rows, tokens]` float32 times norms."""
         return self.codebook.mix(weights * tile["norms"].float(), {"words": tile["words"]}, channels)
 
 
@@ -101,7 +101,7 @@ def lloyd_max(channels: int, bits: int) -> Tensor:
     """
     angles = torch.linspace(torch.pi, 0, GRID + 1, dtype=torch.float64)  # t from -1 to 1
     total, mass = _summed(angles.sin() ** (channels - 2), angles)
-    # From where many entries end: as dense as the cube root of the density of t (Panter and Dite, 1951).
+    # Start with entries as dense as the cube root of the density of t, the limit for many entries (Panter and Dite, 1951).
     _, density = _summed(angles.sin() ** (channels / 3), angles)
     share = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
     table = angles[torch.searchsorted(density, share)].cos()
@@ -125,7 +125,7 @@ def _summed(weight: Tensor, angles: Tensor) -> tuple[float, Tensor]:
 
 
 def _between(mass: Tensor, angles: Tensor) -> Tensor:
-    """The cumulative `mass` on the grid, between two of its points on the line that joins them."""
+    """The cumulative `mass` at `angles`, interpolated linearly between grid points."""
     at = (1 - angles / torch.pi) * GRID
     low = at.floor().clamp(0, GRID - 1).long()
     return mass[low] + (mass[low + 1] - mass[low]) * (at - low)

@@ -1,11 +1,11 @@
-"""Two scales for each value, its token's and its channel's: uniform quantisation of tiles whose variance was made even (KVarN,
+"""Two scales for each value, its token's and its channel's: uniform quantisation of tiles that are scaled to equal variance (KVarN,
 arXiv:2606.03458).
 
     along="channels":    x^_tc = s_t (q_tc S_c + Z_c)        along="tokens":    x^_tc = s_c (q_tc S_t + Z_t)
 
-A tile is some tokens of a head. `equal_variance` finds scales of its tokens and of its channels; those across `along` are stored as
-s, and what is left is rounded to the nearest of 2^bits levels between the ends of each channel, or of each token. That does not
-change where all of a channel is divided by a number, so the other scales need no room of their own: they are in S and Z.
+A tile is `tile` tokens t of a head with channels c. `equal_variance` finds scales of its tokens and of its channels; those of the
+axis other than `along` are stored as s, and x / s is rounded to the nearest of 2^bits levels between the ends of each channel, or
+of each token. Dividing all of a channel (token) by its scale would not change its codes, so these scales are not stored.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ MOST_ROUNDS = 1000
 
 @dataclass(frozen=True, eq=False)
 class DualScale(Codec):
-    """Codes, (S, Z) along one axis and s along the other, float16 all.
+    """Codes, a scale S and zero point Z for each channel (token) of a tile, and s for each token (channel), all in float16.
 
-    Of D channels, b bits and a tile of g tokens, bits a value: b + 32/g + 16/D along channels, b + 32/D + 16/g along tokens.
+    Bits a value with D channels, b bits and a tile of g tokens: b + 32/g + 16/D along channels, b + 32/D + 16/g along tokens.
 
     Args:
-        bits: 1 ... 8.
-        along: "channels" (KVarN's keys) or "tokens" (its values): what shares S and Z.
+        bits: width of a code, 1 ... 8.
+        along: "channels" (KVarN's keys) or "tokens" (its values): the axis whose entries each have one S and Z.
         tile: tokens that are normalised together, 2 ... 512.
         iterations: rounds of the normalisation, 0 ... 1000; 0 leaves s at 1.
     """
@@ -55,11 +55,11 @@ class DualScale(Codec):
 
     @property
     def uniform(self) -> UniformQuant:
-        """What quantises x / s."""
+        """The quantiser of x / s."""
         return UniformQuant(self.bits, (self.tile, 1) if self.along == "channels" else (1, None))
 
     def token_group(self) -> int:
-        """A tile."""
+        """The tokens of a tile."""
         return self.tile
 
     def fields(
@@ -89,21 +89,21 @@ class DualScale(Codec):
         return (tiles * block["scales"].float().unflatten(-2, (tiles.shape[-3], -1))).flatten(-3, -2)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """That of `UniformQuant` on x / s, times s."""
+        """The bound of `UniformQuant` for x / s, times s."""
         tiles = self._tiles(x.float())
         scales = self._scales(tiles, True)
         bound = self._tiles(self.uniform.error_bound((tiles / scales).flatten(-3, -2)))
         return (bound * scales).flatten(-3, -2)
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 against the codes; s on the result or, along tokens, on each tile's query."""
+        """Logits of `query [..., kv_heads, rows, D]` float32; s multiplies the logits or, along tokens, the query for each tile."""
         if self.along == "channels":
             return self.uniform.scores(query, tile) * tile["scales"].float()
         block, scales = self._by_tile(tile)
         return self.uniform.scores(query * scales, block).movedim(0, -2).flatten(-2)
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the codes; s on the weights or, along tokens, on tiles' sums."""
+        """Sums by `weights [..., kv_heads, rows, tokens]` float32; s multiplies the weights or, along tokens, each tile's sum."""
         if self.along == "channels":
             return self.uniform.mix(weights * tile["scales"].float(), tile, channels)
         block, scales = self._by_tile(tile)
@@ -123,7 +123,7 @@ class DualScale(Codec):
         return stored(row_scales(tiles.mT, self.iterations).float(), fp32_params).mT
 
     def _by_tile(self, block: Block) -> tuple[Block, Tensor]:
-        """A block of tokens last, along tokens, with its tiles first: words `[tiles, ..., W, g]` and so on; and s
-        `[tiles, ..., 1, D]`."""
+        """For `along="tokens"`: the words `[tiles, ..., W, g]` and parameters of a block with tokens last, by tile of g tokens; and
+        s `[tiles, ..., 1, D]`."""
         own = {name: block[name].unflatten(-1, (-1, self.tile)).movedim(-2, 0) for name in ("words", "parameters")}
         return own, block["scales"].float().movedim(-1, 0).unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Tokens through a transform and a codec."""
+"""Encode tokens: first a transform, then a codec."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from calib.runtime.stages.contract import Codec, Transform
 def encoded(
     transform: Transform, codec: Codec, tokens: Tensor, fp32_params: bool, order: Tensor | None = None
 ) -> Block:
-    """`tokens [rows, kv_heads, T, head_dim]`, or those at `order` int64 `[rows, kv_heads, n]` of them, as a block."""
+    """Encode `tokens [rows, kv_heads, T, head_dim]`, or only those at `order` int64 `[rows, kv_heads, n]`; returns the block."""
     count = tokens.shape[2] if order is None else order.shape[2]
     most = at_once(codec, tokens, count)
     if count <= most:
@@ -26,7 +26,8 @@ def encoded(
 
 
 def at_once(codec: Codec, tokens: Tensor, count: int) -> int:
-    """How many of `count` tokens are encoded together: all, or a piece, where no more than groups of them share anything."""
+    """How many of `count` tokens are encoded in one call: all; on a CPU a piece (`Codec.piece`), in whole groups, if no parameter
+    is shared by more than a group."""
     rows, heads, _, channels = tokens.shape
     piece = codec.piece
     if piece is None or tokens.device.type != "cpu" or codec.over_all_tokens:
@@ -36,14 +37,14 @@ def at_once(codec: Codec, tokens: Tensor, count: int) -> int:
 
 
 def encodes_as_they_lie(transform: Transform, codec: Codec, tokens: Tensor) -> bool:
-    """Whether `tokens [rows, kv_heads, any, head_dim]` are read by a kernel that writes nothing but their block: any number of them
-    then takes no more memory than the block does."""
+    """Whether `tokens [rows, kv_heads, any, head_dim]` are read by a kernel that writes nothing but their block, so that encoding
+    any number of them takes no memory besides the block."""
     return codec.fuses_transform and transform.prologue() is not None and codec.encodes_as_they_lie(tokens)
 
 
 def _encoded(transform: Transform, codec: Codec, tokens: Tensor, fp32_params: bool, order: Tensor | None) -> Block:
     if codec.fuses_transform and (prologue := transform.prologue()) is not None:
-        # Its kernel gathers and transforms while it quantises; tokens are written once, packed.
+        # The codec's kernel gathers and transforms while it quantises; only packed tokens are written.
         return codec.encode(tokens, fp32_params, replace(prologue, order=order))  # type: ignore[call-arg]
     tokens = Prologue(order=order).gathered(tokens)
     projection = transform.projection()

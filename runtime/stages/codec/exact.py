@@ -20,11 +20,11 @@ class Exact(Codec):
     fuses_transform = True
 
     def token_group(self) -> int:
-        """Each token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def encodes_as_they_lie(self, x: Tensor) -> bool:
-        """The block is all that is written."""
+        """True: nothing but the block is written."""
         return True
 
     def fields(
@@ -34,11 +34,11 @@ class Exact(Codec):
         return {"exact": Field(1, head_dim, dtype, "exact")}
 
     def fp32_params(self, x: Tensor) -> bool:
-        """Never: there are no parameters."""
+        """False: there are no parameters."""
         return False
 
     def encode(self, x: Tensor, fp32_params: bool | None = None, prologue: Prologue = IDENTITY) -> Block:
-        """What `prologue` makes of `x [batch, kv_heads, tokens, head_dim]`; where that is nothing x as it is."""
+        """`x [batch, kv_heads, tokens, head_dim]`, mapped and gathered by `prologue`; x itself if that changes nothing."""
         return {"exact": prologue.gathered(x) if prologue.moves else prologue.forward(x)}
 
     def decode(self, block: Block, channels: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How attention's kernels read what a codec left in pages."""
+"""A codec's fields in pages, in the form that attention's kernels read."""
 
 from dataclasses import replace
 
@@ -18,15 +18,19 @@ NOTHING: Block = {}
 def packed_stream(
     codec: Codec, pool: PagePool, channels: int, part: str = "", shared: Block = NOTHING
 ) -> PackedStream | None:
-    """The fields of `part` ("keys.") as one stream; None for codecs, and for pages elsewhere, that are read tile by tile alone.
+    """The fields of `part` ("keys.") in the pages of `pool` as one stream; None where they can only be read tile by tile: the codec
+    has no packed form, or the pages are not in device memory.
 
-    `shared` is what a row's tokens have in common, as a tile of one.
+    `shared` has the parameters that all tokens of a row share, in a tile's layout.
     """
     return codec.packed(_of(pool, part), channels, shared) if pool.memory is device_memory else None
 
 
 def mapped(stream: PackedStream | None, transform: Transform) -> PackedStream | None:
-    """The stream with the map of its tokens' channels, where there is one and a kernel takes it: nobody else need fold it."""
+    """The stream with the transform's channel map, which the kernel then folds, if Triton kernels run on its device.
+
+    A stream of sized tokens stays as it is.
+    """
     if stream is None or stream.sizes is not None:
         return stream
     return replace(stream, map=transform.channel_map()) if prefers_triton(stream.pages.device) else stream
@@ -35,7 +39,7 @@ def mapped(stream: PackedStream | None, transform: Transform) -> PackedStream | 
 def page_terms(
     codec: Corrected, pool: PagePool, channels: int, part: str, row_params: PagePool | None, pages: Pages | None
 ) -> PageTerms | None:
-    """What corrects a codec in `part`, rows' outliers in these `pages` of `row_params`; None where no kernel takes it."""
+    """The corrections of `codec` in `part`, rows' outliers from the `pages` of `row_params`; None if no kernel supports them."""
     if pool.memory is not device_memory:
         return None
     lists, records = NOTHING, None
@@ -50,12 +54,12 @@ def page_terms(
 
 
 def sparse_pages(codec: Codec, pool: PagePool, part: str) -> SparsePages | None:
-    """The pairs of `part` and what their indices are of; None for other codecs."""
+    """The sparse pairs of `part` with their atoms; None for other codecs, or if pages are not in device memory."""
     return codec.sparse_pages(_of(pool, part)) if pool.memory is device_memory else None
 
 
 def _of(pool: PagePool, part: str) -> Block:
-    """The fields of `part` by the codec's own names."""
+    """The pool's fields of `part`, without that prefix in their names."""
     if not part:
         return pool.tensors
     return {name.removeprefix(part): tensor for name, tensor in pool.tensors.items() if name.startswith(part)}

@@ -1,10 +1,11 @@
-"""Codes of different widths for the components of a calibrated basis; no number is stored beside them.
+"""Codes of different widths for the components of a calibrated basis; no parameters are stored with them.
 
-A token's y is in units of its components' ranges, [-1, 1], which codes divide in steps of a power of two:
+A token's components y are in units of their ranges, [-1, 1]; the step s of a b-bit code is a power of two:
 
     s = 2^(1 - b)        c = clamp(round(y / s + (2^b - 1) / 2), 0, 2^b - 1)        y^ = s c - 1 + s / 2.
 
-Words lie as `kernels/pack` says: all words of a layer's stream have the same fields, and heads differ in how many they have.
+Codes are packed as in `kernels/pack`: all words of a layer's stream have the same fields; heads may have different numbers of
+words.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from calib.runtime.stages.codec.word_codes import WordCodes
 
 @dataclass(frozen=True)
 class MixedQuant(WordCodes):
-    """Uniform codes."""
+    """Uniform codes of components, with a fixed step for each width."""
 
     has_kernel = True
     onnx_writer = "words"
@@ -38,7 +39,7 @@ class MixedQuant(WordCodes):
     def projected(
         self, x: Tensor, projection: Projection, weights: Tensor | None = None
     ) -> tuple[Block, Tensor | None]:
-        """One launch."""
+        """One kernel launch for components, sizes and words."""
         words, numbers = component_words(x, projection, self.widths, self.counts, weights)
         return {"words": words}, numbers
 
@@ -56,8 +57,8 @@ class MixedQuant(WordCodes):
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s there are `components + 2` columns,
-        for s c, s and 1."""
+        """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 1]` times the codes c and 1; with `sizes` s the
+        matrix has `components + 2` columns, for s c, s and 1."""
         return turned_scores(query, tile["words"], self.widths, self.counts, matrix, cos, sin, sizes)
 
     def codes(self, tile: Block) -> Tensor:
@@ -65,7 +66,7 @@ class MixedQuant(WordCodes):
         return unpack_columns(spread_heads(tile["words"], self.counts), self.widths, self.components)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """Half a step, and what lies beyond [-1, 1]; of a component that its head has no word for, nothing is known."""
+        """Half a step, plus the distance beyond [-1, 1]; infinite for a component for which its head has no word."""
         eps = torch.finfo(torch.float32).eps
         bound = (x.float().abs() - 1).clamp(min=0) + self.step(x.device) / 2 + eps
         word = torch.arange(self.components, device=x.device) % max(self.counts)
@@ -78,11 +79,11 @@ class MixedQuant(WordCodes):
         return code_scores(folded, tile["words"], self.widths, self.counts) + zero
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
+        """Sums of the codes themselves weighted by `weights [..., kv_heads, rows, tokens]` float32."""
         return code_mix(weights, tile["words"], self.widths, self.components, self.counts)
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
-        """Words of all heads side by side, and fixed steps."""
+        """The words of all heads, which are stored next to each other, and the fixed steps."""
         words = pages["words"]
         fixed = self.step(words.device), self.least(words.device)
         return PackedStream(self.widths, words, channels, fixed=fixed, counts=self.counts)

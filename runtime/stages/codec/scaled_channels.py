@@ -1,10 +1,10 @@
-"""A token's values over the scales of their channels, then uniform: ZipCache's channel-separable tokenwise quantisation of a chunk
-with statistics of its own (arXiv:2405.14256, Algorithm 1 and eq. 6).
+"""Uniform quantisation of values that are divided by their channels' scales: ZipCache's channel-separable tokenwise quantisation of
+a chunk with statistics of its own (arXiv:2405.14256, Algorithm 1 and eq. 6).
 
     c_i = sqrt(max_t |x_ti|)        y_ti = x_ti / c_i        y^_ti = q_ti s_t + z_t, s and z of a token        x^_ti = c_i y^_ti
 
-A channel that is 0 in all of the chunk has c_i = 0 and comes back as 0. Where one c holds for all chunks it is no part of the
-block but a transform, `MeasuredScale`.
+A channel that is 0 in all of the chunk has c_i = 0 and is decoded as 0. For scales that hold for all chunks of a row there is the
+transform `MeasuredScale`.
 """
 
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ class ScaledChannels(Codec):
     """Codes and parameters of tokens, and the channel scales of their segment in 16 bits.
 
     Args:
-        uniform: of y, each token alone: group (1, None).
-        over: channel scales over the "chunk" that tokens are chosen from, or over the chosen ones alone ("tier").
+        uniform: quantiser of y, with a range for each token: group (1, None).
+        over: c is measured over the "chunk" from which tokens are chosen, or over the chosen ones alone ("tier").
 
-    Of D channels, b bits and a segment of n tokens: b + 32/D + 16/n bits a value.
+    With D channels, b bits and a segment of n tokens a value takes b + 32/D + 16/n bits.
     """
 
     uniform: UniformQuant
@@ -48,16 +48,16 @@ class ScaledChannels(Codec):
 
     @property
     def joins_heads(self) -> bool:
-        """Where all heads of a token share a scale."""
+        """Whether all heads of a token share a scale."""
         return self.uniform.joins_heads
 
     @property
     def over_all_tokens(self) -> bool:
-        """A segment is encoded whole."""
+        """True: a segment is encoded as a whole."""
         return True
 
     def token_group(self) -> int:
-        """Segments have any length."""
+        """1: segments may have any length."""
         return 1
 
     def fields(
@@ -74,8 +74,8 @@ class ScaledChannels(Codec):
         return bool(x.numel()) and self.uniform.fp32_params(largest_magnitude(x).float().sqrt()[None])
 
     def encode(self, x: Tensor, fp32_params: bool | None = None, prologue: Prologue = IDENTITY) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row, of which `prologue` may choose some -> words int16
-        `[..., n, W]`, parameters `[..., n, 2]`, scales `[..., 1, D]`."""
+        """`x [batch, kv_heads, tokens, head_dim]`, one segment for each row -> words int16 `[..., n, W]`, parameters `[..., n, 2]`,
+        scales `[..., 1, D]`; n is the number of tokens that `prologue` selects, or all."""
         fp32_params = self.fp32_params(x) if fp32_params is None else fp32_params
         order, x = prologue.order, replace(prologue, order=None).forward(x)
         scales = roots(x, fp32_params, None if self.over == "chunk" else order)
@@ -89,25 +89,25 @@ class ScaledChannels(Codec):
         return (y * scales.unsqueeze(-2)).flatten(-3, -2)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """That of `UniformQuant` on x / c, times c; |x| itself where c rounds to 0."""
+        """The bound of `UniformQuant` for x / c, times c; |x| where c rounds to 0."""
         scales = roots(x.float(), self.fp32_params(x)).float()
         bound = self.uniform.error_bound(x.float() / torch.where(scales > 0, scales, 1)) * scales
         return torch.where(scales > 0, bound, x.float().abs())
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 against the codes of some segments."""
+        """Logits of `query [..., kv_heads, rows, D]` float32 with the keys of one or more segments."""
         scales, (step, zero) = tile["scales"].float(), tile["parameters"].float().chunk(2, -2)
         shift = (query @ scales).repeat_interleave(tile["words"].shape[-1] // scales.shape[-1], -1)
         return scaled_scores(query, tile["words"], scales, self.uniform.bits) * step + shift * zero
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the codes of some segments."""
+        """Sums of the values of one or more segments weighted by `weights [..., kv_heads, rows, tokens]` float32."""
         scales, (step, zero) = tile["scales"].float(), tile["parameters"].float().chunk(2, -2)
         shift = (weights * zero).unflatten(-1, (scales.shape[-1], -1)).sum(-1)
         return scaled_mix(weights * step, tile["words"], scales, self.uniform.bits) + shift @ scales.mT
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
-        """As the quantiser's, with each page's channel scales."""
+        """The quantiser's stream, with each page's channel scales; None where these are not in pages."""
         stream = self.uniform.packed(pages, channels, shared)
         return None if stream is None or "scales" not in pages else replace(stream, scales=pages["scales"])
 

@@ -1,13 +1,13 @@
-"""A size for every token: components over the token's own size, and then the codec of components.
+"""A size for every token: its components are divided by the size before they are coded.
 
-Tokens of one head differ in length far more than their components do in shape, so one step for all is too wide for most and too
-narrow for some. The size s is the root mean square of a token's components in units of their calibrated deviations, rounded to
-half an octave:
+Tokens of one head differ in length far more than their components do in distribution, so one step for all is too wide for most and
+too narrow for some. The size s is the root mean square of a token's components in units of their calibrated deviations, rounded
+to half an octave:
 
     s = 2^((i - 5) / 2), i = 0 ... 15        y^ = s D(E(y / s))
 
-Four bits for each token, KV head and stream, four heads to a word of 16 bits; of one or two heads, in a byte. In attention it is a
-factor on scores and on weights. (TurboQuant and others keep a norm of 16 bits.)
+i has four bits for each token, KV head and stream: four heads share a 16-bit word, one or two heads a byte. In attention the size
+is a factor on logits (keys) and on weights (values). (TurboQuant and others keep a norm of 16 bits.)
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +35,10 @@ class Sized(Codec):
     """`codec` of y / s.
 
     Args:
-        codec: of components in units of their ranges, which are those of sized tokens.
-        weights: float32 `[kv_heads, 1, components]`: what makes the root mean square of a token's components their norm, one over
-            deviation and root of how many there are; 0 for a component that its head has no word for.
-        whole_words: whether sizes fill words of 16 bits, where a byte holds them too: stored chunks are of such words.
+        codec: of components in units of their ranges, which were measured on components divided by their token's size.
+        weights: float32 `[kv_heads, 1, components]`: 1 / (deviation x root of the number of components), with which the norm of a
+            token's weighted components is their root mean square; 0 for a component for which its head has no word.
+        whole_words: whether sizes are stored in 16-bit words even if a byte is enough, as stored chunks need (`runtime/storage`).
     """
 
     codec: MixedQuant | TrellisQuant
@@ -49,12 +49,12 @@ class Sized(Codec):
 
     @property
     def heads(self) -> int:
-        """How many KV heads have sizes."""
+        """Number of KV heads."""
         return len(self.codec.counts)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of sizes as they are stored."""
+        """The dtype of stored sizes."""
         return size_dtype(self.heads, self.whole_words)
 
     @property
@@ -64,7 +64,7 @@ class Sized(Codec):
 
     @property
     def component_codes(self) -> "Sized":
-        """Itself: codes times sizes, and behind them the size, which an offset of all codes is multiplied by."""
+        """Itself: a token's numbers are its codes times its size, and then the size, which multiplies the offset of all codes."""
         return self
 
     @property
@@ -73,7 +73,7 @@ class Sized(Codec):
         return self.codec.piece
 
     def token_group(self) -> int:
-        """Every token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def fields(
@@ -84,7 +84,7 @@ class Sized(Codec):
         return self.codec.fields(head_dim, dtype, fp32_params, segment) | {"sizes": sizes}
 
     def fp32_params(self, x: Tensor) -> bool:
-        """No: a size is a number of four bits."""
+        """False: a size is stored as a number of four bits."""
         return False
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
@@ -93,7 +93,7 @@ class Sized(Codec):
         return self._beside(self.codec.encode(x / size_of(number)), number.squeeze(-1))
 
     def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
-        """By a kernel that makes components and finds sizes, where one does."""
+        """Encode with a kernel that computes components and sizes; None if none supports them."""
         if not supported(x, self.codec.counts):
             return None
         block, number = self.codec.projected(x, projection, self.weights)
@@ -101,12 +101,12 @@ class Sized(Codec):
         return self._beside(block, number)
 
     def _beside(self, block: Block, number: Tensor) -> Block:
-        """A block of words, and the sizes of these numbers `[batch, kv_heads, tokens]`."""
+        """The block with packed sizes added, whose numbers i are `number [batch, kv_heads, tokens]`."""
         packed = pack_away(number.mT.to(torch.int16, copy=True), SIZE_BITS)
         return {**block, "sizes": packed.to(self.dtype).unsqueeze(1)}
 
     def numbers(self, x: Tensor) -> Tensor:
-        """The numbers of the sizes of y `[..., kv_heads, tokens, components]`: int64 `[..., kv_heads, tokens, 1]`."""
+        """The numbers i of the sizes of tokens y `[..., kv_heads, tokens, components]`: int64 `[..., kv_heads, tokens, 1]`."""
         return size_number(norm(x * self.weights))
 
     def decode(self, block: Block, channels: int) -> Tensor:
@@ -124,20 +124,20 @@ class Sized(Codec):
         return self.codec.scores(query, tile) * self.sizes(tile)
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 and sizes, times the components."""
+        """Sums of the components weighted by `weights [..., kv_heads, rows, tokens]` float32 times sizes."""
         return self.codec.mix(weights * self.sizes(tile), tile, channels)
 
     def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Keys are `matrix [kv_heads, D, components + 2]` times s c, s and 1."""
+        """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 2]` times s c, s and 1, for size s and codes c."""
         return self.codec.turned_scores(query, tile, matrix, cos, sin, self.sizes(tile))
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times s c and s: `[..., kv_heads, rows, components + 1]`."""
+        """Sums of s c and s by `weights [..., kv_heads, rows, tokens]` float32: `[..., kv_heads, rows, components + 1]`."""
         sized = weights * self.sizes(tile)
         return torch.cat([self.codec.mixed_codes(sized, tile), sized.sum(-1, keepdim=True)], -1)
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
-        """The codec's words, and sizes; None where no kernel reads these."""
+        """The codec's words, and sizes; None where no kernel reads the words."""
         stream = self.codec.packed(pages, channels, shared)
         return None if stream is None else replace(stream, sizes=pages["sizes"])
 
@@ -148,27 +148,27 @@ class Sized(Codec):
 
 
 def size_words(heads: int) -> int:
-    """Words that hold a token's sizes of so many KV heads in one stream: of 16 bits, or one byte (`size_dtype`)."""
+    """Number of words for a token's sizes of so many KV heads in one stream: words of 16 bits, or one byte (`size_dtype`)."""
     return words_per_token(heads, SIZE_BITS)
 
 
 def size_dtype(heads: int, whole_words: bool = False) -> torch.dtype:
-    """Of these words."""
+    """The dtype of these words: uint8 if 8 bits are enough and `whole_words` is False, else int16."""
     return torch.int16 if whole_words or heads * SIZE_BITS > 8 else torch.uint8
 
 
 def size_bytes(heads: int, whole_words: bool = False) -> int:
-    """What they take together."""
+    """Bytes of a token's sizes of so many KV heads in one stream."""
     return size_words(heads) * size_dtype(heads, whole_words).itemsize
 
 
 def size_number(root_mean_square: Tensor) -> Tensor:
-    """i of the nearest size: int64 of the shape given. By comparison, which every device does alike."""
+    """The number i of the nearest size: int64 of the given shape. Only compares, so that every device has the same result."""
     return torch.bucketize(root_mean_square, size_edges(root_mean_square.device))
 
 
 def size_of(number: Tensor) -> Tensor:
-    """s of its number, float32."""
+    """The size s of each number i, float32."""
     return _sizes(number.device)[number.int()]
 
 
@@ -185,6 +185,6 @@ def _sizes(device: torch.device) -> Tensor:
 
 @lru_cache
 def size_edges(device: torch.device) -> Tensor:
-    """Where the nearest of two neighbours changes, by their ratio: float32 `[15]`."""
+    """The bounds between neighbouring sizes, which are their geometric means: float32 `[15]`."""
     numbers = range((1 << SIZE_BITS) - 1)
     return upload([2.0 ** ((number + 0.5 - SIZE_OF_ONE) / PER_OCTAVE) for number in numbers], torch.float32, device)

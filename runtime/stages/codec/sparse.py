@@ -1,6 +1,6 @@
 """Sparse representation over a dictionary (CSR, arXiv:2412.11741): a vector is a few atoms and their coefficients.
 
-Which atoms is found by matching pursuit (eq. 2-4); what is stored are the pairs (index, coefficient), and x^ is their sum
+Matching pursuit finds the atoms (eq. 2-4); the pairs (index, coefficient) are stored, and x^ is the sum of coefficients times atoms
 (eq. 12). The dictionary has an offline part, trained beforehand and shared by the layers of a group and all their heads,
 and may have an online part: atoms that each row sampled from its own prompt.
 """
@@ -37,11 +37,11 @@ class Sparse(Codec):
         chunks: s_n, vectors of a token and head.
         offline: atoms `[N, D / chunks]` float16, about unit vectors, or None.
         columns: M, atoms of the online part.
-        coefficients: their format.
+        coefficients: storage format of the coefficients.
         index: "packed" in ceil(log2(N + M)) bits, or "int16" as in the paper.
         orthogonal: refits all coefficients after every step (orthogonal matching pursuit): the same storage, a lower error.
-        online: the online parts of the rows at hand, `[rows, M, D / chunks]` float16; bound when rows are.
-        reverse: share of the online atoms that are sampled in reverse, 0 ... 1.
+        online: the online atoms of the rows, `[rows, M, D / chunks]` float16; set by `bound`.
+        reverse: share of the online atoms that are sampled in reverse (`sampled`), 0 ... 1.
     """
 
     sparsity: int
@@ -83,7 +83,7 @@ class Sparse(Codec):
         return max(1, (self.atoms - 1).bit_length())
 
     def token_group(self) -> int:
-        """Each token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def fields(
@@ -145,7 +145,7 @@ class Sparse(Codec):
         return desparsify(index, coefficients, self._table(None)).flatten(-2)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """|x - x^| is at most the vector's norm: the residual's never rises (without the rounding of coefficients)."""
+        """The vector's norm, because the residual's norm never grows (the rounding of coefficients is not counted)."""
         vectors = x.float().unflatten(-1, (self.chunks, -1))
         return vectors.norm(dim=-1, keepdim=True).expand_as(vectors).flatten(-2)
 
@@ -179,11 +179,11 @@ class Sparse(Codec):
         return atoms
 
     def bound(self, online: Tensor | None) -> "Sparse":
-        """The same for rows whose online parts are `online`."""
+        """Return the codec for rows whose online atoms are `online [rows, M, D / chunks]`."""
         return replace(self, online=online)
 
     def sparse_pages(self, pages: Block) -> SparsePages:
-        """The pairs, and what their indices are of."""
+        """The pairs and the atoms that their indices refer to."""
         form = self.coefficients.form
         return SparsePages(
             pages["indices"],
@@ -203,7 +203,7 @@ class Sparse(Codec):
         return pursuit(vectors, atoms, self.sparsity)
 
     def _vectors(self, x: Tensor) -> Tensor:
-        """`x [..., D]` -> `[..., D / chunks]` with everything before in one axis."""
+        """`x [..., D]` -> vectors `[n, D / chunks]`, n running over all tokens and chunks."""
         return x.reshape(-1, x.shape[-1] // self.chunks)
 
     def _table(self, row: int | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""A token's range, and where in it each value lies, by one table (KVQuant, arXiv:2401.18079, sections 3.1 and 3.3).
+"""Codes for a token's values relative to its range, by one table of levels (KVQuant, arXiv:2401.18079, sections 3.1 and 3.3).
 
     z = (max x + min x) / 2        s = (max x - min x) / 2        i_j = argmin_k |(x_j - z) / s - c_k|        x^_j = z + s c_(i_j)
 
-Extremes are over the channels of all KV heads of a token: two numbers a token for the whole layer.
+max and min are over the channels of all KV heads of a token: two numbers a token for the whole layer.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class TokenRange(Codec):
     """Centre and half range of a token in 16 bits each, shared by the KV heads; its values on [-1, 1] by `codebook`.
 
     Args:
-        codebook: of values on [-1, 1].
+        codebook: levels on [-1, 1].
 
-    Of H heads of D channels and b bits: b D bits a head, rounded up to words of 16, and 32 a token.
+    A token with heads of D channels takes b D bits a head for b-bit codes, rounded up to 16-bit words, and 32 bits for its range.
     """
 
     codebook: Codebook
@@ -36,7 +36,7 @@ class TokenRange(Codec):
         return True
 
     def token_group(self) -> int:
-        """Each token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def fields(
@@ -64,21 +64,21 @@ class TokenRange(Codec):
         return self.codebook.decode({"words": block["words"]}, channels) * half + centre
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """The table's, times the half range; all that the centre is off where that rounds to 0."""
+        """The codebook's bound times the half range; |x - centre| where the half range rounds to 0."""
         parameters = self.parameters(x, self.fp32_params(x)).float()
         centre, half = parameters.chunk(2, -1)
         bound = self.codebook.error_bound(normalised(x, parameters)) * half
-        # Two products and a sum in float32.
+        # The rounding of two products and a sum in float32.
         bound = bound + 4 * torch.finfo(torch.float32).eps * (half + centre.abs())
         return torch.where(half == 0, (x.float() - centre).abs(), bound)
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """`query [..., kv_heads, rows, D]` float32 times a tile of keys: half ranges times codes, and the centres."""
+        """Logits of `query [..., kv_heads, rows, D]` float32 with a tile of keys, from codes, half ranges and centres."""
         centre, half = tile["parameters"].float().chunk(2, -2)
         return self.codebook.scores(query, {"words": tile["words"]}) * half + query.sum(-1, keepdim=True) * centre
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times a tile of values: half ranges times codes, and the centres."""
+        """Sums of a tile of values by `weights [..., kv_heads, rows, tokens]` float32, from codes, half ranges and centres."""
         centre, half = tile["parameters"].float().chunk(2, -2)
         mixed = self.codebook.mix(weights * half, {"words": tile["words"]}, channels)
         return mixed + (weights * centre).sum(-1, keepdim=True)

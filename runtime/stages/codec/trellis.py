@@ -4,9 +4,9 @@ A component of b bits has 2^(b+1) levels in [-1, 1], as a uniform code of b + 1 
 
     s = 2^-b        y^ = s i - 1 + s / 2        i = 4 f + 2 z1 + z0
 
-and which half of them it may take follows from the bits before it (`kernels/trellis`). Stored are the b bits u + 2 f. One path goes
-through all components of a token and head, word by word, and in a word from the first field; it begins in state 0 for every
-token. So a token's code depends on nothing else, and of a word a reader needs the one or two before it.
+and the bits of earlier components determine which half of them it may use (`kernels/trellis`). The b bits u + 2 f are stored. One
+path goes through all components of a token and head, word by word, and in a word from the first field; it starts in state 0 for
+every token. So tokens are encoded independently, and to decode a word only the one or two words before it are needed.
 """
 
 from dataclasses import dataclass
@@ -30,19 +30,19 @@ class TrellisQuant(WordCodes):
     Args:
         widths: bits of a word's fields.
         counts: words of each KV head.
-        weights: float32 `[kv_heads, 1, components]`: what an error of 1 in y counts, from 0; 0 for a component that its head has no
-            word for.
+        weights: float32 `[kv_heads, 1, components]`, from 0: the weight of an error in y; 0 for a component for which its head has
+            no word.
     """
 
     weights: Tensor
 
     has_kernel = True
     onnx_writer = "trellis"
-    piece = 2**18  # of a component there are the errors of four subsets, and the ways into eight states
+    piece = 2**18  # temporaries are large: for each component errors of four subsets, and transitions into eight states
 
     @property
     def level_bits(self) -> tuple[int, ...]:
-        """One more than a field has: twice as many levels."""
+        """One more than the field's width: there are twice as many levels."""
         return tuple(width + 1 for width in self.widths)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
@@ -52,7 +52,7 @@ class TrellisQuant(WordCodes):
     def projected(
         self, x: Tensor, projection: Projection, weights: Tensor | None = None
     ) -> tuple[Block, Tensor | None]:
-        """One launch for components, and one for the paths through them."""
+        """One kernel launch for components and sizes, and one for the search of paths."""
         y, numbers = components(x, projection, self.widths, self.counts, weights)
         return self.encode(y), numbers
 
@@ -66,8 +66,9 @@ class TrellisQuant(WordCodes):
         return trellis_levels(tile["words"], self.widths, self.counts)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """What half of the levels errs by, from any state, is what the best path errs by at most in all: a component's share of
-        that may be all of it. Of one that counts nothing, nothing is known."""
+        """A path that takes the nearest allowed level errs by at most 1.5 steps (plus the distance beyond [-1, 1]) in each
+        component, and the best path has no larger weighted error in all; a single component may have all of that. Infinite for
+        weight 0."""
         step = self.step(x.device)
         greedy = (x.float().abs() - 1).clamp(min=0) + 1.5 * step
         whole = (greedy * self.weights).square().sum(-1, keepdim=True).sqrt()
@@ -82,21 +83,21 @@ class TrellisQuant(WordCodes):
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Keys are `matrix [kv_heads, D, components + 1]` times the codes and 1; with `sizes` s there are `components + 2` columns,
-        for s c, s and 1."""
+        """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 1]` times the levels' indices c and 1; with `sizes` s
+        the matrix has `components + 2` columns, for s c, s and 1."""
         return turned_number_scores(query, self.codes(tile), matrix, cos, sin, sizes)
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the codes themselves."""
+        """Sums of the levels' indices weighted by `weights [..., kv_heads, rows, tokens]` float32."""
         return number_mix(weights, self.codes(tile))
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream:
-        """As uniform codes lie."""
+        """The words in the layout of uniform codes, marked as trellis codes."""
         words = pages["words"]
         fixed = self.step(words.device), self.least(words.device)
         return PackedStream(self.widths, words, channels, fixed=fixed, counts=self.counts, trellis=True)
 
     def step_weights(self, device: torch.device) -> Tensor:
-        """Weights of squared steps `[kv_heads, components]`, the largest of a head 1 at most."""
+        """The squares of each component's weight, relative to the head's largest, times its step: `[kv_heads, components]`."""
         relative = self.weights / self.weights.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         return (relative * self.step(device)).square().squeeze(1)

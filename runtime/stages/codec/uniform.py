@@ -1,6 +1,6 @@
 """Uniform quantisation with any bit width, group and clip: the codec of KIVI, ZipCache, MiKV, GEAR's backbone and SpeCache.
 
-The arithmetic is in `kernels/quantise` (METHODS 0), the words in `kernels/pack`, attention on codes in `kernels/attend`.
+The arithmetic is in `kernels/quantise`, the packing of codes into words in `kernels/pack`, attention on codes in `kernels/attend`.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class UniformQuant(Codec):
     Args:
         bits: 1 ... 8.
         group: (tokens, channels) that share a scale and a zero point: KIVI's keys (32, 1), its values (1, 32), a token
-            (1, None), a channel (None, 1); None is the whole axis. `group=None` measures nothing: the range is
-            [-clip, clip], because a calibrated transform has put the tokens there, and no parameter is stored.
+            (1, None), a channel (None, 1); None is the whole axis. With `group=None` nothing is measured or stored: the range is
+            [-clip, clip], because a calibrated transform maps tokens to [-1, 1].
         clip: factor on the measured range, 0 < clip <= 1; a float, or float32 `[kv_heads, 1, 1]` from an artifact.
         across_heads: the channels of all heads share the parameters; the group's channels are then the whole axis.
 
@@ -76,7 +76,7 @@ class UniformQuant(Codec):
         return self.group is not None and self.group[0] is None
 
     def token_group(self) -> int:
-        """Tokens that share parameters; those of a whole-axis group come in one block of any length, so 1."""
+        """Number of tokens that share parameters; 1 for a group over all tokens, whose block may have any length."""
         return (self.group[0] or 1) if self.group else 1
 
     def fields(
@@ -98,8 +98,8 @@ class UniformQuant(Codec):
     def fp32_params(self, x: Tensor) -> bool:
         """Whether a float16 scale or zero point could overflow for values like `x`.
 
-        A scale is at most 2 max|x| / (2^bits - 1) and a zero point at most max|x|, so float16 tokens at 2 bits or more
-        answer without looking at the data.
+        A scale is at most 2 max|x| / (2^bits - 1) and a zero point at most max|x|, so for float16 tokens at 2 bits or more
+        the answer is False, and the data is not read.
         """
         if self.group is None or (x.dtype == torch.float16 and self.bits > 1):
             return False
@@ -109,8 +109,8 @@ class UniformQuant(Codec):
         return bool(torch.stack(x.aminmax()).float().abs().max() * max(1.0, 2 / (2**self.bits - 1)) > HALF_MAX)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None, prologue: Prologue = IDENTITY) -> Block:
-        """`x [batch, kv_heads, tokens, head_dim]` -> words int16 `[..., W]`, parameters `[..., T/g_t, 2 D/g_c]`, of what `before`
-        makes of x."""
+        """`x [batch, kv_heads, tokens, head_dim]`, mapped and gathered by `prologue` -> words int16 `[..., T, W]`, parameters
+        `[..., T/g_t, 2 D/g_c]` for groups of g_t tokens x g_c channels."""
         if self.group is None:
             return {"words": encode_fixed(x, self.bits, self.clip, prologue)}
         count = x.shape[-2] if prologue.order is None else prologue.order.shape[-1]
@@ -123,7 +123,7 @@ class UniformQuant(Codec):
         return {"words": words, "parameters": parameters}
 
     def encodes_as_they_lie(self, x: Tensor) -> bool:
-        """Where a kernel measures groups of this shape while it quantises them."""
+        """Whether a kernel measures and quantises groups of this shape in one pass."""
         if self.group is None:
             return encodes_in_one_pass(x, None, self.bits, self.clip)
         if self.across_heads or self.over_all_tokens:
@@ -131,7 +131,7 @@ class UniformQuant(Codec):
         return encodes_in_one_pass(x, self._sizes(self.token_group(), x.shape[-1]), self.bits, self.clip)
 
     def encode_pair(self, other: Codec, pair: tuple[Tensor, Tensor], fp32_params: bool) -> tuple[Block, Block] | None:
-        """Where both have ranges of each token, of the same groups and bits."""
+        """Both blocks in one call, if both codecs have the same bits and the same groups, each of a single token; else None."""
         if not isinstance(other, UniformQuant) or (self.bits, self.group) != (other.bits, other.group):
             return None
         if self.group is None or self.group[0] != 1 or self.across_heads or other.across_heads:
@@ -150,9 +150,9 @@ class UniformQuant(Codec):
         return dequantise(codes, block["parameters"], (codes.shape[-2] // tokens, 2 * channels // columns))
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """The largest |x - x^| this codec may show for each value of `x [batch, kv_heads, tokens, head_dim]`, float32.
+        """The largest |x - x^| that is possible for each value of `x [batch, kv_heads, tokens, head_dim]`, float32.
 
-        What the clip cuts off, half a step, and the rounding of the two stored parameters.
+        It is the sum of what the clip cuts off, half a step, and the rounding of the two stored parameters.
         """
         if self.across_heads:
             merged = replace(self, across_heads=False).error_bound(x.transpose(1, 2).flatten(2)[:, None])
@@ -185,13 +185,13 @@ class UniformQuant(Codec):
         return mixed * scale + weights.sum(-1, keepdim=True) * zero
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
-        """Words, and their parameters where these lie: in the pages, in the rows' own parameters (`shared`), or nowhere."""
+        """The words, with parameters from `pages`, or a row's from `shared`, or fixed ones; None for a row's groups of channels."""
         words = pages["words"]
         if self.group is None:
             return PackedStream(self.bits, words, channels, fixed=self.fixed(words))
         if "parameters" not in pages:
             parameters = shared["parameters"]
-            if not prefers_triton(words.device):  # whose kernels take numbers as they lie
+            if not prefers_triton(words.device):  # the Triton kernels read float16 parameters
                 parameters = parameters.float()
             scale, zero = parameters.chunk(2, -2)
             return PackedStream(self.bits, words, channels, fixed=(scale.mT, zero.mT)) if self.whole(channels) else None
@@ -212,7 +212,7 @@ class UniformQuant(Codec):
 
     def fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of the calibrated range [-clip, clip], where `group` is None: float32 `[kv_heads or 1, 1, 1]`."""
-        # A tensor lies where the tokens do (StreamPlan.to): moving it here would make the host wait in every step.
+        # A clip tensor is on the tokens' device already (StreamPlan.to): moving it here would make the host wait in every step.
         return (
             _of_clip(self.clip, self.bits)
             if isinstance(self.clip, Tensor)
@@ -220,7 +220,7 @@ class UniformQuant(Codec):
         )
 
     def _sizes(self, tokens: int, channels: int) -> tuple[int, int]:
-        """The group in numbers for a block of `tokens` x `channels`; refuses what does not divide."""
+        """The group's size in numbers for a block of `tokens` x `channels`; raises ValueError if it does not divide them."""
         assert self.group is not None
         sizes = (self.group[0] or tokens, self.group[1] or channels)
         for size, whole, axis in ((sizes[0], tokens, "tokens"), (sizes[1], channels, "channels")):
@@ -238,7 +238,7 @@ def _of_clip(clip: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache
 def _of_number(clip: float, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Made once: a step needs it in every layer."""
+    """Scale and zero point of a clip that is a number; cached, because a step needs them in every layer."""
     return _of_clip(torch.full((1, 1, 1), clip, dtype=torch.float32, device=device), bits)
 
 

@@ -1,4 +1,4 @@
-"""What has no kernel says so: once a stage, when a cache is made."""
+"""Warnings about codecs that no kernel reads, once for each class, when a cache is made."""
 
 import warnings
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ _told: set[type] = set()
 
 
 def warn_unserved(codecs: Iterable[Codec], before_rope: bool) -> None:
-    """A warning for each class of codec that no kernel reads, of keys that are stored `before_rope` or not, the first time that
-    one is used in this process."""
+    """Warn about each class of codec that no kernel reads, the first time that it is used in this process; `before_rope` tells
+    whether keys are stored before RoPE, for which fewer codecs have a kernel."""
     for codec in codecs:
         stage = codec.uncorrected
         own = type(stage.codec if isinstance(stage, Sized) else stage)
@@ -26,7 +26,7 @@ def warn_unserved(codecs: Iterable[Codec], before_rope: bool) -> None:
 
 
 def warn_once(stage: type, told: str, stacklevel: int) -> None:
-    """What is `told` of a class of stages, the first time in this process; `stacklevel` is the user's line, from here."""
+    """Warn that `told`, once for a class of stages in this process; `stacklevel` leads from here to the user's line."""
     if stage not in _told:
         _told.add(stage)
         warnings.warn(f"{told}, which is slow on a GPU", stacklevel=stacklevel)

@@ -1,7 +1,7 @@
-"""Codes for the components of a calibrated basis, in words that all KV heads of a layer lay side by side.
+"""Codes for the components of a calibrated basis, in words; the words of a layer's KV heads are stored next to each other.
 
-Words lie as `kernels/pack` says: all words of a layer's stream have the same fields, and heads differ in how many they have. What
-a code says of its component is a level in [-1, 1], one step from the next.
+Codes are packed as in `kernels/pack`: all words of a layer's stream have the same fields; heads may have different numbers of
+words. A code stands for a level of its component; levels are equally spaced in [-1, 1].
 """
 
 from abc import abstractmethod
@@ -21,10 +21,10 @@ from calib.runtime.stages.contract import Codec, Segment
 
 @dataclass(frozen=True)
 class WordCodes(Codec):
-    """`widths` of a word's fields, and `counts` of words a token for each KV head.
+    """Codes in words whose fields have `widths` bits; KV head h has `counts[h]` words a token.
 
-    y comes in plane form: component p W + w is field p of word w, W being the most words of any head; a head with fewer has
-    nothing in the others. There are 2^b levels for a component of b `level_bits`.
+    Components y are in plane form: component p W + w is field p of word w, W being the largest of `counts`; a head with fewer words
+    does not store the components of the others. A component of b `level_bits` has 2^b levels.
     """
 
     widths: tuple[int, ...]
@@ -37,49 +37,49 @@ class WordCodes(Codec):
 
     @property
     def components(self) -> int:
-        """Of y."""
+        """Number of components of y in plane form."""
         return len(self.widths) * max(self.counts)
 
     @property
     def level_bits(self) -> tuple[int, ...]:
-        """Of each field: the bits of its levels' numbers."""
+        """Bits of a level's index, for each field of a word."""
         return self.widths
 
     def token_group(self) -> int:
-        """Every token stands alone."""
+        """1: tokens are encoded independently."""
         return 1
 
     def fields(
         self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
     ) -> dict[str, Field]:
-        """The words of all heads, side by side."""
+        """The words of all heads, next to each other."""
         return {"words": Field(1, sum(self.counts), torch.int16, "codes", shared=True)}
 
     def fp32_params(self, x: Tensor) -> bool:
-        """No: there is no parameter."""
+        """False: there are no parameters."""
         return False
 
     def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
-        """By a kernel that makes components, where one does."""
+        """Encode with a kernel that computes the components; None if none supports them."""
         return self.projected(x, projection)[0] if supported(x, self.counts) else None
 
     @abstractmethod
     def projected(
         self, x: Tensor, projection: Projection, weights: Tensor | None = None
     ) -> tuple[Block, Tensor | None]:
-        """A block of the components of `x [batch, kv_heads, tokens, head_dim]`; with `weights` of those over their tokens' sizes,
-        and the numbers of these (`kernels/components`)."""
+        """Encode the components of `x [batch, kv_heads, tokens, head_dim]`; with `weights` they are divided by their tokens' sizes,
+        and the sizes' numbers are returned as well (`kernels/components`), else None."""
 
     @abstractmethod
     def turned_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
-        """Keys are `matrix [kv_heads, D, components + 1]` times the levels' numbers and 1; with `sizes` s there are
-        `components + 2` columns, for s c, s and 1."""
+        """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 1]` times the levels' indices c and 1; with `sizes` s
+        the matrix has `components + 2` columns, for s c, s and 1."""
 
     @abstractmethod
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
-        """`weights [..., kv_heads, rows, tokens]` float32 times the levels' numbers."""
+        """Sums of the levels' indices weighted by `weights [..., kv_heads, rows, tokens]` float32."""
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
         """`weights [..., kv_heads, rows, tokens]` float32 -> `[..., kv_heads, rows, components]` from the codes."""
@@ -87,22 +87,22 @@ class WordCodes(Codec):
         return mixed + weights.sum(-1, keepdim=True) * self.least(weights.device)
 
     def levels(self, device: torch.device) -> Tensor:
-        """The number of each component's last level: float32 `[components]`."""
+        """The index of each component's last level: float32 `[components]`."""
         return _of_widths(self.level_bits, max(self.counts), device)[0]
 
     def step(self, device: torch.device) -> Tensor:
-        """The distance of two levels: float32 `[components]`."""
+        """The distance between neighbouring levels of each component: float32 `[components]`."""
         return _of_widths(self.level_bits, max(self.counts), device)[1]
 
     def least(self, device: torch.device) -> Tensor:
-        """What level 0 is: float32 `[components]`."""
+        """The value of each component's level 0: float32 `[components]`."""
         return _of_widths(self.level_bits, max(self.counts), device)[2]
 
 
 @lru_cache
 def _of_widths(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
-    """Of the levels of so many `words` with fields of these `widths`: the last one's number, the step, and what level 0 is, float32
-    `[3, components]`."""
+    """The last level's index, the step and the value of level 0 of each component, for `words` words with fields of these `widths`:
+    float32 `[3, components]`."""
     each = [width for width in widths for _ in range(words)]
     most, step = [2.0**width - 1 for width in each], [2.0 ** (1 - width) for width in each]
     return upload([most, step, [one / 2 - 1 for one in step]], torch.float32, device)
