@@ -3,9 +3,9 @@ sum (KVarN, arXiv:2606.03458; SINQ, arXiv:2509.22944).
 
     y_ij = x_ij / (r_i c_j)        r_i <- r_i std_j(y_ij)        c_j <- c_j std_i(y_ij)        in turns, from r = c = 1
 
-Scales that begin to run away are held: a standard deviation counts as 10^-3 ... 10^3, a scale is e^-0.3 ... e^10. Of all rounds
-the one with the least imbalance is taken, max r-std / min r-std + max c-std / min c-std. These numbers are those of the authors'
-release; it adds up logarithms where this file multiplies, which no arithmetic rounds differently from batch to batch.
+So that scales do not diverge, standard deviations are clamped to 10^-3 ... 10^3 and scales to e^-0.3 ... e^10. The scales of the
+round with the least imbalance are used, max r-std / min r-std + max c-std / min c-std. These numbers are those of the authors'
+release. The release adds logarithms; this file multiplies, so that the rounding is the same in every batch.
 """
 
 import math
@@ -17,17 +17,17 @@ from calib.runtime.stages.exact_sums import whole_numbers
 
 LEAST_STD, MOST_STD = 1e-3, 1e3
 LEAST_SCALE, MOST_SCALE = math.exp(-0.3), math.exp(10)
-TINY = 1e-8  # below which the least standard deviation is no divisor
+TINY = 1e-8  # the least divisor in an imbalance
 MOST_SIDE = 512  # rows or columns whose sums are exact
 
 
 def row_scales(x: Tensor, rounds: int) -> Tensor:
-    """r of matrices `x [..., rows, columns]`, rows first in each of so many `rounds`: float64 `[..., rows, 1]`.
+    """Row scales r of matrices `x [..., rows, columns]` after `rounds` rounds, rows first in each: float64 `[..., rows, 1]`.
 
     Up to `MOST_SIDE` rows and columns a matrix has the same scales in any batch.
     """
     x = x.double().contiguous()
-    if x.is_meta:  # no numbers: whatever scales
+    if x.is_meta:  # no values: only the shape matters
         return x[..., :1]
     rows, columns = torch.ones_like(x[..., :1]), torch.ones_like(x[..., :1, :])
     row_std, column_std = deviation(x), deviation(x.mT).mT
@@ -36,7 +36,7 @@ def row_scales(x: Tensor, rounds: int) -> Tensor:
         rows = _scaled(rows, row_std)
         before, spread = columns, deviation((x / (rows * columns)).mT).mT
         columns = _scaled(before, spread)
-        # What a column's scale is divided by its deviation is too.
+        # A column's deviation changes by the inverse of its scale's change.
         row_std, column_std = deviation(x / (rows * columns)), spread * (before / columns)
         imbalance = _imbalance(row_std, column_std)
         found = torch.where(imbalance <= least, rows, found)
@@ -57,6 +57,6 @@ def _scaled(scales: Tensor, std: Tensor) -> Tensor:
 
 
 def _imbalance(row_std: Tensor, column_std: Tensor) -> Tensor:
-    """2 where all rows and all columns vary alike: `[..., 1, 1]`."""
+    """Largest over least deviation of the rows, plus that of the columns: `[..., 1, 1]`, at best 2."""
     sides = (std.flatten(-2).aminmax(dim=-1) for std in (row_std, column_std))
     return sum((most / least.clamp(min=TINY) for least, most in sides), start=torch.zeros(()))[..., None, None]

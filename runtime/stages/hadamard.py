@@ -1,4 +1,4 @@
-"""Sylvester's Hadamard matrix: entries of one size, so that what one coordinate has is spread evenly over all."""
+"""Sylvester's Hadamard matrix: its entries have equal magnitude, so that it spreads each coordinate evenly over all."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Whether a layer's parameters may need more than 16 bits, before the numbers of its first tokens are known."""
+"""Whether a layer's parameters may need more than 16 bits, before the values of its first tokens are known."""
 
 import torch
 
@@ -6,7 +6,7 @@ from calib.runtime.stages.contract import Codec
 
 
 def may_need_fp32(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether there are finite tokens of `dtype` whose parameters would need float32; of a codec that `asks_extremes`."""
+    """Whether some finite tokens of `dtype` may have parameters that need float32; False unless the codec `asks_extremes`."""
     if not codec.asks_extremes:
         return False
     largest = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Randomness that depends on where a token stands and on nothing else: not on the batch, not on what was drawn before."""
+"""Random numbers that depend on seed, layer, head and position alone: not on the batch, nor on what was drawn before."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,11 +26,11 @@ class SeededRng:
     head: int = 0
 
     def at(self, position: Number) -> Number:
-        """In [0, 2^32) for a position, or for each of a tensor of int64 positions."""
+        """A number in [0, 2^32) for a position, or for each of a tensor of int64 positions."""
         return _mixed((position & WORD) ^ self._of_head(self.head))
 
     def of_heads(self, heads: int, positions: Tensor) -> Tensor:
-        """The same of the first `heads` heads, `[heads, n]`."""
+        """The numbers of the first `heads` heads at `positions [n]`: `[heads, n]`."""
         own = upload([self._of_head(head) for head in range(heads)], torch.int64, positions.device)
         return _mixed((positions & WORD) ^ own[:, None])
 
@@ -42,7 +42,7 @@ class SeededRng:
 
 
 def _mixed(x: Number) -> Number:
-    # A tensor's int64 products wrap round, and their low 32 bits are right all the same.
+    # A tensor's int64 products may overflow; their low 32 bits are right all the same.
     x = x ^ (x >> 16)
     x = x * 0x85EBCA6B & WORD
     x = x ^ (x >> 13)

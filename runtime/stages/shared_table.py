@@ -1,4 +1,4 @@
-"""A tensor of the artifact that several layers read: one copy on a device, whoever asks."""
+"""A tensor that several layers share, with one copy on each device."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SharedTable:
-    """`tensor`, in storage of its own; moving it to a device gives the same table to all layers, and so does copying."""
+    """Holds `tensor`; `on` returns the same copy on a device to all layers, and a deep copy is the table itself."""
 
     tensor: Tensor
 
     def on(self, device: torch.device) -> "SharedTable":
-        """The table on `device`; itself where it is there already."""
+        """The table on `device`; the table itself if it is there already."""
         if self.tensor.device == device:
             return self
         to_device = self._elsewhere.get(device)

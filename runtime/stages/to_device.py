@@ -20,7 +20,7 @@ def tensors_of(stage: Any) -> list[Tensor]:
 
 
 def to_device(stage: Stage, device: torch.device) -> Stage:
-    """The same stage with its tensors on `device`, in storage of their own; what layers share stays shared."""
+    """The same stage with copies of its tensors on `device`; a `SharedTable` stays shared between layers."""
     own: dict[str, Any] = {}
     for name, value in vars(stage).items():
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The part of a quantisation residual that tokens share, as two thin factors (GEAR, arXiv:2403.05527, eq. 6)."""
+"""A low-rank approximation of a quantisation residual, as two thin factors (GEAR, arXiv:2403.05527, eq. 6)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from calib.runtime.paging.field import Block, Field
 from calib.runtime.stages.contract import Segment
 from calib.runtime.stages.seeded_rng import SeededRng
 
-# Rounds of the power iteration: the paper's, and what costs no more where a segment is short or a matrix narrow. Three are
-# not enough for every block of 20 tokens to come within 5 % of the least error (tests/runtime/test_gear_errors.py).
+# Rounds of the power iteration: the paper's, and those that cost no more where a segment is short or a matrix narrow. With three
+# not every block of 20 tokens comes within 5 % of the least error (tests/runtime/test_gear_errors.py).
 ROUNDS, CHEAP_ROUNDS = 3, 12
 FIXED = SeededRng(0, 0)
 
@@ -26,9 +26,9 @@ class LowRank:
     Args:
         rank: r; a float is the share of min(T, D), at least 1. Never more than T or D.
         across_heads: one matrix `[T, heads D]`, whose coefficients all heads share (GEAR as its paper writes it).
-        basis: the artifact's basis, float32 `[kv_heads, r, D]` orthonormal: then nothing iterates, each token stands alone
-            and only coefficients are stored.
-        draws: where the iteration starts.
+        basis: the artifact's basis, float32 `[kv_heads, r, D]` orthonormal: then there is no iteration, tokens are encoded
+            independently, and only coefficients are stored.
+        rng: random numbers from which the iteration starts.
     """
 
     rank: float | int
@@ -54,7 +54,7 @@ class LowRank:
         return self.across_heads
 
     def of_segment(self, tokens: int, width: int) -> int:
-        """Factors of a segment of `tokens` x `width`."""
+        """The rank r for a segment of `tokens` x `width`."""
         if self.basis is not None:
             return int(self.rank)
         least = min(tokens, width)
@@ -84,7 +84,7 @@ class LowRank:
         heads, (tokens, channels) = residual.shape[1], residual.shape[2:]
         matrix = residual.transpose(1, 2).flatten(2)[:, None] if self.across_heads else residual
         start = self._start(matrix.shape[1], matrix.shape[3], self.of_segment(tokens, matrix.shape[3]), residual.device)
-        # With the basis as it is stored the coefficients make up for its rounding.
+        # Coefficients are computed with the basis as it is stored, which compensates its rounding.
         rounds = CHEAP_ROUNDS if tokens <= matrix.shape[3] or matrix.shape[3] <= NARROW else ROUNDS
         basis = stored(power_iteration(matrix, start, rounds), fp32_params)
         vectors = basis.unflatten(2, (-1, channels))  # [1, 1 or heads, 1 or heads, D, r]: one of the two is 1
@@ -118,7 +118,7 @@ class LowRank:
         return tile["basis"][..., 0].unflatten(-1, (-1, channels))
 
     def with_seed(self, seed: int, layer: int) -> "LowRank":
-        """The same with starts of its own."""
+        """The same with the start of the iteration drawn for `seed` and `layer`."""
         return replace(self, rng=SeededRng(seed, layer))
 
     def _bases(self, block: Block, channels: int) -> Tensor:
@@ -130,6 +130,6 @@ class LowRank:
         return tile["basis"] if self.basis is None else self._bases(tile, channels).mT
 
     def _start(self, heads: int, width: int, rank: int, device: torch.device) -> Tensor:
-        """Numbers in [-1, 1), `[heads, width, rank]`; a head's do not depend on how many there are."""
+        """Random numbers in [-1, 1), `[heads, width, rank]`; those of a head do not depend on the number of heads."""
         positions = torch.arange(width * rank, device=device)
         return (self.rng.of_heads(heads, positions).double() / 2**31 - 1).float().view(heads, width, rank)

@@ -1,4 +1,4 @@
-"""The entries that would widen everyone's range, kept as they are (GEAR, arXiv:2403.05527, eq. 4)."""
+"""Outliers: the entries that would widen the range of their quantisation group, stored exactly (GEAR, arXiv:2403.05527, eq. 4)."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from calib.runtime.paging.field import Block, Field
 from calib.runtime.paging.stored_values import Cells, Indices
 from calib.runtime.stages.contract import Segment
 
-# What is ranked: a channel's tokens in a segment, a token's channels, or a segment's whole matrix.
+# A row, whose entries are ranked: the tokens of a channel in a segment, the channels of a token, or a segment's whole matrix.
 LowRankTerm = Literal["tokens", "channels", "matrix"]
 
 FIELDS = ("delta", "tokens", "channels", "index", "starts", "begins")
@@ -45,21 +45,21 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outliers:
-    """s/2 of every row at each end, at least one entry: replaced before encoding, and exact in the end.
+    """The s/2 largest and s/2 smallest entries of every row, at least one of each: replaced before encoding, exact when decoded.
 
-    What is kept of an outlier is its distance from what codec and low rank make of it, rounded to float16, so that
-    attention adds it without looking at the codes.
+    An outlier is stored as its difference ("distance") from what the other parts decode there, rounded to float16, so that
+    attention adds it independently of the codes.
 
     Args:
         share: s, in (0, 1].
-        ranked: what a row is.
-        across_heads: rows go over the channels of all heads (a whole matrix always does).
-        fill: what takes an outlier's place: the mean of the row's remaining entries, or zero.
-        low, high: thresholds of the artifact, broadcasting against `[kv_heads, T, D]`: then nothing is ranked and the first
-            entries beyond them are taken, by position.
-        farthest: those farthest beyond the thresholds are taken instead, at whichever end.
-        of_row: the segment is a row's, whose outliers are kept as attention adds them up (`RowLists`). A whole matrix's never are.
-        heads: KV heads of the layer, where rows go over them all and tokens are in no segment that knows.
+        ranked: what a row is: a channel's "tokens", a token's "channels", or the "matrix" of a segment.
+        across_heads: rows have the channels of all heads (a whole matrix always does).
+        fill: the replacement of an outlier: the mean of the row's remaining entries, or zero.
+        low, high: thresholds of the artifact, broadcasting against `[kv_heads, T, D]`: then entries are not ranked, and the first
+            ones beyond a threshold are taken, by position.
+        farthest: of the entries beyond the thresholds the farthest are taken instead, at either end.
+        of_row: the segment is a row's, whose outliers are stored in the order of the kernels (`RowLists`), unless of a matrix.
+        heads: KV heads of the layer; needed where rows have the channels of all heads and tokens are in no segment.
     """
 
     share: float
@@ -91,7 +91,7 @@ class Outliers:
         return min(max(1, math.floor(self.share / 2 * length + 1e-9)), length // 2)
 
     def fields(self, head_dim: int, fp32_params: bool, segment: Segment) -> dict[str, Field]:
-        """Distances, and where they belong: 2k for each token, or 2k D (a whole matrix: 2k) for the segment."""
+        """Fields of distances and positions: 2k for each token, or 2k D (a whole matrix: 2k) for the segment; k is `count`."""
         if self._in_row_lists:
             return self._row_fields(head_dim, fp32_params, segment)
         across = (self.heads or segment.heads) if self._across else 1
@@ -107,7 +107,7 @@ class Outliers:
         }
 
     def _row_fields(self, head_dim: int, fp32_params: bool, segment: Segment) -> dict[str, Field]:
-        """Those of `RowLists`."""
+        """The fields of `RowLists`."""
         if self.ranked == "tokens":
             entries = 2 * self.count(segment.tokens) * segment.heads * head_dim
         else:
@@ -125,7 +125,7 @@ class Outliers:
         return found | {"index": Field(None, entries, torch.int16, "outliers", True, Cells(head_dim, span))}
 
     def wrong(self, fields: Mapping[str, Tensor], channels: int, tokens: int) -> str | None:
-        """What is wrong with a segment of so many tokens in these fields, or None: outliers of tokens that it has not got."""
+        """An error message if these fields of a segment of `tokens` tokens have outliers of tokens beyond it; else None."""
         if "tokens" in fields:
             return Indices(tokens).wrong(fields["tokens"])
         if not self._in_row_lists:
@@ -134,7 +134,7 @@ class Outliers:
         return Indices(tokens).wrong((token % most).masked_fill(delta == 0, 0))
 
     def ordered(self, fields: Mapping[str, Tensor], channels: int) -> None:
-        """Puts lists of `fields [..., n channels]` into the order in which they are read, where they came from a file."""
+        """Sort the lists in `fields [..., n channels]`, in place, into the order in which they are read; for fields from a file."""
         if self._in_row_lists:
             cleared_behind(fields, channels)
         if self.ranked != "tokens" or self.of_row:
@@ -147,8 +147,8 @@ class Outliers:
     def terms(
         self, pages: Mapping[str, Tensor], lists: Mapping[str, Tensor], records: Tensor | None
     ) -> PageTerms | None:
-        """As kernels read them: those of tokens and of pages in `pages`, those of rows in `lists`, which `records` are of. None for
-        a whole matrix's, which no kernel reads."""
+        """The outliers as kernels read them: those of tokens and of pages from `pages`, those of rows from `lists`, at `records`.
+        None for those of a whole matrix, which no kernel reads."""
         if self.ranked == "matrix":
             return None
         if self._in_row_lists and lists:
@@ -190,7 +190,7 @@ class Outliers:
         return self._tokens(self._rows(x).masked_fill(found.mask, 0), x)
 
     def encode(self, distance: Tensor, found: Found, fp32_params: bool) -> Block:
-        """Fields of a segment: `distance [1, kv_heads, T, D]` is what codec and low rank lack."""
+        """Fields of a segment: `distance [1, kv_heads, T, D]` is the tokens minus what the other parts decode."""
         rows, (heads, _, channels) = self._rows(distance), distance.shape[1:]
         delta = rows.gather(-1, found.positions)
         delta = stored(delta if found.used is None else delta * found.used, fp32_params)
@@ -207,7 +207,7 @@ class Outliers:
         return {"delta": delta, "channels": positions % width, "tokens": positions // width}
 
     def decode(self, block: Block, like: Tensor) -> Tensor:
-        """Distances where they belong, 0 elsewhere: float32 in the shape of `like [..., kv_heads, T, D]`."""
+        """The distances at their positions, 0 elsewhere: float32 in the shape of `like [..., kv_heads, T, D]`."""
         heads, tokens, channels = like.shape[-3:]
         stored = ((name, part) for name, part in block.items() if name in FIELDS)
         tile = {name: part.view(like.shape[:-3].numel(), *part.shape[-3:]).mT for name, part in stored}
@@ -242,7 +242,7 @@ class Outliers:
             channel = torch.arange(delta.shape[2], device=delta.device)[:, None] % channels + head * channels
         else:
             channel = _positions(tile["channels"]) + head * channels
-        if self._across:  # a channel of all heads says whose it is
+        if self._across:  # a channel number over all heads contains the head
             head = channel // channels
         last = torch.arange(delta.shape[3], device=delta.device)  # a token, or a segment of so many tokens
         token = last if self.ranked == "channels" else _positions(tile["tokens"]) + last * (tokens // delta.shape[3])
@@ -266,7 +266,7 @@ class Outliers:
         return self.across_heads or self.ranked == "matrix"
 
     def _rows(self, x: Tensor) -> Tensor:
-        """`x [1, kv_heads, T, D]` with what is ranked last."""
+        """`x [1, kv_heads, T, D]` as rows `[1, h, m, N]`, the ranked entries along the last axis."""
         if self.ranked == "tokens":
             return x.mT
         if not self._across:
@@ -283,7 +283,7 @@ class Outliers:
         return rows.view(like.shape[0], like.shape[2], like.shape[1], like.shape[3]).transpose(1, 2).contiguous()
 
     def _row_thresholds(self, thresholds: Tensor, x: Tensor) -> Tensor:
-        """`thresholds` as they meet the rows of `x`."""
+        """`thresholds` in a shape that broadcasts against the rows of `x`."""
         if thresholds.numel() == 1:
             return thresholds.view(1, 1, 1, 1)
         return thresholds.mT[None] if self.ranked == "tokens" else self._rows(thresholds.expand(x.shape))
@@ -295,7 +295,7 @@ def _merged(x: Tensor) -> Tensor:
 
 
 def _index(length: int) -> torch.dtype:
-    """The least type that tells `length` positions apart; 16 bits are read without a sign."""
+    """The smallest dtype for indices below `length`; int16 is read as unsigned."""
     return torch.uint8 if length <= 2**8 else torch.int16 if length <= 2**16 else torch.int32
 
 

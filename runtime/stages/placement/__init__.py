@@ -1,4 +1,4 @@
-"""Placement: which tokens of the full cache on the host come to the device, and when."""
+"""Placement: which tokens of the full cache in host memory are copied to the device, and when."""
 
 from calib.runtime.stages.placement.top_blocks import TopBlocks
 from calib.runtime.stages.placement.top_tokens import TopTokens

@@ -1,4 +1,4 @@
-"""The blocks whose representative tokens fit the query best (InfLLM, arXiv:2402.04617)."""
+"""The blocks whose representative keys have the largest products with the query (InfLLM, arXiv:2402.04617)."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from calib.runtime.messages.whole_numbers import check_whole
 
 @dataclass(frozen=True)
 class TopBlocks:
-    """Of blocks of `block` tokens, each known by `representatives` of its keys, the `fetched` best of each KV head.
+    """For each KV head the `fetched` best blocks of `block` tokens, each represented by `representatives` of its keys.
 
-    They are chosen anew for every `chunk` tokens of a forward; None: once for all of them.
+    They are chosen anew for every `chunk` tokens of a forward; None: once for all its tokens.
     """
 
     block: int = 128

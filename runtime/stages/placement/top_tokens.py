@@ -10,8 +10,8 @@ from calib.runtime.messages.whole_numbers import check_whole
 class TopTokens:
     """The `k` most attended tokens of each KV head among those that are quantised.
 
-    `speculative`: they are those of a guessed token, fetched one step ahead; else those of the step's own query, for which
-    the step attends twice.
+    With `speculative` they are the tokens most attended by a guessed next token, fetched one step ahead; else by the step's own
+    query, and the step attends twice.
     """
 
     k: int = 64
@@ -27,7 +27,7 @@ class TopTokens:
 
     @property
     def speculates(self) -> bool:
-        """Whether a decode step takes a speculative token along."""
+        """Whether a decode step includes a speculative token."""
         return self.speculative and self.k > 0
 
     @property

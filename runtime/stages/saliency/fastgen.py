@@ -1,4 +1,4 @@
-"""FastGen: every KV head goes by the cheapest policy that recovers enough of the prompt's attention (arXiv:2310.01801)."""
+"""FastGen: every KV head keeps tokens by the cheapest policy that recovers enough of the prompt's attention (arXiv:2310.01801)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from calib.runtime.stages.selection import Saliency
 
 # A policy is what a head keeps besides its newest tokens: special ones, those with the most attention, or both.
 SPECIAL, FREQUENT = 1, 2
-PINNED = 2.0**31  # what a special token weighs: more than any attention or position, and what a file may hold
+PINNED = 2.0**31  # the weight of a special token: above any attention mass or position, and the largest in a file
 
 
 @dataclass(frozen=True)
 class FastGen(Saliency):
-    """A token's weight is its attention, or its position where a head goes by locality alone, or `PINNED`.
+    """A token's weight is its attention mass, or its position in a head whose policy has no frequency, or `PINNED` if special.
 
     The policies, cheapest first, are locality, special tokens + locality, frequency + locality, and all three. All heads of a layer
-    hold equally many tokens, so a policy does not say how many a head keeps, but which: what special and frequent tokens leave of
-    the budget is for the newest ones.
+    hold the same number of tokens, so a policy decides which tokens a head keeps, not how many: the newest tokens fill what special
+    and frequent tokens leave of the budget.
 
     Args:
         recovery: share of the prompt's attention that the tokens of a policy must have got, in (0, 1] (section 3.2, T).
@@ -32,11 +32,11 @@ class FastGen(Saliency):
     special_ids: tuple[int, ...] = ()
 
     by_budget = True
-    rule = MassRule(limit=PINNED)  # what is pinned gains nothing, so that of special tokens the earlier stay
+    rule = MassRule(limit=PINNED)  # pinned weights do not grow, so that the earlier of special tokens stay
 
     @property
     def policies(self) -> tuple[int, ...]:
-        """Cheapest first; who recovers enough by none has the last."""
+        """The policies, cheapest first; a head for which none recovers enough has the last."""
         return (0, SPECIAL, FREQUENT, SPECIAL | FREQUENT) if self.special_ids else (0, FREQUENT)
 
     def chosen(
@@ -44,13 +44,13 @@ class FastGen(Saliency):
     ) -> Tensor:
         """The policy of each KV head for a prompt: uint8 `[kv_heads]`.
 
-        A row's local tokens are so many back from it; the others that a policy keeps are the same for all rows.
+        Local tokens are counted back from each query row; the other tokens that a policy keeps are the same for all rows.
 
         Args:
-            mass: float32 `[kv_heads, T]`, of the prompt's rows.
-            within: the part of it that each row gave to so many newest tokens, itself among them.
-            special: bool `[T]`.
-            heavy, recent: the budget.
+            mass: float32 `[kv_heads, T]`, the attention that each token got from the prompt's rows.
+            within: gives for n the part of `mass` that comes from rows for which the token is among the n newest.
+            special: bool `[T]`, which tokens are special; None: there are none.
+            heavy, recent: the budget, as numbers of tokens.
         """
         total = mass.shape[1]
         older = torch.arange(total, device=mass.device) < total - recent
@@ -77,7 +77,7 @@ class FastGen(Saliency):
     def weighed(
         self, policies: Tensor, held: Tensor, new: Tensor, positions: Tensor, special: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What a forward adds to the weights of held tokens, and the weights of new ones at `positions`.
+        """What a forward adds to the weights of the tokens that are held, and the weights of the new ones.
 
         `policies [rows, kv_heads]`; attention `held [rows, kv_heads, slots]` and `new [rows, kv_heads, n]`; `positions` int64 and
         `special` bool `[rows, 1, n]`.

@@ -1,4 +1,4 @@
-"""Saliency from the newest query alone: what TOVA evicts by (arXiv:2401.06104, section 3.2)."""
+"""Saliency from the newest query alone, by which TOVA evicts (arXiv:2401.06104, section 3.2)."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from calib.runtime.stages.selection import Saliency
 
 @dataclass(frozen=True)
 class LastQuery(Saliency):
-    """p_i = A[n, i], the attention of the last query n: what earlier queries thought of a token is forgotten."""
+    """p_i = A[n, i], the attention weight in the last query n; weights in earlier queries do not count."""
 
     newest = 1
     rule = MassRule(adds_up=False)

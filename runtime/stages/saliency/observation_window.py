@@ -1,4 +1,4 @@
-"""Saliency from a prompt's last queries, smoothed along positions: what SnapKV keeps by (arXiv:2404.14469, sections 4.1, 4.2)."""
+"""Saliency from a prompt's last queries, max pooled along positions, as in SnapKV (arXiv:2404.14469, sections 4.1, 4.2)."""
 
 from dataclasses import dataclass
 
@@ -28,8 +28,8 @@ class ObservationWindow(Saliency):
         return self.window
 
     def scores(self, mass: Tensor, seen: Tensor) -> Tensor:
-        """`mass [..., tokens]` in the order of positions, pooled along them; what lies beyond either end has no vote."""
-        # A kernel that reaches further than any two tokens are apart finds nothing more.
+        """`mass [..., tokens]` in the order of positions, max pooled along them; positions beyond either end do not count."""
+        # A kernel wider than all tokens together would cover no others.
         reach = min(self.pool // 2, mass.shape[-1] - 1)
         rows = mass.flatten(0, -2)
         return F.max_pool1d(rows, 2 * reach + 1, stride=1, padding=reach).view_as(mass)

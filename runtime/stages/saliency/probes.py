@@ -1,4 +1,4 @@
-"""Which query rows are probes: a sample of rows tells which tokens are salient (ZipCache, arXiv:2405.14256, section 4.3)."""
+"""Probes: the sample of query rows from whose attention saliency is computed (ZipCache, arXiv:2405.14256, section 4.3)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ STRATEGIES = ("random+recent", "random", "recent", "all", "special")
 
 
 def share_of(share: float, count: int) -> int:
-    """`share` of `count` things: rounded down, at least 1 of any positive share."""
+    """Return `share` x `count` rounded down, at least 1 for a positive share, at most `count`."""
     return min(count, max(1, math.floor(share * count + 1e-9))) if share > 0 else 0
 
 
@@ -21,10 +21,10 @@ def share_of(share: float, count: int) -> int:
 class Probes:
     """Probe rows of a prompt and of a block of decoded tokens.
 
-    A prompt's rows: the newest, some drawn without replacement, half of each (random+recent), all of them, or the tokens
-    whose id is in `special_ids` (`with_ids` gives those of a tokenizer). In a block the same shares hold, with a draw for each
-    row (Algorithm 3: index > 95 or 5 % of 100); its last row always is a probe, for without it the last token would have no
-    score; `special` does as random+recent there.
+    In a prompt probes are the newest rows, rows drawn without replacement, half of each (random+recent), all rows, or the tokens
+    whose id is in `special_ids` (`with_ids` sets those of a tokenizer). In a block the same shares hold, with a draw for each
+    row (Algorithm 3: index > 95 or 5 % of 100). A block's last row always is a probe, because otherwise its last token would have
+    no score. For blocks `special` is the same as random+recent.
     """
 
     strategy: str = "random+recent"
@@ -47,15 +47,15 @@ class Probes:
 
     @property
     def lacks_ids(self) -> bool:
-        """Whether it is not yet known which tokens are special."""
+        """Whether probes are special tokens, and their ids are not set yet."""
         return self.strategy == "special" and not self.special_ids
 
     def with_ids(self, special_ids: tuple[int, ...]) -> "Probes":
-        """The same with these tokens for special ones, where it lacks them."""
+        """Return the probes with these ids of special tokens, if they lack ids; else unchanged."""
         return replace(self, special_ids=special_ids) if self.lacks_ids else self
 
     def of_prompt(self, length: int, rng: SeededRng, ids: Tensor | None) -> Tensor:
-        """Probe rows among the `length` rows of a prompt whose token ids are `ids [length]`: int64, rising, on the host."""
+        """Positions of the probes among the `length` rows of a prompt with token ids `ids [length]`: int64, rising, on the host."""
         positions = torch.arange(length)
         if self.strategy == "all":
             return positions
@@ -70,7 +70,7 @@ class Probes:
         return torch.cat([chosen.sort().values, positions[rest:]])
 
     def of_block(self, start: int, size: int, rng: SeededRng) -> tuple[bool, ...]:
-        """Which of the `size` rows from position `start` on are probes; asked in decode steps, so in numbers of the host."""
+        """Whether each of the `size` rows from position `start` on is a probe; for decode steps, so computed on the host."""
         if self.strategy == "all":
             return (True,) * size
         halved = self.share if self.strategy in ("random", "recent") else self.share / 2

@@ -1,15 +1,15 @@
-"""The newest R tokens exact, every older one encoded as it falls out: KIVI's values; R = 0 keeps nothing exact."""
+"""The newest R tokens are exact, all older ones encoded: KIVI's values; R = 0 keeps nothing exact."""
 
 from dataclasses import dataclass
 
 from calib.runtime.messages.whole_numbers import check_whole
 
-LEAST, MOST = 32, 128  # tokens encoded at once
+LEAST, MOST = 32, 128  # sizes of blocks that are encoded in one call
 
 
 @dataclass(frozen=True)
 class SlidingResidual:
-    """Exactly the last `tokens` tokens stay exact."""
+    """The last `tokens` tokens are exact, after every forward."""
 
     tokens: int
 
@@ -21,10 +21,11 @@ class SlidingResidual:
         return max(0, length - self.tokens)
 
     def encoded(self, length: int) -> int:
-        """Whole blocks, of as many tokens as the residual has room for: a token's codes are written while it is still read exactly.
+        """Tokens are encoded in whole blocks, as large as the residual allows: codes are written while their tokens are still read
+        exactly.
 
-        They take no room of their own (pages hold as many tokens), and a decode step rarely has to encode at all: with blocks of as
-        many keys both are encoded in one step.
+        These codes take no memory of their own (pages hold as many tokens), and most decode steps encode nothing; if blocks of keys
+        have the same size, keys and values are encoded in the same step.
         """
         block = min(MOST, 1 << self.tokens.bit_length() >> 1)
         return self.packed(length) if block < LEAST else length - length % block
@@ -34,5 +35,5 @@ class SlidingResidual:
         return self.tokens
 
     def slots(self, length: int) -> int:
-        """All, once the row is that long."""
+        """All `tokens` slots, once the row is that long."""
         return min(length, self.tokens)

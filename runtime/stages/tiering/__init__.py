@@ -1,5 +1,5 @@
-"""Which tier a token goes to: shares of a chunk, a budget of heavy and recent tokens, a budget for the
-prompt alone, sinks and a window, or first and local ones."""
+"""Tierings, which decide the tier of a token: shares of a chunk, a budget of heavy and recent tokens, a budget for the
+prompt alone, sinks and a window, or initial and local tokens."""
 
 from calib.runtime.stages.tiering.heavy_recent import HeavyHitterBudget
 from calib.runtime.stages.tiering.local import InitialAndWindow

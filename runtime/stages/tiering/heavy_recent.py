@@ -1,4 +1,4 @@
-"""A budget of important tokens, some for their attention and some for their age: H2O (arXiv:2306.14048), MiKV."""
+"""A budget of important tokens, the most attended and the newest: H2O (arXiv:2306.14048), MiKV (arXiv:2402.18096)."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from calib.runtime.stages.selection import NO_END, NextTokens, Tiering
 
 @dataclass(frozen=True)
 class HeavyHitterBudget(Tiering):
-    """The newest tokens and the heaviest of the others are important; who falls out of the budget moves to the next tier.
+    """The newest tokens and the heaviest of the others are important; a token that leaves the budget moves to the next tier.
 
     Args:
         heavy, recent: tokens, or a share (float) of the prompt's length; the budget is their sum.
         ratio: instead of both, a budget of ceil(ratio x prompt), half of it heavy.
-        local: the newest tokens fill the whole budget, whatever part of it would be heavy.
+        local: the newest tokens fill the whole budget, also the part for heavy ones.
 
     The budget is fixed by the prompt: `sizes(prompt)`.
     """
@@ -30,7 +30,7 @@ class HeavyHitterBudget(Tiering):
 
     @property
     def has_ring(self) -> bool:
-        """Whether any tokens are kept for their age."""
+        """Whether some tokens are kept because they are the newest."""
         return self.local or self.recent is None or self.recent > 0
 
     def sizes(self, prompt: int) -> tuple[int, int]:
@@ -38,33 +38,33 @@ class HeavyHitterBudget(Tiering):
         return _sizes(self.heavy, self.recent, self.ratio, self.local, prompt)
 
     def held(self, length: int, prompt: int) -> list[int]:
-        """Tokens in the important tier and below once a row holds `length`."""
+        """Numbers of tokens in the important tier and in the next one, once a row holds `length`."""
         important = min(length, sum(self.sizes(prompt)))
         return [important, length - important]
 
     def next_tokens(self, length: int, prompt: int) -> NextTokens:
-        """Important until the budget is full; then for each that becomes so another one goes below."""
+        """Tokens add to the important tier until the budget is full; then each new one moves another one to the next tier."""
         left = sum(self.sizes(prompt)) - length
         return NextTokens(0, left) if left > 0 else NextTokens(1, NO_END)
 
     def evicts(self, stored: int) -> bool:
-        """Without a tier below the important one."""
+        """Whether only the important tier is stored."""
         return stored < 2
 
     def rewritten(self, tier: int) -> bool:
-        """Slots of the important tier are used again."""
+        """True for the important tier."""
         return tier == 0
 
     def exact(self, length: int, prompt: int) -> int:
-        """None: every token goes to a tier."""
+        """0: every token is in a tier."""
         return 0
 
 
-@lru_cache(4096, typed=True)  # 1 is a token, 1.0 all of them
+@lru_cache(4096, typed=True)  # 1 is one token, 1.0 all tokens
 def _sizes(
     heavy: float | int | None, recent: float | int | None, ratio: float | None, local: bool, prompt: int
 ) -> tuple[int, int]:
-    """See `HeavyHitterBudget.sizes`; a step asks again for every row."""
+    """`HeavyHitterBudget.sizes`, cached because a step needs it for every row."""
     if ratio is not None:
         budget = max(1, math.ceil(ratio * prompt - 1e-9))
         newest = budget - budget // 2 if recent is None else _tokens(recent, prompt)

@@ -1,4 +1,4 @@
-"""The first tokens and a local window, both exact; what lies between leaves in whole blocks (InfLLM, arXiv:2402.04617)."""
+"""The first tokens and a local window, both exact; tokens between them leave in whole blocks (InfLLM, arXiv:2402.04617)."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from calib.runtime.stages.selection import NextTokens, Tiering
 
 @dataclass(frozen=True)
 class InitialAndWindow(Tiering):
-    """The first `initial` tokens in one tier. Of the others the newest `window`, and as many more as make no block yet."""
+    """One tier of the first `initial` tokens. Of the others the newest `window` are in the exact window, and up to `block` - 1
+    more, until these are a block, which leaves."""
 
     initial: int
     window: int
@@ -22,36 +23,36 @@ class InitialAndWindow(Tiering):
             check_whole(name, value, least, f"a whole number of tokens, at least {least}")
 
     def blocks(self, length: int) -> int:
-        """Blocks that have left once a row holds `length` tokens."""
+        """Number of blocks that have left once a row holds `length` tokens."""
         return max(0, length - self.initial - self.window) // self.block
 
     def first(self, length: int) -> int:
-        """The position of the first local token then."""
+        """The position of the first local token once a row holds `length` tokens."""
         return min(length, self.initial) + self.blocks(length) * self.block
 
     def held(self, length: int, prompt: int) -> list[int]:
-        """Initial tokens then."""
+        """The number of initial tokens, in the only tier."""
         return [min(length, self.initial)]
 
     def next_tokens(self, length: int, prompt: int) -> NextTokens:
-        """Initial ones first, then local ones until a block leaves."""
+        """First initial tokens, then local ones until a block leaves."""
         if length < self.initial:
             return NextTokens(0, self.initial - length)
         behind = length - self.initial - self.window
         return NextTokens(None, self.block - 1 - (behind % self.block if behind > 0 else behind))
 
     def longest(self) -> int:
-        """The most local tokens there ever are, and one more."""
+        """The largest number of local tokens, plus one."""
         return self.window + self.block
 
     def evicts(self, stored: int) -> bool:
-        """Always: what leaves the window is on the device no more."""
+        """True: tokens that leave the window are no longer on the device."""
         return True
 
     def rewritten(self, tier: int) -> bool:
-        """Never."""
+        """False."""
         return False
 
     def exact(self, length: int, prompt: int) -> int:
-        """Local tokens then."""
+        """Number of local tokens."""
         return length - self.first(length)

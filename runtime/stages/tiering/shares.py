@@ -8,7 +8,7 @@ from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.stages.saliency.probes import share_of
 from calib.runtime.stages.selection import NextTokens, Tiering
 
-MOST_BLOCK = 2**16  # tokens encoded at once: which of them are probes is drawn for each, by the host
+MOST_BLOCK = 2**16  # the largest block; the host draws for each of its tokens whether it is a probe
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,17 @@ class RatioTiers(Tiering):
     """A chunk's most salient tokens go to the first tier, and so on; the last tier takes the rest.
 
     The first chunk is the prompt; every later one is a block of `block` tokens, exact until it is complete. A prompt
-    shorter than a block waits for the first block: the ranges measured on a chunk hold for all that follow. The first chunk's
-    sinks stay in the exact window, before everything else.
+    shorter than a block is encoded when the row has a block of tokens, because ranges may be measured on the first chunk for
+    all later ones. Sinks stay in the exact window, before all other tokens.
 
     Args:
-        shares: of each tier, best first; they sum to 1.
+        shares: share of each tier, best first; they sum to 1.
         block: tokens of a later chunk.
-        separate_prompt_tiers: stored tiers of the first chunk where later chunks have as many of their own; 0: all share them.
-        multiple_of: the first chunk is a multiple of so many tokens.
+        separate_prompt_tiers: number of stored tiers of the first chunk if later chunks have as many of their own; 0: all chunks
+            share the tiers.
+        multiple_of: the first chunk is a multiple of this number of tokens.
         window: newest tokens that are in no chunk yet, and exact; the first chunk is the prompt without them.
-        sinks: a row's first tokens, which are in no tier and exact for ever; the first chunk has a block besides.
+        sinks: a row's first tokens, which always stay exact and are in no tier; the first chunk has at least a block besides.
     """
 
     shares: tuple[float, ...]
@@ -49,21 +50,21 @@ class RatioTiers(Tiering):
             raise ValueError(f"sinks={self.sinks} where all tokens of a chunk are one segment; use sinks=0")
 
     def counts(self, tokens: int) -> list[int]:
-        """How many of so many `tokens` of a chunk go to each tier."""
+        """How many of the `tokens` tokens of a chunk go to each tier."""
         return list(_counts(self.shares, tokens))
 
     def first(self, prompt: int) -> int:
-        """Tokens of the first chunk, sinks among them."""
+        """Number of tokens of the first chunk, sinks included."""
         left = max(0, prompt - self.window - self.sinks)
         return self.sinks + max(left - left % self.multiple_of, self.block)
 
     def complete(self, length: int, prompt: int) -> int:
-        """Tokens of the complete chunks once a row holds `length`."""
+        """Number of tokens in complete chunks once a row holds `length`, sinks included."""
         first, left = self.first(prompt), length - self.window
         return 0 if left < first else left - (left - first) % self.block
 
     def encoded(self, length: int, prompt: int) -> int:
-        """Those of them that are in a tier: all but the sinks."""
+        """Number of tokens in tiers: those in complete chunks without the sinks."""
         return max(0, self.complete(length, prompt) - self.sinks)
 
     def chunk_of(self, position: int, prompt: int) -> range:
@@ -86,40 +87,41 @@ class RatioTiers(Tiering):
         return [one + more for one, more in zip(of_first, of_block, strict=True)]
 
     def next_tokens(self, length: int, prompt: int) -> NextTokens:
-        """Exact until a chunk is complete."""
+        """New tokens are exact until a chunk is complete."""
         behind = length - self.window - self.first(prompt)
         return NextTokens(None, (-behind if behind < 0 else self.block - behind % self.block) - 1)
 
     def longest(self) -> int:
-        """The most tokens that ever stay exact, and one more."""
+        """The largest number of exact tokens, plus one."""
         return self.sinks + self.window + self.block
 
     def evicts(self, stored: int) -> bool:
-        """Where there are more shares than tiers."""
+        """Whether there are more shares than stored tiers."""
         return len(self.shares) > stored
 
     def in_segments(self, stored: int) -> tuple["RatioTiers", list[int]]:
-        """Blocks apart from the first chunk."""
+        """The same with tiers of their own for the blocks, and the number of a block's tokens in each."""
         return replace(self, separate_prompt_tiers=stored), self.counts(self.block)
 
     @property
     def exact_sinks(self) -> int:
-        """All of them."""
+        """The number of sinks."""
         return self.sinks
 
     @property
     def slots_from(self) -> int | None:
-        """Behind the sinks. With `separate_prompt_tiers` blocks begin elsewhere in each row."""
+        """The position after the sinks, with one tier; None with several, or with `separate_prompt_tiers`, where blocks begin at
+        other positions in each row."""
         return self.sinks if len(self.shares) == 1 and not self.separate_prompt_tiers else None
 
     @property
     def multiple(self) -> int:
-        """What the first chunk and blocks are multiples of, where one tier takes all."""
+        """The number of which the first chunk and all blocks are multiples, with one tier; else 1."""
         return 1 if self.slots_from is None else math.gcd(self.block, self.multiple_of)
 
     @property
     def shortest_chunk(self) -> int:
-        """Sinks and a block."""
+        """The number of sinks, and a block."""
         return self.first(0)
 
     @property
@@ -128,11 +130,11 @@ class RatioTiers(Tiering):
         return self.block > 1
 
     def rewritten(self, tier: int) -> bool:
-        """Never: tiers grow at their end."""
+        """False: tiers grow at their end."""
         return False
 
     def exact(self, length: int, prompt: int) -> int:
-        """Tokens in the exact window: sinks and the newest."""
+        """Number of tokens in the exact window: sinks and the newest ones."""
         return length - self.encoded(length, prompt)
 
 

@@ -8,7 +8,7 @@ from calib.runtime.stages.selection import NO_END, NextTokens, Tiering
 
 @dataclass(frozen=True)
 class Sinks(Tiering):
-    """The first `sinks` tokens in one tier, the last `window` in another; what is in neither is dropped."""
+    """The first `sinks` tokens in one tier, the last `window` in another; all other tokens are dropped."""
 
     sinks: int
     window: int
@@ -18,24 +18,24 @@ class Sinks(Tiering):
         check_whole("window", self.window, 1, "a whole number of tokens, at least 1")
 
     def held(self, length: int, prompt: int) -> list[int]:
-        """Sinks and window tokens once a row holds `length`."""
+        """Numbers of sinks and of window tokens once a row holds `length`."""
         sinks = min(length, self.sinks)
         return [sinks, min(length - sinks, self.window)]
 
     def next_tokens(self, length: int, prompt: int) -> NextTokens:
-        """Sinks first, then the window until it is full; then for each that enters it one goes."""
+        """First sinks, then the window until it is full; then each new token replaces the oldest of the window."""
         ends = self.sinks, self.sinks + self.window
         tier = sum(length >= end for end in ends)
         return NextTokens(tier, ends[tier] - length if tier < len(ends) else NO_END)
 
     def evicts(self, stored: int) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def rewritten(self, tier: int) -> bool:
-        """The window is a ring."""
+        """True for the window, which is a ring."""
         return tier == 1
 
     def exact(self, length: int, prompt: int) -> int:
-        """None: both tiers are pages."""
+        """0: every token is in a tier."""
         return 0

@@ -1,4 +1,4 @@
-"""Invertible maps of a stream that attention undoes on its own side."""
+"""Invertible maps of a stream that attention undoes on the query or on its output."""
 
 from calib.runtime.stages.transform.balancer import Balancer
 from calib.runtime.stages.transform.basis import Basis, coded_width

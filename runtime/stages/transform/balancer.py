@@ -1,4 +1,4 @@
-"""MiKV's balancer (arXiv:2402.18096, eq. 2-4): outlier channels of keys and queries meet half-way."""
+"""MiKV's balancer (arXiv:2402.18096, eq. 2-4): it evens out the outlier channels of keys and queries."""
 
 from dataclasses import dataclass
 

@@ -1,13 +1,12 @@
-"""Calibrated components of a head (METHODS of transform coding: the eigenvectors of its weighted covariance), in units of their
-quantiser's ranges.
+"""Calibrated components of a head (from the eigenvectors of its weighted covariance), in units of their quantiser's ranges.
 
     y = E (x - mean)        x^ = mean + M y^        q.x^ = q.mean + (M^T q).y^
 
-Components that get no bits are left out of E and M, so both folds are smaller than a head. Attention never comes back to
-channels: the query is folded once a step, and the mixture of codes once more at the end.
+Components that get no bits are left out of E and M, so both folds are smaller than a head. For values, and for keys after RoPE,
+attention never decodes to channels: the query is folded once a step, and the weighted sum of codes once at the end.
 
-A product's last bit depends on how many tokens share it, and codes must not: y is a sum of whole numbers, exact in float64
-whatever its order. So a token has the same codes alone, in any batch, and on any device.
+The last bit of a matrix product depends on how many tokens share it, and codes must not: so y is a sum of whole numbers, exact
+in float64 in any order. A token then has the same codes alone, in any batch, and on any device.
 """
 
 import math
@@ -25,19 +24,19 @@ from calib.runtime.stages.contract import Transform
 if TYPE_CHECKING:
     from calib.runtime.stages.transform.measured import Measured
 
-# Standard deviations of a channel that its unit reaches; farther tokens are brought in to there.
+# x - mean is clamped to at least so many standard deviations of its channel.
 REACH = 64
-LEAST_UNIT = 2.0**-100  # of a channel that does not move: its inverse is finite
+LEAST_UNIT = 2.0**-100  # for a channel without variance, so that the inverse is finite
 ENTRY = 2**15 - 1  # the largest entry of E
 
 
 @dataclass(frozen=True, eq=False)
 class Basis(Transform):
-    """The transform of one layer's keys or values. Tables have 16 bits an entry: what that rounds is far below a step.
+    """The transform of one layer's keys or values, with N components. Tables have 16 bits an entry, rounded to far below a step.
 
     Args:
         mean: float32 `[kv_heads, 1, D]`.
-        unit: float32 `[kv_heads, 1, D]`, a power of two for each channel: what x - mean is rounded to multiples of.
+        unit: float32 `[kv_heads, 1, D]`, a power of two for each channel; x - mean is rounded to multiples of it.
         into: int16 `[kv_heads, D, N]`: E, in units of channels and components.
         scale: float32 `[kv_heads, 1, N]`: powers of two, the components' units.
         back: float16 `[kv_heads, N, D]`: M, transposed, for a step of each component's codes, in units of `size`.
@@ -100,7 +99,7 @@ class Basis(Transform):
         return (whole.double() @ self.into.double()).float().mul_(self.scale)
 
     def projection(self) -> Projection:
-        """Its first four tables."""
+        """`forward` as kernels do it: the tables mean, unit, into and scale."""
         return Projection(self.mean, self.unit, self.into, self.scale)
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -109,29 +108,29 @@ class Basis(Transform):
 
     def inverse_of_codes(self, codes: Tensor, sizes: Tensor | None = None) -> Tensor:
         """x^ float32 `[..., kv_heads, tokens, D]` of codes `[..., kv_heads, tokens, N]`, whole numbers, and of tokens' sizes
-        float32 `[..., kv_heads, tokens, 1]` where they have such. The same bits however many tokens there are: entries of float16
-        are multiples of 2^-24 up to 1, and their sums with codes of 8 bits are exact in float64 up to 2^21 components."""
+        float32 `[..., kv_heads, tokens, 1]`, if there are any. The bits do not depend on the number of tokens: float16 entries are
+        multiples of 2^-24 up to 1, and their sums with codes of 8 bits are exact in float64 up to 2^21 components."""
         moved = (codes.double() @ self.back.double()).float().mul_(self.size)
         if sizes is None:
             return moved.add_(self.origin)
         return moved.add_(self.origin - self.mean).mul_(sizes).add_(self.mean)
 
     def of_codes(self) -> Tensor:
-        """x^ = size back^T c + origin as one product, of codes c and a 1 behind them: float32 `[kv_heads, D, N + 1]`. Of a token of
-        size s, x^ = size back^T s c + s (origin - mean) + mean: `[kv_heads, D, N + 2]`."""
+        """The matrix of x^ = size back^T c + origin for codes c and a 1 after them: float32 `[kv_heads, D, N + 1]`. For tokens
+        with a size s, of x^ = size back^T s c + s (origin - mean) + mean: `[kv_heads, D, N + 2]`."""
         offsets = [self.origin - self.mean, self.mean] if self.sized else [self.origin]
         return torch.cat([self.back.float() * self.size, *offsets], -2).mT
 
     def code_fold(self) -> CodeFold:
-        """sum p x^ = size back^T sum p c + origin sum p."""
+        """The tables of sum p x^ = size back^T sum p c + origin sum p."""
         return CodeFold(self.back, self.size, self.origin, self.mean if self.sized else None)
 
     def fold_codes(self, mixed: Tensor, mass: Tensor) -> Tensor:
-        """The same at once; the last of sized numbers is sum p s."""
+        """sum p x^ from `mixed` = sum p c and `mass` = sum p; with sizes s `mixed` is sum p s c and then sum p s."""
         return folded(self.code_fold(), mixed[..., : self.components], mass, mixed[..., self.components :])
 
     def rope_tables(self, coarse: Tensor, fine: Tensor) -> RopeTables:
-        """For keys of codes."""
+        """The tables with which a kernel decodes keys and rotates them."""
         return RopeTables(self.back, self.size, self.mean, coarse, fine)
 
     def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -143,12 +142,12 @@ class Basis(Transform):
         return (mixed * self.gain) @ self.back.float() + self.mean * mass
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tables."""
         return [self.mean, self.unit, self.into, self.scale, self.back, self.size, self.gain, self.origin]
 
 
 def coded_width(transform: "Transform | Measured", channels: int) -> int:
-    """The width of what a codec gets to see of tokens of so many `channels`."""
+    """The width of a token of `channels` channels after `transform`, which is what the codec encodes."""
     return channels if transform.components is None else transform.components
 
 

@@ -1,4 +1,4 @@
-"""Maps that treat every channel of a head alone: a scale (ZipCache, arXiv:2405.14256, eq. 6), or a scale and a centre."""
+"""Maps of each channel on its own: a scale (ZipCache, arXiv:2405.14256, eq. 6), or a scale and a centre."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from calib.runtime.stages.contract import Transform
 class ChannelRange(Transform):
     """y = (x - center) / half: a calibrated range [center - half, center + half] becomes [-1, 1].
 
-    `center`, `half`: `[..., kv_heads, 1, head_dim]`, `half` > 0; a channel that never moved gets `NARROW`, so that it
-    decodes to its centre.
+    `center`, `half`: `[..., kv_heads, 1, head_dim]`, `half` > 0; a constant channel has `half` = `NARROW`, so that it
+    is decoded to its centre.
     """
 
     center: Tensor
@@ -60,7 +60,7 @@ class ChannelRange(Transform):
 class ChannelScale(Transform):
     """y = x / scale, one scale a channel: outlier channels no longer widen the range of a token (ZipCache, eq. 6).
 
-    `scale`: float32 `[kv_heads, 1, head_dim]`, 0 or more; where it is 0, so are y and what is made of it.
+    `scale`: float32 `[kv_heads, 1, head_dim]`, 0 or more; where it is 0, y and what is decoded from it are 0.
     """
 
     scale: Tensor

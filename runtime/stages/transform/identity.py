@@ -1,4 +1,4 @@
-"""No transform: tokens are encoded where they lie."""
+"""No transform: tokens are encoded as they are."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Identity(Transform):
     """T x = x."""
 
     def prologue(self) -> Prologue:
-        """Nothing."""
+        """The prologue that changes nothing."""
         return IDENTITY
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Identity(Transform):
         return mixed
 
     def channel_map(self) -> ChannelMap:
-        """Nothing."""
+        """The map that changes nothing."""
         return ChannelMap()
 
     def tensors(self) -> list[Tensor]:

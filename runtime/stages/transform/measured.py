@@ -1,7 +1,7 @@
-"""Transforms whose numbers come from a row's own prompt (`statistics="prompt"`) and are frozen after it.
+"""Transforms whose parameters are measured on a row's own prompt (`statistics="prompt"`) and then stay fixed.
 
-A measured transform is a frozen recipe: `measure` turns a chunk of tokens into the transform of those rows, whose tensors
-are `[rows, kv_heads, 1, head_dim]`, and `neutral` is what a row has before it holds a chunk.
+A measured transform is a recipe: `measure` makes the transform of some rows from a chunk of their tokens, with tensors
+`[rows, kv_heads, 1, head_dim]`, and `neutral` makes the one that a row has before its first chunk.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Over = Literal["tier", "chunk"]
 
 
 class Measured(Protocol):
-    """A recipe for a transform: `measure` fits it to a row's first chunk, and it is frozen from then on."""
+    """A recipe for a transform: `measure` fits it to a row's first chunk, and it stays fixed from then on."""
 
     @property
     def over(self) -> Over:
@@ -37,13 +37,13 @@ class Measured(Protocol):
         into: Sequence[Tensor] | None = None,
         extremes: Tensor | None = None,
     ) -> Transform:
-        """`tokens [rows, kv_heads, T, D]`, or those of them at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]` -> a
-        transform whose numbers, `[rows, kv_heads, 1, D]`, are kept in `dtype`; written to `into`, where it is given. `extremes`: of
-        all tokens, where they are known (`kernels/channel_ranges`)."""
+        """Measure `tokens [rows, kv_heads, T, D]`, or those at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]`; return
+        the transform. Its parameters `[rows, kv_heads, 1, D]` are rounded to `dtype`, and written to `into` if it is given.
+        `extremes`: those of all tokens, if they are known already (`kernels/channel_ranges`)."""
         ...
 
     def neutral(self, like: Tensor) -> Transform:
-        """What a row has before it holds a chunk, in the shape of `like`."""
+        """The transform of a row before its first chunk, with parameters shaped like `like`."""
         ...
 
     @property
@@ -53,12 +53,12 @@ class Measured(Protocol):
 
     @property
     def components(self) -> None:
-        """A recipe's transform keeps the channels."""
+        """None: a measured transform keeps the channels."""
         return None
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the queries decide, too."""
+        """Whether `measure` uses the queries."""
         return False
 
     @property
@@ -93,10 +93,10 @@ class MeasuredRange(Measured):
 
 @dataclass(frozen=True)
 class MeasuredScale(Measured):
-    """c_i = sqrt(max_t |x_ti|) (ZipCache, arXiv:2405.14256, eq. 6). A channel that is 0 throughout has c_i = 0 and comes back as 0.
+    """c_i = sqrt(max_t |x_ti|) (ZipCache, arXiv:2405.14256, eq. 6). A channel that is 0 throughout has c_i = 0 and is decoded to 0.
 
-    `frozen`: later tokens are divided by c as well. A channel that was 0 then has the least c of its head's others, so that it
-    comes back nearly 0 and is not lost when it moves; 1 where all were 0.
+    `frozen`: later tokens are divided by c as well. Then a channel that was 0 has the least c of its head's other channels, so
+    that zeros are decoded to nearly 0 and later values other than 0 are not lost; 1 where all channels were 0.
     """
 
     over: Over = "chunk"
@@ -104,7 +104,7 @@ class MeasuredScale(Measured):
 
     @property
     def onnx_writer(self) -> str:
-        """Frozen scales are never 0."""
+        """The writer of scales; frozen ones have their own, as they are never 0."""
         return "frozen scale" if self.frozen else "scale"
 
     def measure(
@@ -142,7 +142,7 @@ class MeasuredBalancer(Measured):
         into: Sequence[Tensor] | None = None,
         extremes: Tensor | None = None,
     ) -> Balancer:
-        """From keys `tokens [rows, kv_heads, T, D]` and `query [rows, heads, n, D]`, whose groups are taken together."""
+        """From keys `tokens [rows, kv_heads, T, D]` and `query [rows, heads, n, D]`; a KV head's query heads have one maximum."""
         return Balancer(*measured("balance", tokens, dtype, order, query, into, extremes))
 
     def neutral(self, like: Tensor) -> Balancer:

@@ -1,9 +1,10 @@
-"""An orthogonal matrix, for all heads or one for each: lengths and inner products stay, and what one channel has is spread.
+"""Rotation by an orthogonal matrix, the same for all heads or one for each: it keeps lengths and inner products, and spreads each
+channel over all.
 
     y = R x        x^ = R^T y^        q.x^ = (R q).y^
 
-A random one makes one table serve all coordinates (TurboQuant, arXiv:2504.19874, section 3); with Hadamard's no channel stays an
-outlier (KVarN, arXiv:2606.03458); a calibrated one turns errors to where attention looks least (OSCAR, arXiv:2605.17757).
+After a random rotation one table suits all coordinates (TurboQuant, arXiv:2504.19874, section 3); after Hadamard's no channel is an
+outlier (KVarN, arXiv:2606.03458); a calibrated one moves errors to where attention weighs least (OSCAR, arXiv:2605.17757).
 """
 
 from dataclasses import dataclass
@@ -35,18 +36,18 @@ class Orthogonal(Transform):
 
     @classmethod
     def drawn(cls, channels: int, seed: int) -> "Orthogonal":
-        """Uniformly among the orthogonal matrices of `[channels, channels]`; the same for a seed, whoever asks."""
+        """With R drawn uniformly from the orthogonal matrices `[channels, channels]`; one shared table for each seed."""
         return _drawn(channels, seed)
 
     @classmethod
     def hadamard(cls, channels: int) -> "Orthogonal":
-        """The normalised Hadamard matrix, in equal blocks where `channels` is no power of two; one table, whoever asks."""
+        """With the normalised Hadamard matrix, in equal blocks if `channels` is no power of two; one shared table."""
         return _hadamard(channels)
 
     @classmethod
     def random_hadamard(cls, channels: int, seed: int) -> "Orthogonal":
-        """Hadamard's of channels whose signs are drawn: R = H diag(+-1). Without them channels of one sign would add up in the
-        first coordinate. The same for a seed, whoever asks."""
+        """With the Hadamard matrix and random signs of the channels: R = H diag(+-1). Without the signs channels of one sign would
+        add up in the first coordinate. One shared table for each seed."""
         return _random_hadamard(channels, seed)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""Keys without the bias of their projection: what is the same for every token is not stored with every token.
+"""Keys without the bias of their projection, which is the same for every token and need not be encoded with every key.
 
     k_t = R_t (W x_t + b)       encoded: y_t = T (k_t - R_t b)       q.k_t = (T^-T q).y_t + q.R_t b
 
-R_t is RoPE at the token's position t. With pairs of channels (1, 2) that turn by t w each, the last term is a sum over pairs,
+R_t is RoPE at the token's position t. RoPE rotates pairs of channels (1, 2) by an angle t w; the last term is a sum over pairs,
 
     q.R_t b = sum (q_1 b_1 + q_2 b_2) cos t w + (q_2 b_1 - q_1 b_2) sin t w,
 
-and what RoPE leaves alone adds a constant. So attention has one product more, of the query's numbers with cos and sin of positions,
-which are the same for all layers, rows and heads. Whatever vector b is, scores are those of the keys: it need not be the bias.
+and channels that RoPE does not rotate add a constant. So attention has one more product, of numbers of the query with cos and sin
+of the positions, which are the same for all layers, rows and heads. The scores are right for any vector b, not only for the bias.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from calib.runtime.stages.contract import Transform
 
 @dataclass(frozen=True, eq=False)
 class WithoutBias(Transform):
-    """T itself does not know positions: `forward` and the folds are `inner`'s, on keys that `at` was taken off.
+    """`forward` and the folds are those of `inner`, which does not depend on positions, for keys from which `at` was subtracted.
 
     Args:
         inner: T.
@@ -46,8 +46,8 @@ class WithoutBias(Transform):
         return Rotation.rotated(self._bias.expand(*cos.shape[:-3], -1, cos.shape[-2], -1), cos, sin)
 
     def of_query(self, query: Tensor, turning: int) -> tuple[Tensor, Tensor | None]:
-        """What `query [..., kv_heads, rows, D]` gives to cos and sin of positions, `[..., kv_heads, rows, r]`, where RoPE turns
-        `turning` pairs, r / 2; and the constant besides, `[..., kv_heads, rows, 1]`, None where RoPE turns all channels."""
+        """The factors of cos and sin in q.R_t b, `[..., kv_heads, rows, r]`, for `query [..., kv_heads, rows, D]` where RoPE
+        rotates `turning` = r / 2 pairs; and the constant term `[..., kv_heads, rows, 1]`, None where RoPE rotates all channels."""
         rotated = 2 * turning
         (q1, q2), (b1, b2) = (part[..., :rotated].unflatten(-1, (2, -1)).unbind(-2) for part in (query, self._bias))
         found = torch.cat([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], -1)
@@ -69,11 +69,11 @@ class WithoutBias(Transform):
         return self.inner.inverse(y)
 
     def fold_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`inner`'s; `of_query` has the rest."""
+        """`inner`'s, without q.R_t b, for which `of_query` is."""
         return self.inner.fold_query(query)
 
     def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
-        """`inner`'s: values have no part that follows from positions."""
+        """`inner`'s: values have no part that depends on positions."""
         return self.inner.fold_output(mixed, mass)
 
     def tensors(self) -> list[Tensor]:
