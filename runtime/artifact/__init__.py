@@ -1,1 +1,1 @@
-"""The artifact: what `calib fit` measured, in one file; what is checked before any of it is used."""
+"""The artifact: the results of `calib fit` in one file, and the checks that are made before any of it is used."""

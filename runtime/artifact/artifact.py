@@ -4,8 +4,8 @@
     artifact.check(model)                                  # raises ArtifactError for another model
     low = artifact.tensor("keys.low", wanted_by="kivi")    # [layers, kv_heads, head_dim], float32
 
-The file is specified in `docs/artifact_format.md`, its bytes are made in `artifact_file.py`, the tensors' names are in
-`tensor_registry.py`; `hub/` is its way to the Hugging Face hub and back.
+The file is specified in `docs/artifact_format.md`; `file.py` encodes and decodes it, `tensor_registry.py` has the names of its
+tensors, and `hub/` uploads it to the Hugging Face hub and downloads it.
 """
 
 import os
@@ -44,13 +44,13 @@ class Artifact:
     """Calibration results of one model. Construction checks everything, so every `Artifact` object is valid.
 
     Attributes:
-        tensors: by name, on the CPU: any subset of the registry's names (`docs/artifact_format.md`), and others. Copies.
-        fingerprint: which model this is of, from `fingerprint(model)`.
+        tensors: by name, on the CPU: any of the registry's names (`docs/artifact_format.md`), and others. They are copies.
+        fingerprint: the model that it was fitted on, as `fingerprint(model)` returns it.
         provenance: how it was measured, as plain JSON: data, seed, versions, metrics, configuration.
         clip_bits: the bit widths along the last axis of every clip tensor, such as (1, 2, 3, 4).
 
     Raises:
-        ArtifactError: for NaN or infinities, for what JSON cannot hold, and for a registered tensor with a shape, dtype
+        ArtifactError: for NaN or infinities, for values that JSON cannot hold, and for a registered tensor with a shape, dtype
             or values that the registry does not allow.
     """
 
@@ -73,7 +73,7 @@ class Artifact:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Artifact":
-        """Reads and checks everything before anything can be used; raises `ArtifactError` that begins with the path."""
+        """Read the file at `path` and check all of it; raises `ArtifactError`, whose message begins with the path."""
         if not isinstance(path, str | os.PathLike):
             raise ArtifactError(f"got {printable(path)}, expected the path of an artifact; `calib fit` writes one")
         try:
@@ -93,9 +93,9 @@ class Artifact:
             raise ArtifactError(f"{path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file under a temporary name and renames it: a killed save leaves the old file or none.
+        """Write the file under a temporary name and rename it: if the process is killed, the old file or none is left.
 
-        The same content gives the same bytes. Raises `ArtifactError` when the folder or the disk does not allow it.
+        Equal content gives equal bytes. Raises `ArtifactError` if the file cannot be written.
         """
         try:
             write_atomically(path, self.encoded())
@@ -121,16 +121,17 @@ class Artifact:
         local_files_only: bool = False,
         token: Token = None,
     ) -> "Artifact":
-        """`load` for a file, a folder that holds an artifact, or a repository of the hub (`owner/name`).
+        """Load a file, the artifact in a folder, or the one in a repository of the hub (`owner/name`).
 
-        What exists on this machine is taken, and the hub is not asked. A download is kept in the hub's cache and used
-        again, without a network too (HF_HUB_OFFLINE=1). Raises `ArtifactError`, which never holds a token.
+        A path that exists locally is used, without a request to the hub. A download is kept in the hub's cache and used
+        again, also without a network (HF_HUB_OFFLINE=1). Raises `ArtifactError`, whose message never holds a token.
 
         Args:
+            name: path of the file or folder, or name of the repository.
             filename: which file of the folder or repository; without it `calib.safetensors`, or the only
                 `NAME.calib.safetensors`.
-            revision: of the repository: a branch, a tag or a whole commit hash; without it `main`.
-            cache_dir: instead of the hub's cache.
+            revision: branch, tag or whole commit hash of the repository; without it `main`.
+            cache_dir: folder to use instead of the hub's cache.
             force_download: download again what the cache has.
             local_files_only: use the cache alone.
             token: for private and gated repositories, instead of the one of `hf auth login`.
@@ -157,15 +158,17 @@ class Artifact:
         repo_id: str | None = None,
         **options: Any,
     ) -> None:
-        """Writes `calib.safetensors` and its card README.md into the folder, which is made where it is missing.
+        """Write `calib.safetensors` and its card README.md into `folder`, which is created if it is missing.
 
         A README.md that is not calib's (a model's own) stays. Raises `ArtifactError`.
 
         Args:
-            license: of the artifact, for the card; named there only if given here.
-            base_model: hub name of the model; without it the one that it was fitted by, where that was a hub name.
-            push_to_hub: pushes it as well, with `options` of `push_to_hub`.
-            repo_id: where to, and what the card tells readers to load; without it the folder's name.
+            folder: path of the folder.
+            license: license of the artifact, for the card; named there only if given here.
+            base_model: hub name of the model, for the card; without it the name that the model was loaded by in the fit, if that
+                was a hub name.
+            push_to_hub: whether to push it as well, with `options` of `push_to_hub`.
+            repo_id: the repository to push to, which the card also tells readers to load; without it the folder's name.
         """
         if options and not push_to_hub:
             raise ArtifactError(
@@ -188,17 +191,18 @@ class Artifact:
         license: str | None = None,
         base_model: str | None = None,
     ) -> "CommitInfo":
-        """Uploads `calib.safetensors` and its card as one commit, and returns the hub's word on that.
+        """Upload `calib.safetensors` and its card as one commit, and return the hub's information on it.
 
-        The repository is made where it is missing, the branch too. A README.md in it that is not calib's stays. Raises
-        `ArtifactError`, which never holds a token.
+        The repository and the branch are created if they are missing. A README.md there that is not calib's stays. Raises
+        `ArtifactError`, whose message never holds a token.
 
         Args:
-            repo_id: `owner/name`, or `name` for one's own.
-            private: of a repository that is made here; None: as the owner's settings say.
-            token: one that may write, instead of that of `hf auth login`.
+            repo_id: `owner/name`, or `name` for a repository of the user's own.
+            private: whether a repository that is created here is private; None: the owner's default.
+            token: a token that may write, instead of that of `hf auth login`.
             revision: the branch; without it `main`.
-            create_pr: opens a pull request instead of committing.
+            commit_message: the first line of the commit.
+            create_pr: whether to open a pull request instead of committing.
             license: as in `save_pretrained`.
             base_model: as in `save_pretrained`.
         """
@@ -215,7 +219,7 @@ class Artifact:
         )
 
     def check(self, model: "PreTrainedModel", allow_finetuned: bool = False) -> None:
-        """Raises `ArtifactError` naming the first field in which `model` is not the one this was fitted on.
+        """Raise `ArtifactError` naming the first field in which `model` differs from the one that this was fitted on.
 
         Args:
             model: the model that the artifact is to be used with.
@@ -224,11 +228,11 @@ class Artifact:
         compare(self.fingerprint, fingerprint(model), allow_finetuned)
 
     def has(self, name: str) -> bool:
-        """Whether the tensor is there."""
+        """Whether the artifact has a tensor `name`."""
         return name in self.tensors
 
     def tensor(self, name: str, wanted_by: str = "") -> Tensor:
-        """The tensor, or an `ArtifactError` that says who wants it, what there is, and which calibrator measures it."""
+        """Return tensor `name`; raises `ArtifactError` if it is missing, naming the method `wanted_by` and its calibrator."""
         if name in self.tensors:
             return self.tensors[name]
         shown = printable(name)
@@ -242,7 +246,7 @@ class Artifact:
         raise ArtifactError(f"{who} is not in this artifact; {measured_by} of `{fit}` measures it; it holds {there}")
 
     def clip(self, stream: str, form: str, bits: int) -> Tensor:
-        """Clip factors [layers, kv_heads], float32 in (0, 1], of one stream, group geometry and bit width.
+        """Return the clip factors `[layers, kv_heads]`, float32 in (0, 1], of one stream, group geometry and bit width.
 
         stream: `keys` or `values`. form: `32x1`, `1x32`, `1x*`, `fixed`, `scaled.1x32`, ... Raises `ArtifactError`.
         """
@@ -261,7 +265,7 @@ class Artifact:
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
-    """Any tensor, registered or not: a usable name, a storable dtype and shape, finite values."""
+    """Raise `ArtifactError` unless a tensor, registered or not, has a valid name, a storable dtype and shape, and finite values."""
     artifact_file.check_name(name)
     if tensor.dtype not in artifact_file.DTYPES or tensor.dim() > artifact_file.MOST_AXES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in artifact_file.DTYPES)
@@ -277,7 +281,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_clip_bits(bits: Sequence[int]) -> tuple[int, ...]:
-    """Raises `ArtifactError` unless they are different widths, the narrowest first."""
+    """Return `bits` as a tuple; raises `ArtifactError` unless they are increasing widths from 1 to 16."""
     good = all(type(width) is int and 1 <= width <= 16 for width in bits) and list(bits) == sorted(set(bits))
     if not good:
         raise ArtifactError(

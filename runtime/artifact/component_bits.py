@@ -1,16 +1,17 @@
 """A budget of bits for the components of a whole model: reverse water-filling in whole words.
 
-Keys and values lie in the basis of their calibrated components (`stages/transform/basis.py`), where errors count equally, and
-`errors[..., b]` says what component j costs at b = 0 ... 8 bits. All layers, heads, keys and values compete: a bit goes where
-it takes most off the sum. What is stored is whole words of 16 bits (`kernels/pack`):
+Keys and values are in the basis of their calibrated components (`stages/transform/basis.py`), where errors count equally, and
+`errors[..., j, b]` is the error of component j at b = 0 ... 8 bits. All layers, heads, keys and values compete: a bit goes where
+it reduces the sum of errors most. Codes are stored in whole words of 16 bits (`kernels/pack`):
 
 - a layer's keys, and its values, have one **pattern**: the widths of a word's fields, such as (6, 4, 3, 2, 1);
 - a head has W words a token: its W best components have the first field's width, the next W the second's, and so on. Heads of
   128 channels and more have words in pairs, which kernels load at once.
 
-For a price of a word every head takes the W that is worth most, and every stream the pattern that serves its heads best;
-the price is halved and doubled until the budget is met, and what is left goes word by word. A pattern a head, and not a
-stream, would cost kernels a launch a head; a width a component, and not a run of W, a mask a code.
+Each word costs a price (the Lagrange multiplier, in units of error). At a given price every head takes the W with the least error
+plus cost, and every stream the pattern with the least sum over its heads. The price is searched until the budget is met, and the
+words that are left are assigned one after the other. A pattern for each head would cost kernels a launch for each head; a width
+for each component, not for runs of W, a mask for each code.
 """
 
 import math
@@ -26,17 +27,17 @@ from calib.runtime.messages.printable import printable
 
 MOST_BITS = 8
 ROLES = ("keys", "values")
-TINY = 1e-30  # of the largest price, one below any
-ROUGH = 8  # one of so many patterns says what a word's price will be about
-PAIRED = 128  # channels from which on words come in pairs
-SOON = 32  # steps after which they get longer: errors of no fit can put the price 1e30 lower
-NEAR = 1.05  # how near a price has to come: what is left over goes word by word
+TINY = 1e-30  # times the largest price: below all prices
+ROUGH = 8  # the price is first estimated with one of so many patterns
+PAIRED = 128  # channels from which on words are in pairs
+SOON = 32  # steps of the search after which steps get longer: made-up errors can put the price 1e30 lower
+NEAR = 1.05  # the accuracy of a price, as a ratio: words that are left are assigned one by one
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a layer's keys or values are packed in: `widths` of a word's fields, best components first, and each head's words
-    a token."""
+    """The words in which a layer's keys or values are packed: `widths` of a word's fields in bits, best components first, and
+    `counts`, the number of words a token for each KV head."""
 
     widths: tuple[int, ...]
     counts: tuple[int, ...]
@@ -48,12 +49,12 @@ class Words:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Words of every layer's keys and values.
+    """The words of every layer's keys and values for one budget.
 
     Attributes:
-        streams: "keys" and "values", by layer.
-        bits: per value of an encoded token.
-        errors: predicted, of "keys" and "values", by layer and head: sums over components.
+        streams: for "keys" and "values" the words of each layer.
+        bits: bits per value of an encoded token.
+        errors: for "keys" and "values" the predicted error by layer and head, summed over components.
     """
 
     streams: Mapping[str, tuple[Words, ...]]
@@ -62,19 +63,19 @@ class Allocation:
 
     @property
     def error(self) -> float:
-        """Predicted: the sum of all components' errors."""
+        """The predicted error of a token: the sum over all layers, heads and components."""
         return math.fsum(error for own in self.errors.values() for heads in own for error in heads)
 
 
 class Allocator:
-    """Errors of a model's components, made ready for any budget.
+    """Distributes any budget of bits over the components of a model, given their errors.
 
     Args:
-        errors: of "keys" and "values", float `[layers, kv_heads, D, 9]`, components from the best, errors falling with bits, each
+        errors: for "keys" and "values", float `[layers, kv_heads, D, 9]`, the best component first, errors falling with bits, each
             at most 1e12.
-        size_bytes: what a token's sizes take in each stream: part of the budget, of which codes get the rest.
+        size_bytes: bytes of a token's sizes in each stream of a layer, which the budget includes.
 
-    Raises ValueError where heads are too small for words.
+    Raises ValueError if heads are too small for words.
     """
 
     def __init__(self, errors: Mapping[str, Tensor], size_bytes: int = 0) -> None:
@@ -88,16 +89,16 @@ class Allocator:
         both = torch.cat([errors[role] for role in ROLES])  # [streams, heads, D, 9]
         self.curves = _curves(both, self.patterns, self.unit)  # [streams, heads, patterns, units + 1]
         self.units = torch.arange(self.curves.shape[-1], dtype=self.curves.dtype)
-        # Every layer's plan asks for the whole model's allocation.
+        # Cached, because every layer's plan needs the whole model's allocation.
         self._known: dict[tuple[str, float], Allocation] = {}
 
     @property
     def least_bits(self) -> float:
-        """Of a budget: a word a token, or a pair, for the keys and the values of every layer, and sizes."""
+        """The smallest budget, in bits per value: a word (or a pair) a token for keys and values of every layer, and sizes."""
         return self.unit * WORD_BITS / (self.heads * self.channels) + self.size_bits
 
     def at_bits(self, bits: float) -> Allocation:
-        """The least error at so many bits per value. Raises ValueError for a budget out of reach."""
+        """Return the allocation with the least error at `bits` per value; raises ValueError for a budget that cannot be met."""
         if type(bits) not in (float, int) or not self.least_bits <= bits <= MOST_BITS:
             raise ValueError(
                 f"bits must be a number from {self.least_bits:.3g} (a word a layer) to {MOST_BITS}, "
@@ -113,7 +114,8 @@ class Allocator:
         return self._known["bits", bits]
 
     def at_error(self, error: float) -> Allocation:
-        """Few bits with at most this error, the fewest to some per cent. Raises ValueError where no budget does it."""
+        """Return an allocation with at most this error, and nearly (to some per cent) the fewest bits for it; raises ValueError if
+        no budget has so small an error."""
         least = self.at_bits(MOST_BITS).error
         if not error >= least:
             raise ValueError(
@@ -129,8 +131,8 @@ class Allocator:
         return self._known["error", error]
 
     def _prices(self, much: Callable[[Tensor, Tensor, Tensor], bool]) -> tuple[float, float]:
-        """Two prices of a word, near each other: at the lower one `much` is bought, and at the higher one it is not."""
-        # A word at the highest price is worth nobody's while; some of the patterns say what the price will be about.
+        """Two prices of a word that are near each other: `much` holds for the words bought at the lower, not for the higher."""
+        # At the highest price no word reduces the error by more than it costs. Some patterns give a first estimate of the price.
         top = price = float(self.curves[..., 0].max())
         tiny = TINY * top
         for curves, factor in ((self.curves[:, :, ::ROUGH], 4.0), (self.curves, NEAR)):
@@ -150,19 +152,19 @@ class Allocator:
         return low, high
 
     def _bought(self, curves: Tensor, price: float) -> tuple[Tensor, Tensor]:
-        """At a price of a word: each stream's pattern `[streams]`, and words of its heads `[streams, heads]`."""
+        """The best choice at a price of a word: each stream's pattern `[streams]`, its heads' words `[streams, heads]`."""
         costs, words = (curves + price * self.units).min(-1)
         chosen = costs.sum(1).argmin(-1)
         index = chosen[:, None, None].expand(-1, self.heads, 1)
         counts = words.gather(2, index)[:, :, 0]
-        # A stream without any word has no page: its best head gets one.
+        # A stream needs at least one word, to have pages: the head that gains most gets it.
         empty = counts.sum(1) == 0
         worth = _of(curves[..., :2], chosen)
         counts[empty, (worth[..., 0] - worth[..., 1]).argmax(1)[empty]] = 1
         return chosen, counts
 
     def _spent(self, chosen: Tensor, counts: Tensor, budget: int) -> Tensor:
-        """What the price has left over goes where the next words take most off the error a word."""
+        """Assign the words of the budget that the price has left where they reduce the error most for each word."""
         curves, left = _of(self.curves, chosen).flatten(0, 1), budget - int(counts.sum())
         counts = counts.flatten()
         while left > 0:
@@ -192,19 +194,19 @@ class Allocator:
 
 
 def _of(curves: Tensor, chosen: Tensor) -> Tensor:
-    """The heads' errors by words under the streams' chosen patterns: `[streams, heads, words + 1]`."""
+    """The heads' errors by number of words, with the patterns chosen for the streams: `[streams, heads, words + 1]`."""
     index = chosen[:, None, None, None].expand(-1, curves.shape[1], 1, curves.shape[-1])
     return curves.gather(2, index)[:, :, 0]
 
 
 def _errors(curves: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-    """Of each stream's heads, which have so many words: float64 `[streams, heads]`."""
+    """The errors of each stream's heads with `counts` words: float64 `[streams, heads]`."""
     return _of(curves, chosen).gather(2, counts[..., None])[..., 0].double()
 
 
 @lru_cache
 def patterns() -> tuple[tuple[int, ...], ...]:
-    """Widths of a word's fields that fill it, falling: every way to share 16 bits out, 8 at most to a field."""
+    """All patterns: falling widths of fields, at most 8 bits each, that fill a word of 16 bits."""
 
     def shared(left: int, most: int) -> Iterator[tuple[int, ...]]:
         if not left:
@@ -216,9 +218,9 @@ def patterns() -> tuple[tuple[int, ...], ...]:
 
 
 def _curves(errors: Tensor, patterns: tuple[tuple[int, ...], ...], unit: int) -> Tensor:
-    """The error of every head under every pattern with 0, 1, ... units of words: float32 `[streams, heads, patterns, units + 1]`.
+    """The error of every head with every pattern at 0, 1, ... units of words: float32 `[streams, heads, patterns, units + 1]`.
 
-    At most as many words as give every component the widest field.
+    A unit is a word or a pair of words; there are at most as many as fill when all components have the widest field.
     """
     channels = errors.shape[2]
     most = channels * MOST_BITS // (WORD_BITS * unit)

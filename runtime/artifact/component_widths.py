@@ -1,8 +1,8 @@
 """A budget of bits for components that may have any widths: reverse water-filling over a whole model, component by component.
 
-Of stored chunks whose heads have one basis (`runtime/storage/joint_layer.py`). At a price of a bit every component takes the width
-that is worth most, none more than one that varies more; the least price that the budget allows is taken. A token's keys and values
-of a layer have a size of four bits each, and lie in whole words of 16 bits.
+For stored chunks whose heads have one basis (`runtime/storage/joint_layer.py`). At a price of a bit (the Lagrange multiplier) every
+component takes the width with the least error plus cost, but none more than a component that varies more; the least price that the
+budget allows is used. A layer's keys and values of a token have a size of four bits each, and take whole words of 16 bits together.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ from calib.kernels.pack.reference import WORD_BITS
 from calib.runtime.artifact.component_bits import MOST_BITS, ROLES, Allocation, Words
 from calib.runtime.messages.printable import printable
 
-HALVINGS = 60  # of the range of prices, by logarithm: below a unit of float64
+HALVINGS = 60  # bisections of the range of prices, in logarithms: down to the resolution of float64
 
 
 def widths_at(errors: Mapping[str, Tensor], bits: float) -> Allocation:
-    """The least error at so many bits per value, or a little fewer.
+    """Return the allocation with the least error at `bits` per value, or a little fewer.
 
     Args:
-        errors: of "keys" and "values", float `[layers, 1, W, 9]` at 0 ... 8 bits, components from the one that varies most.
-        bits: per value, sizes included.
+        errors: for "keys" and "values", float `[layers, 1, W, 9]` at 0 ... 8 bits, the component that varies most first.
+        bits: bits per value, sizes included.
 
     Returns:
-        One word a stream whose fields are the components with bits, at least one.
+        For each stream a single `Words` whose fields are the components with bits, at least one.
 
-    Raises ValueError for a budget out of reach.
+    Raises ValueError for a budget that cannot be met.
     """
     both = torch.stack([errors[role][:, 0].double() for role in ROLES])  # [2, layers, W, 9]
     values = both[..., 0].numel()
@@ -50,7 +50,7 @@ def widths_at(errors: Mapping[str, Tensor], bits: float) -> Allocation:
 
 
 def _widths(errors: Tensor, price: float) -> Tensor:
-    """int64 `[2, layers, W]`."""
+    """The width of each component at a price of a bit: int64 `[2, layers, W]`."""
     costs = errors + price * torch.arange(MOST_BITS + 1, dtype=errors.dtype)
     found = costs.argmin(-1).cummin(-1).values
     found[..., 0].clamp_(min=1)
@@ -58,5 +58,5 @@ def _widths(errors: Tensor, price: float) -> Tensor:
 
 
 def _bits(widths: Tensor) -> int:
-    """Of a token, in whole words a layer."""
+    """Bits of a token, sizes included, in whole words for each layer."""
     return int((-(-(widths.sum((0, 2)) + 2 * SIZE_BITS) // WORD_BITS)).sum()) * WORD_BITS

@@ -1,7 +1,7 @@
-"""What an artifact knows of components: how bits are shared out over them, what an error of them costs, their bases.
+"""The calibrated components in an artifact, for the method `klt`: allocation of bits, loss for a predicted error, bases and codecs.
 
-Keys have components before RoPE or after it. Before it statistics do not depend on positions, and fewer directions matter; what is
-asked of an artifact is asked of those where nothing else is said, if it has them.
+Keys have components before RoPE or after it. Before RoPE statistics do not depend on positions, and fewer directions matter; these
+components are the default if the artifact has them.
 """
 
 import math
@@ -22,29 +22,29 @@ from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.transform import Basis, inverse
 
 ROPE = ("before", "after")
-READER = "klt"  # the method that misses what is missing
-# What a fit has is far below: its weights and covariances are shrunk by a hundredth, so that the first is below 100 sqrt(D).
-MOST_CONDITION = 1e6  # of a basis: float32 rows say nothing of its inverse beyond
-MOST_REACH = 2.0**20  # of a component's range, in a key's or value's own unit: 16 times the largest number of float16
-MOST_RANGES = 1e12  # of a component, in a standard deviation of a channel
-TRELLIS_STEP = 9 / 16  # of a uniform code's step: Gaussian components want 1 / 2, those of SmolLM2 5 / 8
-# What a trellis leaves of a uniform code's error at 0 ... 8 bits, of Gaussian components: .67, .99, .93 and .89 dB less.
+READER = "klt"  # the method that messages about missing tensors name
+# Limits far above a fit's values: it shrinks its weights and covariances by a hundredth, so the condition is below 100 sqrt(D).
+MOST_CONDITION = 1e6  # the largest condition of a basis; beyond it float32 rows do not determine the inverse
+MOST_REACH = 2.0**20  # the largest reach of a component's range in a channel: 16 times the largest number of float16
+MOST_RANGES = 1e12  # the most ranges of a component in a standard deviation of a channel
+TRELLIS_STEP = 9 / 16  # in steps of a uniform code; best is 1 / 2 for Gaussian components, 5 / 8 for those of SmolLM2
+# A trellis code's error over a uniform code's at 0 ... 8 bits, for Gaussian components: .67, .99, .93 and .89 dB less.
 TRELLIS_ERRORS = (1.0, 0.857, 0.796, 0.807, 0.815, 0.815, 0.815, 0.815, 0.815)
-LEAST_DEVIATION = 1e-12  # of a component that tells a token's size
-LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # of an error or loss of 0
-MOST_LOG = 700.0  # what float64 has an exponential of
+LEAST_DEVIATION = 1e-12  # the least deviation of a component by which a token's size is computed
+LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # used for an error or loss of 0
+MOST_LOG = 700.0  # the exponential of larger numbers overflows float64
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How `klt` codes a model, as tensors of an artifact tell it.
+    """How `klt` codes a model; it determines which tensors of the artifact are used.
 
     Attributes:
-        rope: "before" or "after": where keys have their components.
+        rope: whether the components are of keys "before" or "after" RoPE.
         size: whether every token has a size, by which its components are divided.
         predict: whether values are predicted from keys.
-        trellis: whether levels are those of a trellis code, in steps that follow from the tensors'.
-        whole_words: whether sizes fill words of 16 bits, as those of stored chunks do.
+        trellis: whether levels are those of a trellis code, with steps that follow from the artifact's.
+        whole_words: whether sizes are stored in words of 16 bits, as in stored chunks.
         joint: whether all heads of a layer have one basis, as stored chunks may (`runtime/storage/joint_layer.py`); with `size` and
             `predict`.
     """
@@ -57,7 +57,7 @@ class Coding:
     joint: bool = False
 
     def name(self, role: str, kind: str) -> str:
-        """Of a stream's tensor."""
+        """The name of the tensor `kind` ("mean", "basis", "steps" or "errors") of "keys" or "values"."""
         if self.joint:
             return f"{role}.storage.{kind}"
         if self.predict and role == "values" and kind != "mean":
@@ -67,31 +67,31 @@ class Coding:
         return f"{stem_of(role, self.rope)}.{kind}"
 
     def size_bytes(self, heads: int) -> int:
-        """What a token's sizes of so many KV heads take in each stream."""
+        """Bytes of a token's sizes for so many KV heads in each stream."""
         return size_bytes(heads, self.whole_words) if self.size else 0
 
     @property
     def plain(self) -> bool:
-        """Neither sizes nor predictions, and uniform levels."""
+        """Whether there are neither sizes nor predictions nor trellis codes."""
         return not (self.size or self.predict or self.trellis)
 
 
-# Curves of a model's components, for all budgets that are asked of an artifact.
+# One allocator for all budgets of an artifact and coding, because it takes long to make.
 _allocators: "WeakKeyDictionary[Artifact, dict[Coding, Allocator]]" = WeakKeyDictionary()
 
 
 def coding_of(artifact: Artifact, rope: str | None = None) -> Coding:
-    """Components alone, of keys as asked; before RoPE where the artifact has such; else after it."""
+    """The plain coding for components of keys "before" or "after" RoPE; None is before if the artifact has these, else after."""
     return Coding(rope or ("before" if artifact.has("keys.klt.before.errors") else "after"))
 
 
 def stem_of(role: str, rope: str) -> str:
-    """What the names of a stream's tensors begin with, without sizes or predictions."""
+    """The prefix of the names of a stream's plain tensors, i.e. without sizes or predictions."""
     return "keys.klt.before" if role == "keys" and rope == "before" else f"{role}.klt"
 
 
 def allocator(artifact: Artifact, coding: Coding | None = None) -> Allocator:
-    """Any budget's allocation, from the artifact's `errors`."""
+    """Return the allocator of bits for the artifact's `errors` tensors and a coding (None: the default one); cached."""
     own, coding = _allocators.setdefault(artifact, {}), coding or coding_of(artifact)
     if coding not in own:
         left = torch.tensor(TRELLIS_ERRORS if coding.trellis else (1.0,) * (MOST_BITS + 1))
@@ -101,14 +101,17 @@ def allocator(artifact: Artifact, coding: Coding | None = None) -> Allocator:
 
 
 def positions_measured(artifact: Artifact) -> int | None:
-    """The positions at which the corpus had keys, as the artifact says; None where it does not."""
+    """The number of positions at which the fit measured keys, from the artifact's provenance; None if that does not tell."""
     data = artifact.provenance.get("data")
     found = [data.get(name) for name in ("length", "positions")] if isinstance(data, Mapping) else []
     return max((number for number in found if type(number) is int), default=None)
 
 
 def error_at(artifact: Artifact, loss: float, coding: Coding | None = None) -> float:
-    """The predicted error at which the fit measured this loss, between its points on a line through their logarithms."""
+    """Return the predicted error at which the fit measured `loss` (nats a token), interpolated in logarithms between its points.
+
+    Raises ValueError for a loss outside what the fit measured, or for a coding without measured losses.
+    """
     errors, losses = _curve(artifact, coding)
     if not losses[0] <= math.log(loss) <= losses[-1]:
         low, high = losses.exp()[[0, -1]].tolist()
@@ -119,20 +122,21 @@ def error_at(artifact: Artifact, loss: float, coding: Coding | None = None) -> f
 
 
 def loss_at(artifact: Artifact, error: float, coding: Coding | None = None) -> float:
-    """What the fit makes expect of a predicted error, in nats a token; beyond its points on the line of the nearest two."""
+    """Return the loss to expect at a predicted error, in nats a token, interpolated in logarithms between the fit's points;
+    extrapolated from the nearest two beyond them."""
     errors, losses = _curve(artifact, coding)
     at = math.log(error) if error > 0 else LEAST_LOG
     return math.exp(min(MOST_LOG, interpolated(errors, losses, at)))
 
 
 def has_losses(artifact: Artifact) -> bool:
-    """Whether a predicted error says what loss to expect: the fit measured two budgets at least."""
+    """Whether the fit measured the loss of at least two budgets, so that `loss_at` works."""
     name = LOSSES[coding_of(artifact).rope]
     return artifact.has(name) and len(artifact.tensor(name)) > 1
 
 
 def _curve(artifact: Artifact, coding: Coding | None) -> tuple[Tensor, Tensor]:
-    """Logarithms of predicted errors and of measured losses."""
+    """The logarithms of predicted errors and of measured losses, each `[n]`, n the number of budgets measured."""
     usual = coding_of(artifact)
     coding = coding or usual
     if not coding.plain:
@@ -154,7 +158,8 @@ def _curve(artifact: Artifact, coding: Coding | None) -> tuple[Tensor, Tensor]:
 
 
 def interpolated(x: Tensor, y: Tensor, at: float) -> float:
-    """y at `at`, on the lines through points whose x does not fall, at least two; of points with the same x the latter's."""
+    """y at x = `at`, by linear interpolation and extrapolation through points with x not falling, at least two; where the two
+    nearest points have the same x, the latter's y."""
     right = int(torch.searchsorted(x, torch.tensor(at, dtype=x.dtype)).clamp(1, len(x) - 1))
     (x0, x1), (y0, y1) = x[right - 1 : right + 1].tolist(), y[right - 1 : right + 1].tolist()
     return y1 if x0 == x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
@@ -165,9 +170,10 @@ class LayerCodes:
     """How a layer's keys or values are coded.
 
     Attributes:
-        basis: tokens to components and back.
-        codec: of components.
-        half_steps: float64 `[kv_heads, components, D]`: what half a step of each component moves in channels, of a token of size 1.
+        basis: maps tokens to components and back.
+        codec: encodes the components.
+        half_steps: float64 `[kv_heads, components, D]`: what half a step of each component changes in the channels of a token of
+            size 1.
     """
 
     basis: Basis
@@ -176,9 +182,9 @@ class LayerCodes:
 
 
 def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding: Coding) -> LayerCodes:
-    """The components of a layer's keys or values that `words` have fields for, in their plane form.
+    """Return basis and codec of a layer's keys or values, for the components that have fields in `words`, in plane form.
 
-    Raises `ArtifactError` for rows that cannot be inverted, and where what follows from them is beyond float32.
+    Raises `ArtifactError` if the basis cannot be inverted, or if ranges are too large to compute with in float32.
     """
     mean, rows, steps, errors = (
         artifact.tensor(coding.name(role, kind), READER)[layer] for kind in ("mean", "basis", "steps", "errors")
@@ -194,19 +200,19 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
     into = torch.zeros(heads, channels, len(words.widths) * most, dtype=torch.float64)
     back = torch.zeros(heads, len(words.widths) * most, channels, dtype=torch.float64)
     weights = torch.zeros(heads, 1, len(words.widths) * most, dtype=torch.float64)
-    # What a component is in units of, by which a path weighs errors: in their own unit those of all components count the same.
+    # The range of each component, which weighs its errors along a trellis path: without that unit errors of all count the same.
     reaches = torch.zeros_like(weights)
     for head, count in enumerate(words.counts):
         coded = min(len(words.widths) * count, channels)
         for plane, width in enumerate(words.widths):
             own = slice(plane * count, min((plane + 1) * count, channels))
             at = slice(plane * most, plane * most + max(0, own.stop - own.start))
-            # A step of 2^(1 - width) is the tensors' own; of a trellis one of 2^-width is TRELLIS_STEP times that.
+            # In units of reach a uniform code's step is 2^(1 - width), a trellis code's 2^-width; it shall be TRELLIS_STEP of that.
             reach = ranges[head, own, width - 1] * (2 * TRELLIS_STEP if coding.trellis else 1)
             into[head, :, at] = (rows[head, own] / reach[:, None]).T
             back[head, at] = (columns[head][:, own] * reach).T
             reaches[head, 0, at] = reach
-            # A component that the corpus did not move says nothing of a token's size.
+            # A component without variance in the corpus does not count in a token's size.
             told = reach / deviation[head, own].clamp(min=LEAST_DEVIATION) / math.sqrt(coded)
             weights[head, 0, at] = told.where(deviation[head, own] > 0, 0)
     codes: MixedQuant | TrellisQuant = MixedQuant(words.widths, words.counts)
@@ -220,7 +226,7 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
 
 
 def prediction(artifact: Artifact, layer: int, keys: LayerCodes) -> Prediction:
-    """Of a layer's values, from the codes of its keys. Raises `ArtifactError` where it is beyond float32."""
+    """Return the prediction of a layer's values from the codes of its keys; raises `ArtifactError` if predictions are too large."""
     matrix = artifact.tensor(f"{PREDICTED}.matrix", READER)[layer].double()
     half_steps = keys.half_steps @ matrix.mT
     reach = half_steps.abs().sum(1).amax() * 2.0**MOST_BITS
@@ -233,8 +239,8 @@ def prediction(artifact: Artifact, layer: int, keys: LayerCodes) -> Prediction:
 
 
 def _inverse(name: str, layer: int, rows: Tensor) -> Tensor:
-    """Of each head's basis, float64 `[kv_heads, D, D]`."""
-    # Rows of one length: a component may count as little as it likes, but must point somewhere else than the others.
+    """The inverse of each head's basis, float64 `[kv_heads, D, D]`; raises `ArtifactError` for a bad condition."""
+    # The condition is that of rows scaled to equal length: lengths may differ at will, but directions must be distinct.
     lengths = rows.norm(dim=-1, keepdim=True)
     columns = inverse(rows / lengths)
     condition = (columns.norm(dim=(-2, -1)) * math.sqrt(rows.shape[-1])).nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -248,8 +254,8 @@ def _inverse(name: str, layer: int, rows: Tensor) -> Tensor:
 
 
 def _check_ranges(stem: str, layer: int, rows: Tensor, columns: Tensor, ranges: Tensor, spread: Tensor) -> None:
-    """That a channel's range, of the components' `ranges [kv_heads, D, 8]`, and a component's, of the channels' `spread
-    [kv_heads, D]`, are what float32 computes with."""
+    """Raise `ArtifactError` if components' `ranges [kv_heads, D, 8]` are too large in channels, or channels' deviations `spread
+    [kv_heads, D]` too large, absolutely or in ranges, for float32."""
     reach = (columns.abs() * ranges.amax(-1)[:, None]).amax((-2, -1))
     told = (rows.abs() * spread[:, None] / ranges.amin(-1)[..., None]).amax((-2, -1))
     for found, most, what in (

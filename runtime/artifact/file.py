@@ -1,7 +1,7 @@
 """The artifact's bytes: one safetensors file, specified in `docs/artifact_format.md`.
 
-`encode` and `decode` are inverse to each other. The same content always gives the same bytes; what `decode` returns has
-passed every check that needs no model.
+`encode` and `decode` are inverse to each other. Equal content gives equal bytes. `decode` checks layout, dtypes and checksums;
+`Artifact` checks the values.
 """
 
 import hashlib
@@ -36,18 +36,18 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 WIDTHS = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 KEYS = ("clip_bits", "fingerprint", "provenance", "sha256", "tensors")
-LARGEST_HEADER = 10_000_000  # bytes; that of a fit of 126 layers takes one. JSON takes many times its length in memory
+LARGEST_HEADER = 10_000_000  # bytes; a fit of 126 layers has a tenth. Parsed JSON takes many times its length in memory
 MOST_TENSORS = 4096
 MOST_AXES = 8
 LONGEST_NAME = 256  # characters
-FOREIGN = 120  # characters of another library's message
+FOREIGN = 120  # the most characters of another library's message
 AGAIN = "copy the file again, or write it anew with `calib fit`"
 
 
 def encode(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> bytes:
-    """The file for CPU `tensors` and `document` (plain JSON: fingerprint, provenance, clip_bits).
+    """Return the file's bytes for CPU `tensors` and `document` (plain JSON: fingerprint, provenance, clip_bits).
 
-    Raises `ArtifactError` where the header would be longer than a reader takes.
+    Raises `ArtifactError` if the header would be longer than `decode` accepts.
     """
     entries = {
         name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "sha256": digest(tensor)}
@@ -57,7 +57,7 @@ def encode(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> bytes:
     document["sha256"] = canonical_json.sha256(document)
     metadata = {"format_version": FORMAT_VERSION, "calib": canonical_json.dumps(document)}
     data = safetensors.torch.save(dict(tensors), metadata=metadata)
-    # safetensors keeps metadata in a hash map whose order changes from run to run: write the header in one spelling.
+    # safetensors keeps metadata in a hash map whose order changes from run to run: write the header as canonical JSON.
     (length,) = struct.unpack_from("<Q", data)
     header = canonical_json.dumps(json.loads(data[8 : 8 + length])).encode()
     header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
@@ -69,9 +69,9 @@ def encode(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> bytes:
 
 
 def decode(file: BinaryIO, size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the document (without the checksums) of a file of `size` bytes; raises `ArtifactError`.
+    """Return the tensors and the document (without the checksums) of a file of `size` bytes; raises `ArtifactError`.
 
-    Tensors are read when the header is found good: a model's weights are not read to be refused.
+    Tensors are read only after the header was checked, so that a file of a model's weights is refused without reading them.
     """
     header, stored_bytes = read_header(file.read(8 + LARGEST_HEADER), size)
     document = read_document(header.pop("__metadata__", None))
@@ -98,12 +98,13 @@ def digest(tensor: Tensor) -> str:
 
 
 def beginning(checksum: object) -> str:
-    """As much of a checksum as a message shows."""
+    """The first 12 characters of a checksum, for a message; anything else than a checksum as `printable` shows it."""
     return checksum[:12] if isinstance(checksum, str) and checksum.isalnum() else printable(checksum)
 
 
 def read_header(data: bytes, size: int) -> tuple[dict[str, Any], int]:
-    """The header's JSON object and how many bytes of tensors follow it, from the beginning of a file of `size` bytes."""
+    """Return the header's JSON object and the number of bytes after it, from the first bytes `data` of a file of `size` bytes;
+    raises `ArtifactError`."""
     alien = "found no safetensors header, expected an artifact of `calib fit`"
     if not data:
         raise ArtifactError(f"found an empty file, expected an artifact; {AGAIN}")
@@ -126,7 +127,7 @@ def read_header(data: bytes, size: int) -> tuple[dict[str, Any], int]:
 
 
 def read_document(metadata: object) -> dict[str, Any]:
-    """The checked JSON of the metadata: version, both keys, the checksum, and every field's type."""
+    """Return the JSON in the metadata after checking version, keys, checksum and every field's type; raises `ArtifactError`."""
     if not isinstance(metadata, dict) or not {"format_version", "calib"} & metadata.keys():
         raise ArtifactError(
             "found a safetensors file without calib metadata (a model's weights?), expected an artifact; "
@@ -174,7 +175,8 @@ def read_document(metadata: object) -> dict[str, Any]:
 
 
 def check_layout(header: dict[str, Any], listed: dict[str, Any], stored_bytes: int) -> None:
-    """The header's tensors are those the metadata lists, with their dtypes and shapes, and all bytes are there."""
+    """Raise `ArtifactError` unless the header has the tensors that the metadata lists, with their dtypes and shapes, and the file
+    has exactly their bytes."""
     if len(listed) > MOST_TENSORS:
         raise ArtifactError(f"found {len(listed)} tensors, expected at most {MOST_TENSORS}; {FIT_AGAIN}")
     for name in listed.keys() - header.keys():
@@ -191,7 +193,7 @@ def check_layout(header: dict[str, Any], listed: dict[str, Any], stored_bytes: i
 
 
 def check_entry(name: str, found: object, expected: object) -> int:
-    """Where a tensor ends, by its entry in the header, which is as the metadata has it and what torch can hold."""
+    """Check a tensor's entry in the header against the metadata and torch's limits; return the offset of its end in bytes."""
     shown = printable(name)
     check_name(name)
     if not isinstance(expected, dict) or expected.keys() != {"dtype", "shape", "sha256"}:
@@ -223,7 +225,7 @@ def check_entry(name: str, found: object, expected: object) -> int:
 
 
 def check_name(name: object) -> None:
-    """Raises `ArtifactError` for what no tensor can be called."""
+    """Raise `ArtifactError` unless `name` is valid for a tensor."""
     text = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
     if not text or name == "__metadata__":
         raise ArtifactError(

@@ -1,6 +1,6 @@
-"""Which model an artifact belongs to: its configuration, and a sample of the weights that make its keys and values.
+"""The fingerprint of the model that an artifact belongs to: its configuration, and hashes of a sample of its key and value weights.
 
-An artifact of another model would still run, and answer badly; so the first thing that differs is named and refused.
+An artifact of another model would run and give bad answers; so the first difference raises an error.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ ROWS = 8  # rows sampled of each projection: a fine-tuned relative differs in ne
 # and a bfloat16 model loaded from a bfloat16 file agree in the float16 one. So weights match when any hash is equal.
 ROUNDINGS: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# What a configuration says beyond the mathematics of keys and values: where it came from, how it is run, what it is
-# padded with. Fields with a leading underscore (_name_or_path, _attn_implementation) are left out as well.
+# Fields of a configuration that do not change keys and values: where it came from, how it is run, what it is padded
+# with. Fields with a leading underscore (_name_or_path, _attn_implementation) are left out as well.
 VOLATILE = frozenset(
     {
         "architectures",
@@ -54,7 +54,7 @@ VOLATILE = frozenset(
     }
 )
 
-# The most that a model has of each is a hundred times less; what is made of them (a page, a table) stays small.
+# Upper limits, a hundred times what models have; what is allocated by them (a page, a table) stays small.
 NUMBERS: Mapping[str, int] = {
     "layers": 4096,
     "kv_heads": 65_536,
@@ -69,7 +69,7 @@ OTHER_MODEL = "load the model this artifact was fitted on, or run `calib fit` on
 
 
 def fingerprint(model: "PreTrainedModel") -> dict[str, Any]:
-    """The fingerprint of a causal language model, as plain JSON.
+    """Return the fingerprint of a causal language model, as plain JSON.
 
     architecture: the configuration's model type. layers, heads, kv_heads, head_dim, vocab_size: integers. rope: its
     parameters or None. config: the text model's configuration without volatile fields; config_hash: its SHA-256.
@@ -99,14 +99,14 @@ def fingerprint(model: "PreTrainedModel") -> dict[str, Any]:
 def stable(value: Any) -> Any:
     """A configuration value as plain JSON, without volatile fields and without those that are None.
 
-    A field that a newer transformers adds is None where it is not used; it must not change an old model's hash.
+    A field that a newer transformers adds is None if it is not used; it must not change an old model's hash.
     """
     if isinstance(value, Mapping):
         kept = {str(key): stable(entry) for key, entry in value.items() if entry is not None}
         return {key: entry for key, entry in kept.items() if key not in VOLATILE and not key.startswith("_")}
     if isinstance(value, list | tuple):
         return [stable(entry) for entry in value]
-    # JSON has no infinite number, such as the limit of Mamba 2 that is none.
+    # JSON has no infinite numbers, such as Mamba 2's limit when it is unlimited.
     plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
     return value if plain else str(value)
 
@@ -146,13 +146,13 @@ def projections(model: torch.nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def offloaded(module: torch.nn.Module) -> Tensor | None:
-    """The weight that accelerate keeps in host memory or on disk until `module` runs; None where it keeps none."""
+    """The weight that accelerate keeps in host memory or on disk until `module` runs; None if there is none."""
     held = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     return None if held is None else held["weight"]
 
 
 def check_fields(found: Mapping[str, Any]) -> None:
-    """Raises `ArtifactError` where a fingerprint lacks a field or a field has the wrong type."""
+    """Raise `ArtifactError` if a fingerprint lacks a field or a field has a wrong type or value."""
     for field in (*FIELDS, "config"):
         if field not in found:
             raise ArtifactError(f"the fingerprint has no field {field!r}, expected {', '.join(FIELDS)}; {FIT_AGAIN}")
@@ -179,7 +179,7 @@ def check_fields(found: Mapping[str, Any]) -> None:
 
 
 def compare(fitted: Mapping[str, Any], running: Mapping[str, Any], allow_finetuned: bool = False) -> None:
-    """Raises `ArtifactError` naming the first field of `FIELDS` in which the running model is not the fitted one."""
+    """Raise `ArtifactError` naming the first field of `FIELDS` in which the running model differs from the fitted one."""
     for field in FIELDS[:-1]:
         if fitted[field] == running[field]:
             continue

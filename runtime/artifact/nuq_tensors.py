@@ -12,5 +12,5 @@ NUQ_BITS = (2, 3, 4)
 
 
 def levels_name(stream: str, bits: int) -> str:
-    """The tensor of a stream's levels."""
+    """The name of the tensor of a stream's levels."""
     return f"{stream}.nuq.levels.{bits}"

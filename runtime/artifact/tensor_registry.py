@@ -1,10 +1,10 @@
-"""The tensors an artifact is known to hold: names, dtypes, shapes, the least and the greatest value, and who measures them.
+"""The tensors an artifact may hold: names, dtypes, shapes, the least and the greatest value, and the calibrators that measure them.
 
-One table. What entries must be together (a range, an orthonormal basis, groups of layers) is in `tensor_relations.py`;
-`docs/artifact_format.md` says the same in prose. Names that are not here may be present: they come from calibrators this version
-does not know.
+`TABLE` has them all. Checks of relations between entries (a range, an orthonormal basis, groups of layers) are in
+`tensor_relations.py`; `docs/artifact_format.md` describes the same in prose. An artifact may have other names as well: those of
+calibrators that this version does not know.
 
-Every limit is far outside what a model has, and narrow enough that what is computed from an entry stays finite in float32.
+Every limit is far outside the values of models, and narrow enough that numbers computed from an entry stay finite in float32.
 """
 
 import math
@@ -36,30 +36,31 @@ from calib.runtime.messages.printable import printable
 
 STREAMS = ("keys", "values")
 
-LARGEST = 65504.0  # of float16: a key or a value beyond it cannot be stored
-NARROWEST = 2.0**-24  # of float16, above 0
-LEAST_SCALE = 1e-12  # a value over it can be squared and summed in float32
-GREATEST_SCALE = 256.0  # sqrt(LARGEST) and a little
-# Of components: in units of errors of which a whole cache counts about 1, over those of keys. A head that nothing looks at has
-# small ones. How they go with each other is checked where they are used (`components.py`).
+LARGEST = 65504.0  # the largest float16: a key or a value beyond it cannot be stored
+NARROWEST = 2.0**-24  # the least float16 above 0
+LEAST_SCALE = 1e-12  # a value divided by it can be squared and summed in float32
+GREATEST_SCALE = 256.0  # a little more than sqrt(LARGEST)
+# Limits for components, whose unit makes the error of a whole cache about 1; in a head that gets no attention they are small.
+# How tensors of components fit together is checked where they are used (`components.py`).
 GREATEST_BASIS = 1e18
 LEAST_STEP, GREATEST_STEP = 1e-24, 1e12
-GREATEST_ERROR = 1e12  # also of losses, nats a token
-SYMMETRIC = 1e-6  # beyond ln 2: a few units of float32
+GREATEST_ERROR = 1e12  # of losses, too, in nats a token
+SYMMETRIC = 1e-6  # tolerance above ln 2, the largest divergence: a few units of float32
 
-# Axes whose size the tensor itself says: any, or at most that of another axis.
+# Axes whose size the tensor itself determines: any size, or at most that of another axis.
 FREE: Mapping[str, str] = {"n": "", "r <= head_dim": "head_dim", "atoms": "", "channels": "", "budgets": ""}
 
 
 @dataclass(frozen=True)
 class Registered:
-    """What a name promises.
+    """The requirements of a registered tensor.
 
     Attributes:
         calibrator: the calibrator or stage of `calib fit` that measures it.
-        axes: what each axis is called; a number is its size.
-        least, most: of every entry.
-        check: of what its entries must be together, given the sizes of axes; raises `ArtifactError`.
+        axes: the name of each axis, or its size as digits.
+        least, most: limits of every entry.
+        dtype: its dtype.
+        check: checks relations between its entries, given its name, itself and the sizes of axes; raises `ArtifactError`.
     """
 
     calibrator: str
@@ -70,7 +71,7 @@ class Registered:
     check: Callable[[str, Tensor, Sizes], None] | None = None
 
 
-# The option of `calib fit` without which a calibrator measures nothing.
+# Calibrators that measure nothing unless an option of `calib fit` is given, and that option.
 NUQ_OPTION = "--model.nuq [0.01]"
 OPTIONS: Mapping[str, str] = {
     "rotations": "--model.rotations true",
@@ -82,10 +83,10 @@ OPTIONS: Mapping[str, str] = {
 PER_CHANNEL = ("layers", "kv_heads", "head_dim")
 # Shares of outliers, both ends together: the last axis of every threshold (GEAR, arXiv:2403.05527, eq. 4).
 SHARES = "outliers.shares"
-# Tensors that say how long an axis of others is, and what that axis is called.
+# Tensors whose length is the size of an axis of other tensors, and the name of that axis.
 SHARE_AXES: Mapping[str, str] = {SHARES: "shares", NUQ_SHARES: "nuq shares"}
 SHARES_OF: Mapping[str, str] = {axis: name for name, axis in SHARE_AXES.items()}
-# Whose entries a threshold is a quantile of: `keys.outliers.channel.low` and so on.
+# The entries of which a threshold is a quantile, as named in `keys.outliers.channel.low` and so on, and the axes.
 THRESHOLD_AXES: Mapping[str, tuple[str, ...]] = {
     "channel": (*PER_CHANNEL, "shares"),
     "head": ("layers", "kv_heads", "shares"),
@@ -94,12 +95,12 @@ THRESHOLD_AXES: Mapping[str, tuple[str, ...]] = {
 
 
 def _ends(stem: str, calibrator: str, axes: tuple[str, ...]) -> dict[str, Registered]:
-    """The two tensors of a range."""
+    """The two tensors of a range, `STEM.low` and `STEM.high`."""
     return {f"{stem}.{end}": Registered(calibrator, axes, -LARGEST, LARGEST) for end in ("low", "high")}
 
 
 def _of_stream(stream: str) -> dict[str, Registered]:
-    """What keys and values both have: ranges, thresholds of outliers, rotations, groups of layers and dictionaries."""
+    """The tensors that both keys and values have: ranges, outlier thresholds, levels, rotations, layer groups, dictionaries."""
     distance = math.log(2) + SYMMETRIC
     found = _ends(stream, "channel_range", PER_CHANNEL)  # of keys after RoPE
     for part, axes in THRESHOLD_AXES.items():
@@ -126,7 +127,7 @@ def _of_stream(stream: str) -> dict[str, Registered]:
 
 
 def _of_transform(stream: str, names: Sequence[str]) -> dict[str, Registered]:
-    """The tensors of components."""
+    """The tensors of components that a stream has, of the kinds `names`."""
     square, big = (*PER_CHANNEL, "head_dim"), GREATEST_BASIS
     kinds = {
         "mean": Registered("components", PER_CHANNEL, -LARGEST, LARGEST),
@@ -139,7 +140,7 @@ def _of_transform(stream: str, names: Sequence[str]) -> dict[str, Registered]:
 
 
 def _of_storage(stream: str) -> dict[str, Registered]:
-    """The tensors of all heads of a layer together: those of components, and what predicts."""
+    """The tensors of components of all heads of a layer together, and the matrix of their prediction."""
     of_heads = dict(zip(PER_CHANNEL[1:], ("1", "width"), strict=True))
     found = {
         name: replace(one, calibrator="storage_codes", axes=tuple(of_heads.get(axis, axis) for axis in one.axes))
@@ -169,7 +170,7 @@ for _stream in STORAGE:
     TABLE |= _of_storage(_stream)
 for _name in LOSSES.values():
     TABLE[_name] = Registered("loss_curve", ("budgets", "2"), 0, GREATEST_ERROR, check=check_curve)
-# `keys.clip.FORM` and `keys.residual.FORM.BITS`, whatever the form.
+# `keys.clip.FORM` and `keys.residual.FORM.BITS`, for any form.
 CLIP = Registered("clip", ("layers", "kv_heads", "len(clip_bits)"), NARROWEST, 1)
 RESIDUAL = Registered(
     "residual_basis", ("layers", "kv_heads", "r <= head_dim", "head_dim"), -1.01, 1.01, check=check_orthonormal
@@ -179,7 +180,7 @@ RESIDUAL_BITS = tuple(str(bits) for bits in range(1, 9))
 
 
 def registered(name: str) -> Registered | None:
-    """What `name` promises, or None for a name that is not registered."""
+    """Return the requirements of tensor `name`, or None if it is not registered."""
     if clip_form(name):
         return CLIP
     return RESIDUAL if residual_form(name) else TABLE.get(name)
@@ -209,18 +210,18 @@ def calibrator_of(name: str) -> str | None:
 
 
 def option_of(name: str) -> str:
-    """The option of `calib fit` without which tensor `name` is not measured; "" where there is none."""
+    """The option of `calib fit` without which tensor `name` is not measured; "" if there is none."""
     return OPTIONS.get(calibrator_of(name) or "", "")
 
 
 def check_registered(
     tensors: Mapping[str, Tensor], layers: int, kv_heads: int, head_dim: int, clip_bits: Sequence[int]
 ) -> None:
-    """Raises `ArtifactError` where a registered tensor has not the dtype, shape or values its name promises."""
+    """Raise `ArtifactError` if a registered tensor does not have the required dtype, shape or values."""
     sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "len(clip_bits)": len(clip_bits)}
     width = kv_heads * head_dim
     sizes |= {"width": width, "2 width": 2 * width, "3 width": 3 * width}
-    # First the tensors that say how long axes of others are.
+    # First the tensors that determine sizes of axes of others.
     for name in sorted(tensors, key=lambda name: name not in SHARE_AXES and not name.endswith(".layer_groups")):
         promised = registered(name)
         if promised is not None:
@@ -241,7 +242,7 @@ def check_registered(
 
 
 def check_one(name: str, tensor: Tensor, promised: Registered, sizes: Sizes) -> None:
-    """One tensor by itself; raises `ArtifactError`, also where the tensor is missing that says how long an axis is."""
+    """Check one tensor; raises `ArtifactError`, also if a tensor is missing that determines the size of an axis."""
     expected = []
     for number, axis in enumerate(promised.axes):
         found = tensor.shape[number] if number < tensor.dim() else 0
@@ -256,7 +257,7 @@ def check_one(name: str, tensor: Tensor, promised: Registered, sizes: Sizes) -> 
 
 
 def size_of(name: str, axis: str, sizes: Sizes) -> int:
-    """Of an axis of tensor `name` that another tensor, the fingerprint or `clip_bits` tells."""
+    """The size of an axis of tensor `name`, from another tensor, the fingerprint or `clip_bits`; raises `ArtifactError`."""
     other = groups_of(name) if axis == "groups" else SHARES_OF.get(axis, "")
     size = sizes.get(other if axis == "groups" else axis, 0)
     if not size:
@@ -266,5 +267,5 @@ def size_of(name: str, axis: str, sizes: Sizes) -> int:
 
 
 def groups_of(name: str) -> str:
-    """The tensor that says how many dictionaries the stream of tensor `name` has."""
+    """The name of the tensor of layer groups for the stream of tensor `name`; its dictionaries are one for each group."""
     return f"{name.partition('.')[0]}.layer_groups"

@@ -2,9 +2,9 @@
 
     codec = Codec.from_artifact("my.calib.safetensors", bits=2)
     blob = codec.encode(chunk, start)     # chunk [2, layers, tokens, kv_heads * head_dim], its first token at position start
-    chunk = codec.decode(blob)            # BlobError where the blob is none of this codec's, or damaged
+    chunk = codec.decode(blob)            # raises BlobError for a damaged blob, or one of another codec
 
-What the bytes are is told in `header.py` and `codec.py`.
+`header.py` and `codec.py` specify the bytes.
 """
 
 from calib.runtime.storage.codec import Codec

@@ -1,26 +1,26 @@
 """The codec of stored chunks: `klt` without a cache, its codes as bytes of a size that is known beforehand.
 
-A chunk is what engines hold of a run of tokens: keys behind RoPE and values of all layers, `[2, layers, tokens, kv_heads *
+A chunk has a run of tokens as engines hold it: keys after RoPE and values of all layers, `[2, layers, tokens, kv_heads *
 head_dim]`. Keys are unrotated by their positions, coded as they were before RoPE, and rotated again when they are decoded.
 
-    bytes           what
+    bytes           content
     0-127           the header (`header.py`)
-    128-            the first tokens of a text as they are: `[2, layers, n, kv_heads * head_dim]` in the chunk's dtype
+    128-            the first n tokens of a text, exact: `[2, layers, n, kv_heads * head_dim]` in the chunk's dtype
     to the end      for each layer, in order: words of keys, sizes of keys, words of values, sizes of values; in the profile
-                    "storage" words that hold all of these, field behind field (`bit_fields.py`), or what an entropy coder makes
-                    of them (`entropy.py`), where that is shorter
+                    "storage" words with the fields of all of these without gaps (`bit_fields.py`), or the output of an entropy
+                    coder for them (`entropy.py`), if that is shorter
 
-All is little endian. Tokens at the first `sinks` positions of a text are attention sinks, which no code of few bits holds
-(`docs/serve/storage.md`): they are exact, and n is how many of them the chunk has. With `fixed_size` n is as if the chunk began a
-text, zeros where it does not. Words and sizes are arrays int16 `[tokens, width]`, of all tokens. Widths differ from layer to layer
-and follow from the artifact and the bits; words are laid out as `kernels/pack` says, sizes four KV heads to a word. Streams whose
-heads got no bits take no bytes.
+All numbers are little endian. Tokens at the first `sinks` positions of a text are attention sinks, for which codes of few bits are
+too coarse (`docs/serve/storage.md`): they are exact, and n is how many of them the chunk has. With `fixed_size` n is the number for
+a chunk at the beginning of a text, and filled with zeros for others. Words and sizes are arrays int16 `[tokens, width]` of all
+tokens. Widths may differ from layer to layer and follow from the artifact and the bits; words are laid out as in `kernels/pack`,
+sizes with four KV heads in a word. Streams whose heads have no bits take no bytes.
 
-A token's codes are those of `klt`'s cache; of one or two KV heads with sizes, of a cache of a few more bits, whose sizes take half
-as much. They depend on the token and its position alone, and so does what they decode to: a chunk may be cut, joined, and split
-by KV heads (tensor parallelism) without a change of any bit, on one kind of device.
-A blob says whose artifact made it, not which text it is of, nor that a fine-tuned relative of the model computed it: the key under
-which it is stored must.
+A token's codes are those of `klt`'s cache. (With sizes of one or two KV heads, which take twice the bytes of a cache's, they are
+those of a cache with a slightly smaller budget.) Codes, and what is decoded from them, depend on the token and its position alone:
+chunks may be cut, joined, and split by KV heads (tensor parallelism) without changing any bit, on one kind of device.
+A blob identifies the artifact, but not the text, nor a fine-tuned relative of the model that computed it: the key under which it is
+stored must do that.
 """
 
 import math
@@ -60,23 +60,24 @@ from calib.runtime.storage.profiles import LayerCoders, coders_of, profile_of
 from calib.runtime.storage.rope import rotation_of
 from calib.runtime.storage.start import StartFinder
 
-SINKS = 4  # as `klt` has by default
+SINKS = 4  # the default of `klt`
 MOST_SINKS = 2**16 - 1
 
 
 class Codec:
-    """Chunks to bytes and back, for one artifact and one budget. Make it with `from_artifact`; threads may share it.
+    """Encodes chunks into bytes and decodes them, for one artifact and one budget. Made with `from_artifact`; threads may share it.
 
     Attributes:
-        layers, kv_heads, head_dim: of the model.
+        layers, kv_heads, head_dim: the model's shape.
         heads: the KV heads of a chunk.
-        bits: per value of a chunk of all heads, all that is stored of its tokens counted.
+        bits: bits per value of a chunk of all heads, everything that is stored for its coded tokens included.
         sized, predicts, trellis: the forms of its codes, `size`, `predict` and `trellis` of `klt`.
-        profile: "heads", each coded by itself as in a cache, or "storage", where heads and layers help each other.
-        bytes_per_token: of a chunk, the header apart; with `entropy` at most.
+        profile: "heads": each head is coded by itself, as in a cache; or "storage": all heads of a layer are coded together, and
+            predicted from the layer before.
+        bytes_per_token: bytes of a coded token of a chunk, without the header; with `entropy` the largest number.
         rotation: the model's RoPE.
-        identity: a line for the artifact, its model, the options and how bits were shared out, the same for all slices of heads.
-            Codecs of one identity and one slice read each other's blobs.
+        identity: a text that identifies the artifact, its model, the options and the allocation of bits, the same for all slices
+            of heads. Codecs with equal identity and slice can read each other's blobs.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Codec:
         profile: str,
         entropy: bool,
     ) -> None:
-        """From options that `from_artifact` has checked."""
+        """Options as checked by `from_artifact`."""
         found = artifact.fingerprint
         self.layers, self.kv_heads, self.head_dim = found["layers"], found["kv_heads"], found["head_dim"]
         assert klt.bits is not None
@@ -140,32 +141,32 @@ class Codec:
         entropy: bool = False,
         trellis: bool = False,
     ) -> "Codec":
-        """For the model that the artifact was fitted on.
+        """Return the codec for the model that the artifact was fitted on.
 
         Args:
-            artifact: of `calib fit`, or its path.
-            bits: the budget in bits per value, keys and values together, as `klt` takes it.
-            size: whether every token has a size (`klt`). None: as `klt` has it.
-            predict: whether values are predicted from keys (`klt`). None: where tokens have sizes, and the artifact has the rest.
+            artifact: an artifact of `calib fit`, or its path.
+            bits: the budget in bits per value, keys and values together, as in `klt`.
+            size: whether every token has a size (`klt`). None: as `klt` chooses.
+            predict: whether values are predicted from keys (`klt`). None: if tokens have sizes and the artifact has the tensors.
             heads: the KV heads of a chunk, without gaps: those of one rank of tensor parallelism. None is all.
-            sinks: first positions of a text, whose tokens are exact, to 65,535.
-            fixed_size: every blob of so many tokens has one size, for stores that want to know it before the position: with room
-                for `sinks` exact tokens. Without it only chunks that have such tokens have the room.
+            sinks: number of first positions of a text whose tokens are exact, at most 65,535.
+            fixed_size: blobs of equally many tokens have equal sizes, for stores that need the size before the position is known:
+                all have room for `sinks` exact tokens. Otherwise only chunks that have such tokens have room for them.
             rotation: the model's RoPE; None: that of the configuration in the artifact.
             profile: "storage": all heads of a layer in one basis, and layers predicted from the one before, which takes fewer
-                bytes; of all heads, with sizes and predictions, and of an artifact of `calib fit --model.storage true`. "heads":
-                each head as in a cache. None: "storage" where it can be had.
-            entropy: codes of the profile "storage" go through an entropy coder: the same chunk of fewer bytes, whose number is
-                known when they are made. Needs the package constriction, and goes with no `fixed_size`.
+                bytes; needs all heads, sizes and predictions, and an artifact of `calib fit --model.storage true`. "heads":
+                each head as in a cache. None: "storage" if that is possible.
+            entropy: whether codes of the profile "storage" go through an entropy coder: fewer bytes for the same chunk, but their
+                number is known only after encoding. Needs the package constriction; not with `fixed_size`.
             trellis: whether levels are trellis-coded (`klt`), in the profile "heads": less error at the same bits, and more time.
 
         Raises:
-            ArtifactError: the artifact cannot be read, or lacks a tensor.
-            ValueError: an option out of its range, no keys before RoPE in the artifact, or RoPE that cannot be undone.
+            ArtifactError: if the artifact cannot be read, or lacks a tensor.
+            ValueError: for an option out of its range, no keys before RoPE in the artifact, or RoPE that cannot be undone.
         """
         artifact = artifact if isinstance(artifact, Artifact) else Artifact.load(artifact)
         chosen = heads_of(heads, artifact.fingerprint["kv_heads"])
-        if bits is None:  # of `klt` the default
+        if bits is None:  # `klt` would take its default
             raise ValueError("bits must be a number above 0, got None")
         if not isinstance(rotation, Rotation | None):
             raise ValueError(
@@ -194,20 +195,19 @@ class Codec:
         )
 
     def size(self, tokens: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes of a blob of so many tokens, at least 1, from position `start` on, in a model of `dtype`. At position 0 they are
-        the most; with `fixed_size` every start has as many, and with `entropy` blobs have at most these."""
+        """Bytes of a blob of `tokens` tokens, at least 1, from position `start` on, in a model of `dtype`. Position 0 has the
+        largest size; with `fixed_size` all positions have that size, and with `entropy` it is an upper bound."""
         check_whole("tokens", tokens, 1, "a whole number of tokens, at least 1")
         check_whole("start", start, 0, "a position, a whole number from 0", most=MOST - tokens)
         return HEADER_BYTES + self._payload.most(replace(self._header, tokens=tokens, start=start, dtype=dtype))
 
     @torch.no_grad()
     def encode(self, chunk: Tensor, start: int) -> Tensor:
-        """The blob of a chunk: uint8 `[size(tokens, start, dtype)]` in host memory, where its checksum is computed and whence it is
-        stored.
+        """Encode a chunk into a blob: uint8 `[size(tokens, start, dtype)]` (with `entropy` at most) in host memory.
 
         Args:
-            chunk: `[2, layers, tokens, kv_heads * head_dim]`, keys behind RoPE and values, float32, float16 or bfloat16, on any
-                device, where it is coded. Rows of `kv_heads * head_dim` without gaps; left as it is.
+            chunk: `[2, layers, tokens, kv_heads * head_dim]`, keys after RoPE and values, float32, float16 or bfloat16. It is
+                encoded on its own device, and not changed. Its last axis is contiguous.
             start: the position of its first token.
 
         Raises ValueError for a chunk of another shape or dtype, with NaN or infinities, or beyond the last position.
@@ -221,7 +221,7 @@ class Codec:
         words = payload if device.type == "cpu" else torch.empty_like(payload, device=device)
         blocks, total = self._payload.blocks(words, tokens), torch.zeros((), device=device)
         for part, cos, sin in self._pieces(start, tokens, device):
-            told: Tensor | None = None  # by a layer to the next
+            told: Tensor | None = None  # what the next layer's prediction needs of a layer
             for layer, coder in enumerate(self._on(device)):
                 keys, values = (self._by_head(stream[layer, part]) for stream in chunk)
                 total += keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32)
@@ -247,16 +247,16 @@ class Codec:
     def decode(
         self, blob: Bytes | Tensor, out: Tensor | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """The chunk `[2, layers, tokens, kv_heads * head_dim]` of a blob, in the dtype of the one that was encoded.
+        """Decode a blob into its chunk `[2, layers, tokens, kv_heads * head_dim]`, in the dtype of the chunk that was encoded.
 
         Args:
-            blob: bytes, anything with a buffer of bytes, or a uint8 tensor. Untrusted.
-            out: where to write it, of that shape and dtype; None makes a tensor.
-            device: of a tensor that is made; None is the CPU.
+            blob: bytes, an object with a buffer of bytes, or a uint8 tensor. It need not be trusted.
+            out: tensor of that shape and dtype to write to; None makes one.
+            device: device of the tensor that is made; None is the CPU.
 
         Raises:
-            BlobError: the blob is damaged, or none of this codec's; nothing has been written then.
-            ValueError: `out` has another shape or dtype.
+            BlobError: if the blob is damaged, or not of this codec; then `out` is unchanged.
+            ValueError: if `out` has another shape or dtype.
         """
         header, data = checked(blob, self._header, self._payload.sizes)
         tokens, shape = header.tokens, (2, self.layers, header.tokens, len(self.heads) * self.head_dim)
@@ -282,10 +282,10 @@ class Codec:
 
     @torch.no_grad()
     def start_of(self, chunk: Tensor, candidates: Sequence[int]) -> int:
-        """The position of a chunk's first token, where an engine does not tell it: of `candidates` the one that leaves keys as
-        small as calibration found them (`start.py`). `chunk` is as in `encode`.
+        """Estimate the position of a chunk's first token, for engines that do not give it: the one of `candidates` with which keys
+        before RoPE are most like those of the calibration (`start.py`). `chunk` is as in `encode`.
 
-        Raises ValueError where no candidate fits, or two fit nearly alike.
+        Raises ValueError if no candidate fits, or two fit nearly equally well.
         """
         tokens = self._tokens_of(chunk)
         if not candidates:
@@ -296,7 +296,7 @@ class Codec:
 
     @staticmethod
     def _first(header: Header) -> int:
-        """How many tokens of the chunk are exact."""
+        """Number of exact tokens of the chunk."""
         return exact_tokens(header.tokens, header.start, header.sinks, False)
 
     def _tokens_of(self, chunk: Tensor) -> int:
@@ -314,23 +314,23 @@ class Codec:
         return shape[2]
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        """`[tokens, kv_heads * head_dim]` as `[kv_heads, tokens, head_dim]`, the same memory."""
+        """A view `[kv_heads, tokens, head_dim]` of `rows [tokens, kv_heads * head_dim]`."""
         return rows.unflatten(-1, (len(self.heads), self.head_dim)).transpose(0, 1)
 
     def _on(self, device: torch.device) -> LayerCoders:
-        """The layers' stages there."""
+        """The layers' coders with tables on `device`; cached."""
         if device not in self._coders:
             self._coders[device] = [coder.to(device) for coder in self._coders[torch.device("cpu")]]
         return self._coders[device]
 
     def _pieces(self, start: int, tokens: int, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Runs of n of a chunk's tokens that are coded together, with cos and sin of their positions, float32 `[n, pairs]`."""
+        """Slices of n of a chunk's tokens that are coded together, with cos and sin of their positions, float32 `[n, pairs]`."""
         most = TILE_TOKENS
-        if device.type == "cpu":  # in float64 they are four times as large, and stay in the processor's own cache
+        if device.type == "cpu":  # float64 temporaries are four times as large, and shall stay in the processor's cache
             most = max(1, min(most, MixedQuant.piece // (len(self.heads) * self.head_dim)))
         for first in range(0, tokens, most):
             part = slice(first, min(first + most, tokens))
-            # From a multiple of the stride on: cos and sin of a position are the same bits then, whatever the chunk.
+            # Tables begin at a multiple of the stride, so that cos and sin of a position have the same bits in every chunk.
             skipped = (start + part.start) % STRIDE
             tables = self.rotation.along(start + part.start - skipped, start + part.stop, device)
             cos, sin = (table[skipped:] for table in tables)

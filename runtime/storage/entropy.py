@@ -1,15 +1,16 @@
-"""An entropy coder behind the codes of a chunk: the same codes in fewer bytes, of a number that is known when they are made.
+"""An entropy coder for the codes of a chunk: the same codes in fewer bytes, whose number is known only after encoding.
 
-A component's codes are about normal, over their token's size: those in the middle are more frequent than the outer ones. With
-step r in units of the component's deviation, a code c of b bits has the probability
+A component's codes are about normally distributed when components are divided by their token's size: middle codes are more
+frequent than outer ones. With step r in units of the component's deviation, a code c of b bits has the probability
 
     p(c) = (1 - e) (F(right) - F(left)) + e / 2^b        left, right = (c - 2^(b - 1)) r, (c + 1 - 2^(b - 1)) r
 
-where the first code reaches down to minus infinity and the last one up to infinity, and F is the normal distribution. With e
-text of another kind, whose outer codes are more frequent, costs little. r is rounded to an eighth of an octave, so that
-components of the same b and r share a table. The number of a token's size has a table as well.
+where `left` of the first code is minus infinity, `right` of the last one infinity, and F is the normal distribution function. The
+term with e keeps the cost small for text of another kind, whose outer codes are more frequent. r is rounded to an eighth of an
+octave, so that components of equal b and r share a table. The number of a token's size has a table as well.
 
-Tables follow from the artifact and the budget. Coded is by `constriction`, field by field, those of one table behind each other.
+Tables follow from the artifact and the budget. The package `constriction` codes field by field, the fields of one table after each
+other.
 """
 
 import hashlib
@@ -37,19 +38,19 @@ except ImportError:
     constriction = None
 
 MISSING = "entropy=True needs the package constriction: pip install 'calib-kv[entropy]'"
-PER_OCTAVE, MOST_OCTAVES = 8, 16  # tables of a width, and how far from a step of one deviation
+PER_OCTAVE, MOST_OCTAVES = 8, 16  # tables for each octave of r, and the most octaves from r = 1
 FLAT = 1 / 64  # e
-UNITS = 2**16  # that probabilities are rounded to
-WORD_BYTES = 4  # of what the coder makes
+UNITS = 2**16  # probabilities are rounded to multiples of 1 / UNITS
+WORD_BYTES = 4  # of a word of the coder's output
 
 
 class Table(NamedTuple):
     """The distribution of a field's numbers: normal, by its step and middle.
 
     Attributes:
-        width: of the field, in bits.
-        step: in eighths of an octave over the deviation of what the field counts.
-        middle: the number in the middle, halves counted.
+        width: width of the field in bits.
+        step: the step of the field's numbers over the deviation of what they stand for, as its logarithm in eighths of an octave.
+        middle: the mean of the numbers, which may be a half.
     """
 
     width: int
@@ -57,10 +58,10 @@ class Table(NamedTuple):
     middle: float
 
     def counts(self) -> Tensor:
-        """Probabilities of the numbers in units of 2^-16, about: float32 `[2^width]`, whole numbers from 1 on."""
+        """Approximate probabilities of the numbers in units of 2^-16: float32 `[2^width]`, whole numbers of at least 1."""
         numbers = torch.arange(1 << self.width, dtype=torch.float64)
         edges = (numbers[1:] - 0.5 - self.middle) * 2.0 ** (self.step / PER_OCTAVE)
-        # From the nearer end, where the distribution is small and its differences are exact.
+        # Differences of F are taken from the nearer tail, where F is small and they are accurate.
         below, above = torch.special.ndtr(edges), torch.special.ndtr(-edges)
         ends = below.new_zeros(1), below.new_ones(1)
         rising = torch.cat([ends[0], below, ends[1]]).diff()
@@ -71,11 +72,11 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class EntropyCoder:
-    """Range coding of the codes of chunks whose layers have these fields.
+    """Range coder for the codes of chunks.
 
     Args:
-        fields: of a token, layer by layer.
-        tables: of all fields in that order.
+        fields: the bit fields of a token in each layer.
+        tables: the distribution of every field, in that order.
     """
 
     fields: Sequence[BitFields]
@@ -83,7 +84,7 @@ class EntropyCoder:
 
     @classmethod
     def of(cls, artifact: Artifact, allocation: Allocation, layers: LayerCoders) -> "EntropyCoder":
-        """Of layers whose heads have one basis. Raises ValueError without constriction."""
+        """The coder for layers whose heads have one basis. Raises ValueError without the package constriction."""
         if constriction is None:
             raise ValueError(MISSING)
         tables, fields = list[Table](), list[BitFields]()
@@ -96,18 +97,19 @@ class EntropyCoder:
         return cls(fields, tables)
 
     def identity(self) -> bytes:
-        """16 bytes for all tables. Where another machine rounds one otherwise, its blobs are refused and not misread."""
+        """A hash of all tables, 16 bytes. If another machine rounds a table differently, its blobs are refused, not misread."""
         found = hashlib.blake2b(digest_size=16)
         for table, fields in self._groups:
             found.update(repr((table.counts().int().tolist(), fields.tolist())).encode())
         return found.digest()
 
     def least_bytes(self, tokens: int) -> int:
-        """Fewer than any so many tokens take, a little: each field's most frequent number, and what the coder rounds."""
+        """A lower bound of the bytes of `tokens` tokens: if all fields have their most frequent number, with 1 % and two words less
+        for the coder's rounding."""
         return max(0, int(tokens * self._least_bits / 8 * 0.99) - 2 * WORD_BYTES)
 
     def coded(self, layers: Sequence[Block]) -> Tensor:
-        """uint8, of all layers' words int16 `[tokens, words]` in host memory."""
+        """Encode all layers' words, int16 `[tokens, words]` in host memory, into uint8."""
         numbers = torch.cat([own.unpacked(block["words"]) for own, block in zip(self.fields, layers, strict=True)], -1)
         rows, coder = numbers.T.contiguous(), constriction.stream.queue.RangeEncoder()
         for model, fields in self._models:
@@ -115,8 +117,8 @@ class EntropyCoder:
         return torch.from_numpy(coder.get_compressed().astype("<u4").view("u1"))
 
     def words(self, data: Tensor, tokens: int) -> Tensor:
-        """All layers' words behind each other, int16, of what `coded` gives: uint8, untrusted. Raises BlobError where no words are
-        coded so."""
+        """Decode the output of `coded`, uint8 that need not be trusted, into all layers' words one after the other, int16. Raises
+        BlobError if it is no such output."""
         if len(data) % WORD_BYTES:
             raise BlobError(f"the blob's codes have {len(data)} bytes, expected whole words of {WORD_BYTES}; {AGAIN}")
         coder = constriction.stream.queue.RangeDecoder(data.numpy().view("<u4").astype("u4"))
@@ -131,7 +133,7 @@ class EntropyCoder:
 
     @cached_property
     def _groups(self) -> list[tuple[Table, Tensor]]:
-        """Each table with its fields, int64."""
+        """Each table with the indices of its fields, int64."""
         found = dict[Table, list[int]]()
         for field, table in enumerate(self.tables):
             found.setdefault(table, []).append(field)
@@ -139,7 +141,7 @@ class EntropyCoder:
 
     @cached_property
     def _models(self) -> list[tuple[Any, Tensor]]:
-        """The coder's own of each table, with its fields."""
+        """The model of the package constriction for each table, with the indices of its fields."""
         return [
             (constriction.stream.model.Categorical(table.counts().numpy(), perfect=False), fields)
             for table, fields in self._groups
@@ -147,21 +149,21 @@ class EntropyCoder:
 
     @cached_property
     def _least_bits(self) -> float:
-        """Of a token."""
+        """The least number of bits of a token."""
         most = [(table.counts(), len(fields)) for table, fields in self._groups]
         return sum(count * float((own.double().sum() / own.double().amax()).log2()) for own, count in most)
 
 
 def _of_components(widths: tuple[int, ...], steps: Tensor, errors: Tensor) -> list[Table]:
-    """Of a stream's first components, from its tensors `[W, 8]` and `[W, 9]`."""
+    """The tables of a stream's first components, from its tensors `steps [W, 8]` and `errors [W, 9]`."""
     found, least = list[Table](), torch.finfo(torch.float64).tiny
     for width, step, error in zip(widths, steps.tolist(), errors.tolist(), strict=False):
-        # Of a component that the corpus did not move one table is as good as another.
+        # For a component without variance in the corpus any table will do.
         octaves = math.log2(step[width - 1] / max(math.sqrt(error[0]), least))
         ratio = round(PER_OCTAVE * min(MOST_OCTAVES, max(-MOST_OCTAVES, octaves)))
         found.append(Table(width, ratio, ((1 << width) - 1) / 2))
     return found
 
 
-# Errors of the layer before make tokens a little larger than the fit saw them.
+# Errors of the layer before make sizes a little larger than in the fit, so the middle is one above size 1.
 SIZES = Table(SIZE_BITS, 0, SIZE_OF_ONE + 1.0)

@@ -1,4 +1,4 @@
-"""What a blob says of where its codes come from, 16 bytes each: the artifact, and how its bits were shared out."""
+"""Two hashes in a blob's header, 16 bytes each, that identify the origin of its codes: the artifact, and the allocation of bits."""
 
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.component_bits import ROLES, Allocation
@@ -11,7 +11,7 @@ HASH_BYTES = 16
 
 
 def artifact_hash(artifact: Artifact, coding: Coding) -> bytes:
-    """16 bytes for the artifact's model, for every tensor of it that codes depend on, and for levels that are not uniform."""
+    """Hash of the artifact's model, of all its tensors on which codes depend, and of whether levels are trellis-coded."""
     names = {coding.name(role, kind) for role in ROLES for kind in KINDS}
     if coding.joint:
         names |= {f"{stream}.matrix" for stream in STORAGE}
@@ -23,9 +23,11 @@ def artifact_hash(artifact: Artifact, coding: Coding) -> bytes:
 
 
 def layout_hash(allocation: Allocation, tables: bytes | None) -> bytes:
-    """16 bytes for the words of every layer's keys and values, and for the `tables` of an entropy coder (`EntropyCoder.identity`).
-    They follow from the artifact and the budget, but for the rounding of sums on another machine: where that tips a bit elsewhere,
-    the blob is refused and not misread."""
+    """Hash of the words of every layer's keys and values, and of the `tables` of an entropy coder (`EntropyCoder.identity`).
+
+    They follow from the artifact and the budget, except that sums may be rounded differently on another machine: if that changes
+    the allocation, the blob is refused, not misread.
+    """
     words: dict[str, object] = {
         role: [[list(own.widths), list(own.counts)] for own in streams] for role, streams in allocation.streams.items()
     }

@@ -1,4 +1,4 @@
-"""The first 128 bytes of a stored chunk, and what is asked of a blob before anything of it is used.
+"""The header of a stored chunk, its first 128 bytes, and the checks of a blob before any of it is used.
 
 Little endian, without gaps:
 
@@ -18,15 +18,15 @@ Little endian, without gaps:
     32-35    uint32    head_dim
     36-39    uint32    tokens
     40-47    uint64    position of the first token
-    48-55    float64   bits per value that were asked for
-    56-63    uint64    bytes behind this header
-    64-79    16 bytes  hash of the artifact's tensors that codes depend on, and of its model (`Codec`)
-    80-95    16 bytes  hash of how many bits every component has
+    48-55    float64   the budget in bits per value
+    56-63    uint64    bytes after this header
+    64-79    16 bytes  hash of the artifact's tensors on which codes depend, and of its model (`hashes.py`)
+    80-95    16 bytes  hash of the number of bits of every component
     96-111   16 bytes  0
-    112-127  16 bytes  BLAKE2b of bytes 0-111 and of all bytes behind the header
+    112-127  16 bytes  BLAKE2b of bytes 0-111 and of all bytes after the header
 
-The checksum is against accidents and no authentication: whoever can write a blob can write its checksum. So every field is
-compared with what the reader expects as well, and the number of bytes with that of the tokens, before anything is allocated.
+The checksum is against accidents and is no authentication: anyone who can write a blob can write its checksum. So every field is
+also compared with what the reader expects, and the number of bytes with that for the tokens, before memory is allocated.
 """
 
 import hashlib
@@ -58,28 +58,28 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class BlobError(ValueError):
-    """A blob that this codec cannot use: of another model, artifact, slice of heads or version, truncated or damaged. One line."""
+    """A blob that a codec cannot use: of another model, artifact, slice of heads or version, truncated or damaged. One line."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a blob says of itself.
+    """The fields of a blob's header.
 
     Attributes:
-        dtype: of the chunk: float32, float16 or bfloat16.
-        size, predict: the forms of its codes, as `klt` has them.
+        dtype: dtype of the chunk: float32, float16 or bfloat16.
+        size, predict: whether tokens have sizes, and values are predicted from keys (options of `klt`).
         joint: whether all heads of a layer have one basis (`joint_layer.py`).
-        entropy: whether codes went through an entropy coder (`entropy.py`), where that saves bytes.
-        trellis: whether levels are trellis-coded, as `klt` has them.
-        sinks: first positions of a text, whose tokens are exact.
-        fixed_size: whether there is room for as many exact tokens in a blob that begins behind them.
-        layers, kv_heads, head_dim: of the model.
+        entropy: whether codes went through an entropy coder (`entropy.py`), if that saves bytes.
+        trellis: whether levels are trellis-coded (option of `klt`).
+        sinks: number of first positions of a text whose tokens are exact.
+        fixed_size: whether a blob that begins after them has room for as many exact tokens, too.
+        layers, kv_heads, head_dim: the model's shape.
         heads: the KV heads of this chunk.
-        tokens: how many.
-        start: the position of the first.
-        bits: per value, as asked for.
-        payload_bytes: behind the header.
-        artifact, layout: 16 bytes each: hashes of the tensors, and of the bits of every component.
+        tokens: number of tokens.
+        start: the position of the first token.
+        bits: the budget in bits per value.
+        payload_bytes: number of bytes after the header.
+        artifact, layout: hashes of the tensors, and of the bits of every component, 16 bytes each.
     """
 
     dtype: torch.dtype
@@ -103,11 +103,11 @@ class Header:
 
     @property
     def exact(self) -> int:
-        """Exact tokens that there is room for, behind the codes."""
+        """Number of exact tokens for which there is room, before the codes."""
         return exact_tokens(self.tokens, self.start, self.sinks, self.fixed_size)
 
     def packed(self, payload: memoryview) -> bytes:
-        """The header of this payload, its checksum included."""
+        """The header's 128 bytes for this payload, the checksum included."""
         dtype = next(code for code, known in DTYPES.items() if known == self.dtype)
         forms = SIZE * self.size + PREDICT * self.predict + FIXED * self.fixed_size
         forms += JOINT * self.joint + ENTROPY * self.entropy + TRELLIS * self.trellis
@@ -119,7 +119,7 @@ class Header:
 
     @classmethod
     def read(cls, blob: "Bytes | Tensor") -> "Header":
-        """Of a blob, which need not be whole; nothing is checked but that it is such a header. Raises BlobError."""
+        """Read the header of a blob, which may be truncated after it; only the header's own format is checked. Raises BlobError."""
         start = bytes(view_of(blob)[:HEADER_BYTES])
         if len(start) < HEADER_BYTES:
             raise BlobError(f"the blob has {len(start)} bytes, expected at least {HEADER_BYTES} of its header; {AGAIN}")
@@ -156,7 +156,7 @@ class Header:
 
 
 def view_of(blob: "Bytes | Tensor") -> memoryview:
-    """The bytes of a blob, not copied unless they lie on another device; raises BlobError for what has no plain bytes."""
+    """The bytes of a blob, copied only if they are on another device; raises BlobError for an object without a buffer of bytes."""
     if isinstance(blob, Tensor):
         if blob.dtype != torch.uint8 or blob.dim() != 1:
             raise BlobError(
@@ -170,17 +170,17 @@ def view_of(blob: "Bytes | Tensor") -> memoryview:
 
 
 def exact_tokens(tokens: int, start: int, sinks: int, fixed_size: bool) -> int:
-    """Of so many tokens from position `start` on those before position `sinks`; as if they began a text, where sizes are fixed."""
+    """How many of `tokens` tokens from position `start` on are before position `sinks`; with `fixed_size` from position 0 on."""
     return min(tokens, sinks) if fixed_size else max(0, min(tokens, sinks - start))
 
 
 def checked(
     blob: "Bytes | Tensor", expected: Header, payload_bytes: Callable[[Header], range]
 ) -> tuple[Header, Tensor]:
-    """The header and a copy of the payload, uint8, of a whole blob that agrees with `expected` in all but dtype, tokens and start,
-    and has one of the numbers of bytes behind its header that `payload_bytes` says of it.
+    """Check a whole blob: its header must agree with `expected` in all but dtype, tokens and start, the number of bytes after it
+    must be in `payload_bytes(header)`, and the checksum must be right. Return the header and a copy of the payload, uint8.
 
-    A copy, so that a store that overwrites its memory meanwhile changes nothing that was checked. Raises BlobError.
+    It is a copy, so that checked bytes do not change if a store overwrites its memory meanwhile. Raises BlobError.
     """
     view = view_of(blob)
     start = bytes(view[:HEADER_BYTES])
@@ -221,7 +221,7 @@ def checked(
 
 
 def checksum(fields: bytes, payload: memoryview) -> bytes:
-    """BLAKE2b of both."""
+    """BLAKE2b of the header's fields and the payload, 16 bytes."""
     found = hashlib.blake2b(fields, digest_size=CHECKSUM_BYTES)
     found.update(payload)
     return found.digest()

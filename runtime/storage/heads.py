@@ -1,7 +1,7 @@
-"""The coding of some of a layer's KV heads: what one rank of tensor parallelism holds.
+"""The coding of some of a layer's KV heads, those of one rank of tensor parallelism.
 
-Every table of a stage has one entry for each head, and what a head is coded by does not depend on the others. Components come in
-plane form (`kernels/pack/heads.py`): p W + w, W being the most words of any head. Fewer heads may have a smaller W.
+Every table of a stage has one entry for each head, and a head's coding does not depend on the others. Components are in plane form
+(`kernels/pack/heads.py`): p W + w, W being the largest number of words of a head. Fewer heads may have a smaller W.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 
 def heads_of(heads: range | slice | None, count: int) -> range:
-    """The chosen KV heads of `count`; raises ValueError for none, or such with gaps."""
+    """Return the chosen KV heads of `count` as a range; raises ValueError if there are none, or if they have gaps."""
     if heads is None:
         return range(count)
     if isinstance(heads, slice):
@@ -32,7 +32,7 @@ def heads_of(heads: range | slice | None, count: int) -> range:
 
 
 def of_heads(plan: TierPlan, heads: range) -> TierPlan:
-    """`plan` of `klt`, for these KV heads alone, in the same order."""
+    """Return the `plan` of `klt` for these KV heads alone, in the same order."""
     keys, values = (_stages_of(stages, heads) for stages in (plan.keys, plan.values))
     predicted = plan.prediction
     if predicted is not None:
@@ -72,6 +72,6 @@ def _stages_of(stages: TierStages, heads: range) -> TierStages:
 
 
 def _columns(codes: MixedQuant | TrellisQuant, heads: range) -> Tensor:
-    """Of the components of all heads, those that `heads` have in plane form of their own."""
+    """Indices, among the components of all heads in plane form, of those that `heads` have in their own plane form."""
     every = torch.arange(codes.components).unflatten(0, (len(codes.widths), max(codes.counts)))
     return every[:, : max(codes.counts[heads.start : heads.stop])].flatten()

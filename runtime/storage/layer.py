@@ -1,8 +1,8 @@
-"""One layer of a chunk: tokens to words and back, by the stages that `klt` has for them.
+"""One layer of a chunk in the profile "heads": tokens are encoded into words and decoded with the stages of `klt`.
 
-Keys come unrotated, to position 0, and go so. Each token stands alone: its words, and what they decode to, are the same bits in
-any chunk. The way in is that of `klt`'s caches, to the bit (`Basis.forward` is exact); the way back is exact as well, where
-attention's products are rounded by their shapes.
+Keys are given and returned before RoPE. Tokens are coded independently: a token's words, and what is decoded from them, have the
+same bits in any chunk. Words are those of `klt`'s caches, to the bit (`Basis.forward` is exact). Decoding is exact as well, unlike
+attention, where the rounding of products depends on their shapes.
 """
 
 from dataclasses import dataclass
@@ -18,36 +18,36 @@ from calib.runtime.stages.transform import Basis
 from calib.runtime.storage.heads import codes_of
 from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
-ORDER = ("words", "sizes")  # of a stream's fields
+ORDER = ("words", "sizes")  # the order of a stream's fields
 
 
 @dataclass(frozen=True)
 class LayerCoder:
-    """The stages of one layer, for the KV heads of a chunk.
+    """Coder of one layer, for the KV heads of a chunk.
 
     Args:
-        plan: of `klt`, for these heads (`heads.py`).
+        plan: the plan of `klt` for these heads (`heads.py`).
     """
 
     plan: TierPlan
 
     def widths(self) -> dict[str, int]:
-        """Words of 16 bits of a token: of "keys.words" and so on, in the order of a chunk's bytes."""
+        """Number of 16-bit words of a token in each field, "keys.words" and so on, in the order of a chunk's bytes."""
         found = dict[str, int]()
         for role, stages in self.plan.streams():
-            # Heads without a word have their mean, and no size that would say anything.
+            # Heads without words are decoded to their mean, and need no sizes.
             if any(codes_of(stages).counts):
                 fields = stages.codec.fields(0, torch.float32)
                 found |= {f"{role}.{name}": fields[name].width for name in ORDER if name in fields}
         return found
 
     def to(self, device: torch.device) -> "LayerCoder":
-        """The same with its tables there."""
+        """The same with its tables on `device`."""
         return LayerCoder(to_device(self.plan, device))
 
     def encode(self, keys: Tensor, values: Tensor, before: Tensor | None = None) -> tuple[Block, None]:
-        """Fields int16 `[tokens, width]` of unrotated keys and of values, `[kv_heads, tokens, D]`, float. A layer is told nothing
-        of the one `before`, and tells the next one nothing (`joint_layer.py` does)."""
+        """Encode unrotated keys and values, `[kv_heads, tokens, D]`, float, into fields int16 `[tokens, width]`. `before` is not
+        used and None returned for the next layer: only `joint_layer.py` predicts from the layer before."""
         found: dict[str, Tensor] = {}
         block = self._encoded("keys", self.plan.keys, keys[None], found)
         if block is not None and self.plan.prediction is not None:
@@ -57,7 +57,7 @@ class LayerCoder:
         return found, None
 
     def decode(self, block: Block, tokens: int, before: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
-        """Unrotated keys and values, float32 `[kv_heads, tokens, D]`, of what `encode` gives."""
+        """Decode the fields of `encode` into unrotated keys and values, float32 `[kv_heads, tokens, D]`."""
         keys, values = (self._decoded(stages, named(block, role), tokens) for role, stages in self.plan.streams())
         own = named(block, "keys")
         if own and self.plan.prediction is not None:
@@ -67,7 +67,7 @@ class LayerCoder:
 
     @staticmethod
     def _encoded(role: str, stages: TierStages, x: Tensor, found: dict[str, Tensor]) -> Block | None:
-        """The block of a stream, None where no head has a word; its fields are added to `found`."""
+        """The block of a stream, None if no head has a word; its fields are added to `found`."""
         if not any(codes_of(stages).counts):
             return None
         assert isinstance(stages.transform, Basis)
@@ -87,7 +87,7 @@ class LayerCoder:
 
 
 def named(block: Block, role: str) -> Block:
-    """The fields of a stream `[1, 1, tokens, width]` by the codec's own names."""
+    """The fields `[1, 1, tokens, width]` of the stream `role`, without the stream in their names."""
     return {
         name.removeprefix(f"{role}."): field[None, None] for name, field in block.items() if name.startswith(f"{role}.")
     }

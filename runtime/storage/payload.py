@@ -1,4 +1,4 @@
-"""What lies behind a chunk's header: the first tokens of a text as they are, then the codes of all tokens, as `codec.py` says."""
+"""The bytes after a chunk's header: exact first tokens of a text, then the codes of all tokens, as specified in `codec.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ WORD_BYTES = 2
 
 @dataclass(frozen=True)
 class Payload:
-    """Where its parts are, and how many bytes they take.
+    """The parts of a payload, and how many bytes they take.
 
     Args:
-        values: keys and values of a token of a chunk.
-        widths: words of 16 bits of a token by field, layer by layer, in their order.
-        entropy: what makes words fewer; None leaves them as they are.
+        values: number of key and value elements of a token of a chunk.
+        widths: for each layer the number of 16-bit words of a token in each field, in order.
+        entropy: the entropy coder; None stores words as they are.
     """
 
     values: int
@@ -30,34 +30,34 @@ class Payload:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Of codes; at most, behind an entropy coder."""
+        """Bytes of a token's codes; with an entropy coder the largest number."""
         return WORD_BYTES * sum(sum(own.values()) for own in self.widths)
 
     def sizes(self, header: Header) -> range:
-        """How many bytes there may be."""
+        """The possible numbers of bytes of a payload with this header."""
         exact, most = self._exact_bytes(header), header.tokens * self.bytes_per_token
         least = most if self.entropy is None else self.entropy.least_bytes(header.tokens)
         return range(exact + least, exact + most + 1)
 
     def most(self, header: Header) -> int:
-        """Bytes; there are so many where no entropy coder makes them fewer."""
+        """The largest number of bytes, which is the number without an entropy coder."""
         return self.sizes(header).stop - 1
 
     def exact(self, data: Tensor, header: Header) -> Tensor:
-        """The first tokens `[2, layers, n, kv_heads * head_dim]`, a view of all bytes; n is 0 where there are none."""
+        """The exact tokens `[2, layers, n, kv_heads * head_dim]`, a view of the bytes `data`; n may be 0."""
         raw = data[: self._exact_bytes(header)].view(header.dtype)
         return raw.view(2, header.layers, header.exact, len(header.heads) * header.head_dim)
 
     def words(self, data: Tensor, header: Header) -> Tensor:
-        """All words int16, a view of the bytes unless they went through the entropy coder. Raises BlobError for bytes that it did
-        not make."""
+        """All words int16, a view of the bytes `data` unless they are entropy-coded. Raises BlobError for bytes that are not the
+        coder's output."""
         codes = data[self._exact_bytes(header) :]
         if self.entropy is None or len(codes) == header.tokens * self.bytes_per_token:
             return codes.view(torch.int16)
         return self.entropy.words(codes, header.tokens)
 
     def blocks(self, words: Tensor, tokens: int) -> list[Block]:
-        """Each layer's fields, views `[tokens, width]` of all words."""
+        """The fields of each layer, views `[tokens, width]` of `words`."""
         found, at = list[Block](), 0
         for widths in self.widths:
             own = dict[str, Tensor]()
@@ -68,7 +68,7 @@ class Payload:
         return found
 
     def shortened(self, data: Tensor, header: Header) -> Tensor:
-        """The same behind the entropy coder, where that is shorter: uint8, as `data` is."""
+        """Return the payload `data`, uint8, with its words entropy-coded, if there is a coder and that is shorter; else `data`."""
         if self.entropy is None:
             return data
         coded = self.entropy.coded(self.blocks(self.words(data, header), header.tokens))

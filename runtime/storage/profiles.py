@@ -1,6 +1,8 @@
-"""How a chunk is coded: "heads", each by itself as in a cache, or "storage", where a layer's heads and the layer before help.
+"""The profiles of chunks: "heads", each head coded by itself as in a cache, or "storage", all heads of a layer coded together and
+predicted from the layer before.
 
-A cache's codes are read at every step. A chunk's are decoded once a load, so that they may cost more, and take fewer bytes.
+A cache's codes are read in every step. A chunk is decoded once when it is loaded, so that decoding may take more work and the codes
+fewer bytes.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ LayerCoders: TypeAlias = Sequence[LayerCoder | JointLayerCoder]
 
 
 class Coders(NamedTuple):
-    """What codes a model's layers, the tensors that it is made of, and how bits were shared out."""
+    """The coders of a model's layers, the coding that names their tensors, and the allocation of bits."""
 
     coding: Coding
     allocation: Allocation
@@ -31,10 +33,10 @@ class Coders(NamedTuple):
 
 
 def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) -> str:
-    """The profile that was asked for, or that the artifact and the other options allow.
+    """Return the profile `asked`; for None "storage" if the artifact and the other options allow it, else "heads".
 
-    Raises ValueError for another name, and for "storage" with options that it does not have; ArtifactError where the artifact has
-    no codes for it.
+    Raises ValueError for another name, and for "storage" with options that exclude it; ArtifactError if the artifact has no
+    tensors for it.
     """
     name, whole = f"{STORAGE[0]}.basis", len(heads) == artifact.fingerprint["kv_heads"]
     if asked is None:
@@ -56,7 +58,7 @@ def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) ->
 
 
 def coders_of(profile: str, artifact: Artifact, klt: Klt, heads: range) -> Coders:
-    """Of a profile that `profile_of` has given, for the KV heads of a chunk and the budget in `klt`."""
+    """Return the coders for a profile of `profile_of`, the KV heads of a chunk and the budget in `klt`."""
     sizes = artifact.fingerprint
     if profile == "storage":
         assert klt.bits is not None

@@ -1,4 +1,4 @@
-"""A model's RoPE from the configuration in its artifact's fingerprint: who stores chunks may have no model at hand."""
+"""A model's RoPE from the configuration in its artifact's fingerprint, because stores of chunks may not have the model."""
 
 import sys
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ LONGEST = 120  # characters of transformers' own message
 
 
 def rotation_of(artifact: Artifact) -> Rotation:
-    """As the model's own class of transformers computes it. Raises ArtifactError where there is no such class, and ValueError
-    where RoPE cannot be undone."""
+    """Return the rotation as the model's class in transformers computes it. Raises ArtifactError if there is no such class or it
+    differs from the fingerprint, and ValueError if RoPE cannot be undone."""
     fingerprint = artifact.fingerprint
     config = _config(fingerprint)
     found = (Geometry.of(config), stable(getattr(config, "rope_parameters", None)))
@@ -45,13 +45,13 @@ def _config(fingerprint: Mapping[str, Any]) -> PreTrainedConfig:
     fields = {name: value for name, value in fingerprint["config"].items() if name != "model_type"}
     for rope in _parameters(fields.get("rope_parameters")):
         share = rope.get("partial_rotary_factor", 1.0)
-        if type(share) not in (float, int) or not 0 < share <= 1:  # tables are as large as it says
+        if type(share) not in (float, int) or not 0 < share <= 1:  # it determines the size of tables
             raise ArtifactError(
                 f"the artifact's partial_rotary_factor is {printable(share)}, expected a number in (0, 1]; {REMEDY}"
             )
     try:
         return AutoConfig.for_model(fingerprint["architecture"], **fields)
-    except Exception as error:  # whatever a configuration's class makes of fields that are not its own
+    except Exception as error:  # a configuration's class may raise anything for unknown fields
         reason = shortened(" ".join(str(error).split()), LONGEST)
         raise ArtifactError(
             f"transformers makes no configuration of architecture {printable(fingerprint['architecture'])} ({reason}); {REMEDY}"
@@ -59,14 +59,14 @@ def _config(fingerprint: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _parameters(rope: Any) -> list[Mapping[str, Any]]:
-    """RoPE's parameters; where kinds of layers differ, of each."""
+    """RoPE's parameters, and those of each kind of layer if kinds differ."""
     if not isinstance(rope, Mapping):
         return []
     return [rope, *(own for own in rope.values() if isinstance(own, Mapping))]
 
 
 def _embedding(config: PreTrainedConfig) -> nn.Module:
-    """The rotary embedding that the model's own file has for text."""
+    """The rotary embedding for text that is defined in the model's own file in transformers."""
     name = type(config).__name__
     try:
         module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]

@@ -1,17 +1,17 @@
-"""Where a chunk begins, told from its keys: the right start leaves keys before RoPE as small as calibration found them.
+"""Estimation of a chunk's first position from its keys: with the right one, keys before RoPE are as small as in calibration.
 
-A key that is unrotated by its own position lies along the directions in which keys vary; by another one it is turned out of them.
+A key that is unrotated by its own position has the directions in which keys vary; by another position it is rotated out of them.
 With T and the components' variances v of the artifact (`klt`'s basis of keys before RoPE, all its D components),
 
     y = T (R(-t) k - mean)        s = sqrt(mean_j y_j^2 / v_j)        score = mean of log2 s
 
-over tokens, heads and layers: octaves by which keys are larger than calibration found them. RoPE turns without stretching, so that
-among candidates the least score is the greatest likelihood of Gaussian keys, each token with a scale of its own; an unusual token
-counts no more than another.
+over tokens, heads and layers: the octaves by which keys are larger than in calibration. RoPE does not change lengths, so the
+candidate with the least score has the greatest likelihood for Gaussian keys with a scale for each token; no token counts more than
+another.
 
 On SmolLM2 135M, text unlike its calibration's and 32 candidates, multiples of 256 (`benchmarks/storage_reuse.py`): the right start
-scores at most .3 octaves (.96 where the chunk is the first token alone), and is never less than .4 ahead of another, 1.5 from four
-tokens on. One that is off by one position scores .4 and more, so that `LIMIT` does not tell it. Two wrong ones are within .2.
+scores at most .3 octaves (.96 where the chunk is the first token alone), at least .4 less than any other, and 1.5 less from four
+tokens on. A start that is wrong by one position scores .4 and more, which `LIMIT` does not detect. Two wrong ones are within .2.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.components import LEAST_DEVIATION
 from calib.runtime.rotation import Rotation
 
-MOST_LAYERS, MOST_TOKENS = 8, 64  # that are looked at, evenly spread
+MOST_LAYERS, MOST_TOKENS = 8, 64  # the most that are used, evenly spread
 MARGIN = 0.25  # octaves by which the second best candidate must be worse
-LIMIT = 1.0  # octaves: a score above is of keys that no candidate fits
+LIMIT = 1.0  # octaves: if the best score is above, no candidate fits
 
 
 @dataclass(frozen=True, eq=False)
 class StartFinder:
-    """Scores of candidates.
+    """Computes scores of candidates for the first position of a chunk.
 
     Args:
-        layers: that are looked at.
-        means: float32 `[layers looked at, kv_heads, 1, D]`.
-        whitened: T over the components' deviations, float32 `[layers looked at, kv_heads, D, components]`.
-        rotation: the model's.
+        layers: numbers of the n layers that are used.
+        means: float32 `[n, kv_heads, 1, D]`.
+        whitened: T over the components' deviations, transposed: float32 `[n, kv_heads, D, components]`.
+        rotation: the model's RoPE.
     """
 
     layers: list[int]
@@ -54,12 +54,12 @@ class StartFinder:
             for kind in ("mean", "basis", "errors")
         )
         deviation = errors[..., :1].sqrt()
-        # A component that the corpus did not move tells nothing.
+        # A component without variance in the corpus does not count.
         rows = torch.where(deviation > 0, basis / deviation.clamp(min=LEAST_DEVIATION), 0)
         return cls(layers, mean.float()[:, :, None], rows.mT.float().contiguous(), rotation)
 
     def scores(self, keys: Tensor, candidates: Sequence[int]) -> list[float]:
-        """Of each candidate for the position of the first token of `keys [layers, tokens, kv_heads * D]`, in octaves."""
+        """The score of each candidate for the position of the first token of `keys [layers, tokens, kv_heads * D]`, in octaves."""
         heads, channels = self.whitened.shape[1:3]
         tokens = evenly(keys.shape[1], MOST_TOKENS)
         looked = keys[self.layers][:, tokens].cpu().float().unflatten(-1, (heads, channels)).transpose(1, 2)
@@ -72,7 +72,7 @@ class StartFinder:
         return found
 
     def start_of(self, keys: Tensor, candidates: Sequence[int]) -> int:
-        """The candidate with the least score; ValueError where that is above `LIMIT`, or the next is not worse by `MARGIN`."""
+        """The candidate with the least score; raises ValueError if that is above `LIMIT`, or the next is not worse by `MARGIN`."""
         scores = self.scores(keys, candidates)
         ranked = sorted(range(len(scores)), key=scores.__getitem__)
         best = ranked[0]
@@ -90,7 +90,7 @@ class StartFinder:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most so many of `count` numbers, evenly spread, the first and the last among them."""
+    """At most `most` of the numbers 0 ... `count` - 1, evenly spread, the first and the last included."""
     if count <= most:
         return list(range(count))
     return [index * (count - 1) // (most - 1) for index in range(most)]
