@@ -1,1 +1,1 @@
-"""How files are written: whole or not at all, JSON with one spelling, and a cache as a tree of tensors and numbers."""
+"""Reading and writing files: atomic writes, canonical JSON, and a cache's state as a tree of tensors and numbers."""

@@ -1,7 +1,7 @@
-"""Writing a file that is either the old one or the new one, or a folder that is there whole, whatever happens in between.
+"""Atomic writes: whatever happens, a file is either the old one or the new one, and a folder is either complete or absent.
 
-What is not complete lies in a folder of its own beside the target, which its writer keeps locked. A writer that was killed has let
-go of its lock, so the next one to the same target knows what nobody goes on with, and removes it.
+An incomplete file is in a temporary folder beside the target, on which its writer holds a lock. If a writer is killed its lock is
+released, so the next writer to the same target can tell that the folder is abandoned, and removes it.
 """
 
 import errno
@@ -15,17 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-NAME = 50  # characters of the target's name in a temporary one: up to 200 bytes of the 255 that a name may have
+NAME = 50  # characters of the target's name in a temporary one: up to 200 of the 255 bytes that a name may have
 
 
 @contextmanager
 def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a temporary name in the same file system to write to, fsyncs what was written, renames it to `path`, fsyncs the folder.
+    """Context manager: gives a temporary file in the same file system to write to; at the end fsyncs it, renames it to `path` and
+    fsyncs the folder.
 
-    A link is followed: the file it names is replaced and the link stays. A file that is replaced keeps its permissions; what is no
-    file (a folder, a pipe, a device, a name that ends in a slash) is refused. Missing folders are made. On any failure nothing
-    temporary is left and `path` is as it was; a process killed outright leaves `path` as it was too, and what it had written until
-    the next one writes there. Raises `OSError`, which names `path` where the system names no file, as of a full disk.
+    A link is followed: the file that it names is replaced, and the link stays. A file that is replaced keeps its permissions.
+    Missing folders are made. On any failure no temporary file is left and `path` is unchanged; if the process is killed `path` is
+    unchanged too, and the temporary file stays until the next write to `path`. Raises `OSError`, with `path` as its file name if
+    the system gives none (as for a full disk), also if `path` is no file: a folder, a pipe, a device, a name that ends in a slash.
     """
     target = _file_named(path)
     with _named(path), _unfinished(target) as folder:
@@ -34,31 +35,32 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         permissions = (target if target.exists() else temporary).stat().st_mode
         yield temporary
-        os.chmod(temporary, permissions)  # a library may have put a file of its own in the place
+        os.chmod(temporary, permissions)  # a library may have replaced the file by one of its own
         _fsync(temporary)  # before the rename: else a power cut may leave the new name with no contents
         os.replace(temporary, target)
     _fsync(target.parent)  # the rename itself
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes `data` as `atomically` says."""
+    """Write `data` to `path` with `atomically`; raises `OSError` likewise."""
     with atomically(path) as temporary:
         temporary.write_bytes(data)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises the `OSError` that `atomically` would, as far as that can be told beforehand; makes nothing that stays."""
+    """Raise the `OSError` that `atomically` would raise, as far as that is known beforehand; leaves nothing behind."""
     _check_name(path)
     there = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
-    with tempfile.TemporaryDirectory(dir=there):  # asking for permissions says nothing of quotas and of root
+    with tempfile.TemporaryDirectory(dir=there):  # permissions alone say nothing of quotas, nor for root
         pass
 
 
 @contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a folder with a temporary name beside `path` to write files to, fsyncs them and renames it to `path`.
+    """Context manager: gives a folder with a temporary name beside `path` to write files to; at the end fsyncs these and renames
+    the folder to `path`.
 
-    On any failure nothing is left of it. Raises `OSError`, `FileExistsError` where `path` is there already.
+    On any failure nothing is left. Raises `OSError`, in particular `FileExistsError` if `path` exists already.
     """
     target = Path(os.path.abspath(path))
     if os.path.lexists(target):
@@ -72,9 +74,9 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """Removes what writers that are gone left in `folder`: whatever can be locked.
+    """Remove the temporary folders in `folder` that killed writers left: those that can be locked.
 
-    Of writers to `name`, or to a long name that begins alike; None: of all, for a folder in which nobody but us writes.
+    Only those of writers to `name` (or to a long name with the same beginning); None: all, for a folder that is calib's own.
     """
     begins = ".+" if name is None else re.escape(name[:NAME])
     pattern = re.compile(rf"\.{begins}\.[0-9a-f]{{12}}\.tmp")
@@ -100,15 +102,15 @@ def _named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _file_named(path: str | os.PathLike[str]) -> Path:
-    """The file to write, links followed, with the folders before it made."""
+    """The file to write, with links followed; makes missing folders above it."""
     _check_name(path)
-    # Of `a/b/../c` b as well: else the file is written and not found under that name.
+    # For `a/b/../c` b is made as well: else the file would be written and not be found under that name.
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return Path(os.path.realpath(path))
 
 
 def _check_name(path: str | os.PathLike[str]) -> None:
-    """Raises OSError for a name of no file, and for what is there and is none."""
+    """Raise OSError for a name that no file can have, and for an existing path that is not a regular file."""
     name = os.fspath(path)
     if "\0" in name:
         raise OSError(errno.EINVAL, "Zero byte in the name", name)
@@ -120,11 +122,11 @@ def _check_name(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, locked, and gone afterwards unless it was renamed."""
+    """Context manager: a new folder beside `target`, locked; it is removed at the end unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target.parent, target.name)
     lock = None
-    while lock is None:  # another's `remove_abandoned` may have come between making and locking
+    while lock is None:  # another writer's `remove_abandoned` may have run between making and locking
         folder = target.with_name(f".{target.name[:NAME]}.{secrets.token_hex(6)}.tmp")
         folder.mkdir()
         lock = _locked(folder)
@@ -136,7 +138,7 @@ def _unfinished(target: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the lock of `folder`; None where another holds it, or has removed the folder."""
+    """A descriptor that holds the lock of `folder`; None if another process holds it, or has removed the folder."""
     try:
         found = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -147,7 +149,7 @@ def _locked(folder: Path) -> int | None:
             return found
     except (BlockingIOError, FileNotFoundError):
         pass
-    except OSError:  # a file system without locks: nothing of ours is ever taken for abandoned there
+    except OSError:  # a file system without locks: there no folder is ever taken for abandoned
         return found
     os.close(found)
     return None

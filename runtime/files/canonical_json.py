@@ -1,4 +1,4 @@
-"""JSON with one spelling: the same value always gives the same text, so that it can be hashed and compared."""
+"""Canonical JSON: equal values give equal texts, so that they can be hashed and compared."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ LONGEST = 120  # characters of an entry's name in a message
 
 
 def plain(value: object, where: str, path: tuple[str, ...] = ()) -> Any:
-    """`value` as JSON's own types: tuples become lists, integer keys strings; `where` and `path` name it in an error.
+    """Convert `value` to JSON's own types: tuples become lists, integer keys strings; `where` and `path` name it in an error.
 
     Raises `ArtifactError` naming the entry for NaN, infinities, other types and nesting beyond 32 levels.
     """
@@ -45,7 +45,7 @@ def plain(value: object, where: str, path: tuple[str, ...] = ()) -> Any:
 
 
 def shown(where: str, path: tuple[str, ...]) -> str:
-    """An entry's name in a message."""
+    """The name of an entry, for a message."""
     return shortened("".join((where, *(shortened(part, LONGEST) for part in path))), LONGEST)
 
 
@@ -55,7 +55,7 @@ def dumps(value: object) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parses strict JSON; raises `ValueError` for anything else, NaN, infinities and endless nesting included."""
+    """Parse strict JSON; raises `ValueError` for anything else, also for NaN, infinities and too deep nesting."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

@@ -1,7 +1,7 @@
-"""What a cache holds, as a tree for a file: tensors and plain numbers by name, branches by name.
+"""The state of a cache as a tree for a file: nested dicts of tensors and plain numbers by name.
 
-Whoever stores tokens has `state()`, and `restore(state)` for an empty one of the same plan. Only what was stored is in it; what
-the plan says (stages, fields, pages' sizes) is not, so a file can bring nothing that the plan has no place for.
+Every object that stores tokens has `state()`, and `restore(state)` for an empty object of the same plan. A state has only what was
+stored, not what the plan determines (stages, fields, sizes of pages), so a file cannot add anything that the plan does not have.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,11 @@ State: TypeAlias = dict[str, Any]
 
 SEPARATOR = "/"
 
-# Of tokens, pages or entries: positions are kept in 32 bits.
+# The largest number of tokens, pages or entries: positions are stored in 32 bits.
 MOST = 2**31 - 1
 
-# Exact tokens and parameters; so large that no model comes near, and so small that a product of three still has room in float32:
-# a scale times a coefficient times a vector of a low rank, times a query.
+# The largest magnitude of exact tokens and parameters: far above those of models, and small enough that products of three do not
+# overflow float32 (a scale times a coefficient times an entry of a low-rank vector, times a query).
 LARGEST = 2.0**32
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,7 +33,7 @@ class StateError(ValueError):
 
 
 def flat(state: State, path: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the other leaves of a tree, by path."""
+    """Return the tensors and the other leaves of a tree, each by path."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for name, part in state.items():
@@ -50,7 +50,7 @@ def flat(state: State, path: str = "") -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def nested(leaves: Iterable[tuple[str, Any]]) -> State:
-    """The tree of leaves by path; StateError where one lies below another."""
+    """Return the tree of `leaves`, pairs (path, leaf); raises StateError if a path occurs twice or is below another leaf."""
     state: State = {}
     branches = {id(state)}  # a leaf may be a mapping itself
     for path, leaf in leaves:
@@ -70,19 +70,19 @@ def nested(leaves: Iterable[tuple[str, Any]]) -> State:
 
 
 def part_of(state: State, name: str, kind: type[Any]) -> Any:
-    """The entry `name`, of the type `kind` and no other."""
+    """Return the entry `name`; raises StateError unless its type is exactly `kind`."""
     if type(state.get(name)) is not kind:
         raise StateError(f"{name!r} is {_described(state.get(name))}, expected {kind.__name__}")
     return state[name]
 
 
 def branch(state: State, name: str) -> State:
-    """The branch `name`; an empty one has left nothing behind."""
+    """Return the branch `name`, {} if it is missing, because an empty branch leaves nothing in a file."""
     return {} if name not in state else part_of(state, name, dict)
 
 
 def whole(state: State, name: str) -> int:
-    """A whole number from 0 to `MOST`."""
+    """Return the entry `name`; raises StateError unless it is a whole number from 0 to `MOST`."""
     number: int = part_of(state, name, int)
     if not 0 <= number <= MOST:
         raise StateError(f"{name!r} is {printable(number)}, expected 0 ... {MOST}")
@@ -90,7 +90,7 @@ def whole(state: State, name: str) -> int:
 
 
 def wholes(state: State, name: str, least: int = 0) -> list[int]:
-    """A list of whole numbers from `least` to `MOST`."""
+    """Return the entry `name`; raises StateError unless it is a list of whole numbers from `least` to `MOST`."""
     numbers: list[int] = part_of(state, name, list)
     if not all(type(number) is int and least <= number <= MOST for number in numbers):
         raise StateError(f"{name!r} is {printable(numbers)}, expected whole numbers from {least} on, at most {MOST}")
@@ -98,7 +98,7 @@ def wholes(state: State, name: str, least: int = 0) -> list[int]:
 
 
 def fitting(state: State, name: str, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
-    """The tensor `name` as it lies in the state, of that dtype and shape; None where an axis may have any length."""
+    """Return the tensor `name`; raises StateError unless it has this dtype and shape, where None stands for any length."""
     found = state.get(name)
     if not isinstance(found, Tensor):
         raise StateError(f"{name!r} is {_described(found)}, expected a tensor")
@@ -112,19 +112,20 @@ def fitting(state: State, name: str, dtype: torch.dtype, shape: Sequence[int | N
 
 
 def tensor_like(state: State, name: str, like: Tensor, free: tuple[int, ...] = ()) -> Tensor:
-    """A copy of it where `like` is, of its dtype and shape but for the axes `free`; the state's own may lie in a file."""
+    """Return a copy of the tensor `name` on the device of `like`; it must have the dtype and shape of `like`, except for the length
+    of the axes `free`. It is a copy because the state's tensor may be mapped from a file."""
     shape = [None if axis in free else n for axis, n in enumerate(like.shape)]
     return fitting(state, name, like.dtype, shape).to(like.device, copy=True)
 
 
 def pages_in(state: State) -> int:
-    """The most pages that any tensor of a tree can have: the longest first axis of those that have a byte."""
+    """The largest number of pages of any tensor in a tree: the longest first axis of the tensors that are not empty."""
     tensors, _ = flat(state)
     return max((len(tensor) for tensor in tensors.values() if tensor.ndim and tensor.numel()), default=0)
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raises StateError for a tensor of another kind than caches have, and for numbers that are not finite or beyond `LARGEST`."""
+    """Raise StateError for a tensor whose dtype no cache holds, and for values that are not finite or beyond `LARGEST`."""
     if tensor.dtype not in DTYPES:
         raise StateError(f"{printable(name)} is {tensor.dtype}, which no cache holds")
     if tensor.is_floating_point() and tensor.numel():
@@ -142,7 +143,7 @@ def _described(found: object) -> str:
 
 
 def dtype_named(name: object) -> torch.dtype:
-    """The floating dtype of a name such as `bfloat16`."""
+    """Return the floating dtype of a name such as `bfloat16`; raises StateError for other names."""
     found = next((dtype for dtype in FLOATS if named(dtype) == name), None)
     if found is None:
         raise StateError(f"{printable(name)} is no floating dtype of a cache, expected {', '.join(map(named, FLOATS))}")
@@ -150,5 +151,5 @@ def dtype_named(name: object) -> torch.dtype:
 
 
 def named(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
+    """Return the name of a dtype, such as `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

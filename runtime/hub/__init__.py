@@ -1,5 +1,5 @@
-"""Artifacts on the Hugging Face hub, by the conventions of `huggingface_hub`: `docs/hub.md` tells them to users.
+"""Artifacts on the Hugging Face hub, by the conventions of `huggingface_hub`; `docs/hub.md` is the guide for users.
 
-find (a file, a folder or a hub name as a file on this machine), push (the artifact and its card as one commit), card (the
-README.md), client (the hub's, with a token that never shows), failures (whatever goes wrong there, in one line)
+find (the local file for a file, a folder or a hub name), push (the artifact and its card as one commit), save (both into a folder),
+card (the README.md), client (the hub's client), failures (the client's errors as one line, without the token)
 """

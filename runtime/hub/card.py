@@ -1,4 +1,4 @@
-"""The model card (README.md) that lies beside an artifact on the hub: front matter, how to load it, what was measured."""
+"""The model card (README.md) of an artifact on the hub: front matter, how to load it, what was measured."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ LIBRARY = "calib"
 TAGS = ["kv-cache", "kv-cache-compression", "calibration", "safetensors"]
 OURS = re.compile(rf"\A---\n(?:(?!---\n).*\n)*?library_name: {LIBRARY}\n")  # front matter that names our library
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-LEADING = ("group", "layer", "layers", "stream")  # columns that say what a row is about
+LEADING = ("group", "layer", "layers", "stream")  # columns that identify a row, which come first
 HEAD = """# KV-cache calibration of {model}
 
 What `calib fit` measured about the keys and values of {model}, in one safetensors file: {count} tensors that calib's
@@ -45,10 +45,10 @@ def card(
     license: str | None = None,
     base_model: str | None = None,
 ) -> str | None:
-    """The README.md to write; None where `existing` is somebody else's (a model's own card), which stays.
+    """Return the text of the README.md to write; None if `existing` is not calib's (a model's own card) and stays.
 
-    where: what `Artifact.from_pretrained` is to be given. license, base_model: for the front matter; without base_model
-    the model's hub name, where it was fitted by that. Raises `ArtifactError` where they cannot be written.
+    where: the name for `Artifact.from_pretrained`. license, base_model: for the front matter; without base_model the name by
+    which the model was loaded in the fit, if that was a hub name. Raises `ArtifactError` if they are given and `existing` stays.
     """
     if existing is not None and not OURS.match(existing.replace("\r\n", "\n")):
         if license is not None or base_model is not None:
@@ -73,13 +73,13 @@ def card(
 
 
 def text_of(value: Any, key: str) -> str:
-    """`value[key]` where that is a text, or nothing."""
+    """Return `value[key]` if that is a text, else ""."""
     found = value.get(key) if isinstance(value, Mapping) else None
     return found if isinstance(found, str) else ""
 
 
 def sections(artifact: "Artifact") -> Iterator[str]:
-    """The fingerprint, the corpus, the versions and the metrics, each as far as the artifact has it."""
+    """Yield the sections on fingerprint, corpus, versions and metrics, each empty if the artifact has nothing for it."""
     provenance = dict(artifact.provenance)
     yield section("The model's fingerprint", artifact.fingerprint, leave_out=("config",))
     yield section("The corpus", provenance.get("data"))
@@ -94,7 +94,7 @@ def sections(artifact: "Artifact") -> Iterator[str]:
 
 
 def section(title: str, value: Any, leave_out: Sequence[str] = ()) -> str:
-    """A heading and a table: of a mapping's entries, or of a list's mappings; nothing where `value` is neither."""
+    """A heading and a table of a mapping's entries, or of a list's mappings; "" if `value` is neither or empty."""
     if isinstance(value, Mapping) and value:
         header, rows = ["", ""], [[key, cell(value[key])] for key in sorted(value) if key not in leave_out]
     elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
@@ -123,6 +123,6 @@ def line(cells: Sequence[str]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Text from the file that is neither Markdown nor HTML to whoever shows the card."""
+    """`text` with the characters of Markdown and HTML escaped, and others that are not printable replaced by spaces."""
     visible = "".join(letter if letter.isprintable() else " " for letter in text)
     return re.sub(r"[\\|`*\[\]<>&#]", lambda found: f"&#{ord(found[0])};", visible)

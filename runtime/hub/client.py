@@ -4,13 +4,13 @@ from huggingface_hub import HfApi
 
 from calib.runtime.messages.artifact_error import ArtifactError
 
-Token = str | bool | None  # True: the one of `hf auth login`; None: that one where there is one; False: none
+Token = str | bool | None  # True: the one of `hf auth login`; None: that one if there is one; False: no token
 
 
 def client(token: Token) -> HfApi:
-    """A client of the hub that HF_ENDPOINT names; nothing is asked yet.
+    """Return a client of the hub that HF_ENDPOINT names; no request is made yet.
 
-    Raises `ArtifactError` for a token that no HTTP header can hold: the client's own message would show it.
+    Raises `ArtifactError` for a token that no HTTP header can hold, because the client's own message would show the token.
     """
     if isinstance(token, str) and not (token.isascii() and token.isprintable() and token and " " not in token):
         raise ArtifactError(

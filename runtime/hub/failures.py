@@ -1,4 +1,4 @@
-"""What the hub's client raises, as one line that says what to do. No message ever holds a token."""
+"""Errors of the hub's client as one line with a remedy. No message ever holds a token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ from calib.runtime.messages.artifact_error import ArtifactError
 from calib.runtime.messages.printable import printable, shortened
 
 LOGIN = "`hf auth login`, or pass token="
-LONGEST = 160  # characters of a foreign message
+LONGEST = 160  # characters of another library's message
 
 
 @contextmanager
 def in_one_line(repo_id: str, filename: str, revision: str | None, token: Token) -> Iterator[None]:
-    """Inside, whatever the client raises about `filename` in `repo_id` becomes an `ArtifactError`."""
+    """Context manager: turns any error of the client about `filename` in `repo_id` into an `ArtifactError`."""
     try:
         yield
     except ArtifactError:
@@ -41,7 +41,7 @@ def in_one_line(repo_id: str, filename: str, revision: str | None, token: Token)
 
 
 def reason(error: BaseException, repo_id: str, filename: str, revision: str | None) -> str:
-    """What happened, what was expected and the remedy."""
+    """The text of the message: what happened, what was expected, and the remedy."""
     at = f" --revision {revision}" if revision else ""
     match error:
         case HFValidationError():
@@ -87,7 +87,7 @@ def reason(error: BaseException, repo_id: str, filename: str, revision: str | No
 
 
 def hindrance(error: BaseException | None) -> str:
-    """Why the hub was not asked, or not heard."""
+    """Why no request was made to the hub, or why it failed."""
     match error:
         case None:
             return "the hub is not asked (local_files_only)"
@@ -101,5 +101,5 @@ def hindrance(error: BaseException | None) -> str:
 
 
 def words(text: str) -> str:
-    """One line of a foreign message."""
+    """Another library's message on one line, shortened."""
     return shortened(" ".join(text.split()), LONGEST)

@@ -1,9 +1,9 @@
-"""Where an artifact is: a file, a folder that holds one, or a repository of the hub, which is downloaded once.
+"""Find an artifact: a file, a folder that holds one, or a repository of the hub, from which it is downloaded once.
 
     find("my.calib.safetensors"), find("artifacts"), find("owner/name", revision="v1")
 
-A repository (and a folder) holds `calib.safetensors`; where it does not, its only `*.calib.safetensors` is meant, as
-`calib fit` names what it writes. What exists on this machine is taken as it is and the hub is not asked.
+In a repository (or folder) the artifact is `calib.safetensors`, or else the only `*.calib.safetensors`, which is how
+`calib fit` names its files. A path that exists locally is used without a request to the hub.
 """
 
 import os
@@ -33,7 +33,7 @@ def find(
     local_files_only: bool = False,
     token: Token = None,
 ) -> Path:
-    """The artifact's file on this machine; options as in `Artifact.from_pretrained`.
+    """Return the local path of the artifact's file; options as in `Artifact.from_pretrained`.
 
     A path that does not exist and cannot be a hub name is returned as it is. Raises `ArtifactError`.
     """
@@ -59,7 +59,7 @@ def find(
         except EntryNotFoundError as missing:
             if filename is not None:
                 raise
-            if isinstance(missing, LocalEntryNotFoundError):  # not asked, so the cache may have it by another name
+            if isinstance(missing, LocalEntryNotFoundError):  # no request was made: the cache may have another name
                 names = cached_names(api, word, revision, cache_dir)
                 if not any(map(is_artifact, names)):
                     raise
@@ -75,7 +75,7 @@ def is_hub_name(word: str) -> bool:
 
 
 def find_here(word: str, filename: str | None, revision: str | None) -> Path:
-    """A file or folder of this machine; what does not exist is left to whoever reads it."""
+    """Return the artifact's file for a local file or folder; a path that does not exist is returned as it is."""
     if revision is not None and os.path.exists(word):
         raise ArtifactError(
             f"{word}: exists here, where there are no revisions, got revision={printable(revision)}; "
@@ -94,12 +94,12 @@ def find_here(word: str, filename: str | None, revision: str | None) -> Path:
 
 
 def is_artifact(name: str) -> bool:
-    """Whether a file at the top of a folder or repository is named as an artifact."""
+    """Whether the name of a file is that of an artifact at the top of a folder or repository."""
     return "/" not in name and (name == NAME or name.endswith(f".{NAME}"))
 
 
 def chosen(names: Iterable[str], where: str) -> str:
-    """The one of `names` that is meant; `ArtifactError` where `where` has none, or several and none called `NAME`."""
+    """Return the artifact among `names`; raises `ArtifactError` if there is none, or several of which none is called `NAME`."""
     found = sorted(filter(is_artifact, names))
     if NAME in found or len(found) == 1:
         return NAME if NAME in found else found[0]
@@ -112,7 +112,7 @@ def chosen(names: Iterable[str], where: str) -> str:
 
 
 def cached_names(api: HfApi, repo_id: str, revision: str | None, cache_dir: str | Path | None) -> list[str]:
-    """Names at the top of what the cache holds of a revision."""
+    """Names of the files at the top of a revision that are in the hub's cache; [] if it is not there."""
     try:
         return os.listdir(api.snapshot_download(repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except LocalEntryNotFoundError:

@@ -27,10 +27,10 @@ def push(
     license: str | None = None,
     base_model: str | None = None,
 ) -> CommitInfo:
-    """Options as in `Artifact.push_to_hub`; raises `ArtifactError`."""
+    """Push the artifact and its card; options as in `Artifact.push_to_hub`. Raises `ArtifactError`."""
     api = client(token)
     with in_one_line(repo_id, CARD, revision, token):
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the owner, where it had none
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with the owner's name
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         text = card(artifact, card_of(api, repo_id, revision), repo_id, license, base_model)
@@ -45,7 +45,7 @@ def push(
 
 
 def card_of(api: HfApi, repo_id: str, revision: str | None) -> str | None:
-    """The repository's README.md, None where it has none."""
+    """Return the repository's README.md, None if it has none."""
     try:
         return Path(api.hf_hub_download(repo_id, CARD, revision=revision)).read_text(encoding="utf-8", errors="replace")
     except EntryNotFoundError:

@@ -1,4 +1,4 @@
-"""An artifact and its card in a folder, which is then what a repository of the hub holds."""
+"""An artifact and its card in a folder, with the same files as a repository of the hub."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def save(
     artifact: "Artifact", folder: str | os.PathLike[str], where: str, license: str | None, base_model: str | None
 ) -> None:
-    """Options as in `Artifact.save_pretrained`; `where` is what the card gives `from_pretrained`. Raises `ArtifactError`."""
+    """Save the artifact and its card; options as in `Artifact.save_pretrained`. `where` is the name that the card tells readers to
+    load. Raises `ArtifactError`."""
     path = Path(folder, CARD)
     try:
         existing = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None

@@ -1,1 +1,1 @@
-"""How wrong values are told: short, printable, with the range that is allowed."""
+"""Helpers for error messages about wrong values: short, printable, with the allowed range."""

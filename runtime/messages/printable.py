@@ -1,6 +1,6 @@
-"""One way to put a wrong value into an error message: short, and safe to print on a terminal.
+"""Wrong values in error messages: short, and safe to print on a terminal.
 
-What is refused comes from files: it may be 50 MB long, refer to itself a thousand times (YAML aliases) or hold control
+Such values come from files: they may be 50 MB long, refer to one object a thousand times (YAML aliases) or have control
 characters that a terminal obeys.
 """
 
@@ -13,7 +13,7 @@ DEPTH = 3  # nested lists and mappings
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` never walks more of a value than it prints."""
+    """A repr with limits on length and nesting; `reprlib.Repr` never walks more of a value than it prints."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = length
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        # In its own order, which may mean something ("best first"), and without sorting the whole of it.
+        # In the mapping's own order, which may mean something ("best first"), and without sorting all of it.
         if level <= 0 and x:
             return "{...}"
         shown = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict)]
@@ -34,13 +34,13 @@ class _Short(reprlib.Repr):
 
 
 def printable(value: object, length: int = LENGTH) -> str:
-    """`value` as `repr` writes it, in at most `length` characters and without control characters."""
+    """Return `value` as `repr` writes it, in at most `length` characters and without control characters."""
     return shortened(_Short(length).repr(value), length)
 
 
 def shortened(text: str, length: int) -> str:
-    """`text` in at most `length` characters, its middle left out beyond them, and without control characters."""
-    # Cut before, so that a long text is not walked, and after: an escaped character takes up to ten.
+    """Return `text` in at most `length` characters, without its middle if it is longer, and without control characters."""
+    # Cut before escaping, so that a long text is not walked, and again after it: an escaped character takes up to ten.
     return _cut("".join(c if c.isprintable() else _escaped(c) for c in _cut(text, length)), length)
 
 

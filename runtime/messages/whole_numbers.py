@@ -1,22 +1,22 @@
-"""The range of an option that is a whole number: said in one place, by whoever has the option."""
+"""The check of options that are whole numbers, with one form of message."""
 
 from typing import Any
 
 from calib.runtime.messages.printable import printable
 
-MOST = 2**30  # tokens, channels, pairs ...: more than any cache holds; what is beyond it is a typing error
+MOST = 2**30  # tokens, channels, pairs ...: more than any cache holds; a larger number is a typing error
 
 
 def check_whole(name: str, number: Any, least: int, wanted: str, remedy: str = "", most: int = MOST) -> None:
-    """Refuses what is no whole number from `least` to `most`.
+    """Raise ValueError unless `number` is an int from `least` to `most`.
 
     Args:
-        name: of the option.
+        name: the option's name, for the message.
         number: its value; True and False are no numbers.
-        least: of the range.
+        least: the least value allowed.
         wanted: the words for what it must be, such as "a whole number of tokens, at least 1".
-        remedy: what follows the value in the message.
-        most: of the range.
+        remedy: text that follows the value in the message.
+        most: the largest value allowed.
 
     Raises:
         ValueError: one line with the value, the range and the remedy.

@@ -1,7 +1,8 @@
-"""The file of a saved cache: safetensors, with one entry of metadata, a line of JSON; and what is asked of one before it is used.
+"""The file of a saved cache: safetensors with one entry of metadata, a line of JSON; and the checks before it is used.
 
-The checks are against accidents, and against files that were made up and would crash: what is read is of the right kind, finite,
-and no more than the file's own size is allocated for it. They are no authentication: who can write the file can write its sums.
+The checks are against accidents, and against forged files that would cause a crash: what is read has the right types, is finite,
+and no more than the file's own size is allocated for it. They are no authentication: anyone who can write the file can write its
+checksums.
 """
 
 import os
@@ -37,7 +38,7 @@ AGAIN = "run the prompt again and save its cache anew"
 
 
 def write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes all of it or nothing; the document without format and sums. Raises OSError, SafetensorError, StateError."""
+    """Write a file atomically; format and checksums are added to `document`. Raises OSError, SafetensorError, StateError."""
     _check_spelling(path)
     whole = {"format": FORMAT, "crc32": crc32(tensors), **document}
     whole["sha256"] = canonical_json.sha256(whole)
@@ -46,7 +47,10 @@ def write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: Ma
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The checked document and every tensor, still in the file; OSError where there is none, StateError for another."""
+    """Return the checked document and all tensors, which are mapped from the file.
+
+    Raises OSError if there is no such file, StateError if it is not a saved cache or damaged.
+    """
     _check_spelling(path)
     try:
         kind = os.stat(path).st_mode
@@ -63,7 +67,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         RuntimeError,
         TypeError,
         OverflowError,
-    ) as error:  # torch's own, for shapes that it has not
+    ) as error:  # of torch, for shapes that it cannot have
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise StateError(f"cannot be read ({shortened(reason, 2 * LENGTH)}); {AGAIN}") from error
     for name, tensor in tensors.items():
@@ -74,7 +78,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def _check_spelling(path: str | os.PathLike[str]) -> None:
-    """Raises StateError for what is no path, and for one that safetensors writes and does not open again."""
+    """Raise StateError for an object that is no path, and for a path that safetensors can write but not open again."""
     if not isinstance(path, str | os.PathLike):
         raise StateError("is no path; name a file of `cache.save`")
     if any(
@@ -112,7 +116,7 @@ def _document(text: str | None) -> dict[str, Any]:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether no more than `DEEPEST` levels lie within each other; what follows walks them by calling itself."""
+    """Whether `value` is nested at most `DEEPEST` levels deep; later functions walk it recursively."""
     level = [value]
     for _ in range(DEEPEST):
         parts = (part.values() if isinstance(part, dict) else part for part in level)
@@ -123,7 +127,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def crc32(tensors: Mapping[str, Tensor]) -> int:
-    """Of names and bytes in the names' order: against accidents, and several times as fast as a hash."""
+    """CRC-32 of all names and bytes, sorted by name: against accidents, and several times as fast as a hash."""
     found = 0
     for name in sorted(tensors):
         found = zlib.crc32(name.encode(), found)

@@ -3,12 +3,12 @@
     cache.save("prompt.safetensors", input_ids=inputs["input_ids"])
     cache = compress(model, method="kivi", artifact=artifact, bits=2, prefix="prompt.safetensors")
 
-One safetensors file: the packed pages, windows and parameters as they lie in memory, and one line of JSON with what made them
-and with lengths and page numbers. What the artifact gave is not in it but as a hash: it must be given again, the same.
+One safetensors file: the packed pages, windows and parameters as they are in memory, and one line of JSON with method, options and
+model, and with lengths and page numbers. Tensors of the artifact are not in it, only their hash: loading needs the same artifact.
 
     cache.save("prompt.safetensors", storage_bits=1.5)
 
-makes the other form of it, keys and values as codes of `klt` for any method that takes them (`stored_form.py`).
+writes another form: keys and values as codes of `klt`, for any method that can store them without queries (`stored_form.py`).
 """
 
 import os
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from calib.runtime.cache import CompressedCache
 
 IDS = "input_ids"
-STORED = "storage_bits"  # in what made it: keys and values, of no method
+STORED = "storage_bits"  # key in "made" of a file of the stored form, which is of no method
 
 
 class PrefixError(ValueError):
@@ -46,8 +46,8 @@ class PrefixError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a cache: the method with all its options (plain JSON), the seed, the model, which it does not keep alive, and the
-    artifact, if there was one. Copies of a cache share it."""
+    """How a cache was made: the method with all its options (plain JSON), the seed, a weak reference to the model, and the artifact
+    or None. Copies of a cache share it."""
 
     method: str
     seed: int = 0
@@ -65,7 +65,10 @@ def save(
     input_ids: Tensor | None = None,
     storage_bits: float | None = None,
 ) -> None:
-    """Writes everything that `cache` holds, or with `storage_bits` its keys and values; see `CompressedCache.save`."""
+    """Write everything that `cache` holds, or with `storage_bits` its keys and values; arguments as in `CompressedCache.save`.
+
+    Raises PrefixError.
+    """
     model = None if cache.origin.model is None else cache.origin.model()
     if model is None:
         raise PrefixError(f"{path}: the model of this cache is gone, and a prefix says whose it is; save it before")
@@ -81,10 +84,10 @@ def save(
         if input_ids is not None:
             state[IDS] = _checked_ids(input_ids, len(cache.sequences.lengths), cache.get_seq_length(), path)
         tensors, numbers = flat(state)
-        # No two share memory then: the streams of host memory are views of one tensor, a token's key beside its value.
+        # Copied where needed so that no two tensors share memory: keys and values in host memory are views of one tensor.
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         for name, tensor in stored.items():
-            check_values(name, tensor)  # what would be refused when it is read
+            check_values(name, tensor)  # `load` would refuse these as well
         _check_tokens(state, model)
         document = {"fingerprint": fingerprint(model), "made": made, "stages": meaning, "numbers": numbers}
         prefix_file.write(path, document, stored)
@@ -98,9 +101,9 @@ def save(
 
 
 def load(cache: "CompressedCache", path: str | os.PathLike[str], unseen_weights: bool = False) -> None:
-    """Fills `cache`, empty and attached, with what `save` wrote; raises PrefixError where it is not this cache's.
+    """Fill `cache`, empty and attached to its model, from a file of `save`; raises PrefixError if the file does not fit it.
 
-    `unseen_weights`: also where the weights cannot be compared, because they could not be read either time.
+    `unseen_weights`: accept weights that cannot be compared, because they could not be read on saving nor now.
     """
     assert cache.origin.model is not None
     model = cache.origin.model()
@@ -131,7 +134,7 @@ def load(cache: "CompressedCache", path: str | os.PathLike[str], unseen_weights:
 
 
 def stages(cache: "CompressedCache") -> str:
-    """A hash of every stage of every layer, the tensors and numbers of an artifact included."""
+    """A hash of all stages of all layers, including tensors and numbers of the artifact."""
     return canonical_json.sha256([_plain(layer.plan) for layer in cache.compressed])
 
 
@@ -157,7 +160,7 @@ def _made(origin: Origin, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _check_model(saved: Mapping[str, Any], model: PreTrainedModel, unseen_weights: bool) -> None:
-    """The same model; `unseen_weights` accepts such as neither time could be read."""
+    """Raise StateError unless the model is the saved one; `unseen_weights` accepts weights that could be read neither time."""
     running = fingerprint(model)
     for name in FIELDS[:-1]:
         if saved.get(name) != running[name]:
@@ -176,7 +179,7 @@ def _check_model(saved: Mapping[str, Any], model: PreTrainedModel, unseen_weight
 
 
 def _check_made(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """What made it is what is asked for: method, options, seed and dtype; of a stored one the dtype."""
+    """Raise StateError unless method, options, seed and dtype are those `wanted` (for the stored form the dtype alone)."""
     for name, asked in wanted.items():
         made = said.get(name)
         if name == "options" and isinstance(made, dict) and said.get("method") == wanted["method"]:
@@ -189,7 +192,7 @@ def _check_made(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def _difference(there: Any, here: Any) -> tuple[str, str]:
-    """What differs: of two mappings the first entry."""
+    """Both values for a message; for two mappings their first entries that differ."""
     if isinstance(there, dict) and isinstance(here, dict):
         there, here = first_difference(there, here)
     there, here = (shortened(side, LENGTH) if isinstance(side, str) else printable(side) for side in (there, here))
@@ -206,7 +209,7 @@ def _checked_ids(ids: Tensor, rows: int, columns: int, path: str | os.PathLike[s
 
 
 def _check_tokens(state: State, model: PreTrainedModel) -> None:
-    """Raises StateError for token ids that the model's embedding has not."""
+    """Raise StateError for token ids outside the model's embedding."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for name in (IDS, "guess"):
         found = state.get(name)
@@ -219,8 +222,8 @@ def _check_tokens(state: State, model: PreTrainedModel) -> None:
 
 
 def _like(model: PreTrainedModel) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Empty keys and values as the model makes them in each layer, `[0, kv_heads, 0, head_dim]`, where it computes its attention:
-    a model may be spread over several devices."""
+    """A function that returns empty keys and values of a layer, `[0, kv_heads, 0, head_dim]`, with the model's dtype and on the
+    layer's device: a model may be spread over several devices."""
     config = model.config.get_text_config(decoder=True)
     geometry = Geometry.of(config)
     parts: dict[Any, list[Any]] = {}
@@ -231,7 +234,7 @@ def _like(model: PreTrainedModel) -> Callable[[int], tuple[Tensor, Tensor]]:
         heads, width, own = geometry.kv_heads, geometry.head_dim, parts.get(layer, [])
         weights = (weight for part in own for weight in part.parameters() if not weight.is_meta)
         device = next((weight.device for weight in weights), model.device)
-        for part in own:  # where layers differ, each says so itself
+        for part in own:  # layers may differ, and then each has its own sizes
             said, out = getattr(part, "head_dim", None), getattr(getattr(part, "k_proj", None), "out_features", None)
             width = said if type(said) is int else width
             heads = out // width if type(out) is int else heads

@@ -1,11 +1,11 @@
-"""A prefix as keys and values: of each row a stored chunk (`storage/codec.py`), in place of what its cache holds.
+"""A prefix as keys and values: a stored chunk for each row (`storage/codec.py`), instead of the cache's own pages.
 
-The file is smaller, and of no method: the cache that is filled from it stores the tokens by its own, as a prefill of them would.
-So only methods do that need no queries for it, and those that have dropped tokens have nothing to save.
+The file is smaller, and of no method: the cache that is filled from it stores the tokens by its own method, as a prefill would.
+So it can be loaded only by methods that need no queries to store tokens, and saved only from caches that have dropped none.
 
     rows/lengths    tokens of each row
     seen            columns that the cache has seen, padding included
-    chunks/0 ...    uint8: a blob of each row, of all layers and from position 0 on
+    chunks/0 ...    uint8: the blob of each row, with all layers, from position 0 on
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ ARTIFACT = "pass artifact=Artifact.load(...) from `calib fit` to compress"
 
 
 def save(cache: "CompressedCache", model: PreTrainedModel, bits: float) -> tuple[State, str]:
-    """The tree for the file, and a hash of what its codes mean. Raises ValueError where this cache cannot be saved so."""
+    """Return the tree for the file, and a hash of the codec's identity. Raises ValueError if this cache cannot be saved so."""
     _check_takes(cache, (layer.store for layer in cache.compressed if layer.store is not None), WITHOUT)
     lengths, sliding = cache.sequences.lengths, cache.sequences.sliding
     if any(layer.plan.evicts for layer in cache.compressed):
@@ -59,8 +59,8 @@ def fill(
     meaning: str,
     like: Callable[[int], tuple[Tensor, Tensor]],
 ) -> None:
-    """See `save`, for an empty cache; `like` gives empty keys and values of each layer where they are for. Raises ValueError,
-    with nothing filled."""
+    """Fill an empty cache from the tree and hash of `save`; `like` returns empty keys and values of a layer, on its device. Raises
+    ValueError, and then the cache stays empty."""
     lengths, seen = wholes(branch(state, "rows"), "lengths", least=1), whole(state, "seen")
     _check_takes(cache, (_opened(layer, like(number)) for number, layer in enumerate(cache.compressed)), OTHER)
     rows = _chunks(cache, model, branch(state, CHUNKS), meaning, lengths)
@@ -77,7 +77,7 @@ def fill(
 
 
 def _check_takes(cache: "CompressedCache", stores: Iterable[Store], remedy: str) -> None:
-    """Raises StateError where a store needs queries."""
+    """Raise StateError if a store needs queries to store tokens."""
     if any(store.observes for store in stores):
         raise StateError(
             f"{cache.method} decides by queries what it stores, and the file has keys and values alone; {remedy}"
@@ -85,13 +85,13 @@ def _check_takes(cache: "CompressedCache", stores: Iterable[Store], remedy: str)
 
 
 def _opened(layer: CompressedLayer, like: tuple[Tensor, Tensor]) -> Store:
-    """An empty store without memory, which tells what its plan alone does not."""
+    """An empty store on the meta device, for properties that the plan alone does not have."""
     keys, values = (part.to("meta") for part in like)
     return layer.plan.open(keys, values, layer.sequences, layer.context)
 
 
 def _codec(cache: "CompressedCache", model: PreTrainedModel, bits: float, blob: Header | None = None) -> Codec:
-    """The codec of all layers; in the forms of a `blob` that is there, else in those that the artifact has."""
+    """The codec of all layers; with the forms in the header of a `blob`, else with the default ones for the artifact."""
     artifact = cache.origin.artifact
     if artifact is None:
         raise StateError(f"storage_bits stores codes of klt, which need an artifact; {ARTIFACT}")
@@ -115,7 +115,7 @@ def _meaning(codec: Codec) -> str:
 
 
 def _chunk(cache: "CompressedCache", codec: Codec, row: int) -> Tensor:
-    """All that a row holds, `[2, layers, tokens, kv_heads * head_dim]` in host memory and the model's dtype."""
+    """Keys and values of a row, `[2, layers, tokens, kv_heads * head_dim]` in host memory and the model's dtype."""
     tokens, dtype = cache.sequences.lengths[row], cache.compressed[0].dtype
     chunk = torch.empty(2, codec.layers, tokens, codec.kv_heads, codec.head_dim, dtype=dtype)
     for number, layer in enumerate(cache.compressed):
@@ -127,14 +127,14 @@ def _chunk(cache: "CompressedCache", codec: Codec, row: int) -> Tensor:
                 )
                 raise StateError(f"layer {number} has {own} channels, expected {wanted} as in the artifact; {WITHOUT}")
             stream[number] = held.transpose(0, 1)
-    check_values(f"{CHUNKS}/{row}", chunk)  # what would be refused when it is read
+    check_values(f"{CHUNKS}/{row}", chunk)  # `fill` would refuse these as well
     return chunk.flatten(3)
 
 
 def _chunks(
     cache: "CompressedCache", model: PreTrainedModel, blobs: State, meaning: str, lengths: list[int]
 ) -> list[Tensor]:
-    """Of each row what its blob decodes to, `[2, layers, tokens, kv_heads, head_dim]` in host memory."""
+    """The decoded chunk of each row, `[2, layers, tokens, kv_heads, head_dim]` in host memory. Raises ValueError."""
     if not lengths or len(blobs) != len(lengths):
         raise StateError(f"{len(blobs)} chunks of rows of {printable(lengths)} tokens, expected one of each; {AGAIN}")
     chunks = [fitting(blobs, str(row), torch.uint8, [None]) for row in range(len(lengths))]
@@ -152,5 +152,5 @@ def _chunks(
             raise StateError(f"the chunk of row {row} has {there}, expected {here}; {AGAIN}")
     decoded = [codec.decode(chunk).unflatten(-1, (codec.kv_heads, codec.head_dim)) for chunk in chunks]
     for row, tokens in enumerate(decoded):
-        check_values(f"{CHUNKS}/{row}", tokens)  # exact ones may be too large for attention
+        check_values(f"{CHUNKS}/{row}", tokens)  # exact tokens in a forged file may be too large for attention
     return decoded
