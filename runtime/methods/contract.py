@@ -31,7 +31,7 @@ class Geometry:
 class Method(Protocol):
     """One paper, one file. Fields are the options with their defaults; the docstring numbers the steps.
 
-    A method subclasses this, defines `name` and `plan`, and lies in a file of `runtime/methods`, which registers it. The members
+    A method subclasses this, defines `name` and `plan`, and is in a file of `runtime/methods`, which registers it. The members
     after `plan` are optional.
     """
 

@@ -21,7 +21,7 @@ from calib.runtime.tiered.tier_plan import Segments
 
 @dataclass(frozen=True)
 class Corrections:
-    """What is stored besides the codes (GEAR, arXiv:2403.05527): a part of any method's options, `corrections: {...}`.
+    """Corrections that are stored besides the codes (GEAR, arXiv:2403.05527): any method's option `corrections: {...}`.
 
     Methods that encode chunks (gear, zipcache, kvarn) correct each chunk as a segment: outliers of keys for each channel over
     its tokens, of values for each token, factors of the chunk's own residual. Methods that encode one token at a time

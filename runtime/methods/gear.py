@@ -223,7 +223,7 @@ class GroupWise(Gear):
 
 @dataclass(frozen=True)
 class OutlierReduced(Gear):
-    """Outlier-reduced quantisation, a baseline of GEAR's tables: uniform quantisation of what is left without the outliers.
+    """Outlier-reduced quantisation, a baseline of GEAR's tables: uniform quantisation of all entries but the outliers.
 
     Options as of `gear`.
     """

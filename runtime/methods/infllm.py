@@ -24,7 +24,7 @@ class InfLLM(Method):
        over a prompt is exact.
     2. On the device: the first `initial` tokens and the newest `window` (up to `block` - 1 more, until a block is complete).
     3. The tokens between leave the device in blocks. A block is represented by the keys of the tokens that got the most attention,
-       on the average, from the `window` queries behind them.
+       on the average, from the `window` queries after them.
     4. For a chunk and KV head those blocks are fetched that have the largest sum of products query x representative, over the
        chunk's queries and the block's representatives, averaged over the query heads. A decode step is a chunk.
     5. With `positions="cache"` all fetched tokens are attended at the position just before the local window, and the initial ones

@@ -1,4 +1,4 @@
-"""Calibrated transform coding: every bit of a model's cache goes where the model's answers need it most."""
+"""Calibrated transform coding: bits are distributed over a model's cache by their effect on the model's answers."""
 
 import math
 import warnings

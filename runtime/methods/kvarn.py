@@ -26,8 +26,8 @@ class KVarN(Method):
     1. Attention over a prompt is exact. The first `sinks` tokens stay exact. Later tokens form tiles of `tile` tokens; a tile is
        encoded once it is full, and exact until then.
     2. Keys (after RoPE) and values of a head are rotated by the normalised Hadamard matrix along its channels.
-    3. In each tile of a head, scales of the tokens and of the channels are found in turns, `iterations` times, that make the
-       variance of every token and of every channel the same; the round with the least imbalance counts.
+    3. In each tile of a head, scales of the tokens and of the channels are computed alternately, `iterations` times, so that all
+       tokens, and all channels, get the same variance; the scales of the round with the least imbalance are used.
     4. The normalised tile is rounded to nearest between the least and largest entry of each channel (keys) or token (values).
        Scales of both axes are kept in 16 bits; the scale of a channel (keys) or token (values) is stored multiplied by the step of
        its codes, as one number.

@@ -24,7 +24,7 @@ class TurboQuant(Method):
     2. A key (after RoPE) or value x of a head is rotated by a random orthogonal matrix, one for all keys and one for all values.
     3. Its norm |x| is kept in 16 bits. Each coordinate of x / |x| becomes the index of the nearest entry of a table: the Lloyd-Max
        quantiser of a coordinate of a random direction.
-    4. Cost of an encoded value: bits + 16 / head_dim. No window stays exact unless `residual` says so.
+    4. Cost of an encoded value: bits + 16 / head_dim. By default no window stays exact (`residual`).
 
     Not implemented are the paper's second algorithm, which uses one bit of the keys for an unbiased estimate of inner products, and
     its split of channels into two widths (2.5 and 3.5 bits).

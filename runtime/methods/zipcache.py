@@ -33,8 +33,8 @@ WIDTHS = ((16, 4), (8, 4), (8, 3), (6, 4), (6, 3), (5, 3), (5, 2), (4, 3), (4, 2
 class ZipCache(Method):
     """Mixed precision by saliency, chosen once for the prompt and once for every 100 tokens after it.
 
-    1. Attention over a prompt is exact; only probe rows are scored besides (eq. 9): 10 % of them, half the newest, half
-       drawn from the rest.
+    1. Attention over a prompt is exact; saliency is computed from probe rows alone (eq. 9): 10 % of them, half the newest,
+       half drawn from the rest.
     2. Saliency of a token: its mean probability over the probe rows that see it (eq. 8), for each KV head.
     3. The `ratio` most salient tokens of the prompt are encoded at 4 bits, the rest at 2, keys and values alike.
     4. Keys: one range a channel over a tier's own tokens of the prompt (channelwise). Values: divided by the channel's

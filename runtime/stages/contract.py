@@ -2,8 +2,8 @@
 
     x^ = T^-1( D(E(T x)) + sum_i R_i )          bytes = |E| + sum_i |R_i| + window + tables
 
-A **transform** T is an invertible map of a stream (keys or values) that attention undoes without mapping tokens back: on the
-query for keys, on the output for values. A **codec** (encoder E, decoder D) turns a block of tokens into small tensors and
+A **transform** T is an invertible map of a stream (keys or values) that attention can undo without mapping tokens back: on
+the query for keys, on the output for values. A **codec** (encoder E, decoder D) turns a block of tokens into small tensors and
 back, and multiplies packed tokens with queries (`scores`) or attention weights (`mix`). A **correction** R_i stores a part of
 the codec's error; a codec with corrections is a codec again (`codec/corrected.py`). The stages of `selection.py` decide which
 tokens are encoded when, and in which tier they are. Stages are frozen dataclasses; a field is a plain option (readable from
@@ -105,7 +105,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, block: Block, channels: int) -> Tensor:
-        """Decode a block into x^, float32 `[..., kv_heads, tokens, head_dim]`; `channels` is head_dim."""
+        """Decode a block into x^, float32 `[..., kv_heads, tokens, channels]`."""
         ...
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:

@@ -68,7 +68,7 @@ class Left:
     Args:
         basis: transform of W channels as one head.
         codec: codec of its components, used for sizes, levels and steps; its words are not used.
-        known: the prediction.
+        known: the matrix of its prediction.
     """
 
     basis: Basis

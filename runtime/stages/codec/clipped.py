@@ -39,13 +39,13 @@ class Clipped(Codec):
         return x.clamp(-tau, tau)
 
     def token_group(self) -> int:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.token_group()
 
     def fields(
         self, head_dim: int, dtype: torch.dtype, fp32_params: bool = False, segment: Segment | None = None
     ) -> dict[str, Field]:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.fields(head_dim, dtype, fp32_params, segment)
 
     def fp32_params(self, x: Tensor) -> bool:
@@ -61,11 +61,11 @@ class Clipped(Codec):
         return self.codec.decode(block, channels)
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.scores(query, tile)
 
     def mix(self, weights: Tensor, tile: Block, channels: int) -> Tensor:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.mix(weights, tile, channels)
 
     def error_bound(self, x: Tensor) -> Tensor | None:
@@ -76,7 +76,7 @@ class Clipped(Codec):
 
     @property
     def asks_extremes(self) -> bool:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.asks_extremes
 
     @property
@@ -91,12 +91,12 @@ class Clipped(Codec):
 
     @property
     def row_by_row(self) -> bool:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.row_by_row
 
     @property
     def piece(self) -> int | None:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.piece
 
     @property
@@ -105,5 +105,5 @@ class Clipped(Codec):
         return self.codec.has_kernel
 
     def packed(self, pages: Block, channels: int, shared: Block) -> PackedStream | None:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.packed(pages, channels, shared)

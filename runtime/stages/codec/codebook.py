@@ -3,8 +3,8 @@
     i = argmin_j |x - c_j|        x^ = c_i
 
 The table is fitted to samples (`Codebook.of`: k-means in one dimension, KVQuant's nuq datatype, arXiv:2401.18079, section 3.3,
-without its sensitivity weights) or given. Indices are packed as `kernels/pack` says, like the codes of `UniformQuant`; no parameter
-is stored beside them, so a token of D channels takes `bits` D bits, rounded up to words of 16.
+without its sensitivity weights) or given. Indices are packed as in `kernels/pack`, like the codes of `UniformQuant`; no parameters
+are stored with them, so a token of D channels takes `bits` D bits, rounded up to 16-bit words.
 """
 
 from dataclasses import dataclass

@@ -62,12 +62,12 @@ class Corrected(Codec):
 
     @property
     def row_by_row(self) -> bool:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.row_by_row
 
     @property
     def sampling(self) -> SamplesAtoms | None:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.sampling
 
     @property
@@ -80,7 +80,7 @@ class Corrected(Codec):
         return replace(self, codec=self.codec.bound(online))
 
     def token_group(self) -> int:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.token_group()
 
     def fields(

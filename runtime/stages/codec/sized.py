@@ -59,7 +59,7 @@ class Sized(Codec):
 
     @property
     def has_kernel(self) -> bool:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.has_kernel
 
     @property
@@ -69,7 +69,7 @@ class Sized(Codec):
 
     @property
     def piece(self) -> int:
-        """The codec's."""
+        """As for `codec`."""
         return self.codec.piece
 
     def token_group(self) -> int:

@@ -137,7 +137,7 @@ class Sparse(Codec):
         index = block["indices"]
         index = index.int() & 0xFFFF if self.index == "int16" else unpack_bytes(index, self._index_bits, self.pairs)
         coefficients = self.coefficients.decode(block, self.pairs)
-        if self.online is not None and len(self.online) > 1:  # each row has atoms of its own behind the offline ones
+        if self.online is not None and len(self.online) > 1:  # each row has atoms of its own after the offline ones
             first = self.atoms - self.columns
             row = torch.arange(len(self.online), dtype=torch.int32, device=index.device)[:, None, None, None]
             index = torch.where(index >= first, index + row * self.columns, index)
@@ -160,8 +160,8 @@ class Sparse(Codec):
     def sampled(self, x: Tensor, rng: SeededRng) -> Tensor:
         """The online part of a row from `x [1, kv_heads, T, D]`: float16 `[M, D / chunks]`, unit vectors, then zeros.
 
-        Uniform sampling draws from all vectors alike; reverse sampling takes those of the rest that the offline atoms (without
-        any: the drawn ones; without those too: none) represent worst.
+        Uniform sampling draws from all vectors alike. Reverse sampling takes those of the other vectors that the offline atoms
+        represent worst; without offline atoms, those that the drawn ones do; without these too, the longest ones.
         """
         vectors = self._vectors(x.float().transpose(1, 2))
         size = min(self.columns, len(vectors))

@@ -1,4 +1,4 @@
-"""What a codec got wrong, repaired: x^ = D + L + S (GEAR, arXiv:2403.05527, eq. 3)."""
+"""Corrections of a codec's error: x^ = D + L + S (GEAR, arXiv:2403.05527, eq. 3)."""
 
 from calib.runtime.stages.correction.low_rank import LowRank
 from calib.runtime.stages.correction.outliers import Outliers

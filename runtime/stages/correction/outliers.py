@@ -244,7 +244,7 @@ class Outliers:
             channel = _positions(tile["channels"]) + head * channels
         if self._across:  # a channel number over all heads contains the head
             head = channel // channels
-        last = torch.arange(delta.shape[3], device=delta.device)  # a token, or a segment of so many tokens
+        last = torch.arange(delta.shape[3], device=delta.device)  # of a token, or of a segment
         token = last if self.ranked == "channels" else _positions(tile["tokens"]) + last * (tokens // delta.shape[3])
         token = token + head * tokens
         return token.expand(delta.shape).flatten(1), channel.expand(delta.shape).flatten(1), delta.flatten(1)

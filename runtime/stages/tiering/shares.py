@@ -126,7 +126,7 @@ class RatioTiers(Tiering):
 
     @property
     def by_forwards(self) -> bool:
-        """The prompt is one chunk, and what follows comes in blocks."""
+        """True if blocks have several tokens: the prompt is one chunk, and later tokens are encoded in blocks."""
         return self.block > 1
 
     def rewritten(self, tier: int) -> bool:

@@ -30,7 +30,7 @@ class Identity(Transform):
         return query, None
 
     def fold_output(self, mixed: Tensor, mass: Tensor) -> Tensor:
-        """The mixture itself."""
+        """`mixed` itself."""
         return mixed
 
     def channel_map(self) -> ChannelMap:

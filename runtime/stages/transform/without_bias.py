@@ -81,5 +81,5 @@ class WithoutBias(Transform):
         return self.inner.tensors() + ([] if self.bias is None else [self.bias])
 
     def prologue(self) -> Prologue | None:
-        """`inner`'s."""
+        """As for `inner`."""
         return self.inner.prologue()
