@@ -50,7 +50,7 @@ class Table(NamedTuple):
     Attributes:
         width: width of the field in bits.
         step: the step of the field's numbers over the deviation of what they stand for, as its logarithm in eighths of an octave.
-        middle: the mean of the numbers, which may be a half.
+        middle: the mean of the numbers, a multiple of 1/2.
     """
 
     width: int
