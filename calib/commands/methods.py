@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         for name, entry in every.items():
             print(f"{name:<{width}}  {entry.story.splitlines()[0]}")
             print(f"{'':<{width}}  {about(entry)}; {options(entry)}")
-        print("Every method but GEAR's own takes corrections={...} besides: `calib methods corrections`.")
+        print("Every method but GEAR's own and kvquant takes corrections={...} as well: `calib methods corrections`.")
     return 0
 
 

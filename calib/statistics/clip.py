@@ -4,7 +4,7 @@ Tensors: `keys.clip.FORM` and `values.clip.FORM`, float32 `[layers, kv_heads, bi
 `forms.py`. A factor c shrinks the range a quantiser measures: finer steps for the many, a cut for the few.
 
 The factor is chosen by the error of the attention output, not of the tensor: on a trained model the least squared error
-of keys and values is not the least perplexity (METHODS 0), because attention weighs tokens and queries weigh channels.
+of keys and values is not the least perplexity, because attention weighs tokens and queries weigh channels.
 """
 
 from collections.abc import Mapping, Sequence

@@ -233,7 +233,7 @@ def test_tiers_hold_groups_of_one_token_that_divide_the_head(model):
 
 
 def rounded(x: np.ndarray, bits: int, factor: float = 1.0) -> np.ndarray:
-    """One group through the quantiser of METHODS 0, its two parameters stored in 16 bits."""
+    """One group through the uniform quantiser, its two parameters stored in 16 bits."""
     scale, zero = (float(np.float16(number)) for number in oracle.parameters(x, bits, factor))
     return oracle.codes_at(oracle.level(x, np.array(scale), np.array(zero)), bits) * scale + zero
 

@@ -190,7 +190,7 @@ def test_both_tiers_of_mikv_weigh_what_their_settings_say(model):
 
 
 def rounded(groups: np.ndarray, bits: int) -> np.ndarray:
-    """Groups `[..., values]` through the quantiser of METHODS 0, their two parameters stored in 16 bits."""
+    """Groups `[..., values]` through the uniform quantiser, their two parameters stored in 16 bits."""
     found = np.empty_like(groups)
     for at in np.ndindex(groups.shape[:-1]):
         scale, zero = (float(np.float16(number)) for number in oracle.parameters(groups[at], bits, 1.0))
