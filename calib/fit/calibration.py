@@ -1,4 +1,4 @@
-"""The LightningModule of a fit: feeds each captured batch to the statistics of the stage under way."""
+"""The LightningModule of a fit: it passes each captured batch to the statistics of the running stage."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -42,43 +42,43 @@ from calib.statistics.vector_samples import VectorSamples
 
 
 class Calibration(LightningModule):
-    """All statistics of a fit; a checkpoint holds their buffers and nothing of the language model.
+    """Holds all statistics of a fit; its checkpoint has their buffers and no weights of the language model.
 
-    There is nothing to optimise: optimisation is manual and there is no optimizer. What a stage learns is in its
-    statistics' buffers.
+    Nothing is optimised: optimisation is manual and there is no optimizer. All results of a stage are in the buffers
+    of its statistics.
 
     Args:
         path: the model to measure, a local folder or a name on the Hugging Face hub.
         dtype: the dtype it runs in: `float32`, `bfloat16` or `float16`. Statistics are always computed in float32.
-        device_map: spreads a model that no device holds whole over all of them: `auto`, `balanced`, `balanced_low_0` or
-            `sequential` (accelerate); null puts it on the Trainer's device, where statistics and dictionaries always are.
-        max_memory: what the map may use of each GPU, by its number, and of the host, such as {0: 10GiB, cpu: 60GiB}; what
-            fits nowhere is read from the model's files whenever it is needed.
+        device_map: accelerate's device map for a model too large for one device: `auto`, `balanced`, `balanced_low_0` or
+            `sequential`; null puts the model on the Trainer's device, where statistics and dictionaries always are.
+        max_memory: memory that the map may use of each GPU, by its number, and of the host, such as {0: 10GiB, cpu: 60GiB};
+            weights beyond that are read from the model's files each time they are needed.
         bits: bit widths for which clip factors are chosen, increasing, 1 to 8.
         clip_factors: candidates for the clip factor, decreasing from 1; more of them cost time in proportion.
-        clip_sequences: how many of `data.sequences` choose clip factors, residual bases and the steps of `klt`, which cost
-            far more than ranges; null for all.
-        klt: measure what the method `klt` needs: float64 [layers, kv_heads, head_dim, head_dim] ten times throughout the
-            fit, and its components' errors: 1.9 GB for Llama 2 7B.
-        sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to know which errors of `klt`
-            (and, with `nuq`, of `kvquant`) matter; null for all, 0 for none: then queries and output projections alone tell.
-        storage: fit what stored chunks need for the profile "storage" (`Codec`), with `klt`: 12,288 tokens of keys and values in
-            the model's dtype throughout the fit, 1.6 GB for Llama 3 8B.
-        nuq: shares of outliers for which the levels of `kvquant` are fitted, increasing from 0, such as [0.01]; none where empty.
-            They need derivatives of the model on `sensitivity_sequences`, and 2,048 tokens of keys in float32 throughout the fit:
-            1.1 GB for Llama 2 7B.
-        rotations: measure what the method `oscar` needs: float64 [layers, kv_heads, head_dim, head_dim] twice throughout the
-            fit, 134 MB each for Llama 2 7B, and attention once more over every sequence.
+        clip_sequences: how many of `data.sequences` are used to choose clip factors, residual bases and the steps of `klt`,
+            which take far more time than ranges; null for all.
+        klt: measure what the method `klt` needs. Memory throughout the fit: ten float64 tensors [layers, kv_heads, head_dim,
+            head_dim] and its components' errors, 1.9 GB for Llama 2 7B.
+        sensitivity_sequences: on how many of `data.sequences` the model is differentiated, to weigh the errors of `klt` (and,
+            with `nuq`, of `kvquant`); null for all, 0 for none: then queries and output projections alone give the weights.
+        storage: fit what stored chunks need for the profile "storage" (`Codec`); needs `klt`. Memory throughout the fit: 12,288
+            tokens of keys and values in the model's dtype, 1.6 GB for Llama 3 8B.
+        nuq: shares of outliers for which the levels of `kvquant` are fitted, increasing from 0, such as [0.01]; empty for none.
+            They need derivatives of the model on `sensitivity_sequences`, and memory throughout the fit: 2,048 tokens of keys
+            in float32, 1.1 GB for Llama 2 7B.
+        rotations: measure what the method `oscar` needs: two float64 tensors [layers, kv_heads, head_dim, head_dim] throughout
+            the fit, 134 MB each for Llama 2 7B, and attention computed once more over every sequence.
         query_rows: query rows of each sequence on which attention errors are measured.
         outlier_shares: shares of outliers for which thresholds are taken, increasing, above 0 and below 1.
-        residual_bits: bit widths to whose residuals residual bases are fitted, increasing, 1 to 8; a basis is worth
-            little at another width, except those of keys in groups of one channel.
-        residual_rank: vectors of each residual basis; a head's channels where those are fewer.
-        residual_forms: quantisers to whose residuals residual bases are fitted: lists `keys` and `values` of groups,
-            tokens x channels, such as "*x1" or 1x64; half is 1x(head_dim / 2). A stream with an empty list, or without
-            one, has no bases and costs nothing. A form and width holds float64 [layers, kv_heads, head_dim, head_dim]
+        residual_bits: bit widths of the quantisers to whose residuals bases are fitted, increasing, 1 to 8; a basis helps
+            little at another width, except a basis of keys in groups of one channel.
+        residual_rank: vectors of each residual basis, at most head_dim.
+        residual_forms: quantisers to whose residuals bases are fitted: lists `keys` and `values` of group sizes, tokens x
+            channels, such as "*x1" or 1x64; half is 1x(head_dim / 2). A stream with an empty list, or without one, has no
+            bases and costs nothing. Each form and width takes one float64 tensor [layers, kv_heads, head_dim, head_dim]
             throughout the fit: 134 MB each for Llama 2 7B.
-        dictionary: layer groups and sparse dictionaries; see its fields.
+        dictionary: options of the layer groups and sparse dictionaries.
         checkpoint_batches: batches between checkpoints within a stage.
     """
 
@@ -123,7 +123,7 @@ class Calibration(LightningModule):
         self.residual_bits, self.residual_rank = tuple(residual_bits), residual_rank
         self.residual_forms = {stream: tuple(names) for stream, names in residual_forms.items()}
         self.dictionary = dictionary
-        # Checked here and not hours later, when the model is known: the rules need no real shape.
+        # The constructors check these options; any shape will do, and an error comes before the model is loaded.
         ClipFactors(Shape(1, 1, 1, 32), self.bits, self.clip_factors, query_rows)
         OutlierThresholds(Shape(1, 1, 1, 1), 0, self.outlier_shares)
         NuqRanges(Shape(1, 1, 1, 1), 0, self.nuq, None)
@@ -138,12 +138,12 @@ class Calibration(LightningModule):
             )
         ResidualBasis(Shape(1, 1, 1, 1), self.residual_bits, residual_rank, self.residual_forms)
         self.statistics = nn.ModuleDict()
-        self.notes: list[str] = []  # for the user
-        self.plan: dict[str, Any] = {}  # what the statistics depend on: a checkpoint is continued under no other
+        self.notes: list[str] = []  # lines to print for the user
+        self.plan: dict[str, Any] = {}  # all settings that the statistics depend on; a checkpoint with others is refused
         self.progress: dict[str, Any] = {"stage": STAGES[0].name, "seen": 0, "finished": False}
 
     def fills(self, stage: Stage) -> tuple[str, ...]:
-        """The statistics that `stage` fills in this fit."""
+        """Return the names of the statistics that `stage` fills under the options of this fit."""
         without = () if self.dictionary.atoms else ("vectors", "heldout_vectors")
         without += TRANSFORMS if not self.klt else () if self.limits[SENSITIVITY] != 0 else (SENSITIVITY,)
         without += () if self.storage else (STORAGE,)
@@ -152,11 +152,11 @@ class Calibration(LightningModule):
         return tuple(name for name in stage.statistics if name not in without)
 
     def stages(self) -> list[Stage]:
-        """The stages of this fit, in order."""
+        """Return the stages of this fit, in order."""
         return [stage for stage in STAGES if self.fills(stage)]
 
     def round_after(self, measured: Collection[str]) -> list[Stage]:
-        """The stages that shards measure next, each shard by itself: up to the first one that needs the whole of another's.
+        """Return the next stages that each shard can run alone: up to the first that needs merged statistics of these stages.
 
         Args:
             measured: names of the stages whose statistics are complete.
@@ -173,7 +173,10 @@ class Calibration(LightningModule):
         return found
 
     def prepare(self, model: PreTrainedModel, seed: int) -> None:
-        """Makes the statistics for a model's sizes; called once, before the first stage."""
+        """Creates the statistics for the model's sizes; called once, before the first stage.
+
+        `seed` chooses the random samples of tokens.
+        """
         self.shape, self.seed = model_shape(model), seed
         self.statistics["channel_range"] = ChannelRanges(self.shape)
         self.statistics["channel_scale"] = ChannelScales(self.shape)
@@ -203,7 +206,7 @@ class Calibration(LightningModule):
             self.statistics["nuq_ranges"], self.statistics["nuq_levels"] = ranges, NuqLevels(self.shape, ranges, turn)
 
     def prepare_transforms(self, model: PreTrainedModel) -> None:
-        """The statistics of `klt`, each of which the next one is made of."""
+        """Creates the statistics of `klt`; each is computed from the ones before it."""
         rotation, (output, unread) = rotation_of(model), output_weights(model, self.shape)
         if unread:
             self.notes.append(
@@ -221,12 +224,12 @@ class Calibration(LightningModule):
             self.statistics[STORAGE] = StorageCodes(self.shape, self.seed, model.dtype, turn, weigh)
 
     def begin(self, stage: Stage, seen: int = 0, first: bool = True) -> None:
-        """Makes `stage` the one under way.
+        """Sets `stage` as the running stage.
 
         Args:
-            stage: of the fit.
-            seen: how many of each process's batches are in the statistics already: a checkpoint's.
-            first: whether this is the first process. What was measured before is in its statistics alone.
+            stage: a stage of this fit.
+            seen: batches of each process that the statistics hold already, from a checkpoint.
+            first: whether this is the process of rank 0. It alone keeps what a checkpoint holds; the others start empty.
         """
         self.stage = stage
         self.progress = {"stage": stage.name, "seen": seen, "finished": False}
@@ -239,27 +242,27 @@ class Calibration(LightningModule):
                     setattr(self.statistics[name], attribute, fitted)
 
     def filled(self) -> tuple[str, ...]:
-        """The statistics that the stage under way fills."""
+        """Return the names of the statistics that the running stage fills."""
         return self.fills(self.stage)
 
     def statistic(self, name: str) -> Statistic:
-        """One of the statistics."""
+        """Return the statistic of this name."""
         found = self.statistics[name]
         assert isinstance(found, Statistic)
         return found
 
     def tensors(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """The artifact's tensors that the named statistics hold."""
+        """Return the artifact's tensors that the named statistics give, by tensor name."""
         return {name: tensor for one in names for name, tensor in self.statistic(one).tensors().items()}
 
     def observe(self, sample: LayerSample) -> None:
-        """The sink of a capture: one layer's sample goes to every statistic of the stage."""
+        """Passes one layer's sample to every statistic of the running stage; the sink of a capture."""
         check_shape(sample, self.shape)
         for name in self.filled():
             self.statistic(name).observe(sample)
 
     def training_step(self, batch: CapturedBatch, batch_idx: int) -> None:
-        """Runs the model over one batch, layer by layer into the statistics."""
+        """Runs the model over one batch; each layer's sample goes to the statistics as the forward pass reaches it."""
         if self.stage.name == SENSITIVITY:
             for reason in set(batch.stream_gradients(self.seed, self.observe)):
                 self.notes.append(f"{reason}: without it klt knows less of which errors matter, and kvquant nothing")
@@ -275,7 +278,7 @@ class Calibration(LightningModule):
         )
 
     def running_errors(self) -> dict[str, float]:
-        """In the last stage, the relative errors so far over all layers, such as `error_2bit_clipped`."""
+        """Return, in the last stage, the relative errors so far over all layers, by names such as `error_2bit_clipped`."""
         if "heldout" not in self.stage.statistics:
             return {}
         heldout = self.statistics["heldout"]
@@ -283,40 +286,40 @@ class Calibration(LightningModule):
         return named_errors(heldout.overall(), self.bits)
 
     def merge(self, device: torch.device) -> None:
-        """Merges what the processes have measured in this stage, exchanging it on `device`: each has the whole then."""
+        """Merges this stage's statistics over all processes, so that each holds the merged ones; exchanged on `device`."""
         if distributed.is_available() and distributed.is_initialized():
             for name in self.filled():
                 self.statistic(name).synchronise(device)
 
     def clear(self) -> None:
-        """Forgets what was measured in this stage."""
+        """Resets the statistics that this stage fills."""
         for name in self.filled():
             self.statistic(name).clear()
 
     def gather(self, device: torch.device) -> None:
-        """Merges what the processes have measured into the first one, whose checkpoint is the whole; the others begin anew.
+        """Merges the statistics of all processes into the first one, which writes the checkpoint, and resets the others'.
 
-        A run that goes on from there does as much (`begin`), so its sums are added in the order of one never interrupted.
+        `begin` does the same when a run resumes, so sums are added in the same order as in an uninterrupted run.
         """
         self.merge(device)
         if not self.trainer.is_global_zero:
             self.clear()
 
     def on_train_end(self) -> None:
-        """Ends the stage: every process gets the whole of its statistics."""
+        """Ends the stage: every process gets the merged statistics."""
         self.merge(self.trainer.strategy.root_device)
         self.progress["finished"] = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds how far the stage has come, and under which settings."""
+        """Adds the stage's progress and the settings that its statistics depend on."""
         checkpoint["calibration"], checkpoint["plan"] = dict(self.progress), dict(self.plan)
 
     def configure_optimizers(self) -> None:
-        """None: there is nothing to optimise."""
+        """Returns no optimizer: nothing is optimised."""
 
 
 def model_shape(model: PreTrainedModel) -> Shape:
-    """Layers, heads and head_dim from the model's configuration."""
+    """Return the numbers of layers, heads and KV heads, and head_dim, from the model's configuration."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -325,7 +328,7 @@ def model_shape(model: PreTrainedModel) -> Shape:
 
 
 def named_errors(errors: Tensor, bits: Mapping[int, Any] | tuple[int, ...]) -> dict[str, float]:
-    """`[settings, bits]` as numbers by name: `error_4bit_prompt` and so on."""
+    """Return the entries of `errors [settings, bits]` by names such as `error_4bit_prompt`."""
     return {
         f"error_{width}bit_{setting}": float(errors[row, column])
         for row, setting in enumerate(SETTINGS)

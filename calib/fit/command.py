@@ -1,4 +1,4 @@
-"""What `calib fit` and `calib merge` do: load, run the stages, write the artifact or a shard, tell what was found."""
+"""Runs `calib fit` and `calib merge`: loads the model, runs the stages, writes the artifact or a shard, prints the figures."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from calib.runtime.files import canonical_json
 
 
 def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
-    """Loads, runs the stages, writes the artifact, tells what was found and what to do next."""
+    """Runs a whole fit: loads the model, runs the stages, writes the artifact (or the shard) and prints the figures."""
     output, folder, seed = Path(cli.config.output), cli.folder, int(cli.config.seed_everything)
     check_outputs(cli)
     resume = cli.config.ckpt_path == "last"
@@ -42,7 +42,7 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
         say(f"calib: no unfinished run in {folder}; starting anew")
     say(f"fit of {data.model_path} on {data.source.label}; writes {output}, and its run into {folder}")
     rounds = arrange(calibration, [ShardFile.open(path) for path in cli.shards])
-    stages = left_to_run(cli.shard, calibration, rounds)  # refused, where it is, before a large model is loaded
+    stages = left_to_run(cli.shard, calibration, rounds)  # may raise, so it comes before a large model is loaded
     data.trainer, data.tell = cli.trainer, under_way
     model, _, corpus = data.load()
     config = settings(calibration, corpus, seed, data.batch_size)
@@ -90,13 +90,16 @@ def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
 
 @rank_zero_only
 def check_outputs(cli: FitCLI) -> None:
-    """Raises UsageError for what could not be written at the end."""
+    """Raises UsageError if the artifact or the run's folder could not be written at the end."""
     check_file("output", cli.config.output)
     check_folder("trainer.default_root_dir", cli.folder)
 
 
 def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[Round]) -> list[Stage]:
-    """The stages that no shards have measured; of a shard those that it can measure alone. Raises UsageError where it has none."""
+    """Return the stages that no shard has measured; for a shard, those of them that it can run alone.
+
+    Raises UsageError if none are left for the shard.
+    """
     measured = stages_of(rounds)
     if shard is None:
         return [stage for stage in calibration.stages() if stage.name not in measured]
@@ -107,9 +110,9 @@ def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[
 
 
 def with_losses(artifact: Artifact, model: PreTrainedModel, corpus: Corpus) -> Artifact:
-    """The artifact with errors of `klt` weighed by what they cost head by head, and its loss at several budgets.
+    """Return the artifact with each head's `klt` errors reweighted by measured losses, and with the loss curve of `klt`.
 
-    As it is, with a line, where the model takes no cache of ours.
+    If the model cannot be run with a compressed cache, print one line instead.
     """
     try:
         found = factors(*head_losses(model, artifact, corpus.train))
@@ -124,14 +127,14 @@ def with_losses(artifact: Artifact, model: PreTrainedModel, corpus: Corpus) -> A
 
 @rank_zero_only
 def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Path, calibration: Calibration) -> None:
-    """Writes the artifact, logs table and file, prints."""
+    """Writes the artifact, logs its figures and the file, and prints the tables."""
     artifact.save(output)
     for logger in cli.trainer.loggers:
         logger.log_metrics({f"fit/{name}": value for name, value in metrics["overall"].items()})
         if isinstance(logger, OfflineFirstWandbLogger | TableCSVLogger):
             for name in ("layers", "dictionaries"):
                 if found := metrics.get(name):
-                    # One kind of value a column: a list of layers as text.
+                    # A column of a logged table has one type of value, so a list of layers becomes text.
                     rows = [[str(x) if isinstance(x, list) else x for x in row.values()] for row in found]
                     logger.log_table(f"fit/{name}", list(found[0]), rows)
             logger.log_file(output, "calibration")
@@ -149,7 +152,7 @@ def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Pat
 def report_shard(
     cli: FitCLI, calibration: Calibration, stages: Sequence[Stage], shared: Mapping[str, Any], base: str
 ) -> None:
-    """Writes the shard's file and says what to do with it."""
+    """Writes the shard's file and prints the next command."""
     assert cli.shard is not None
     output, names = Path(cli.config.output), [stage.name for stage in stages]
     write_shard(calibration, output, cli.shard, stages, shared, base)
@@ -162,7 +165,7 @@ def report_shard(
 
 
 def tell_checkpoints(cli: FitCLI) -> None:
-    """What the run has left, and what that is good for."""
+    """Prints which checkpoints are left in the run's folder, their size and their use."""
     if left := sorted(cli.folder.glob("*.ckpt")):
         taken = sum(path.stat().st_size for path in left)
         print(
@@ -172,25 +175,25 @@ def tell_checkpoints(cli: FitCLI) -> None:
 
 
 def tell(notes: list[str]) -> None:
-    """Each note once."""
+    """Prints each note once."""
     for note in dict.fromkeys(notes):
         say(f"calib: {note}")
 
 
 def under_way(what: str) -> None:
-    """A phase that has no bar of its own begins."""
+    """Announces a phase that has no progress bar."""
     say(f"calib: {what} ...")
 
 
 @rank_zero_only
 def say(line: str) -> None:
-    """One line for the user, from one process; at once, into a log as well."""
+    """Prints one line, from the first process only; flushed, so that a log shows it at once."""
     print(line, flush=True)
 
 
 @rank_zero_only
 def save_config(cli: FitCLI, folder: Path) -> None:
-    """Writes the resolved configuration into the run's folder: of a run that goes on as well, what begins the same one anew."""
+    """Writes the resolved configuration into the run's folder, without `ckpt_path`: it repeats the run from the start."""
     folder.mkdir(parents=True, exist_ok=True)
     config = cli.config.clone()
     config.ckpt_path = None
@@ -198,7 +201,7 @@ def save_config(cli: FitCLI, folder: Path) -> None:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, so that a difference can be named."""
+    """Return nested settings under dotted names, so that messages can name the one that differs."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -1,8 +1,8 @@
-"""The last stages of a fit: layers into groups, and a dictionary for each group.
+"""The last stages of a fit: form groups of similar layers and train one dictionary for each group (CSR).
 
     runs/NAME/dictionaries.ckpt
 
-Groups follow from the samples in seconds, so they have no checkpoint of their own. One Trainer trains all dictionaries.
+Grouping takes seconds, so it has no checkpoint of its own. One Trainer trains all dictionaries.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ from calib.statistics.vector_samples import VectorSamples
 
 @dataclass(frozen=True)
 class Dictionaries:
-    """What these stages give.
+    """Result of the grouping and training.
 
     Attributes:
-        tensors: the artifact's, by name.
-        groups: for each group of each stream a dict of `stream`, `group`, `layers`, `samples` (vectors of it), `atoms`,
+        tensors: the artifact's tensors by name: `{stream}.layer_groups`, `.divergence` and `.dictionary` (float16).
+        groups: for each group of each stream a dict of `stream`, `group`, `layers`, `samples` (number of vectors), `atoms`,
             `initial_loss` and `loss` (held-out relative squared error, before and after training), `epochs`, `dead`.
     """
 
@@ -46,15 +46,15 @@ def fit_dictionaries(
     seed: int,
     resume: bool,
 ) -> Dictionaries:
-    """Groups the layers and trains the dictionaries; nothing where none are asked for.
+    """Groups the layers and trains the dictionaries; the result is empty if `dictionary.atoms` is 0.
 
     Args:
-        calibration: all its statistics complete.
-        make_trainer: a Trainer for the stage of that name, with the given callbacks.
+        calibration: with all statistics complete.
+        make_trainer: returns a Trainer for the stage of that name, with the given callbacks.
         folder: the run's folder.
-        plan: what the dictionaries depend on: a checkpoint is continued under no other.
+        plan: the settings that the dictionaries depend on; a checkpoint with other settings is refused.
         seed: of the fit.
-        resume: go on from the checkpoint in `folder`; otherwise it is removed.
+        resume: continue from the checkpoint in `folder`; otherwise it is removed.
     """
     options, path = calibration.dictionary, folder / f"{STAGE}.ckpt"
     if not options.atoms:
@@ -81,14 +81,14 @@ def fit_dictionaries(
 
 
 def vectors(calibration: Calibration, name: str, stream: str) -> dict[int, Tensor]:
-    """The vectors of one of the two samples, by layer."""
+    """Return the sampled vectors of a stream, by layer; `name` is `vectors` or `heldout_vectors`."""
     samples = calibration.statistic(name)
     assert isinstance(samples, VectorSamples)
     return {layer: samples.vectors(layer)[stream] for layer in samples.reached()}
 
 
 def record(task: Task, layers: list[int], fitted: Fitted) -> dict[str, Any]:
-    """A group's figures."""
+    """Return a group's entry of `Dictionaries.groups`."""
     stream, _, number = task.name.partition(".")
     return {
         "stream": stream,

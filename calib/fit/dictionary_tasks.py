@@ -1,4 +1,4 @@
-"""What the samples of a fit give the dictionaries to be trained on: vectors of a group's layers, in chunks."""
+"""Training tasks of the dictionaries: the sampled vectors of each group's layers, cut into chunks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from calib.runtime.artifact.tensor_registry import STREAMS
 
 
 def check_dictionaries(options: DictionaryOptions, shape: Shape, tokens: int) -> None:
-    """UsageError where a model of these sizes and a corpus of so many tokens cannot give such dictionaries."""
+    """Raises UsageError if the options do not fit the model's sizes, or a corpus of `tokens` tokens gives too few vectors."""
     if options.groups == "paper-32":
         check_paper(shape.layers)
     for stream in STREAMS:
@@ -38,12 +38,12 @@ def check_dictionaries(options: DictionaryOptions, shape: Shape, tokens: int) ->
 
 
 def sparsity(stream: str, options: DictionaryOptions) -> int:
-    """Pairs of a vector while the stream's dictionaries are trained."""
+    """Return the (atom, coefficient) pairs of each chunk while the stream's dictionaries are trained."""
     return options.keys_sparsity if stream == "keys" else options.values_sparsity
 
 
 def chunks(stream: str, options: DictionaryOptions) -> int:
-    """Equal parts that a vector of the stream is cut into."""
+    """Return into how many equal chunks a vector of the stream is cut."""
     return options.key_chunks if stream == "keys" else options.value_chunks
 
 
@@ -55,15 +55,15 @@ def group_tasks(
     options: DictionaryOptions,
     kv_heads: int,
 ) -> list[Task]:
-    """One task for each group, called `keys.0` and so on.
+    """Return one training task for each group, named `keys.0` and so on.
 
     Args:
         stream: `keys` or `values`.
-        groups: the layers of each.
-        samples: of each layer, float32 `[V, head_dim]`.
-        heldout: the same, of held-out text.
-        options: of the fit.
-        kv_heads: of the model.
+        groups: the layers of each group.
+        samples: sampled vectors by layer, float32 `[vectors, head_dim]`.
+        heldout: the same from held-out text, for validation.
+        options: the fit's dictionary options.
+        kv_heads: KV heads of the model; a dictionary has `options.atoms * kv_heads` atoms.
     """
     parts = chunks(stream, options)
 

@@ -1,15 +1,16 @@
-"""What errors of `klt` cost head by head: the KL divergence with one head's keys or values coded, beside the error predicted.
+"""Measured loss of each head's `klt` errors: the KL divergence with only that head's keys or values coded, against the prediction.
 
-Derivatives tell what a small error costs. At few bits errors are not small: a head on which little depends gets few bits, and
-losing what it says costs less than predicted; elsewhere an error costs more. So errors of every head's keys, and of its values,
-are weighed by
+`klt` predicts the loss of an error from derivatives, which hold for small errors. At few bits errors are not small: a head that
+matters little gets few bits, and losing it costs less than predicted; other heads cost more. So the errors of each head's keys,
+and of its values, are multiplied by
 
     f = (r_head^w r_layer^(1 - w))^(3/4),    r = KL measured / error predicted,    w = n / (n + 2)
 
-where r_layer is of all heads' keys, or values, of the layer, and n sequences measured the head. A sequence's KL counts in units of
-that sequence's mean r: an answer that hangs on few tokens loses more nats than running text. The power below one allows for few
-sequences, and for one budget. A basis whose errors count f times as much has rows and steps times the root of f: codes and what
-they decode to are the same, and bits are shared out otherwise.
+where r_head is the ratio of one head's keys (or values), r_layer that of all heads of the layer together, and n the number of
+sequences on which the head was measured. A sequence's KL is divided by that sequence's mean r, because an answer that depends on
+few tokens loses more nats than running text. The power below one makes the correction cautious: there are few sequences, and one
+budget. To make errors count f times as much, the rows of the basis and the steps are multiplied by sqrt(f): codes and decoded
+vectors stay the same, only the bit allocation changes.
 """
 
 from copy import copy
@@ -30,36 +31,37 @@ from calib.runtime.compress import compress
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.methods.klt import Klt
 
-BITS = 1.25  # a value
+BITS = 1.25  # bits per value at which losses are measured
 SEQUENCES = 16
-HEADS = 4  # of a layer, to a sequence: of more heads a sequence measures some
-ANSWER = 32  # tokens of a sequence, an eighth of it at most, that are said behind the rest
+HEADS = 4  # heads of a layer measured on one sequence, more if sequences are few; other sequences measure the others
+ANSWER = 32  # last tokens of a sequence, at most an eighth of it, at which predictions are compared
 POWER = 0.75
-DOUBT = 2  # sequences: a head that so many measured counts half, its layer's mean half
-MOST = 32.0  # times as much, or as little, as predicted in the mean
-SCALED = {"basis": 0.5, "steps": 0.5, "errors": 1.0}  # by which power of f
+DOUBT = 2  # n at which a head's own ratio and its layer's have equal weight
+MOST = 32.0  # ratios are clamped to 1/32 ... 32
+SCALED = {"basis": 0.5, "steps": 0.5, "errors": 1.0}  # power of f that multiplies each kind of tensor
 
 
 @torch.no_grad()
 def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """KL in nats a token with the keys, or the values, of one head coded; and the errors predicted.
+    """Return the KL divergence in nats per token with one head's keys (or values) coded, and the errors that `klt` predicts.
 
-    Float64 `[sequences, 2, layers, kv_heads]` and `[2, layers, kv_heads]`.
+    Both float64: `[sequences, 2, layers, kv_heads]` and `[2, layers, kv_heads]`, the axis of 2 being keys, values.
 
-    Keys and values are those that `klt` has stored of a sequence but for its last tokens, read back. KL is NaN where a sequence
-    did not measure a head, and of a layer that slides beside others that do not.
+    The coded keys and values are read back from a `klt` cache that holds all of a sequence but its last tokens; the KL is
+    that of the predictions at those last tokens. It is NaN for heads not measured on a sequence, and for sliding-window
+    layers of a model that also has layers without a window.
 
     Args:
-        model: the one that the artifact was fitted on.
-        artifact: with bases, steps and errors.
-        tokens: int64 `[n, length]`, of which sixteen are used, evenly apart.
+        model: the model that the artifact was fitted on.
+        artifact: with bases, steps and errors of `klt`.
+        tokens: int64 `[n, length]`; 16 evenly spaced rows are used.
 
-    Raises ValueError where this model cannot be compressed.
+    Raises ValueError if the model cannot be compressed.
     """
     chosen = torch.linspace(0, len(tokens) - 1, min(len(tokens), SEQUENCES)).round().long()
     tokens = tokens[chosen].to(entry_device(model))
     prefix = tokens.shape[1] - said_of(tokens.shape[1])
-    # Factors are of errors in general, and uniform levels are encoded sooner.
+    # The factors hold for errors of any code, and uniform levels are encoded faster than a trellis.
     coding = Klt(bits=BITS, trellis=False).coding(artifact)
     budgets = allocator(artifact, coding)
     predicted = budgets.at_bits(bits := max(BITS, budgets.least_bits)).errors
@@ -85,28 +87,35 @@ def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> t
 
 
 def said_of(length: int) -> int:
-    """How many tokens of a sequence are said behind the rest of it."""
+    """Return at how many last tokens of a sequence predictions are compared."""
     return max(1, min(ANSWER, length // 8))
 
 
 def heads_of(sequence: int, layer: int, heads: int, sequences: int) -> range:
-    """The KV heads that a sequence measures: all of few, every n-th of many, so that each is measured equally often."""
+    """Return the KV heads of `layer` measured on a sequence: all if they are few, else every n-th, in turn over sequences."""
     apart = min(-(-heads // HEADS), sequences)
     return range((sequence + layer) % apart, heads, apart)
 
 
 def with_part(exact: Cache, layer: int, role: str, head: int, part: Tensor) -> Cache:
-    """A cache as `exact`, which stays as it is, with other keys or values `[tokens, D]` of one head."""
+    """Return a copy of the cache `exact` with one head's keys or values replaced by `part [tokens, D]`.
+
+    `role` is `keys` or `values`; `exact` itself is not changed.
+    """
     layers = [copy(one) for one in exact.layers]
     held = getattr(layers[layer], role).clone()
-    count = min(held.shape[-2], len(part))  # a window has let go of some
+    count = min(held.shape[-2], len(part))  # a sliding-window layer has dropped its earliest tokens
     held[0, head, held.shape[-2] - count :] = part[len(part) - count :]
     setattr(layers[layer], role, held)
     return Cache(layers=layers)
 
 
 def factors(losses: Tensor, predicted: Tensor) -> Tensor:
-    """f of every head's keys and values, float64 `[2, layers, kv_heads]`; 1 where nothing was measured or predicted."""
+    """Return f of every head's keys and values, float64 `[2, layers, kv_heads]`; 1 where nothing was measured or predicted.
+
+    Args:
+        losses, predicted: as `head_losses` returns them.
+    """
     measured = losses.isfinite()
     units = losses.where(measured, 0).sum((1, 2, 3)) / predicted.where(measured, 0).sum((1, 2, 3))
     units = units.where(units > 0, torch.inf)[:, None, None, None]
@@ -121,7 +130,7 @@ def factors(losses: Tensor, predicted: Tensor) -> Tensor:
 
 
 def reweighted(artifact: Artifact, found: Tensor) -> dict[str, Tensor]:
-    """The artifact's tensors of `klt`, with errors that count `found [2, layers, kv_heads]` times as much; others are left out."""
+    """Return the artifact's `klt` bases, steps and errors, rescaled by the factors f, `found [2, layers, kv_heads]`."""
     scaled = {}
     for name, tensor in artifact.tensors.items():
         role, *family, kind = name.split(".")

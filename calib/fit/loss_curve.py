@@ -1,7 +1,7 @@
-"""What errors of `klt` cost: on held-out text, the KL divergence at several budgets beside the errors predicted for them.
+"""The loss curve of `klt`: the KL divergence on held-out text at several budgets, and the errors predicted for them.
 
-Tensor: `klt.before.loss`, or `klt.loss` with components of keys after RoPE: float32 `[budgets, 2]`, predicted error, and nats a
-token. A budget in allowed loss is read off it.
+Tensor: `klt.before.loss`, or `klt.loss` with components of keys after RoPE: float32 `[budgets, 2]`, the predicted error and the
+measured KL in nats per token. The option `loss` of `klt` finds its bit allocation by interpolating this curve.
 """
 
 from collections.abc import Sequence
@@ -37,30 +37,31 @@ def loss_curve(
     sequences: int = SEQUENCES,
     rope: str | None = None,
 ) -> dict[str, Tensor]:
-    """The tensor, by its name; both columns increase.
+    """Return the curve as a tensor under its name in the artifact; both columns increase.
 
-    The last quarter of each sequence is said behind a prefix of which all but its first tokens are coded. The prefix is read once,
-    exactly: its keys and values go to the caches of all budgets.
+    The loss is that of the predictions at the last quarter of each sequence, after a prefix whose tokens are coded except
+    the first ones. The prefix is computed once, exactly, and its keys and values are stored in the caches of all budgets.
 
     Args:
-        model: the one that the artifact was fitted on.
-        artifact: with bases, steps and errors.
-        tokens: int64 `[n, length]`, of which the first `sequences` are used.
-        bits: budgets, falling.
-        rope: components of keys "before" RoPE or "after" it; None as `klt` itself has it.
+        model: the model that the artifact was fitted on.
+        artifact: with bases, steps and errors of `klt`.
+        tokens: int64 `[n, length]`, of which the first `sequences` rows are used.
+        bits: budgets in bits per value, decreasing; those below the least that `klt` can spend are left out.
+        sequences: rows of `tokens` to use.
+        rope: components of keys "before" RoPE or "after" it; None: the default of `klt` for this artifact.
 
-    Raises ValueError where this model cannot be compressed.
+    Raises ValueError if the model cannot be compressed.
     """
     tokens = tokens[:sequences].to(entry_device(model))
     coding = coding_of(artifact, rope)
     prefix, rope = tokens.shape[1] - tokens.shape[1] // ANSWER, coding.rope
     budgets = allocator(artifact, coding)
-    told = [budget for budget in bits if budget >= budgets.least_bits]  # heads of few channels have no narrower words
+    told = [budget for budget in bits if budget >= budgets.least_bits]  # heads of few channels cannot go lower
     losses = dict.fromkeys(told, 0.0)
     with ExitStack() as opened:
         options = {"artifact": artifact, "rope": rope, "size": False, "predict": False, "window": 0}
         caches = {budget: opened.enter_context(compress(model, "klt", bits=budget, **options)) for budget in told}
-        for row in tokens:  # one at a time: what is said over a large vocabulary is large
+        for row in tokens:  # one at a time: logits over a large vocabulary take much memory
             for cache in caches.values():
                 cache.reset()
             said = exact_answers(model, row, prefix, list(caches.values()))
@@ -71,14 +72,22 @@ def loss_curve(
 
 
 def divergence(model: PreTrainedModel, answer: Tensor, cache: Cache, said: Tensor) -> float:
-    """KL in nats a token of `answer [tokens]` behind what the cache holds, `said` as `exact_answers` gives it."""
+    """Return the mean KL in nats per token between the exact predictions at `answer [tokens]` and those with this cache.
+
+    Args:
+        answer: int64 `[tokens]`, which follow the tokens in the cache.
+        cache: holds the tokens before; the answer's are added.
+        said: exact log-probabilities, as `exact_answers` returns them.
+    """
     coded = model(answer[None], **{cache_argument.NAME: cache}).logits[0].float().log_softmax(-1)
     return float((said.exp() * (said - coded)).sum(-1).mean())
 
 
 def exact_answers(model: PreTrainedModel, row: Tensor, prefix: int, caches: Sequence[Cache]) -> Tensor:
-    """What the model says behind each token from `prefix` on, float32 `[tokens - prefix, vocabulary]` log-probabilities; the
-    empty `caches` hold the `prefix` tokens before them afterwards."""
+    """Return the exact log-probabilities predicted at each token from `prefix` on: float32 `[tokens - prefix, vocabulary]`.
+
+    The first `prefix` tokens are also stored in the `caches`, which must be empty.
+    """
 
     def store(sample: LayerSample) -> None:
         query, keys, values = (part[:, :, :prefix] for part in (sample.queries, sample.keys, sample.values))

@@ -13,11 +13,13 @@ PERCENTILE = 0.999
 
 
 def fit_metrics(calibration: Calibration, dictionaries: Dictionaries) -> dict[str, Any]:
-    """`layers`: one dict of numbers for each layer; `overall`: the held-out errors over all layers; `dictionaries`, where
-    there are any: one dict for each group of layers (`fit/dictionaries.py`).
+    """Return the figures of a fit.
 
-    Of a layer: `keys_low`, `keys_high` (over all channels); `keys_outlier`, the widest channel's half range over the
-    median channel's; `keys_tail`, the largest |k| over its 99.9th percentile; the same of values; and the relative
+    `layers`: one dict of numbers for each layer. `overall`: the held-out errors over all layers. `dictionaries`, if any
+    were trained: one dict for each group of layers (`Dictionaries.groups`).
+
+    A layer's dict has `keys_low`, `keys_high` (over all channels); `keys_outlier`, the widest channel's half range over
+    the median channel's; `keys_tail`, the largest |k| over its 99.9th percentile; the same for values; and the relative
     error of the attention output on held-out text, `error_<bits>bit_<setting>` (settings in `heldout_error.py`).
     """
     ranges = calibration.tensors(("channel_range",))
@@ -41,14 +43,14 @@ def fit_metrics(calibration: Calibration, dictionaries: Dictionaries) -> dict[st
 
 
 def outlier_ratio(low: Tensor, high: Tensor) -> float:
-    """The largest half range of a channel over the median one; 1 where the median channel never moves."""
+    """Return the largest half range of a channel over the median channel's; 1 if the median channel is constant."""
     half = (high - low).flatten() / 2
     median = half.median().item()
     return half.max().item() / median if median > 0 else 1.0
 
 
 def tail_ratio(largest: float, tokens: Tensor) -> float:
-    """`largest` over the 99.9th percentile of |x| of all entries of a sample; 1 where that is 0 or nothing was seen."""
+    """Return `largest` over the 99.9th percentile of all |x| in `tokens`; 1 if that is 0 or there are no entries."""
     entries = tokens.abs().flatten()
     if not len(entries):
         return 1.0

@@ -20,8 +20,9 @@ from calib.runtime.messages.printable import printable
 SUFFIX = ".calib.safetensors"
 LARGEST_SEED = 2**32 - 1  # NumPy's
 
-# What a Trainer does to a training alone; a fit would be of fewer batches than its artifact says, or of sums in 16 bits.
-LEFT_ALONE = {  # and the values that change nothing, as text: a limit of 1 is a batch, of 1.0 all of them
+# Trainer options that a fit refuses: it would read fewer batches than the artifact records, or sum in 16 bits. Beside each
+# the values, as text, that change nothing: limit_train_batches=1 is one batch, 1.0 is all of them.
+LEFT_ALONE = {
     "precision": ("None", "32", "32-true"),
     "fast_dev_run": ("False", "0"),
     "limit_train_batches": ("None", "1.0"),
@@ -38,7 +39,7 @@ class FitCLI(CalibCLI):
 
     Args:
         argv: the words after the command.
-        shards: files of shards that `calib merge` was given.
+        shards: the shard files given to `calib merge`; none for `calib fit`.
     """
 
     def __init__(self, argv: list[str], shards: Sequence[Path] = ()) -> None:
@@ -60,7 +61,7 @@ class FitCLI(CalibCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds `output` and `plan`, and tells the data module what the rest knows."""
+        """Adds `output`, `shard` and `plan*`, and links the model's options and the seed to the data module's."""
         super().add_arguments_to_parser(parser)
         parser.add_argument(
             "--output",
@@ -87,14 +88,14 @@ class FitCLI(CalibCLI):
         parser.link_arguments("seed_everything", "data.seed", compute_fn=whole_number)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """The options of the fit before those of Lightning, in the help as well."""
+        """Parses with the fit's options ordered before those of Lightning's Trainer, in the help text too."""
         theirs = parser.groups["trainer"]
         parser._action_groups.sort(key=lambda group: group is theirs)
         parser._actions.sort(key=lambda action: action.dest.split(".")[0] == "trainer")
         super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
-        """Refuses what would only show after hours."""
+        """Checks options whose faults would otherwise show only after hours. Raises UsageError."""
         if self.config.ckpt_path not in (None, "last"):
             raise UsageError(
                 f"ckpt_path={printable(self.config.ckpt_path)}: a fit continues with --ckpt_path last, from its own run folder"
@@ -111,7 +112,7 @@ class FitCLI(CalibCLI):
         output = Path(self.config.output)
         if not output.name.endswith(".safetensors") or output.is_dir():
             raise UsageError(f"output '{output}' must name a file that ends in {SUFFIX}")
-        if self.shard and output.name.endswith(SUFFIX):  # a configuration's own, most likely, which is there already
+        if self.shard and output.name.endswith(SUFFIX):  # most likely the configuration's, and an existing artifact
             raise UsageError(
                 f"output '{output}' is an artifact's name, and shard {self.shard} is none; name another file, such as --output "
                 f"first.{self.shard.number}.safetensors"
@@ -128,21 +129,21 @@ class FitCLI(CalibCLI):
                 raise UsageError(f"{option}={self.config[option]}: must be at least 1")
         if self.config.plan_json is not None and not self.config.plan:
             raise UsageError(f"plan_json={self.config.plan_json}: only with --plan, which it writes down")
-        if self.config.plan:  # neither may leave anything behind
+        if self.config.plan:  # a plan writes no logs and runs no callbacks
             self.config.trainer.logger, self.config.trainer.callbacks = False, None
         self.folder = Path(self.config.trainer.default_root_dir or Path("runs") / self.name)
 
     @property
     def name(self) -> str:
-        """The run's name: the artifact's, without its ending."""
+        """The run's name: the output file's, without its suffix."""
         return Path(self.config.output).name.removesuffix(".safetensors").removesuffix(".calib")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """A Trainer below the run's folder that reads its data once."""
+        """Return a Trainer whose root is the run's folder and which reads its data once."""
         return super().instantiate_trainer(default_root_dir=str(self.folder), max_epochs=1, **kwargs)
 
     def stage_trainer(self, stage: str, callbacks: list[Callback]) -> Trainer:
-        """The Trainer of one stage; the stages share the loggers."""
+        """Return the Trainer of one stage; all stages share the loggers."""
         own = self.config_init["trainer"]["callbacks"] or []
         own = [*own] if isinstance(own, list) else [own]
         if self.config.trainer.enable_progress_bar is not False:
@@ -156,7 +157,7 @@ class FitCLI(CalibCLI):
 
 
 def whole_number(seed: bool | int) -> int:
-    """The seed; LightningCLI would also take `true` for a random one."""
+    """Return the seed; raises UsageError for others than whole numbers (LightningCLI takes `true` for a random seed)."""
     if isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
         raise UsageError(
             f"seed_everything={printable(seed)}: must be a whole number from 0 to {LARGEST_SEED}; a fit is made to be repeatable"

@@ -1,7 +1,7 @@
 """Fitting in several processes: each reads its share of the batches, and statistics are merged before they are saved.
 
-Processes wait for each other where they merge, so one that has ended must end the others, or they would wait for as long
-as the backend allows, half an hour.
+Processes wait for each other in each merge. So when one has ended early, the others are ended too; otherwise they would
+wait until the backend's timeout of half an hour.
 """
 
 import os
@@ -27,21 +27,21 @@ from torch import distributed
 from calib.errors import RunError, UsageError
 from calib.interrupts import GRACE, Interrupted, pending
 
-INTERVAL = 0.5  # seconds between looks at the other processes
-TOGETHER = 2.0  # seconds that processes have to end by themselves before the first one hands its signal on
-SPLITTING = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)  # a model's weights over processes
+INTERVAL = 0.5  # seconds between checks of the other processes
+TOGETHER = 2.0  # seconds that processes have to end by themselves before the first one sends them its signal
+SPLITTING = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)  # strategies that shard a model's weights
 LOST = "another process of this fit has ended before its work; go on with --ckpt_path last once it can run"
 
 
 class MergingStrategy(DDPStrategy):
-    """DDP without the wrapper around the module, and with an eye on the other processes of the machine.
+    """DDP without the DistributedDataParallel wrapper, and with a watch over the other processes of the machine.
 
     DistributedDataParallel averages gradients, of which a fit has none, and copies the first process's buffers over the
-    others' before every step, which would wipe out what they have measured.
+    others' before every step, which would overwrite their statistics.
     """
 
-    started: ClassVar[list[Popen[bytes]]] = []  # by this process, in its first stage
-    told: ClassVar[bool] = False  # whom it waits for
+    started: ClassVar[list[Popen[bytes]]] = []  # processes started by this one, in its first stage
+    told: ClassVar[bool] = False  # whether the line about processes waited for was printed
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class MergingStrategy(DDPStrategy):
         """Leaves the module as it is."""
 
     def setup_environment(self) -> None:
-        """Begins to watch, before the processes meet."""
+        """Starts the watch thread, then connects the processes."""
         self.started.extend(getattr(self.launcher, "procs", ()))
         parent = os.getppid() if self.local_rank else None
         Thread(target=watch, args=(self.started, parent, self.over), daemon=True).start()
@@ -59,28 +59,28 @@ class MergingStrategy(DDPStrategy):
         super().setup_environment()
 
     def _tell(self) -> None:
-        """Says once how many processes the first one waits for that it has not started: nothing else would for half an hour."""
+        """Prints once how many processes, not started by this one, the first process waits for (up to half an hour)."""
         found, others = self.cluster_environment, self.num_nodes * self.num_processes - 1 - len(self.started)
         if self.told or not others or found is None or found.global_rank():
             return
         MergingStrategy.told = True
         many = "process" if others == 1 else "processes"
         line = f"calib: waits for {others} other {many} at {found.main_address}:{found.main_port}"
-        if self.num_nodes == 1 and "LOCAL_RANK" in os.environ:  # SLURM has names of its own
+        if self.num_nodes == 1 and "LOCAL_RANK" in os.environ:  # SLURM sets other variables
             line += "; LOCAL_RANK is set, so a launcher must start them: without it this process does"
         print(line, flush=True)
 
     def teardown(self) -> None:
-        """Ends the watch: from here on nobody waits for another."""
+        """Ends the watch: after this no process waits for another."""
         self.over.set()
         super().teardown()
 
 
 def watch(children: list[Popen[bytes]], parent: int | None, over: Event) -> None:
-    """Until `over`: ends this process with one line where one of `children` has failed or `parent` is gone.
+    """Ends this process with one line if one of `children` has failed or `parent` is gone; returns when `over` is set.
 
-    At once and from a thread of its own: the main one may be inside a collective operation that never returns. After a
-    signal all of them end, and each has time to save first.
+    Runs in its own thread and ends the process directly, because the main thread may be inside a collective operation
+    that never returns. After a signal it waits 2 * GRACE seconds first, so that the process can save.
     """
     while not over.wait(INTERVAL):
         if not any(child.poll() for child in children) and parent in (None, os.getppid()):
@@ -95,7 +95,7 @@ def watch(children: list[Popen[bytes]], parent: int | None, over: Event) -> None
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """Inside, a signal that ends this process ends those that it has started too, where they do not by themselves."""
+    """Context in which a signal that ends this process is passed on to started processes that do not end by themselves."""
     try:
         yield
     except Interrupted as error:
@@ -110,22 +110,23 @@ def ending_together() -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Inside, a collective operation that fails because another process has ended is that one line."""
+    """Context in which a collective operation that fails because another process has ended raises RunError with one line."""
     try:
         yield
     except RuntimeError as error:
-        # Gloo has no type of its own, and names its own source files in every message.
+        # Gloo's errors have no type of their own; every message names one of Gloo's source files.
         if isinstance(error, distributed.DistError) or "/gloo/" in str(error):
             raise RunError(LOST) from error
         raise
 
 
 def check_strategy(asked: Any) -> None:
-    """Raises UsageError for a strategy that splits a model over processes, before anything is loaded.
+    """Raises UsageError for a strategy that shards a model's weights over processes, before anything is loaded.
 
-    A fit trains no weight of the language model, which is therefore no part of what such a strategy would split.
+    The language model is no submodule of what the Trainer trains, so such a strategy would not shard it.
 
-    asked: `trainer.strategy` as configured: a name of Lightning's, or a class with its arguments.
+    Args:
+        asked: `trainer.strategy` as configured: one of Lightning's names, or a class path with arguments.
     """
     path = getattr(asked, "class_path", None)
     if path is not None:
@@ -141,9 +142,9 @@ def check_strategy(asked: Any) -> None:
 
 
 def merging_strategy(trainer: Trainer) -> MergingStrategy | None:
-    """What the stages' Trainers use in place of DDP, of one process as well; None without it in a single process.
+    """Return the strategy of the stages' Trainers: a MergingStrategy instead of DDP, None for one process without DDP.
 
-    Raises UsageError for another one that Lightning runs in several processes.
+    Raises UsageError for any other strategy that runs in several processes.
     """
     if isinstance(trainer.strategy, DDPStrategy):
         return MergingStrategy()

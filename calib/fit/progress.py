@@ -1,4 +1,4 @@
-"""The progress bar of a stage: its name instead of an epoch's number, since a stage reads its data once."""
+"""The progress bar of a stage: it shows the stage's name instead of an epoch number, as a stage reads its data once."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 
 class StageProgressBar(RichProgressBar):
-    """RichProgressBar that says which stage is under way.
+    """RichProgressBar that shows the name of the running stage.
 
     Args:
         stage: the stage's name.
@@ -21,5 +21,5 @@ class StageProgressBar(RichProgressBar):
         return f"{self.stage:<10}"
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Without the logger's version, which says nothing about the measurement."""
+        """Return the metrics to show, without the logger's version number."""
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}

@@ -1,4 +1,4 @@
-"""Where an artifact's numbers come from, as plain JSON that does not depend on folders, dates or the machine's name."""
+"""The provenance of an artifact as plain JSON, without folders, dates or the machine's name."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,7 +11,7 @@ from calib.fit.calibration import Calibration
 
 
 def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: int) -> dict[str, Any]:
-    """Everything the statistics depend on: the same settings on the same machine give the same bytes."""
+    """Return all settings that the statistics depend on: the same settings on the same machine give the same bytes."""
     return {
         "model": model_name(calibration.path),
         "dtype": calibration.dtype_name,
@@ -20,7 +20,7 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
         "clip_sequences": calibration.limits["clip"],
         "klt": calibration.klt,
         "sensitivity_sequences": calibration.limits["sensitivity"] if calibration.klt or calibration.nuq else 0,
-        # Named where it is asked for: what is not measured leaves no trace in the bytes.
+        # Recorded only if set, so that the bytes of other artifacts do not change.
         **({"storage": True} if calibration.storage else {}),
         **({"rotations": True} if calibration.rotations else {}),
         **({"nuq": list(calibration.nuq)} if calibration.nuq else {}),
@@ -29,7 +29,7 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
         "residual_bits": list(calibration.residual_bits),
         "residual_rank": calibration.residual_rank,
         "residual_forms": {stream: list(names) for stream, names in calibration.residual_forms.items()},
-        # Without dictionaries nothing depends on how they would have been trained.
+        # Without dictionaries their training options have no effect.
         "dictionary": asdict(calibration.dictionary) if calibration.dictionary.atoms else {"atoms": 0},
         "batch_size": batch_size,
         "seed": seed,
@@ -38,12 +38,12 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
 
 
 def versions() -> dict[str, str]:
-    """Of the software that the statistics depend on."""
+    """Return the versions of the packages that the statistics depend on."""
     return {"calib": __version__} | {name: version(name) for name in ("torch", "transformers", "lightning")}
 
 
 def provenance(config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
-    """The artifact's `provenance`: data, seed, versions, metrics, config."""
+    """Return the artifact's `provenance`: data, seed, versions, metrics, config."""
     rest = {key: value for key, value in config.items() if key not in ("data", "seed")}
     return {
         "data": config["data"],

@@ -1,14 +1,14 @@
-"""The file of a shard: what one machine of several has measured of a corpus, before anything is made of it.
+"""The file of a shard: the raw statistics that one of several machines has measured on its part of the corpus.
 
-Safetensors: the buffers of the statistics that its stages fill, `STATISTIC.BUFFER`, as a stage's checkpoint has them; with bases of
-`klt` measured in, their `signature` as well. Metadata: one entry, a line of JSON:
+A safetensors file with the buffers of the statistics that its stages fill, named `STATISTIC.BUFFER`, as in a stage's checkpoint;
+also `signature`, of the `klt` bases, if the errors of components were measured. Its metadata has one entry, a line of JSON:
 
     format     "1"
     shard      "2/8"
     stages     ["statistics", "sensitivity"]
-    settings   all that the statistics depend on, the model's and the tokens' hashes among it
+    settings   all settings that the statistics depend on, with hashes of the model and of the tokens
     versions   of the software
-    base       which shards of earlier stages were measured before; "" for none
+    base       hash of the shards of earlier stages; "" for none
     sums       SHA-256 of each statistic's buffers
 """
 
@@ -47,11 +47,11 @@ AGAIN = "measure this shard again"
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard's file, of which nothing but the metadata has been read.
+    """A shard's file with only its metadata read.
 
     Attributes:
         path: of the file.
-        document: its metadata, with the parts that belong to it.
+        document: its metadata, which has all entries of `PARTS` with the right types.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class ShardFile:
 
     @classmethod
     def open(cls, path: Path) -> "ShardFile":
-        """Raises UsageError where the file is missing, damaged, or none of a shard."""
+        """Reads the metadata. Raises UsageError if the file is missing, damaged, or not a shard's."""
         if not path.is_file():
             raise UsageError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}, expected a shard's file")
         try:
@@ -85,17 +85,17 @@ class ShardFile:
 
     @property
     def shard(self) -> Shard:
-        """Which one this is."""
+        """The number of this shard, and of how many."""
         return Shard.of(self.document["shard"])
 
     def buffers(self, statistic: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers of one statistic, by their names in it, on the CPU.
+        """Return the buffers of one statistic by name, on the CPU.
 
         Args:
-            statistic: its name among a fit's.
-            expected: buffers with the names, shapes and dtypes that they must have.
+            statistic: its name in `Calibration.statistics`.
+            expected: buffers with the names, shapes and dtypes that the file must have.
 
-        Raises UsageError where the file has others, or others than were written.
+        Raises UsageError if names, shapes or dtypes differ, or the bytes do not match their SHA-256.
         """
         found = {name: self.tensor(f"{statistic}.{name}", like) for name, like in expected.items()}
         if digest(found) != self.document["sums"].get(statistic):
@@ -103,7 +103,7 @@ class ShardFile:
         return found
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """One tensor, on the CPU; UsageError where there is none of the shape and dtype of `like`."""
+        """Return one tensor on the CPU; raises UsageError unless it exists with the shape and dtype of `like`."""
         try:
             with safe_open(os.fspath(self.path), "pt") as file:
                 found: Tensor = file.get_tensor(name)
@@ -119,15 +119,15 @@ class ShardFile:
 def write(
     path: Path, document: Mapping[str, Any], statistics: Mapping[str, Mapping[str, Tensor]], signature: Tensor | None
 ) -> None:
-    """Writes all of it or nothing.
+    """Writes a shard's file atomically.
 
     Args:
         path: of the file.
         document: the metadata without `format` and `sums`.
-        statistics: the buffers of each, by name.
-        signature: of the bases of `klt` that these were measured in, if any.
+        statistics: by name, the buffers of each by name.
+        signature: of the `klt` bases in which components were measured; None without them.
 
-    Raises RunError where the folder or the disk does not allow it.
+    Raises RunError if the file cannot be written.
     """
     tensors = {
         f"{statistic}.{name}": tensor.detach().cpu().contiguous()
@@ -146,7 +146,7 @@ def write(
 
 
 def digest(buffers: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and bytes, in the names' order."""
+    """Return the SHA-256 of the buffers' names and bytes, in the names' order."""
     found = hashlib.sha256()
     for name in sorted(buffers):
         found.update(name.encode())
@@ -155,5 +155,5 @@ def digest(buffers: Mapping[str, Tensor]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Of a failure, in a few words."""
+    """Return the first line of the error's message, shortened."""
     return shortened(next(iter(str(error).splitlines()), type(error).__name__), 2 * LENGTH)

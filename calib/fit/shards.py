@@ -1,8 +1,8 @@
-"""A fit on many machines that share nothing but files: each measures a shard, and the shards merge as processes of DDP do.
+"""A fit on many machines that exchange only files: each measures a shard, and shards are merged like the processes of DDP.
 
-A round is what a shard can measure by itself: ranges, moments and derivatives first, then, in what all shards have found, clip
-factors and components, and last the held-out errors. Minima, maxima, counts and samples of the whole are those of one machine, bit
-for bit; sums are float64, added in the order of the shards' numbers.
+A round is the stages that a shard can run alone. The first has ranges, moments and derivatives; the second needs the merged result
+of the first for clip factors and components; the third has the held-out errors. Minima, maxima, counts and samples equal those of
+a fit on one machine bit for bit; sums are float64, added in the order of the shards' numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,20 +23,20 @@ from calib.runtime.files import canonical_json
 from calib.runtime.messages.printable import printable
 from calib.statistics.components import Components
 
-# How far bases may be apart that two machines make of the same sums, of a head's largest entry. Components turned by less are
-# quantised with the same errors to as much. Where two of them vary equally much, another processor may take other ones, or in
-# another order: those differ by about 1, and their errors may not be added up.
+# Largest difference, relative to a head's largest entry, between the bases that two machines compute from the same sums. Rounding
+# differences below it change quantisation errors as little. If two components have nearly equal variance, another processor may
+# return other eigenvectors or another order: the difference is then about 1, and errors of the two must not be summed.
 SAME_BASES = 1e-3
 LISTED = 8  # shards in a message
 
 
 @dataclass(frozen=True)
 class Round:
-    """What shards have measured, each by itself.
+    """The shard files of one round.
 
     Attributes:
-        stages: that they ran.
-        files: one of each shard, in the order of their numbers.
+        stages: the stages that every shard of the round ran.
+        files: one for each shard, in the order of their numbers.
     """
 
     stages: tuple[Stage, ...]
@@ -44,9 +44,10 @@ class Round:
 
 
 def arrange(calibration: Calibration, files: Sequence[ShardFile]) -> list[Round]:
-    """The files by rounds, in order; theirs does not matter. Nothing is read but their metadata, and no model is needed.
+    """Return the files, given in any order, sorted into rounds. Reads only their metadata and needs no model.
 
-    Raises UsageError, naming the file, unless every round is whole, each after the ones before it, by software of this version.
+    Raises UsageError, naming the file, unless every round is complete, was measured after the same earlier rounds, and with
+    these versions of the software.
     """
     rounds: list[Round] = []
     left = list(files)
@@ -71,24 +72,24 @@ def arrange(calibration: Calibration, files: Sequence[ShardFile]) -> list[Round]
 
 
 def stages_of(rounds: Sequence[Round]) -> list[str]:
-    """Names of the stages that are complete."""
+    """Return the names of the stages of these rounds."""
     return [stage.name for one in rounds for stage in one.stages]
 
 
 def base_of(rounds: Sequence[Round]) -> str:
-    """What a later round says of those before it: a hash of their metadata, sums of all buffers among it; "" for none."""
+    """Return a hash of the metadata of all files (with the SHA-256 of their buffers), stored in later rounds; "" for no rounds."""
     return canonical_json.sha256([[file.document for file in one.files] for one in rounds]) if rounds else ""
 
 
 def merge_shards(calibration: Calibration, rounds: Sequence[Round], settings: Mapping[str, Any]) -> None:
-    """Merges what the shards have measured into the statistics of `calibration`, one statistic of one shard in memory at a time.
+    """Merges the shards' statistics into those of `calibration`, with one statistic of one shard in memory at a time.
 
     Args:
-        calibration: prepared for the model; nothing was measured yet.
-        rounds: of shards.
-        settings: what the statistics depend on, as plain JSON: those of the shards must be the same.
+        calibration: prepared for the model, with empty statistics.
+        rounds: as `arrange` returns them.
+        settings: all settings that the statistics depend on, as plain JSON; the shards' must be equal.
 
-    Raises UsageError, naming the file and what is wrong with it.
+    Raises UsageError, naming the file and its fault.
     """
     for file in [file for one in rounds for file in one.files]:
         check_same(file, "", file.document["settings"], settings)
@@ -102,7 +103,7 @@ def merge_shards(calibration: Calibration, rounds: Sequence[Round], settings: Ma
 
 
 def check_same(file: ShardFile, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """UsageError where the shard was measured with other settings, or software, than `now`: the first of them is named."""
+    """Raises UsageError, naming the first difference, if the shard's settings or versions `before` differ from `now`."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise UsageError(
@@ -112,7 +113,7 @@ def check_same(file: ShardFile, kind: str, before: Mapping[str, Any], now: Mappi
 
 
 def complete(files: Sequence[ShardFile], stages: str) -> tuple[ShardFile, ...]:
-    """The files in the order of their numbers; UsageError unless each shard of one division is there, and once."""
+    """Return the files in the order of their numbers; raises UsageError unless shards 1 ... N of the same N are given once each."""
     found: dict[int, ShardFile] = {}
     first = files[0]
     for file in files:
@@ -136,7 +137,10 @@ def complete(files: Sequence[ShardFile], stages: str) -> tuple[ShardFile, ...]:
 
 
 def check_bases(mine: Tensor, files: Sequence[ShardFile]) -> None:
-    """UsageError where a shard measured in other bases of `klt` than this machine makes of the same sums."""
+    """Raises UsageError if a shard's `klt` bases differ from those that this machine computes from the same sums.
+
+    `mine` is the signature of the bases here (`Components.signature`).
+    """
     for file in files:
         theirs = file.tensor(SIGNATURE, mine)
         apart = float(((theirs - mine).abs().amax(-1) / mine.abs().amax(-1)).max())
@@ -155,7 +159,7 @@ def write_shard(
     settings: Mapping[str, Any],
     base: str,
 ) -> None:
-    """Writes what `stages` have measured of the shard. Raises RunError."""
+    """Writes the statistics that `stages` fill, as a shard's file. Raises RunError if it cannot be written."""
     names = [name for stage in stages for name in calibration.fills(stage)]
     components = [one for one in map(calibration.statistic, names) if isinstance(one, Components)]
     shard_file.write(
@@ -173,5 +177,5 @@ def write_shard(
 
 
 def in_words(stages: Sequence[str]) -> str:
-    """Such as `statistics and sensitivity`."""
+    """Return the names joined, such as `statistics and sensitivity`."""
     return " and ".join(printable(name)[1:-1] for name in stages)

@@ -1,4 +1,4 @@
-"""The stages of a fit that read the corpus, and what each of them measures."""
+"""The stages of a fit that read the corpus, and the statistics that each of them fills."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ class Stage:
     """One pass over a part of the corpus.
 
     Attributes:
-        name: of the stage, its folder and its checkpoint.
-        part: `train` or `heldout`.
-        statistics: the entries of `Calibration.statistics` that it fills, as far as the fit has them.
-        needs: the entries whose tensors it reads.
-        made_of: further entries that what it fills is made of.
+        name: of the stage and its checkpoint.
+        part: `train` or `heldout`, of the corpus.
+        statistics: the entries of `Calibration.statistics` that it fills, those that the fit's options leave out excepted.
+        needs: the entries whose tensors (`Statistic.tensors`) it reads.
+        made_of: further entries whose buffers it reads; like those in `needs`, they must be complete.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Stage:
 
 
 MEASURED = ("channel_range", "channel_scale", "balancer", "query_energy")
-SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and what `klt` measures in it
-TRANSFORMS = ("second_moments", SENSITIVITY, "components")  # what `klt` alone needs
-STORAGE = "storage_codes"  # what the profile "storage" of stored chunks needs
-ROTATIONS = "rotations"  # what `oscar` alone needs
-NON_UNIFORM = ("nuq_ranges", "nuq_levels")  # what `kvquant` alone needs
+SENSITIVITY = "sensitivity"  # the stage that differentiates the model, and the statistic of `klt` that it fills
+TRANSFORMS = ("second_moments", SENSITIVITY, "components")  # needed only by `klt`
+STORAGE = "storage_codes"  # needed only by the profile "storage" of stored chunks
+ROTATIONS = "rotations"  # needed only by `oscar`
+NON_UNIFORM = ("nuq_ranges", "nuq_levels")  # needed only by `kvquant`
 STAGES = (
     Stage(
         "statistics",

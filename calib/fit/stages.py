@@ -1,12 +1,12 @@
-"""Running the stages of a fit one after another, each with a Trainer and a checkpoint of its own.
+"""Runs the stages of a fit one after another, each with its own Trainer and checkpoint.
 
     runs/NAME/statistics.ckpt   runs/NAME/sensitivity.ckpt   runs/NAME/clip.ckpt   runs/NAME/evaluate.ckpt
 
-Dictionaries, which are trained and not measured, come after them (`dictionaries.py`).
-A checkpoint holds all statistics so far, of all processes. `--ckpt_path last` goes on from the newest one: stages that
-were finished are not run again, and the unfinished one continues with the batch after its last checkpoint. Batches come
-in the same order and sums are carried in full, so the artifact has the bytes of an uninterrupted run. A signal ends a stage
-after the batch under way, and saves it.
+Dictionaries are trained after these stages (`dictionaries.py`).
+A checkpoint holds all statistics so far, merged over all processes. `--ckpt_path last` resumes from the newest one: finished
+stages are not run again, and the unfinished one continues with the batch after its last checkpoint. The order of batches is
+fixed and sums are stored in full precision, so the artifact has the same bytes as after an uninterrupted run. On a signal a
+stage ends after the current batch and is saved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,16 +35,16 @@ def run_stages(
     resume: bool,
     stages: Sequence[Stage],
 ) -> None:
-    """Runs what is left of the stages; afterwards the statistics of `calibration` that they fill are complete.
+    """Runs the stages that are not finished; afterwards the statistics of `calibration` that `stages` fill are complete.
 
     Args:
         calibration: prepared for the model.
-        data: loaded.
-        make_trainer: a Trainer for the stage of that name, with the given callbacks.
+        data: with the model and the corpus loaded.
+        make_trainer: returns a Trainer for the stage of that name, with the given callbacks.
         folder: the run's folder.
-        plan: what the statistics depend on: plain numbers and texts.
-        resume: go on from the checkpoints in `folder`; otherwise they are removed.
-        stages: of the fit, in order: all of them, or those that no shards have measured.
+        plan: all settings that the statistics depend on, plain numbers and texts; a checkpoint with others is refused.
+        resume: continue from the checkpoints in `folder`; otherwise they are removed.
+        stages: in order: all stages of the fit, or those that no shard has measured.
     """
     calibration.plan = dict(plan)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def run_stages(
 
 @rank_zero_only
 def remove(folder: Path) -> None:
-    """Removes the checkpoints of an earlier run: none of them may be taken for this one's later on."""
+    """Removes the checkpoints of an earlier run, so that resuming this run cannot load them."""
     for path in folder.glob("*.ckpt"):
         path.unlink(missing_ok=True)
 
@@ -79,7 +79,7 @@ def remove(folder: Path) -> None:
 def restore(
     calibration: Calibration, paths: Mapping[str, Path], plan: Mapping[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Loads the newest checkpoint into `calibration`; returns the stages that have one and how far each came."""
+    """Loads the newest checkpoint into `calibration`; returns, for each stage that has one, its name and progress."""
     found = []
     for name, path in paths.items():
         if not path.exists():

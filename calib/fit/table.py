@@ -1,5 +1,5 @@
-"""The tables that a fit prints: per layer, what keys and values look like and what compressing them costs; per group of
-layers, how well its dictionary fits."""
+"""The tables that a fit prints: for each layer the ranges of keys and values and the errors of compressing them, and for each
+group of layers the error of its dictionary."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,16 +12,16 @@ from calib.layer_groups.grouping import in_words
 from calib.statistics.heldout_error import SETTINGS
 
 SHORT = {"calibrated": "calibr."}
-WIDTH = 120  # more than the table needs; a narrower terminal wraps lines rather than losing figures
+WIDTH = 120  # more than the table needs; in a narrower terminal lines wrap and no figure is cut
 
 
 def shown_bits(bits: Sequence[int]) -> list[int]:
-    """4 and 2 where they were measured, else the widest and the narrowest."""
+    """Return the bit widths shown: those of 4 and 2 that were measured; if neither was, the widest and the narrowest."""
     return [width for width in (4, 2) if width in bits] or sorted({max(bits), min(bits)}, reverse=True)
 
 
 def print_table(metrics: Mapping[str, Any], bits: Sequence[int]) -> None:
-    """Prints `fit_metrics`' figures."""
+    """Prints the figures of `fit_metrics` by layer, at the bit widths that `shown_bits` chooses of `bits`."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left"
     )
@@ -50,7 +50,7 @@ def print_table(metrics: Mapping[str, Any], bits: Sequence[int]) -> None:
 
 
 def print_groups(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Prints one line for each group of layers that shares a dictionary."""
+    """Prints one line for each group of layers that share a dictionary, from `Dictionaries.groups`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     table.title = "Dictionaries by group of layers; held-out squared error"
     for heading in ("group", "layers", "vectors", "atoms", "k-means", "trained", "epochs", "dead"):
@@ -66,5 +66,5 @@ def print_groups(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def wide(console: Console) -> Console:
-    """`console`, or one that is wide enough for the tables."""
+    """Return `console` if it is wide enough for the tables, else a console of `WIDTH` columns."""
     return console if console.width >= WIDTH else Console(width=WIDTH)
