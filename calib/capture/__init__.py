@@ -1,1 +1,1 @@
-"""Capture: run a language model over a corpus and hand out, layer by layer, what its attention sees."""
+"""Capture: run a language model over a corpus and give each attention layer's queries, keys and values to a callback."""

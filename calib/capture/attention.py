@@ -1,8 +1,8 @@
-"""The attention function that lets a capture see queries, keys and values after RoPE.
+"""The attention function by which a capture receives queries, keys and values after RoPE.
 
-transformers calls a registered function with what it would hand to SDPA. Ours passes it on to whoever captures, then
-computes the same attention. A mask function of the same name is registered with it: without one transformers would
-silently drop the padding mask.
+It is registered with transformers' AttentionInterface, which calls it with the arguments of SDPA. It passes them to the
+capture in progress and computes the same attention. A mask function is registered under the same name, because without
+one transformers would silently drop the padding mask.
 """
 
 from typing import Any
@@ -28,9 +28,12 @@ def capturing_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: hands (module, q, k, v) to the capture in progress and computes the attention.
+    """Passes queries, keys and values of layer `module` to the capture in progress and returns the exact attention output.
 
-    Raises RunError for what it cannot compute exactly (attention sinks, several forwards into one cache).
+    The registered function. Shapes: query `[batch, query_heads, tokens, head_dim]`, key and value `[batch, kv_heads,
+    tokens, head_dim]`; the output is `[batch, tokens, query_heads, head_dim]`.
+
+    Raises RunError for learned attention sinks, a position bias, a cache with earlier tokens, or if no capture is running.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise RunError("this model's attention has learned sinks or a position bias, which capture does not measure")
@@ -42,7 +45,7 @@ def capturing_attention(
         raise RunError(
             f"attention '{NAME}' works only while a capture runs; load the model with attn_implementation='sdpa'"
         )
-    # Qwen2-MoE tells its window by the mask alone.
+    # Qwen2-MoE does not pass its sliding window to the attention function, only in the mask.
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     receive(query, key, value, scaling, softcap, window)
     output = exact_attention(query, key, value, attention_mask, Logits(scaling, softcap, window))
@@ -50,7 +53,10 @@ def capturing_attention(
 
 
 def padding_mask(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """The mask function of the same name: the 2-D padding mask alone, since causality and windows are known."""
+    """Return the 2-D padding mask, or None without padding: the mask function of `NAME`.
+
+    Causality and sliding windows are applied by the attention itself.
+    """
     if attention_mask is None or bool(attention_mask.all()):
         return None
     return attention_mask.bool()

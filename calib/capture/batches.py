@@ -1,4 +1,4 @@
-"""Batches of token sequences, and batches of layer samples that come into being when they are streamed."""
+"""Batches of token sequences, and batches whose layer samples are computed when they are streamed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +12,19 @@ from calib.capture.gradients import stream_gradients
 from calib.capture.sample import Sink
 from calib.capture.shard import WHOLE, Shard
 
-GOLDEN = (5**0.5 - 1) / 2  # its multiples, less their whole parts, never leave a gap much wider than the others
+GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are evenly spread over [0, 1), however many there are
 
 
 @dataclass(eq=False)  # not frozen: Lightning moves a copy of it to the device field by field
 class TokenBatch:
-    """Token sequences on their way to the device: `tokens`, `mask` (bool) and `index` are `[batch, length]`, `begins [batch]` the
-    positions of their first tokens."""
+    """A batch of token sequences.
+
+    Attributes:
+        tokens: int64 `[batch, length]`.
+        mask: bool `[batch, length]`, True for real tokens.
+        index: int64 `[batch, length]`, the tokens' numbers in the corpus.
+        begins: int64 `[batch]`, the position of each sequence's first token.
+    """
 
     tokens: Tensor
     mask: Tensor
@@ -28,19 +34,22 @@ class TokenBatch:
 
 @dataclass(frozen=True, eq=False)
 class CapturedBatch:
-    """A batch whose layer samples come into being when they are asked for, one at a time."""
+    """A batch and the model to run on it; `stream` computes one layer's sample at a time."""
 
     model: PreTrainedModel
     batch: TokenBatch
 
     def stream(self, sink: Sink) -> None:
-        """Runs the model once; `sink` receives each layer's sample as the forward pass reaches it, none if empty."""
+        """Runs the model once and calls `sink` with each layer's sample as the forward pass reaches it; no-op if empty."""
         if len(self):
             batch = self.batch
             stream(self.model, batch.tokens, batch.mask, batch.index, sink, batch.begins)
 
     def stream_gradients(self, seed: int, sink: Sink) -> list[str]:
-        """Differentiates the model; `sink` receives each sequence's and layer's derivatives. Returns why some have none."""
+        """Differentiates the model and calls `sink` for each sequence and layer, as `calib.capture.gradients` does.
+
+        Returns a reason for each sequence without derivatives.
+        """
         if not len(self):
             return []
         batch = self.batch
@@ -52,18 +61,19 @@ class CapturedBatch:
 
 
 class TokenBatches:
-    """The batches of one process: sequences `[count, length]` in order, every `processes`-th batch of the shard from `rank` on.
+    """The batches of one process: of the shard's batches every `processes`-th, starting from number `rank`.
 
     Args:
         sequences: int64 `[count, length]`.
         first: number of the first sequence in the corpus.
         batch_size: sequences in a batch.
         skip: batches of this process that were read before an interruption.
-        rank: this process.
-        positions: sequences begin anywhere at which all of their positions are below this; 0: all begin at 0.
-        processes: how many there are. Each batch is read by exactly one; where they do not share out evenly the last
-            ones get an empty batch, because Lightning's processes keep step.
-        shard: what this machine reads of the corpus. Each batch is in exactly one shard, whatever the machines' processes.
+        rank: number of this process.
+        processes: number of processes. Each batch is read by exactly one of them; if the batches do not divide evenly,
+            the last processes get an empty batch, because Lightning's processes run the same number of steps.
+        positions: sequences begin at different positions, such that all their positions are below this; 0: all begin at 0.
+        shard: the part of the corpus that this machine reads. Each batch is in exactly one shard, however many processes
+            each machine runs.
     """
 
     def __init__(
@@ -95,14 +105,14 @@ class TokenBatches:
 
 
 def dealt(starts: range, number: int, count: int) -> range:
-    """Every `count`-th of `starts` from `number` on, as many for each number: those beyond the last one begin empty batches."""
+    """Return every `count`-th of `starts` from `number` on, equally many for each number; starts past the end are empty batches."""
     padded = range(starts.start, starts.stop + (count - 1) * starts.step, starts.step)
     return padded[number : len(padded) // count * count : count]
 
 
 def begins(number: Tensor, room: int) -> Tensor:
-    """The position at which the sequence of each `number` begins, 0 ... room: any run of numbers is spread evenly over it.
+    """Return the first position, int64, 0 ... room, of the sequence of each `number`; consecutive numbers are spread evenly.
 
-    RoPE is relative, so a model says the same there; keys and queries are rotated as a cache sees them that far on.
+    RoPE is relative, so the model's output is the same from any first position; only the rotation of keys and queries differs.
     """
     return ((number.double() * GOLDEN).remainder(1) * (room + 1)).long()

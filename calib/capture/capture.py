@@ -1,7 +1,7 @@
-"""Running a model so that every attention layer's sample is pushed to a sink as the forward pass reaches it.
+"""Runs a model and calls a sink with every attention layer's sample as the forward pass reaches it.
 
-Nothing of a layer is held once its sink has returned: the memory needed is one layer's sample beside the model, however
-many layers there are. The model is afterwards exactly what it was, also when the sink raises.
+A layer's sample is freed when the sink has returned, so only one layer's sample is in memory beside the model, however
+many layers there are. Afterwards the model is restored exactly, also if the sink raises.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from calib.runtime.unserved_model import why_unserved
 def stream(
     model: PreTrainedModel, tokens: Tensor, mask: Tensor, index: Tensor, sink: Sink, begins: Tensor | None = None
 ) -> None:
-    """One forward pass; calls `sink` once for each attention layer, in the model's order.
+    """Runs one forward pass and calls `sink` once for each attention layer, in the model's order.
 
-    Layers may lie on several devices, or in host memory or on disk until they are needed (`device_map.py`): each sample
-    is on the device that computes its layer.
+    The model may be spread over several devices, host memory and disk (`device_map.py`): each sample is on the device
+    that computes its layer.
 
     Args:
         model: a causal language model that uses transformers' AttentionInterface.
-        tokens: int64 `[batch, tokens]`; these tensors may lie anywhere.
+        tokens: int64 `[batch, tokens]`; this and the other tensors may be on any device.
         mask: bool `[batch, tokens]`, True for real tokens.
         index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
         sink: called with each layer's sample; must not keep it.
@@ -44,19 +44,19 @@ def stream(
     if begins is not None:
         positions = positions + begins.to(device)[:, None]
     with torch.no_grad(), capturing(model, mask, positions, index, sink):
-        # The head is not needed: its logits would be the largest tensor of the pass.
+        # The base model, without the LM head: its logits would be the largest tensor of the pass.
         model.base_model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False)
 
 
 class _Batch:
-    """The batch under way: assembles each layer's sample and passes it on."""
+    """The batch in progress: assembles each layer's sample and passes it to the sink."""
 
     def __init__(self, mask: Tensor, positions: Tensor, index: Tensor, sink: Sink) -> None:
         self.mask, self.positions, self.index, self.sink = mask, positions, index, sink
         self.before_rope: Tensor | None = None
 
     def project(self, module: nn.Module, _: object, output: Tensor) -> None:
-        """Forward hook of the `source_of_keys` of a layer: its output becomes the attention's key."""
+        """Forward hook of a layer's `source_of_keys`: keeps its output, the keys before RoPE."""
         self.before_rope = output
 
     def receive(
@@ -69,13 +69,13 @@ class _Batch:
         softcap: float | None,
         window: int | None,
     ) -> None:
-        """Called by the attention function of layer `module`, before it computes anything."""
+        """Checks the tensors, assembles the sample and calls the sink; called by the attention function of layer `module`."""
         layer, before = int(module.layer_idx), self.before_rope
         self.before_rope = None
         device = key.device
         mask = self.mask.to(device)
         for stream_name, x in (("queries", query), ("keys", key), ("values", value)):
-            # Padding may hold anything, so it is checked apart; the first test alone is the usual, cheap case.
+            # Padding may hold any value: if the cheap test of all entries fails, only real tokens are tested.
             if not bool(torch.isfinite(x).all()) and not bool(torch.isfinite(x.transpose(1, 2)[mask]).all()):
                 raise RunError(
                     f"layer {layer} {stream_name}: NaN or infinite activations; the weights are damaged or "
@@ -99,9 +99,12 @@ class _Batch:
 
 
 def split_heads(projected: Tensor, key: Tensor) -> Tensor:
-    """A key projection's output as `[batch, kv_heads, tokens, head_dim]`, the shape of `key`.
+    """Return a key projection's (or key norm's) output as `[batch, kv_heads, tokens, head_dim]`, the shape of `key`.
 
-    Models norm keys flat (OLMo2), split before the transposition (Qwen3) or after it (Gemma3).
+    Its layout depends on where a model norms keys: before splitting heads (OLMo2), before the transposition (Qwen3) or
+    after it (Gemma3).
+
+    Raises RunError if the layout is ambiguous, because there are as many tokens as KV heads.
     """
     batch, heads, tokens, width = key.shape
     if projected.dim() == 3:
@@ -114,7 +117,7 @@ def split_heads(projected: Tensor, key: Tensor) -> Tensor:
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that project keys and call the attention function, in the model's order."""
+    """Yields the attention modules (those that project keys and have a `layer_idx`), in the model's order."""
     for module in model.base_model.modules():
         fused = any(hasattr(module, name) for name in ("k_proj", "qkv_proj", "query_key_value", "Wqkv"))
         if fused and hasattr(module, "layer_idx"):
@@ -122,7 +125,10 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def source_of_keys(module: nn.Module) -> nn.Module | None:
-    """The module whose output RoPE turns into the layer's keys; None where projections are fused, or keys normed behind RoPE."""
+    """Return the module whose output becomes the layer's keys by RoPE alone: the key norm, or the key projection.
+
+    None if projections are fused, or keys are normed after RoPE.
+    """
     if hasattr(module, "key_layernorm"):  # HunYuan
         return None
     sources = (getattr(module, name, None) for name in ("k_norm", "k_layernorm", "k_proj"))
@@ -131,7 +137,11 @@ def source_of_keys(module: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def capturing(model: PreTrainedModel, mask: Tensor, positions: Tensor, index: Tensor, sink: Sink) -> Iterator[None]:
-    """Switches the model's attention to ours, for one forward pass over these tokens, and back whatever happens."""
+    """Context that routes the model's attention through the capture, for one forward pass over these tokens.
+
+    Arguments as in `stream`, with `positions` int64 `[batch, tokens]`. Restores the model on exit. Raises RunError for a
+    model that cannot be captured.
+    """
     batch = _Batch(mask, positions, index, sink)
     if not model._can_set_attn_implementation():
         raise RunError(

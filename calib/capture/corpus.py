@@ -1,4 +1,4 @@
-"""Text to token sequences: seeded, of equal length, the held-out ones apart from those that are measured."""
+"""Turns text into token sequences of equal length, chosen by a seed, with held-out ones kept apart."""
 
 import hashlib
 import random
@@ -14,17 +14,17 @@ from transformers import PreTrainedTokenizerBase
 from calib.capture.language_model import without_notes
 from calib.errors import UsageError
 
-CHARACTERS_PER_TOKEN = 6  # more than tokenizers need for prose, so that a block fills a sequence
+CHARACTERS_PER_TOKEN = 6  # more than prose has on average, so that a block of text fills a sequence
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token sequences and where they came from.
+    """Token sequences and their origin.
 
     Attributes:
-        train: int64 `[sequences, length]`, what the statistics see.
-        heldout: int64 `[heldout_sequences, length]`, what errors are reported on; no token is in both.
-        origin: name, split, hash of the text and so on: plain JSON for the artifact's provenance, without folders.
+        train: int64 `[sequences, length]`, on which statistics are measured.
+        heldout: int64 `[heldout_sequences, length]`, on which errors are reported; no sequence is in both.
+        origin: name, hash of the text and so on: plain JSON for the artifact's provenance, without folders.
     """
 
     train: Tensor
@@ -38,7 +38,10 @@ class Corpus:
 
 
 def text_files(paths: list[str]) -> list[Path]:
-    """The files named, folders replaced by the files in them (sorted, hidden ones left out)."""
+    """Return the named files, with folders replaced by all files in them (recursive, sorted, without hidden ones).
+
+    Raises UsageError for a path that does not exist, or a folder without files.
+    """
     files: list[Path] = []
     for name in paths:
         path = Path(name)
@@ -54,9 +57,9 @@ def text_files(paths: list[str]) -> list[Path]:
 def text_sequences(
     text: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int, label: str
 ) -> Tensor:
-    """Up to `count` sequences from positions of `text` chosen by `seed`: int64 `[at most count, length]`.
+    """Return up to `count` sequences from parts of `text` chosen by `seed`: int64 `[at most count, length]`.
 
-    Raises UsageError where the text does not fill a single sequence.
+    Raises UsageError if the text does not fill a single sequence; `label` names the corpus in the message.
     """
     blocks = text_blocks(text, CHARACTERS_PER_TOKEN * length)
     random.Random(seed).shuffle(blocks)
@@ -73,9 +76,9 @@ def text_sequences(
 
 
 def text_blocks(text: str, characters: int) -> list[str]:
-    """The text cut at ends of lines into blocks of at least `characters`, the last one being what is left.
+    """Return the text cut at line ends into blocks of at least `characters`; the last one may be shorter.
 
-    A line longer than that (a text without line ends) is cut within.
+    Lines longer than that are cut inside.
     """
     blocks: list[str] = []
     block: list[str] = []
@@ -91,10 +94,10 @@ def text_blocks(text: str, characters: int) -> list[str]:
 
 
 def pack(documents: Iterator[list[int]], first: int | None, length: int, count: int) -> Iterator[list[int]]:
-    """Yields `count` sequences of `length` tokens (fewer where the documents end), each beginning with token `first`.
+    """Yields `count` sequences of `length` tokens, fewer if the documents end; each begins with token `first` unless None.
 
-    Documents follow one another; a remainder too short for a sequence is dropped. The first token (`<s>`) is part of
-    every sequence because trained models park attention on it, which shows in the ranges of keys and values.
+    Documents are concatenated; a remainder too short for a sequence is dropped. Every sequence has the first token (`<s>`)
+    because trained models use it as an attention sink, which changes the ranges of keys and values.
     """
     head = [] if first is None else [first]
     room = length - len(head)
@@ -110,9 +113,9 @@ def pack(documents: Iterator[list[int]], first: int | None, length: int, count: 
 
 
 def divide(sequences: Tensor, wanted: int, wanted_heldout: int, label: str) -> tuple[Tensor, Tensor, list[str]]:
-    """(train, held out, notes for the user): as many of each as asked, or in the same proportion where there are fewer.
+    """Return (train, held-out, notes for the user): the numbers wanted, or the same proportion if there are too few.
 
-    Raises UsageError where there are not two sequences.
+    Raises UsageError if there are fewer than two sequences.
     """
     total = wanted + wanted_heldout
     if len(sequences) < 2:
@@ -132,7 +135,7 @@ def divide(sequences: Tensor, wanted: int, wanted_heldout: int, label: str) -> t
 
 
 def token_hash(*parts: Tensor) -> str:
-    """SHA-256 of the token numbers, in hexadecimal."""
+    """Return the SHA-256 of the token ids (as int64), in hexadecimal."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.to(torch.int64).contiguous().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""The LightningDataModule that turns a corpus into streams of layer samples."""
+"""The LightningDataModule that loads model and corpus and gives batches whose layer samples can be streamed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,28 +25,28 @@ class CaptureData(LightningDataModule):
 
     Args:
         model_path: the model, a local folder or a hub name.
-        model_dtype: the dtype it runs in.
-        model_device_map: how accelerate spreads it over devices; None puts it on the Trainer's.
-        model_max_memory: what the map may use of each.
-        seed: chooses the positions of the text and what is generated.
+        model_dtype: the dtype the model runs in.
+        model_device_map: how accelerate spreads the model over devices; None puts it on the Trainer's device.
+        model_max_memory: memory that the device map may use of each device.
+        seed: chooses the parts of the text and the sampled tokens.
         text: local text files or folders (UTF-8); when given, `name` is ignored.
         name: data set on the Hugging Face hub, or `generated`: made on the spot, half retrieval documents, half text
             sampled from the model.
         config: the data set's configuration.
         split: the split that is measured.
-        heldout_split: the split errors are reported on; without it, sequences of `split` that are not measured.
+        heldout_split: the split on which errors are reported; None: sequences of `split` that are not measured.
         column: the column that holds the text.
         sampled: share of the measured sequences, from 0 to below 1, that are sampled from the model itself, spread among those
-            of a text: bases that serve text of other kinds are fitted so (`generated` has half of them anyway).
-        sampled_length: tokens sampled at a stretch, a divisor of `length`; such a sequence is several texts, which takes
-            fewer steps of more rows. None: one text.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English.
-        positions: sequences begin anywhere below so many positions, so that keys are measured as they are turned there; None:
-            all begin at 0, and what is measured of rotated keys holds for caches up to `length`.
-        length: tokens in a sequence; cut to the longest the model was made for.
-        sequences: sequences measured.
+            of the text, so that bases also suit text of other kinds (of `generated`, half is sampled in any case).
+        sampled_length: tokens of one sampled text, a divisor of `length`; a sampled sequence is then several texts, which takes
+            fewer decoding steps with more rows. None: one text.
+        natural_spacing: convert WikiText's tokenised spacing (` @-@ `, ` ,`) to written English.
+        positions: sequences begin at different positions below this, so that keys are measured with the rotations there; None:
+            all begin at 0, and statistics of rotated keys hold for caches up to `length`.
+        length: tokens in a sequence; cut to the model's longest context.
+        sequences: sequences on which statistics are measured.
         heldout_sequences: sequences held out for the reported errors.
-        batch_size: sequences the model runs at once.
+        batch_size: sequences of one forward pass.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class CaptureData(LightningDataModule):
         self.heldout_split, self.length, self.sampled = heldout_split, length, sampled
         self.positions, self.sampled_length = positions, sampled_length
         self.sequences, self.heldout_sequences, self.batch_size = sequences, heldout_sequences, batch_size
-        self.shard = WHOLE  # of each stage's batches
+        self.shard = WHOLE  # the part of each stage's batches that this machine reads
         self.notes: list[str] = []
-        self.tell: Callable[[str], None] = silent  # of what is under way, in a line
+        self.tell: Callable[[str], None] = silent  # called with a line that names the step begun
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.corpus: Corpus | None = None
@@ -118,8 +118,8 @@ class CaptureData(LightningDataModule):
 
         Args:
             part: `train` or `heldout`.
-            sequences: the first so many; None for all.
-            skip: batches to leave out, read before an interruption.
+            sequences: read only the first so many sequences; None for all.
+            skip: leave out so many batches of this process, which were read before an interruption.
         """
         if part not in ("train", "heldout"):
             raise ValueError(f"part={printable(part)}: 'train' or 'heldout'")
@@ -127,11 +127,11 @@ class CaptureData(LightningDataModule):
 
     @property
     def own_sequences(self) -> int:
-        """How many of the measured sequences are sampled from the model beside a text; at least one is the text's."""
+        """Number of measured sequences sampled from the model (`sampled`); at least one sequence is left for the text."""
         return min(round(self.sampled * self.sequences), self.sequences - 1)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
-        """The model, its tokenizer and the corpus, loaded at the first call."""
+        """Return the model, its tokenizer and the corpus, loaded at the first call."""
         if self.model is None or self.tokenizer is None:
             check_one_process(self.device_map, self.trainer.world_size if self.trainer else 1)
             self.tell(f"loading the model {self.model_path}")
@@ -143,11 +143,11 @@ class CaptureData(LightningDataModule):
         return self.model, self.tokenizer, self.corpus
 
     def setup(self, stage: str) -> None:
-        """Lightning's hook; the same in every process."""
+        """Loads everything; Lightning calls it in every process."""
         self.load()
 
     def train_dataloader(self) -> TokenBatches:
-        """The batches chosen by `read`."""
+        """Return the batches chosen by `read`."""
         _, _, corpus = self.load()
         part, count, skip = self.reading
         sequences, first = (corpus.train, 0) if part == "train" else (corpus.heldout, len(corpus.train))
@@ -156,7 +156,7 @@ class CaptureData(LightningDataModule):
         return TokenBatches(sequences[:count], first, *asked)
 
     def on_after_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> CapturedBatch:
-        """Makes tokens on the device a batch that can be streamed."""
+        """Pairs the batch, now on the device, with the model."""
         model, _, _ = self.load()
         return CapturedBatch(model, batch)
 
@@ -199,7 +199,7 @@ class CaptureData(LightningDataModule):
         if own:
             self.tell(f"sampling {own} sequences of {length} tokens from the model")
             stretch = self.sampled_length or length
-            if length % stretch:  # the model's longest
+            if length % stretch:  # `length` was cut to the model's longest context
                 stretch = length
             texts = sampled_text(model, first_token(tokenizer), stretch, own * length // stretch, self.seed)
             train = spread(train, texts.reshape(own, length).cpu())
@@ -219,10 +219,10 @@ class CaptureData(LightningDataModule):
 
 
 def silent(what: str) -> None:
-    """Nobody is told."""
+    """Prints nothing: the default of `CaptureData.tell`."""
 
 
 def read(source: TextSource) -> str:
-    """The source's text, without waiting for a hub that cannot be reached."""
+    """Return the source's text, without waiting for a hub that cannot be reached."""
     with without_waiting_for_the_hub():
         return source.read()

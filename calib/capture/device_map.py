@@ -1,7 +1,7 @@
-"""One model over several devices, host memory and disk: accelerate's device maps, as far as a capture needs to know them.
+"""Checks for accelerate's device maps, which spread one model over several devices, host memory and disk.
 
-transformers loads the model where the map says, and accelerate's hooks bring each layer's input to the layer, and a
-layer's weights to the device that computes it. So a forward pass is as ever; only where it begins is asked for here.
+transformers loads the model by the map, and accelerate's hooks move each layer's input and weights to the device that
+computes the layer. So a forward pass runs as usual; a capture only needs the device of the token ids (`entry_device`).
 """
 
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ MaxMemory = dict[int | str, int | str]
 
 
 def check_device_map(device_map: str | None, max_memory: MaxMemory | None) -> None:
-    """UsageError where no model can be loaded so: another map, a bound without one, or no accelerate."""
+    """Raises UsageError for an unknown map, a bad `max_memory` or one without a map, or if accelerate is not installed."""
     if device_map is None:
         if max_memory is not None:
             raise UsageError("model.max_memory bounds what a device map uses: give model.device_map=auto as well")
@@ -33,7 +33,7 @@ def check_device_map(device_map: str | None, max_memory: MaxMemory | None) -> No
 
 
 def check_one_process(device_map: str | None, processes: int) -> None:
-    """UsageError where several processes would each spread a model over the same devices."""
+    """Raises UsageError if several processes would each spread a model over the same devices."""
     if device_map is not None and processes > 1:
         raise UsageError(
             f"model.device_map={device_map} spreads one model over all devices, and each of {processes} processes needs a "
@@ -42,7 +42,7 @@ def check_one_process(device_map: str | None, processes: int) -> None:
 
 
 def check_token_ids(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    """RunError where a token is none of the model's; a device would only say that an index is out of range."""
+    """Raises RunError if a token id is beyond the model's embedding (a GPU would only report an index out of range)."""
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
     if tokens.numel() and (largest := int(tokens.max())) >= rows:
@@ -53,7 +53,7 @@ def check_token_ids(model: PreTrainedModel, tokens: torch.Tensor) -> None:
 
 
 def entry_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go in: the device that embeds them, also where the embedding lies elsewhere until it is needed."""
+    """Return the device on which the model expects token ids: the one that computes the embedding, even if it is offloaded."""
     embedding: Any = model.get_input_embeddings()
     position = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return embedding.weight.device if position is None else torch.device(position)

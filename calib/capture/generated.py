@@ -1,6 +1,6 @@
-"""A corpus made on the spot, for a machine without network or text: half retrieval documents, half sampled text.
+"""A corpus generated without network or text files: half retrieval documents, half text sampled from the model.
 
-Retrieval documents (`calib.documents.generators`) exercise the long-range lookups that a compressed cache loses first;
+Retrieval documents (`calib.documents.generators`) need the long-range lookups that a compressed cache loses first;
 text sampled from the model itself at temperature 1 is what the model's cache holds when it generates.
 """
 
@@ -23,7 +23,7 @@ ROWS = 64  # sequences sampled at once
 def generated_sequences(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
 ) -> Tensor:
-    """`count` sequences, by turns a packed run of retrieval documents and sampled text: int64 `[count, length]`."""
+    """Return `count` sequences, alternately packed retrieval documents and sampled text: int64 `[count, length]`."""
     first = first_token(tokenizer)
     retrieval = torch.tensor(list(pack(retrieval_documents(tokenizer, seed), first, length, -(-count // 2))))
     sampled = sampled_text(model, first, length, count // 2, seed)
@@ -31,7 +31,7 @@ def generated_sequences(
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What a sampled sequence begins with; UsageError where the tokenizer has nothing of the kind."""
+    """Return the first token of sampled sequences: BOS, else EOS; raises UsageError if the tokenizer has neither."""
     first: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise UsageError(
@@ -41,13 +41,13 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def spread(some: Tensor, others: Tensor) -> Tensor:
-    """Both `[count, length]`, the order of each kept, the rarer ones evenly among the rest; by turns where they are as many."""
+    """Return the rows of both `[count, length]` interleaved: each in its order, and the fewer ones evenly among the others."""
     positions = torch.cat([(torch.arange(len(x)) + 0.5) / max(1, len(x)) for x in (some, others)])
     return torch.cat([some, others])[positions.argsort(stable=True)]
 
 
 def retrieval_documents(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[int]]:
-    """Endless token lists of keyed-line documents: 5 to 40 lines, 1 to 4 digits, both styles, four queries each."""
+    """Yields token lists of keyed-line documents without end: 5 to 40 lines, 1, 2 or 4 digits, both styles, four queries each."""
     number = 0
     while True:
         rng = keyed_random("calibration", seed, number)
@@ -58,7 +58,7 @@ def retrieval_documents(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterat
 
 
 def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, seed: int) -> Tensor:
-    """`count` sequences of `length` tokens sampled from the model after `first`, at temperature 1: int64."""
+    """Return sequences sampled from the model after token `first`, at temperature 1: int64 `[count, length]`, on its device."""
     if count == 0:
         return torch.empty(0, length, dtype=torch.int64)
     settings = GenerationConfig(
@@ -68,11 +68,11 @@ def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, se
         top_p=1.0,
         max_new_tokens=length - 1,
         pad_token_id=first,
-        eos_token_id=None,  # every sequence is filled; what follows an end of text is text again
+        eos_token_id=None,  # sampling goes on after an end of text, so that every sequence is full
     )
     device = entry_device(model)
     parts = []
-    # Tokens are drawn where they go in.
+    # Random numbers come from the generator of the device that takes the token ids.
     with (
         torch.no_grad(),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -89,7 +89,7 @@ def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, se
 
 @contextmanager
 def generating_by(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """The model without settings of its own: transformers takes those in the place of a None, such as "no end of text"."""
+    """Context in which `settings` are the model's generation config: transformers fills each None of a call's from the model's."""
     own = model.generation_config
     model.generation_config = settings
     try:

@@ -1,11 +1,11 @@
-"""How what a model says depends on its keys and values: derivatives of log p of tokens that the model itself would say.
+"""How a model's predictions depend on its keys and values: derivatives of the log-probabilities of tokens drawn from the model.
 
-A sequence's first three quarters stand for a prompt that a cache holds, its last quarter for the answer. Next tokens are
-drawn from the model at every position of the last quarter (teacher-forced, so that nothing is generated), and the sum of
-their log-probabilities is differentiated by the keys and values of the first three quarters. What later queries still meet
-exactly does not count: no derivative is taken by the last quarter, nor by the first tokens, which stay exact.
+A sequence's first three quarters stand for a prompt that a cache holds, its last quarter for the answer. At every position of
+the last quarter a next token is drawn from the model (teacher-forced, so nothing is generated), and the sum of these tokens'
+log-probabilities is differentiated by the keys and values of the first three quarters. Keys and values that a cache keeps
+exact have no derivatives: those of the last quarter, and of the sequence's first tokens.
 
-E[g g^T] over draws is the Fisher information of the answer, so nothing must be known of the right one.
+E[g g^T] over draws is the Fisher information of the answer, so no reference answer is needed.
 """
 
 import math
@@ -22,11 +22,11 @@ from calib.capture.sample import SINKS, LayerSample, Sink
 from calib.documents.generators import keyed_random
 from calib.errors import RunError
 
-ANSWER = 4  # one part in so many
+ANSWER = 4  # the answer is the last 1/4 of a sequence
 
 
 class NotDifferentiableError(RunError):
-    """Derivatives by this model's keys and values cannot be had; the message says why."""
+    """The model cannot be differentiated by its keys and values; the message gives the reason."""
 
 
 def stream_gradients(
@@ -38,29 +38,29 @@ def stream_gradients(
     sink: Sink,
     begins: Tensor | None = None,
 ) -> list[str]:
-    """For each sequence a forward and a backward pass; then calls `sink` once for each attention layer.
+    """Runs a forward and a backward pass for each sequence, then calls `sink` once for each attention layer.
 
-    The samples hold derivatives in the place of keys and values, and in `taken_at` what these are taken at; their mask is True
-    where one is taken. Every sequence weighs the same: its derivatives are divided by the square root of the sum over layers,
-    heads and both streams of sum_t g_t^T C g_t, C the covariance of the sequence's keys or values: what losing all of them
-    would count. Otherwise documents whose answers hang on few tokens would outweigh running text.
+    In the samples, `keys` and `values` are derivatives, `taken_at` has the keys and values themselves, and `mask` is True for
+    tokens with derivatives. Every sequence has the same weight: its derivatives are divided by the square root of the sum over
+    layers, heads and both streams of sum_t g_t^T C g_t, with C the covariance of the sequence's keys or values, which is the
+    predicted cost of losing all of them. Otherwise documents whose answers depend on few tokens would outweigh running text.
 
-    Sequences go through one by one: a backward pass needs the activations of all layers at once. No parameter gets a
-    gradient. Sequences of fewer than 8 tokens are left out.
+    Sequences are run one at a time, as a backward pass needs the activations of all layers. No parameter gets a gradient.
+    Sequences of fewer than 8 tokens are left out.
 
     Args:
         model: a causal language model that uses transformers' AttentionInterface.
-        tokens: int64 `[batch, tokens]`; these tensors may lie anywhere.
+        tokens: int64 `[batch, tokens]`; this and the other tensors may be on any device.
         mask: bool `[batch, tokens]`, True for real tokens.
         index: int64 `[batch, tokens]`, the tokens' numbers in the corpus.
-        seed: of the draws, which depend on it and on the sequence's first number alone.
+        seed: of the draws, which depend only on it and on the first token's number in the corpus.
         sink: called with each layer's sample; must not keep it.
         begins: int64 `[batch]`, the position of each row's first token; None: 0.
 
     Returns:
-        Why, for each sequence without derivatives: no backward pass (quantised weights, no memory), or an overflow in it.
+        A reason for each sequence without derivatives: no backward pass (quantised weights, out of memory), or an overflow.
 
-    Raises RunError as a capture does.
+    Raises RunError as `calib.capture.capture.stream` does.
     """
     refused = []
     for row, real in enumerate(mask):
@@ -83,8 +83,16 @@ def stream_gradients(
 def derivatives(
     model: PreTrainedModel, tokens: Tensor, index: Tensor, draw: Callable[[], float], begin: int = 0
 ) -> list[tuple[LayerSample, LayerSample]]:
-    """Of one sequence `[1, tokens]` without padding, from position `begin` on, each layer's sample and the same with derivatives
-    in it."""
+    """Return for each layer the sample of one sequence, and the same sample with derivatives as keys and values.
+
+    Args:
+        model: as in `stream_gradients`.
+        tokens, index: int64 `[1, tokens]`, without padding.
+        draw: returns uniform numbers in [0, 1).
+        begin: position of the first token.
+
+    Raises NotDifferentiableError if there is no backward pass.
+    """
     device, length = entry_device(model), tokens.shape[1]
     prefix = length - length // ANSWER
     tokens, index = tokens.to(device), index.to(device)
@@ -101,7 +109,7 @@ def derivatives(
             by = [x for sample in samples for x in (sample.keys, sample.values)]
             chosen = drawn(said.detach(), draw)
             gradients = torch.autograd.grad(said.gather(-1, chosen).sum(), by, allow_unused=True)
-        except RuntimeError as error:  # of memory, of operations that have no derivative
+        except RuntimeError as error:  # out of memory, or an operation without a derivative
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise NotDifferentiableError(f"{type(model).__name__} has no backward pass here ({reason})") from error
     by_layer = [torch.zeros_like(x) if g is None else g for x, g in zip(by, gradients, strict=True)]
@@ -115,9 +123,9 @@ def derivatives(
 
 
 def drawn(said: Tensor, draw: Callable[[], float]) -> Tensor:
-    """A token for each row of log-probabilities `[positions, vocabulary]`: int64 `[positions, 1]`.
+    """Return a token drawn from each row of log-probabilities `said [positions, vocabulary]`: int64 `[positions, 1]`.
 
-    By uniform numbers of the host, so that every device draws the same.
+    Uniform numbers come from the host (`draw`), so that every device uses the same ones.
     """
     below = said.double().exp().cumsum(-1)
     uniform = torch.tensor([[draw()] for _ in said], dtype=torch.float64).to(said.device)
@@ -125,7 +133,10 @@ def drawn(said: Tensor, draw: Callable[[], float]) -> Tensor:
 
 
 def normalised(pairs: list[tuple[LayerSample, LayerSample]]) -> list[LayerSample]:
-    """The samples of derivatives, on the scale that gives every sequence the same weight."""
+    """Return the samples of derivatives (float32), scaled so that every sequence has the same weight.
+
+    Raises NotDifferentiableError if the derivatives are all 0 or not finite.
+    """
     weight = 0.0
     for exact, derived in pairs:
         for x, g in ((exact.keys, derived.keys), (exact.values, derived.values)):

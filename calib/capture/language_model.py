@@ -1,4 +1,4 @@
-"""Loading the model to be measured, and telling in one line why it cannot be loaded."""
+"""Loads the model to be measured, and turns each failure into one line with its reason."""
 
 import socket
 from collections.abc import Iterator
@@ -26,20 +26,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load(
     path: str, dtype: str, device_map: str | None = None, max_memory: MaxMemory | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal language model in evaluation mode, and its tokenizer.
+    """Return the causal language model, in evaluation mode and without gradients, and its tokenizer.
 
     Args:
         path: a local folder, a GGUF file (its weights are dequantised) or a name on the Hugging Face hub.
-        dtype: `float32`, `bfloat16`, `float16`, or `auto`: what the weights are stored in.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: the dtype in which the weights are stored.
         device_map: how accelerate spreads the model over devices; None loads it on the CPU.
-        max_memory: what the map may use of a GPU (by number) and of `cpu`; what does not fit stays on disk.
+        max_memory: memory that the map may use of each GPU (by number) and of `cpu`; other weights stay on disk.
 
     Raises:
-        UsageError: another dtype, no such model, or not a causal language model that can be read.
+        UsageError: an unknown dtype, no such model, or not a causal language model that can be read.
     """
     check_dtype(dtype, "dtype")
     found = ModelFiles.find(path)
-    # The bar of dequantising is tqdm's own, which no level of logging silences.
+    # Dequantising shows a tqdm bar that no log level of transformers switches off.
     quiet = nullcontext() if found.gguf is None else redirect_stderr(StringIO())
     with without_waiting_for_the_hub(), without_notes(), quiet:
         try:
@@ -57,8 +57,8 @@ def load(
             )
         except UsageError:
             raise
-        except Exception as error:  # transformers raises many types; each means that this model cannot be had
-            # Its messages run over many lines of advice; the first one says what happened.
+        except Exception as error:  # transformers raises many types; all mean that the model cannot be loaded
+            # The first line of its messages says what happened; further lines are advice.
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             if found.local:
                 raise UsageError(f"cannot load the model in '{path}' ({reason})") from error
@@ -69,7 +69,7 @@ def load(
 
 
 def without_quantization(model: PreTrainedModel) -> None:
-    """Of a model whose weights were dequantised while they were loaded: takes off what still calls it quantised."""
+    """Removes the marks of quantisation from a model whose weights were dequantised while loading."""
     model.is_quantized = False
     for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
         if hasattr(owner, name):
@@ -77,12 +77,12 @@ def without_quantization(model: PreTrainedModel) -> None:
 
 
 def why_the_hub_gave_none(path: str, error: BaseException, reason: str) -> str:
-    """One line for a hub name that could not be loaded: what happened and what to do about it.
+    """Return one line for a hub name that could not be loaded, with the reason and the remedy.
 
     Args:
         path: the name.
-        error: what was raised, of the hub's library or because of it.
-        reason: the error in short.
+        error: the exception; its causes are searched for errors of huggingface_hub.
+        reason: the error's type and first line.
     """
     causes: list[Any] = []
     cause: Any = error
@@ -111,9 +111,10 @@ def why_the_hub_gave_none(path: str, error: BaseException, reason: str) -> str:
 
 @contextmanager
 def without_waiting_for_the_hub() -> Iterator[None]:
-    """Inside, an unreachable hub is found out in a moment instead of after half a minute of retries.
+    """Context in which the hub's offline mode is on if the hub cannot be reached: no half minute of retries.
 
-    What was downloaded before is still used. Behind a proxy the hub's name may not resolve here, so nothing is assumed.
+    Files in the download cache are still used. Behind a proxy the hub counts as reachable, since its name may not resolve
+    on this machine.
     """
     before = huggingface_hub.constants.HF_HUB_OFFLINE
     huggingface_hub.constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -124,7 +125,7 @@ def without_waiting_for_the_hub() -> Iterator[None]:
 
 
 def hub_answers() -> bool:
-    """Whether the hub's address accepts a connection within three seconds; True behind a proxy."""
+    """Return whether the hub's address accepts a connection within three seconds; True behind a proxy."""
     address = urlsplit(huggingface_hub.constants.ENDPOINT)
     if getproxies():
         return True
@@ -138,7 +139,7 @@ def hub_answers() -> bool:
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Inside, transformers shows no progress bars and no notes of its own."""
+    """Context in which transformers shows no progress bars and logs errors only."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -151,7 +152,7 @@ def without_notes() -> Iterator[None]:
 
 
 def check_dtype(dtype: str, option: str = "model.dtype") -> str:
-    """`dtype`, or UsageError with the option and its choices."""
+    """Return `dtype` if it is a key of `DTYPES`; else raises UsageError with the option and its choices."""
     if dtype not in DTYPES:
         raise UsageError(f"{option}={printable(dtype)}: one of {', '.join(DTYPES)}")
     return dtype

@@ -1,4 +1,4 @@
-"""Forward passes that begin at a later layer, where all below it is as in an earlier pass over the same tokens."""
+"""Forward passes that start at a later layer and reuse the outputs of the layers below from an earlier pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from calib.capture.capture import attention_modules
 
 
 class LayerOutputs:
-    """What each decoder layer of a model put out in one pass.
+    """The outputs of each decoder layer in one forward pass, for later passes over the same tokens.
 
-    A decoder layer is what an attention module is a part of.
+    A decoder layer is the parent of an attention module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -26,7 +26,7 @@ class LayerOutputs:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """The pass in here is the earlier one."""
+        """Context in which a forward pass has its layers' outputs recorded."""
 
         def keep(number: int) -> Any:
             def hook(_: nn.Module, __: object, output: Any) -> None:
@@ -43,9 +43,12 @@ class LayerOutputs:
 
     @contextmanager
     def begun_at(self, layer: int) -> Iterator[None]:
-        """Passes in here compute `layer` and those above it; those below put out what they did, and leave a cache as it is."""
+        """Context in which passes compute only `layer` and the layers above; those below return their recorded outputs.
+
+        The layers below do not update a cache.
+        """
         below = [(module, self.outputs[number]) for number, module in self.layers.items() if number < layer]
-        own = [vars(module).get("forward") for module, _ in below]  # accelerate's, of a layer that lies elsewhere
+        own = [vars(module).get("forward") for module, _ in below]  # set by accelerate's hooks on offloaded layers
         try:
             for module, output in below:
                 module.forward = _constant(output)

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, a GGUF file, or a name on the Hugging Face hub."""
+"""Finds a model's files: in a local folder, in a GGUF file, or by a name on the Hugging Face hub."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What `from_pretrained` of transformers takes.
+    """Arguments for transformers' `from_pretrained`.
 
     Attributes:
-        asked: as the user gave it.
+        asked: the path as the user gave it.
         path: a local folder, or a name on the hub.
-        gguf: the file in that folder that holds configuration, weights and tokenizer; None: the folder is a checkpoint.
-        local: whether `path` is a folder of this machine.
+        gguf: the GGUF file in that folder, with configuration, weights and tokenizer; None: `path` is a checkpoint.
+        local: whether `path` is a local folder.
     """
 
     asked: str
@@ -29,7 +29,7 @@ class ModelFiles:
 
     @staticmethod
     def find(asked: str) -> "ModelFiles":
-        """The files of `model.path`; raises UsageError for what can be none."""
+        """Return the files of `model.path`; raises UsageError if it is no folder, GGUF file or hub name."""
         found = Path(find_model(asked))
         if found.is_file() and found.suffix == GGUF:
             missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -46,12 +46,12 @@ class ModelFiles:
 
     @property
     def options(self) -> dict[str, str]:
-        """What `from_pretrained` is told besides the path."""
+        """Keyword arguments of `from_pretrained` besides the path."""
         return {} if self.gguf is None else {"gguf_file": self.gguf}
 
 
 def find_model(path: str) -> str:
-    """A local file or folder, or the same path in the checkout this package runs from, or `path` itself as a hub name."""
+    """Return `path`, or the folder of that relative path in this package's checkout if there is none in the working folder."""
     checkout = Path(calib.__file__).resolve().parents[1] / path
     if not Path(path).exists() and not Path(path).is_absolute() and checkout.is_dir():
         return str(checkout)
@@ -59,13 +59,13 @@ def find_model(path: str) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path` can be a name on the hub: `name` or `owner/name`."""
+    """Return whether `path` has the form of a hub name: `name` or `owner/name`."""
     parts = path.split("/")
     return len(parts) <= 2 and all(part and part not in (".", "..", "~") for part in parts)
 
 
 def model_name(path: str) -> str:
-    """A local model's folder name, a GGUF file's without its ending, or the hub name."""
+    """Return a local model's folder name, a GGUF file's name without its suffix, or the hub name."""
     found = Path(find_model(path))
     if found.suffix == GGUF and found.is_file():
         return found.stem

@@ -1,11 +1,11 @@
-"""The sizes in a model's configuration, checked before anything is made of them: a folder may say what it likes."""
+"""Checks the sizes in a model's configuration before a model is built from it, as a config.json may hold anything."""
 
 from typing import Any
 
 from calib.errors import UsageError
 from calib.runtime.messages.printable import printable
 
-# Of each a range far beyond any model: what lies outside is a damaged or made-up file, and would be built for hours.
+# Ranges far wider than any model's: a value outside is from a damaged or made-up file, and building it could take hours.
 SIZES = {
     "num_hidden_layers": (1, 2**12),
     "num_attention_heads": (1, 2**16),
@@ -20,11 +20,11 @@ SIZES = {
 
 
 def check_sizes(config: Any, path: str) -> None:
-    """UsageError, which names field, value and range, where the decoder's configuration of the model `path` is none."""
+    """Raises UsageError, with field, value and range, for an impossible size in the decoder's configuration of model `path`."""
     decoder = config.get_text_config(decoder=True)
     for name, (least, most) in SIZES.items():
         value = getattr(decoder, name, None)
-        several = value if isinstance(value, list | tuple) else [value]  # of each layer, in some architectures
+        several = value if isinstance(value, list | tuple) else [value]  # some architectures have a list over layers
         for one in several:
             if one is not None and (type(one) is not int or not least <= one <= most):
                 raise UsageError(

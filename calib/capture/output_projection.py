@@ -1,4 +1,4 @@
-"""What the output projection makes of a value: its slice of each KV head, squared."""
+"""The Gram matrix of each KV head's slice of the output projection: how an error of a value changes the layer's output."""
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ NAMES = ("o_proj", "out_proj", "dense")
 
 
 def output_weights(model: PreTrainedModel, shape: Shape) -> tuple[Tensor, list[int]]:
-    """sum_h Wo_h^T Wo_h over the query heads h of each KV head, Wo_h `[hidden, D]`: float64 `[L, H, D, D]`, on the CPU.
+    """Return G = sum_h Wo_h^T Wo_h over the query heads h of each KV head, float64 `[L, H, D, D]` on the CPU, and unread layers.
 
-    The squared error of the layer's output is e^T (...) e for an error e of a value that is attended to alone. The identity
-    in layers whose projection cannot be read, which are returned beside it; also where the model has no weights, because a fit
-    is only planned.
+    Wo_h `[hidden, D]` is the slice of query head h; L layers, H KV heads, D head_dim. For an error e of a value that has all
+    the attention, the squared error of the attention block's output is e^T G e. G is the identity in layers whose projection
+    cannot be read (their numbers are the second result), and for a model on the meta device, whose fit is only planned.
     """
     found = torch.eye(shape.head_dim, dtype=torch.float64, device="cpu").repeat(shape.layers, shape.kv_heads, 1, 1)
     unread = []
@@ -33,7 +33,7 @@ def output_weights(model: PreTrainedModel, shape: Shape) -> tuple[Tensor, list[i
 
 
 def projection(module: nn.Module) -> Tensor | None:
-    """The output projection's weight `[hidden, heads * D]`; None where there is none."""
+    """Return the output projection's weight `[hidden, heads * D]`, also of an offloaded layer; None if it has none."""
     found = next((part for name, part in module.named_children() if name in NAMES), None)
     weight = getattr(found, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:

@@ -1,4 +1,4 @@
-"""What one attention layer sees of one batch of tokens: the unit in which everything is measured."""
+"""Queries, keys and values of one attention layer for one batch of tokens: the input of every statistic."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -7,27 +7,27 @@ from torch import Tensor
 
 Sink = Callable[["LayerSample"], None]
 
-SINKS = 4  # a sequence's first tokens, which methods with a transform keep exact: models park attention on them
+SINKS = 4  # first tokens of a sequence (attention sinks), which methods with a transform keep exact
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSample:
-    """One layer's queries, keys and values of one batch, in the model's dtype and on the layer's device.
+    """One layer's queries, keys and values for one batch, in the model's dtype and on the layer's device.
 
     Attributes:
         layer: index of the attention layer in the model.
         queries: `[batch, query_heads, tokens, head_dim]`, after RoPE.
-        keys: `[batch, kv_heads, tokens, head_dim]`, after RoPE: what a cache stores.
-        keys_before_rope: the same shape, before RoPE (after the key norm where there is one); None where the model
-            has no key projection of its own (fused projections) or norms keys behind RoPE.
+        keys: `[batch, kv_heads, tokens, head_dim]`, after RoPE, as a cache of transformers stores them.
+        keys_before_rope: the same shape, before RoPE and after the key norm, if any; None if the model has fused
+            projections or norms keys after RoPE.
         values: `[batch, kv_heads, tokens, head_dim]`.
         mask: bool `[batch, tokens]`, True for real tokens; padding enters no statistic.
         positions: int64 `[batch, tokens]`, the positions RoPE used.
         index: int64 `[batch, tokens]`, each token's number in the corpus, whatever the batch or process.
         scaling: factor on q.k before the softmax.
-        softcap: logits become softcap * tanh(logits / softcap); None where the model has none.
-        window: how many tokens back this layer looks, its own included; None for all.
-        taken_at: where keys and values are derivatives: the sample that they are taken at.
+        softcap: logits become softcap * tanh(logits / softcap); None: no softcap.
+        window: the sliding window in tokens, the query's own included; None: no window.
+        taken_at: if keys and values are derivatives, the sample with the keys and values themselves.
     """
 
     layer: int
@@ -45,13 +45,13 @@ class LayerSample:
 
     @property
     def numbers(self) -> Tensor:
-        """int64 `[batch, tokens]`: each token's number in its sequence, wherever that begins."""
+        """int64 `[batch, tokens]`: each token's number in its sequence, from 0, whatever the first position is."""
         return self.positions - self.positions.amin(-1, keepdim=True)
 
     def without_padding(self) -> Iterator["LayerSample"]:
-        """Yields the sample itself where no token is padding, else each row alone, cut to its real tokens.
+        """Yields the sample itself if it has no padding, else each batch row alone, cut to its real tokens.
 
-        What groups tokens (a quantiser) must not see padding between or beside them.
+        For statistics that group tokens, such as a quantiser's, which must not count padding.
         """
         if bool(self.mask.all()):
             yield self

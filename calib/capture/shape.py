@@ -1,11 +1,11 @@
-"""The sizes of a model that statistics are indexed by."""
+"""The model sizes from which the shapes of all statistics follow."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes every per-layer tensor is indexed by."""
+    """Numbers of layers, query heads (`heads`) and KV heads, and channels of a head (`head_dim`)."""
 
     layers: int
     heads: int

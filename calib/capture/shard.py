@@ -1,4 +1,4 @@
-"""Which part of a corpus one machine of several measures: `2/8`, the second of eight shards."""
+"""The part of a corpus that one of several machines measures: `2/8` is the second of eight shards."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ WRITTEN = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 
 @dataclass(frozen=True)
 class Shard:
-    """Every `count`-th batch of a stage, from batch `number` on; the first is 1.
+    """Every `count`-th batch of a stage, starting with batch `number`, counted from 1.
 
     Attributes:
         number: 1 ... count.
@@ -23,7 +23,7 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """The shard that an option names; raises UsageError for anything but K/N with K from 1 to N."""
+        """Return the shard given as text, `K/N`; raises UsageError unless K is from 1 to N."""
         found = WRITTEN.fullmatch(text)
         if found is None or int(found[1]) > int(found[2]):
             raise UsageError(

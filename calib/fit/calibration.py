@@ -139,7 +139,7 @@ class Calibration(LightningModule):
         ResidualBasis(Shape(1, 1, 1, 1), self.residual_bits, residual_rank, self.residual_forms)
         self.statistics = nn.ModuleDict()
         self.notes: list[str] = []  # lines to print for the user
-        self.plan: dict[str, Any] = {}  # all settings that the statistics depend on; a checkpoint with others is refused
+        self.plan: dict[str, Any] = {}  # what the statistics depend on; a checkpoint must agree
         self.progress: dict[str, Any] = {"stage": STAGES[0].name, "seen": 0, "finished": False}
 
     def fills(self, stage: Stage) -> tuple[str, ...]:
