@@ -1,1 +1,1 @@
-"""Calibrators: each file measures one thing about keys, values or queries, in plain torch, and names its tensors."""
+"""Statistics of keys, values and queries, in plain torch; each module's docstring lists the artifact's tensors it gives."""

@@ -1,7 +1,7 @@
-"""The yardstick of calibration: how far the attention output moves when keys or values are replaced by x^.
+"""The error that calibration minimises: the change of the attention output when keys or values are replaced by x^.
 
-Only some query rows are used, in the second half of a sequence, where a cache is long: enough for a mean, and
-the cost of a measurement falls from T x T to rows x T.
+It is measured on some query rows in the second half of a sequence, where the cache is long. These are enough for a mean,
+and the cost falls from T x T to rows x T for T tokens.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from calib.statistics.forms import GROUP
 
 
 def causal_mask(rows: Tensor, tokens: int, window: int | None) -> Tensor:
-    """Which keys each query row may see, added to its logits: float32 `[1, 1, rows, tokens]`, 0 or -inf.
+    """Return the causal mask that is added to the logits of query rows: float32 `[1, 1, rows, tokens]`, 0 or -inf.
 
     Args:
         rows: int64 `[rows]`, each query's position in the sequence.
         tokens: number of keys.
-        window: how many tokens back a row looks, its own included; None for all.
+        window: the sliding window in tokens, the query's own included; None: no window.
     """
     key, query = torch.arange(tokens, device=rows.device), rows[:, None]
     hidden = key > query
@@ -30,12 +30,14 @@ def causal_mask(rows: Tensor, tokens: int, window: int | None) -> Tensor:
 
 
 def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """softmax(q.k): float32 `[batch, kv_heads, group, rows, tokens]`, the group being a KV head's query heads.
+    """Return the attention probabilities, float32 `[batch, kv_heads, group, rows, tokens]`; group: query heads of a KV head.
 
     Args:
         queries: `[batch, query_heads, rows, head_dim]`.
         keys: `[batch, kv_heads, tokens, head_dim]`.
         mask: as from `causal_mask`.
+        scaling: factor on q.k before the softmax.
+        softcap: logits become softcap * tanh(logits / softcap); None: no softcap.
     """
     queries = queries.float().unflatten(1, (keys.shape[1], -1))
     logits = (queries.flatten(2, 3) @ keys.float().mT).unflatten(2, queries.shape[2:4]).mul_(scaling)
@@ -49,10 +51,11 @@ class Reference:
     """Exact attention of some query rows of a sample without padding.
 
     Attributes:
+        sample: the sample, for its scaling and softcap.
         queries: `[batch, query_heads, rows, head_dim]`.
         keys, values: float32 `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of 32.
-        mask: what a row may see, as from `causal_mask`.
-        weights: float32 `[batch, kv_heads, group, rows, tokens]`.
+        mask: as from `causal_mask`.
+        weights: attention probabilities, float32 `[batch, kv_heads, group, rows, tokens]`.
         output: float32 `[batch, kv_heads, group, rows, head_dim]`.
     """
 
@@ -66,14 +69,14 @@ class Reference:
 
     @classmethod
     def of(cls, sample: LayerSample, rows: int) -> "Reference":
-        """Of `rows` rows spread over the second half; tokens beyond the last whole group of 32 are cut off.
+        """Compute the attention of `rows` query rows, evenly spread over the second half of the sequence.
 
-        Raises RunError for a sequence of fewer than 32 tokens.
+        Tokens beyond the last whole group of 32 are cut off. Raises RunError for a sequence of fewer than 32 tokens.
         """
         tokens = sample.keys.shape[2] // GROUP * GROUP
         if tokens == 0:
             raise RunError(f"a sequence of {sample.keys.shape[2]} tokens is too short: at least {GROUP} are needed")
-        # Numbers of the CPU, whose rounding another device may not share.
+        # Computed on the CPU: another device may round differently.
         positions = torch.linspace(tokens // 2, tokens - 1, min(rows, tokens - tokens // 2)).long()
         positions = positions.to(sample.queries.device)
         queries = sample.queries[:, :, positions]
@@ -83,26 +86,26 @@ class Reference:
         return cls(sample, queries, keys, values, mask, weights, mixed(weights, values))
 
     def output_with(self, keys: Tensor | None, values: Tensor | None) -> Tensor:
-        """The output with keys, values or both replaced by tensors of their shape; None leaves them exact."""
+        """Return the output with keys, values or both replaced by tensors of the same shape; None leaves them exact."""
         weights = self.weights
         if keys is not None:
             weights = attention_weights(self.queries, keys, self.mask, self.sample.scaling, self.sample.softcap)
         return mixed(weights, self.values if values is None else values)
 
     def error(self, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
-        """Squared error of the output summed over rows, query heads and channels: float64 `[kv_heads]`."""
+        """Return the squared error of the output, summed over batch, rows, query heads and channels: float64 `[kv_heads]`."""
         return square(self.output_with(keys, values) - self.output)
 
     def energy(self) -> Tensor:
-        """Squared norm of the exact output, summed like the error: float64 `[kv_heads]`."""
+        """Return the squared norm of the exact output, summed like the error: float64 `[kv_heads]`."""
         return square(self.output)
 
 
 def mixed(weights: Tensor, values: Tensor) -> Tensor:
-    """sum_t p_t v_t: `[batch, kv_heads, group, rows, head_dim]`."""
+    """Return the attention output, sum_t p_t v_t: `[batch, kv_heads, group, rows, head_dim]`."""
     return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
 
 
 def square(x: Tensor) -> Tensor:
-    """Sum of squares of each KV head, float64 `[kv_heads]`."""
+    """Return the sum of squares for each KV head: float64 `[kv_heads]`."""
     return x.double().square().sum((0, 2, 3, 4))

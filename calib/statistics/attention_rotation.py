@@ -1,15 +1,15 @@
-"""Rotations for the method `oscar`: coordinates in which every error counts the same to attention (OSCAR, arXiv:2605.17757).
+"""Rotations for the method `oscar`: coordinates in which errors count the same for attention (OSCAR, arXiv:2605.17757).
 
-Tensors: `keys.rotation`, `values.rotation`, float32 `[layers, kv_heads, head_dim, head_dim]`. Of a layer and KV head:
+Tensors: `keys.rotation`, `values.rotation`, float32 `[layers, kv_heads, head_dim, head_dim]`. For each layer and KV head:
 
     C_K = E[q q^T]                  of its query heads after RoPE: ||Q K^T - Q K^^T||^2 = tr((K - K^) C_K (K - K^)^T)
-    C_S = V^T S^T S V = E[o o^T]    o = S V, what its query heads make of the values by their attention probabilities S
+    C_S = V^T S^T S V = E[o o^T]    o = S V, the attention outputs of its query heads, S their attention probabilities
     C   = U diag(l) U^T             l_1 >= l_2 >= ...
     R   = U H P                     H the normalised Hadamard matrix, P the permutation that reverses the bits of a column's number
 
-y = R^T x for a key or value x, and rows of the tensor are coordinates: it holds R^T. In the coordinates of U H every entry of C's
-diagonal is tr(C) / D. Where D is no power of two, which the paper leaves open, H and P are those of equal blocks of the largest
-power of two that divides it.
+A key or value x becomes y = R^T x. The tensor holds R^T, so its rows are coordinates. In the coordinates of U H every entry on the
+diagonal of C is tr(C) / D, D = head_dim. If D is no power of two, which the paper leaves open, H and P act on equal blocks whose
+size is the largest power of two that divides D.
 """
 
 import torch
@@ -27,8 +27,8 @@ from calib.statistics.residual_basis import leading
 class AttentionRotations(Statistic):
     """For every layer and KV head, sums of q q^T and o o^T over all tokens and the group's query heads.
 
-    The sums are float64 `[kv_heads, head_dim, head_dim]` for each layer, two of them: 134 MB each for Llama 2 7B (32 layers, 32
-    KV heads of 128).
+    Both sums are float64 `[layers, kv_heads, head_dim, head_dim]`: 134 MB each for Llama 2 7B (32 layers, 32 KV heads of 128
+    channels).
     """
 
     reductions = {"queries": "sum", "outputs": "sum"}
@@ -41,7 +41,7 @@ class AttentionRotations(Statistic):
             self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
 
     def observe(self, sample: LayerSample) -> None:
-        """Adds the layer's queries, and its attention's outputs, which are computed anew in float32."""
+        """Adds the layer's queries, and its attention outputs, which are recomputed in float32."""
         exact = (part.float() for part in (sample.queries, sample.keys, sample.values))
         mask = None if bool(sample.mask.all()) else sample.mask
         outputs = exact_attention(*exact, mask, Logits(sample.scaling, sample.softcap, sample.window))
@@ -50,19 +50,22 @@ class AttentionRotations(Statistic):
             total[sample.layer] += (rows.mT @ rows).to(total.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The rotations; of the unit vectors in layers that were not seen."""
+        """Return the rotations; layers without samples have those of C = identity."""
         return {"keys.rotation": rotation(self.queries.cpu()), "values.rotation": rotation(self.outputs.cpu())}
 
 
 def rotation(covariance: Tensor) -> Tensor:
-    """(U H P)^T of `covariance [..., D, D]` float64, on any scale: float32 `[..., D, D]`, rows orthonormal."""
+    """Return (U H P)^T of the second moment `covariance [..., D, D]` float64 (its scale does not matter).
+
+    The result is float32 `[..., D, D]` with orthonormal rows.
+    """
     channels = covariance.shape[-1]
     mixed = hadamard(channels).mT @ leading(covariance, channels).double()
     return mixed[..., bit_reversal(channels), :].float()
 
 
 def bit_reversal(size: int) -> Tensor:
-    """0 ... size - 1, each with its bits in reverse order, int64; within blocks of the largest power of two that divides `size`."""
+    """Return the order P of columns, int64 `[size]`: bit reversal within blocks of the largest power of two that divides `size`."""
     block = size & -size
     order = torch.zeros(1, dtype=torch.int64)
     while len(order) < block:

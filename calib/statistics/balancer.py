@@ -1,6 +1,6 @@
-"""MiKV's balancer of keys (arXiv:2402.18096, eq. 2-4): what outlier channels keys have is shared with the queries.
+"""MiKV's balancer of keys (arXiv:2402.18096, eq. 2-4), which moves part of the keys' outlier channels to the queries.
 
-Tensor: `keys.balancer`, float32 `[layers, kv_heads, head_dim]`; keys are stored as k * b and met by q / b.
+Tensor: `keys.balancer` b, float32 `[layers, kv_heads, head_dim]`; keys are stored as k * b, and queries are divided by b.
 """
 
 import torch
@@ -13,9 +13,9 @@ from calib.statistics.contract import Statistic, largest
 
 
 class Balancers(Statistic):
-    """b = sqrt(max_t |q| / max_t |k|) after RoPE, the maximum of |q| running over the KV head's query heads too.
+    """b = sqrt(max_t |q| / max_t |k|) per channel, after RoPE; the maximum of |q| is also over the KV head's query heads.
 
-    1 where either maximum is 0; never beyond the numbers of float16, which keys times b are to be stored in.
+    b is 1 if either maximum is 0, and is clamped to the positive numbers of float16, 2^-24 ... 65504.
     """
 
     reductions = {"queries_max": "max", "keys_max": "max"}
@@ -26,15 +26,15 @@ class Balancers(Statistic):
             self.register_buffer(name, torch.zeros(shape.layers, shape.kv_heads, shape.head_dim))
 
     def observe(self, sample: LayerSample) -> None:
-        """Raises the layer's maxima."""
+        """Updates the layer's maxima."""
         heads = largest(sample.queries, sample.mask).unflatten(0, (sample.keys.shape[1], -1))
         for name, found in (("queries_max", heads.amax(1)), ("keys_max", largest(sample.keys, sample.mask))):
             maximum = getattr(self, name)[sample.layer]
             torch.maximum(maximum, found.to(maximum.device), out=maximum)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The balancers."""
+        """Return the balancers."""
         queries, keys = self.queries_max.cpu(), self.keys_max.cpu()
-        # The roots apart: the quotient of the largest and the smallest float32 overflows, theirs does not.
+        # Roots before the division: the quotient of the largest and the smallest float32 would overflow.
         balancer = (queries.sqrt() / keys.sqrt()).clamp(NARROWEST, LARGEST)  # eq. 2
         return {"keys.balancer": torch.where((queries > 0) & (keys > 0), balancer, 1.0)}

@@ -1,4 +1,4 @@
-"""Per-channel ranges of keys (after RoPE) and values: what a key quantiser with calibrated ranges uses.
+"""Per-channel ranges of keys (after RoPE) and values, for quantisers with calibrated ranges.
 
 Tensors: `keys.low`, `keys.high`, `values.low`, `values.high`, float32 `[layers, kv_heads, head_dim]`.
 """
@@ -31,6 +31,6 @@ class ChannelRanges(Statistic):
             torch.maximum(high, tokens.amax(1).to(high.device), out=high)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The four extremes; 0 in layers that were not seen."""
+        """Return the four extremes; 0 in layers without samples."""
         seen = {name: getattr(self, name).cpu() for name in self.reductions}
         return {name.replace("_", "."): torch.where(extreme.isfinite(), extreme, 0.0) for name, extreme in seen.items()}

@@ -1,4 +1,4 @@
-"""Channel scales of values (ZipCache, arXiv:2405.14256, eq. 6): outlier channels no longer widen a token's range.
+"""Channel scales of values (ZipCache, arXiv:2405.14256, eq. 6), so that outlier channels do not widen a token's range.
 
 Tensor: `values.scale`, float32 `[layers, kv_heads, head_dim]`.
 """
@@ -13,7 +13,7 @@ from calib.statistics.contract import Statistic, largest
 
 
 class ChannelScales(Statistic):
-    """c = sqrt(max_t |v|) per layer, KV head and channel; 1 where the channel is always 0, or c below 1e-12."""
+    """c = sqrt(max_t |v|) per layer, KV head and channel; 1 if c is below 1e-12, as in a channel that is always 0."""
 
     reductions = {"values_max": "max"}
 
@@ -22,11 +22,11 @@ class ChannelScales(Statistic):
         self.register_buffer("values_max", torch.zeros(shape.layers, shape.kv_heads, shape.head_dim))
 
     def observe(self, sample: LayerSample) -> None:
-        """Raises the layer's maxima."""
+        """Updates the layer's maxima."""
         maximum = self.values_max[sample.layer]
         torch.maximum(maximum, largest(sample.values, sample.mask).to(maximum.device), out=maximum)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The scales."""
+        """Return the scales."""
         scale = self.values_max.cpu().sqrt()  # eq. 6
         return {"values.scale": torch.where(scale >= LEAST_SCALE, scale, 1.0)}

@@ -1,10 +1,10 @@
-"""Clip factors: how much of a group's range a quantiser should cover.
+"""Clip factors: the share of a group's range that a quantiser should cover.
 
 Tensors: `keys.clip.FORM` and `values.clip.FORM`, float32 `[layers, kv_heads, bits]` in (0, 1], one for each form of
-`forms.py`. A factor c shrinks the range a quantiser measures: finer steps for the many, a cut for the few.
+`forms.py`. A factor c < 1 shrinks the measured range: steps become finer, and the few values outside are clipped.
 
 The factor is chosen by the error of the attention output, not of the tensor: on a trained model the least squared error
-of keys and values is not the least perplexity, because attention weighs tokens and queries weigh channels.
+of keys and values does not give the least perplexity, because attention weighs tokens and queries weigh channels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ from calib.statistics.forms import Candidates, forms
 
 FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)
 BITS = (1, 2, 3, 4)
-# Times the least error of a sequence: beyond it a factor is not near the best, and smaller (at 1 bit larger) ones are worse.
+# The search stops at an error of FAR times the least of the sequence: smaller factors (at 1 bit: larger) are worse still.
 FAR = 1.5
 
 
 class ClipFactors(Statistic):
-    """For every form, layer, KV head and bit width the factor of least error on the corpus.
+    """For every form, layer, KV head and bit width, the factor with the least error on the corpus.
 
-    The error is that of the outputs of the KV head's query heads when this stream alone is quantised. Ties go to the
-    larger factor. On each sequence factors are tried from the largest down, at 1 bit, where the smallest are best, from the
-    smallest up, until the errors of all heads are `FAR` times their least; those left count with the last error.
+    The error is that of the attention outputs of the KV head's query heads when only this stream is quantised. Ties go to
+    the larger factor. On each sequence factors are tried from the largest down (at 1 bit, where small ones are best, from
+    the smallest up) until all heads' errors exceed `FAR` times their least; the factors not tried get the last error.
 
     Args:
         shape: the model's sizes.
@@ -61,21 +61,21 @@ class ClipFactors(Statistic):
         self.reductions = {f"error_{number}": "sum" for number, _ in enumerate(self.forms)}
 
     def observe(self, sample: LayerSample) -> None:
-        """Adds the errors of every form, bit width and factor; `ranges` must hold the tensors the transforms need."""
+        """Adds the errors of every form, bit width and factor; `ranges` must hold the tensors that `Form.stage` needs."""
         for part in sample.without_padding():
             reference = Reference.of(part, self.rows)
             add = partial(self.add_errors, reference, sample.layer)
             side_by_side(add, range(len(self.forms)), sample.keys.device)
 
     def add_errors(self, reference: Reference, layer: int, number: int) -> None:
-        """Those of form `number`."""
+        """Adds the errors of form `number`, for every bit width and factor, to the sums of `layer`."""
         form, total = self.forms[number], getattr(self, f"error_{number}")[layer]
         candidates = Candidates(form, getattr(reference, form.stream), self.ranges, layer)
         for row, bits in enumerate(self.bits):
             total[:, row] += self.errors(reference, candidates, bits).to(total.device)
 
     def errors(self, reference: Reference, candidates: Candidates, bits: int) -> Tensor:
-        """Of one sample at one width: float64 `[kv_heads, factors]`."""
+        """Return the errors of all factors on one sample at one bit width: float64 `[kv_heads, factors]`."""
         columns = range(len(self.factors))
         found: dict[int, Tensor] = {}
         last = least = torch.empty(0)
@@ -87,7 +87,7 @@ class ClipFactors(Statistic):
         return torch.stack([found[column] for column in columns], -1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The factors of least error."""
+        """Return the factors with the least error."""
         factors = torch.tensor(self.factors)
         return {
             f"{form.stream}.clip.{form.name}": factors[getattr(self, f"error_{number}").cpu().argmin(-1)]

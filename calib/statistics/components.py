@@ -1,9 +1,9 @@
-"""Steps and errors of the components of `klt`, measured on tokens: what its bits are dealt out by.
+"""Quantisation steps and errors of the components of `klt`, measured on tokens; `klt` allocates its bits by them.
 
-Tensors, of the streams `keys.klt`, `values.klt` and `keys.klt.before` (`calib/runtime/artifact/transform_tensors.py`), float32:
-`.mean [L, H, D]`, `.basis [L, H, D, D]`, `.steps [L, H, D, 8]`, `.errors [L, H, D, 9]`. With keys before RoPE also
-steps and errors of tokens over their own size, and all of what keys do not predict of values, whose errors are in units of that
-size.
+Float32 tensors of the streams `keys.klt`, `values.klt` and `keys.klt.before` (`calib/runtime/artifact/transform_tensors.py`), for
+L layers, H KV heads, D = head_dim: `.mean [L, H, D]`, `.basis [L, H, D, D]`, `.steps [L, H, D, 8]` for 1 ... 8 bits, `.errors
+[L, H, D, 9]` for 0 ... 8 bits. If keys can be unrotated, also `.steps` and `.errors` of tokens divided by their own size (`sized`),
+and the tensors of the rest of values that keys do not predict (`predicted`), whose errors are in units of that size.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,30 +22,30 @@ from calib.statistics.contract import Statistic, tokens_of
 from calib.statistics.transform_basis import Bases, Rest
 from calib.statistics.transformed_streams import coded, streams, vectors
 
-# Steps of 1 ... 8 bits that are best for a Gaussian of deviation 1 (J. Max, Quantizing for minimum distortion, 1960), and
-# the factors on them that are tried: heavy tails want wider ones.
+# Best uniform steps of 1 ... 8 bits for a Gaussian of standard deviation 1 (J. Max, Quantizing for minimum distortion, 1960), and
+# the factors on them that are tried: components with heavy tails need wider steps.
 GAUSSIAN = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 FACTORS = tuple(2 ** (third / 3) for third in range(-9, 7))
-# What the corpus did not have lies farther out: steps are chosen as if one token in fifty were four times as far from the
-# mean. A quantiser of 4 y errs as one of y with a quarter of the step does, four times as much: six thirds of an octave.
-# What a bit is worth is still told by the least error on what was seen.
+# Other text has larger values than the corpus: steps are chosen as if one token in fifty were four times as far from the mean.
+# The error of 4 y with step s is 4 times the error of y with step s / 4, whose factor is 6 entries of FACTORS earlier.
+# The tensor `.errors` still holds the least errors on the corpus itself.
 FARTHER, SHARE, SHIFT = 4.0, 0.02, 6
-# Over their own size tokens are nearly Gaussian: 97 of 100 components of a real model choose a factor of 1.
+# Divided by their own size, tokens are nearly Gaussian: 97 of 100 components of a real model choose a factor of 1.
 SIZED_FACTORS = FACTORS[7:13]
-EVERY = 3  # tokens for one that is used: neighbours say much the same, and each costs 128 quantisers
+EVERY = 3  # one token in so many is used: neighbours are similar, and each token is quantised in 128 ways
 
 
 class Components(Statistic):
-    """For every stream, layer, KV head, component, bit width and factor the squared error of quantising.
+    """For every stream, layer, KV head, component, bit width and step factor, the squared quantisation error.
 
-    The quantiser is the method's: y^ = (clamp(round(y/s + L/2), 0, L) - L/2) s, L = 2^bits - 1. Errors are summed, not read
-    off a histogram: tails and the finest steps are as exact as the rest. Held are float64 `[streams, layers, kv_heads,
-    head_dim, 8, factors]`: 134 MB a stream for Llama 2 7B; of three streams of sized tokens 50 MB each.
+    The quantiser is that of `klt`: y^ = (clamp(round(y/s + Q/2), 0, Q) - Q/2) s, Q = 2^bits - 1. Errors are summed token by
+    token, not computed from a histogram, so tails and the finest steps are exact. The buffer is float64 `[streams, layers,
+    kv_heads, head_dim, 8, factors]`: 134 MB per stream for Llama 2 7B, and 50 MB for each of the three streams of sized tokens.
 
     Args:
         shape: the model's sizes.
-        rotation: the model's RoPE; None where it cannot be unrotated.
-        find: gives the bases, asked for the first time that they are needed: all that they are made of is measured then.
+        rotation: the model's RoPE; None if it cannot be unrotated.
+        find: returns the bases; called when they are first needed, after the statistics that it reads are complete.
     """
 
     reductions = {
@@ -70,14 +70,15 @@ class Components(Statistic):
             self.register_buffer(f"{prefix}error", energy.new_zeros(*energy.shape, len(GAUSSIAN), len(factors)))
 
     def found(self) -> Bases:
-        """The bases."""
+        """Return the bases, computed at the first call."""
         self.bases = self.bases or self.find()
         return self.bases
 
     def signature(self) -> Tensor:
-        """What other bases would not give, float64 `[streams, L, H, D]`: a component's errors add up with its own alone.
+        """Return a fingerprint of the bases, float64 `[streams, L, H, D]`: errors may be summed only over equal components.
 
-        T of each stream, and of what is left of predicted values, applied to one vector: other components show, and their order.
+        It is T of each stream, and of the rest of predicted values, applied to one fixed vector; other components, or another
+        order of them, change it.
         """
         bases = self.found()
         transform = torch.cat([bases.transform, *([bases.rest.transform[None]] if bases.rest is not None else [])])
@@ -113,9 +114,15 @@ class Components(Statistic):
     def _rest(
         bases: Bases, rest: Rest, layer: int, keys: Tensor, deviation: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Components of what keys, coded at few bits, do not predict of values, and their deviations.
+        """Return the components `[H, n, D]` of the values' rest, after prediction from coded keys, and their deviations `[H, D]`.
 
-        Given are the keys' components and deviations, and the values less their mean.
+        Args:
+            bases: with the keys' basis.
+            rest: matrix, basis and key bits of the prediction.
+            layer: of the model.
+            keys: the components of keys before RoPE, `[H, n, D]`.
+            deviation: their standard deviations, `[H, D]`.
+            values: the values minus their mean, `[H, n, D]`.
         """
         device, bits = keys.device, rest.bits[layer]
         gaussian = torch.tensor((1.0, *GAUSSIAN), dtype=torch.float32)
@@ -129,14 +136,14 @@ class Components(Statistic):
         return left, rest.deviation[layer].to(device, torch.float32)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Means and bases, steps, and the least errors on what was seen; components that vary most come first.
+        """Return means, bases, steps and the least errors on the corpus; components with the most variance come first.
 
-        Errors never increase with bits: where one more bit does harm, it counts as one without use.
+        Errors are made non-increasing in bits: a bit that would increase the error counts as a bit without effect.
         """
         bases = self.found()
         found: dict[str, Tensor] = {}
         for number, name in enumerate(self.plain):
-            # As if one token in fifty were farther out: errors of so much narrower steps, at a larger scale.
+            # As if one token in fifty were four times as far out: see FARTHER above.
             error = self.error[number].cpu()
             feared = error[..., SHIFT:] + SHARE * FARTHER**2 * error[..., :-SHIFT]
             tables = self._steps(
@@ -149,7 +156,7 @@ class Components(Statistic):
             found |= {f"{name}.steps": tables.steps, f"{name}.errors": tables.errors}
         for number, name in enumerate(self.sized):
             assert bases.rest is not None
-            # Those that lie farther out have wider steps already.
+            # No such correction: a token farther out has a larger size, and so wider steps already.
             error = self.sized_error[number].cpu()
             deviation = bases.deviation[self.plain.index(SIZED[name])] if name in SIZED else bases.rest.deviation
             tables = self._steps(self.sized_energy[number], error, error, deviation, SIZED_FACTORS)
@@ -162,7 +169,10 @@ class Components(Statistic):
     def _steps(
         self, energy: Tensor, error: Tensor, feared: Tensor, deviation: Tensor, factors: Sequence[float]
     ) -> "Tables":
-        """The steps of least `feared` error, and the least of those that were seen: of a stream `[L, H, D, 8, factors]` both."""
+        """Return a stream's steps with the least `feared` error, and the least errors on the corpus.
+
+        `error` (on the corpus) and `feared` (with tokens farther out added) are sums, `[L, H, D, 8, factors]`.
+        """
         count = self.tokens.cpu().clamp(min=1)[:, None, None]
         chosen, energy = feared.argmin(-1), energy.cpu() / count
         errors = torch.cat([energy[..., None], error.amin(-1) / count[..., None]], -1).cummin(-1).values
@@ -172,13 +182,13 @@ class Components(Statistic):
         return Tables(gathered(steps, order), gathered(errors, order), order)
 
     def clear(self) -> None:
-        """Forgets the bases as well: they are made anew of what is measured by then."""
+        """Resets the sums, and the bases too: the next use computes them from the statistics at that time."""
         super().clear()
         self.bases = None
 
 
 class Tables(NamedTuple):
-    """Of a stream: `steps [L, H, D, 8]`, `errors [L, H, D, 9]`, and the `order [L, H, D]` of its components."""
+    """A stream's `steps [L, H, D, 8]`, `errors [L, H, D, 9]`, and the `order [L, H, D]` of its components."""
 
     steps: Tensor
     errors: Tensor
@@ -194,7 +204,10 @@ def add(
     factors: Sequence[float],
     size: Tensor | None = None,
 ) -> None:
-    """Of components `y [H, n, D]` the `energy [H, D]`, and errors `[H, D, 8, factors]`; of tokens over their `size [H, n, 1]`."""
+    """Adds squares of components `y [H, n, D]` to `energy [H, D]`, and squared quantisation errors to `error [H, D, 8, factors]`.
+
+    With `size [H, n, 1]`, y / size is quantised, and the errors are multiplied by the size.
+    """
     energy += squares(y).to(energy.device)
     y = y if size is None else y / size
     for row, gaussian in enumerate(widths):
@@ -204,22 +217,22 @@ def add(
 
 
 def residual(y: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """y^ - y."""
+    """Return the quantisation error y^ - y."""
     last = 2**bits - 1
     code = (y / steps).add_(last / 2).round_().clamp_(0, last)
     return code.sub_(last / 2).mul_(steps).sub_(y)
 
 
 def squares(y: Tensor) -> Tensor:
-    """sum over tokens of `y [H, n, D]` squared: float64 `[H, D]`."""
+    """Return the sum of squares of `y [H, n, D]` over tokens: float64 `[H, D]`."""
     return y.square().sum(1).double()
 
 
 def size_of(y: Tensor, deviation: Tensor) -> Tensor:
-    """The sizes of tokens with components `y [H, n, D]` of `deviation [H, D]`: `[H, n, 1]`."""
+    """Return the sizes `[H, n, 1]` of tokens with components `y [H, n, D]`: rms of y / `deviation [H, D]`, rounded by `sized`."""
     return sized((y / deviation[:, None]).square().mean(-1, keepdim=True).sqrt())
 
 
 def gathered(x: Tensor, order: Tensor) -> Tensor:
-    """`x [..., D, n]` with its components in `order [..., D]`."""
+    """Return `x [..., D, n]` with its components (axis -2) in `order [..., D]`."""
     return x.gather(-2, order[..., None].expand(x.shape))

@@ -1,10 +1,10 @@
-"""What every calibrator is: a module whose buffers take in one layer's sample at a time and merge exactly.
+"""The base class of all statistics: a module whose buffers are updated with one layer's sample at a time and can be merged.
 
-Minima, maxima and sums merge: the statistic of a corpus is the merge of its parts' statistics, so several processes can
-each read a part. Buffers are registered, so a Lightning checkpoint carries a measurement half done.
+Buffers are minima, maxima or sums, so merging the statistics of parts of a corpus gives the statistic of the whole, and
+several processes can each read a part. They are registered buffers, so a Lightning checkpoint holds an unfinished one.
 
-A sample is measured on its layer's own device, and what is found there, a few numbers beside the tokens, goes to the
-buffers' device: the layers of a model may lie on many.
+A sample is reduced on its layer's device, and only the result, small beside the tokens, goes to the buffers' device: the
+layers of a model may be on many devices.
 """
 
 from abc import ABC, abstractmethod
@@ -23,37 +23,37 @@ NEUTRAL: Mapping[Reduction, float] = {"min": torch.inf, "max": -torch.inf, "sum"
 
 
 class Statistic(nn.Module, ABC):
-    """A measurement in progress.
+    """A statistic that is being measured.
 
-    `reductions` says for each buffer how two of them become one. A layer that no sample reached (a layer without
-    attention in a mixed model) keeps neutral values.
+    `reductions` gives for each buffer how two are merged. A layer without samples (one without attention in a mixed
+    model) keeps the reduction's neutral value.
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
 
     @abstractmethod
     def observe(self, sample: LayerSample) -> None:
-        """Takes in one layer's sample; keeps nothing of it but what its buffers hold."""
+        """Updates the buffers with one layer's sample; must not keep the sample's tensors."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What goes into the artifact: float32 tensors by name, on the CPU."""
+        """Return the artifact's tensors by name: float32, on the CPU."""
 
     def merge(self, other: "Statistic") -> None:
-        """Takes in the statistic of another part of the corpus."""
+        """Merges the statistic of another part of the corpus into this one."""
         self.merge_buffers(dict(other.named_buffers()))
 
     def merge_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Takes in another part's buffers, by their names in this module: what a process on another machine has measured."""
+        """Merges another part's buffers, given by their names in this module, such as those of a shard's file."""
         for name, reduction in self.reductions.items():
             mine, theirs = getattr(self, name), buffers[name]
             merged = {"min": torch.minimum, "max": torch.maximum, "sum": torch.add}[reduction](mine, theirs)
             setattr(self, name, merged)
 
     def synchronise(self, device: torch.device) -> None:
-        """Merges over all processes, where there are several: afterwards each holds the statistic of the whole.
+        """Merges the buffers of all processes, so that each process holds the merged statistic.
 
-        `device` is where the processes exchange tensors (NCCL takes none from the CPU).
+        `device` is the device on which tensors are exchanged (NCCL takes none on the CPU).
         """
         operations = {"min": distributed.ReduceOp.MIN, "max": distributed.ReduceOp.MAX, "sum": distributed.ReduceOp.SUM}
         for name, reduction in self.reductions.items():
@@ -63,23 +63,23 @@ class Statistic(nn.Module, ABC):
             setattr(self, name, merged.to(mine.device))
 
     def clear(self) -> None:
-        """Forgets all that was measured: merged with another statistic it leaves that as it is."""
+        """Resets the buffers to neutral values, which leave any statistic merged with them unchanged."""
         for name, reduction in self.reductions.items():
             getattr(self, name).fill_(NEUTRAL[reduction])
 
 
 def tokens_of(x: Tensor, mask: Tensor) -> Tensor:
-    """The real tokens of `x [batch, heads, tokens, head_dim]`: float32 `[heads, tokens', head_dim]`."""
+    """Return the real tokens of `x [batch, heads, tokens, head_dim]`, by `mask [batch, tokens]`: float32 `[heads, n, head_dim]`."""
     return x.transpose(1, 2)[mask].transpose(0, 1).float()
 
 
 def largest(x: Tensor, mask: Tensor) -> Tensor:
-    """max over real tokens of |x|: float32 `[heads, head_dim]`."""
+    """Return the maximum of |x| over real tokens: float32 `[heads, head_dim]`; arguments as in `tokens_of`."""
     return tokens_of(x, mask).abs().amax(1)
 
 
 def check_shape(sample: LayerSample, shape: Shape) -> None:
-    """RunError where a layer differs from the rest of the model: one tensor could not hold both."""
+    """Raises RunError if a layer's shape differs from the model's: all layers share one tensor."""
     found = (sample.queries.shape[1], *sample.keys.shape[1::2])
     if found != (shape.heads, shape.kv_heads, shape.head_dim) or sample.values.shape != sample.keys.shape:
         raise RunError(

@@ -1,8 +1,8 @@
-"""The ways a stream can be quantised for which clip factors are measured: stages of the runtime, composed.
+"""Forms: the combinations of transform and uniform quantiser for which clip factors are measured.
 
-A form's name is the quantiser's group, tokens x channels (`32x1`: 32 tokens of one channel; `1x*`: a whole token), or
-`fixed` (calibrated per-channel ranges, nothing measured at run time), with the transform before it, if any
-(`scaled.1x32`: after `values.scale`). Going through the runtime's own stages, a calibrator measures what the runtime does.
+A form's name is the quantiser's group, tokens x channels (`32x1`: 32 tokens of one channel; `1x*`: all channels of one token),
+or `fixed` (calibrated per-channel ranges; nothing is measured at run time), with the transform before it, if any
+(`scaled.1x32`: after division by `values.scale`). Forms use the runtime's own stages, so the measured error is the runtime's.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Form:
-    """One stream quantised in one way.
+    """A way of quantising keys or values.
 
     Attributes:
         stream: `keys` or `values`.
@@ -38,20 +38,20 @@ class Form:
     def approximate(
         self, x: Tensor, bits: int, clip: float | Tensor, ranges: Mapping[str, Tensor], layer: int
     ) -> Tensor:
-        """x^ = T^-1(D(E(T x))): float32, the shape of `x [batch, kv_heads, tokens, head_dim]`.
+        """Return x^ = T^-1(D(E(T x))), with transform T, encoder E, decoder D: float32, the shape of `x`.
 
         Args:
-            x: keys or values.
+            x: keys or values, `[batch, kv_heads, tokens, head_dim]`.
             bits: bits of a code.
-            clip: a factor, or float32 `[kv_heads, 1, 1]`.
+            clip: a clip factor, or float32 `[kv_heads, 1, 1]`.
             ranges: the artifact's tensors, for the transforms.
-            layer: the layer `x` is from.
+            layer: the layer of `x`.
         """
         codec, transform = UniformQuant(bits=bits, group=self.group, clip=clip), self.stage(ranges, layer, x.device)
         return transform.inverse(codec.decode(codec.encode(transform.forward(x)), x.shape[-1]))
 
     def stage(self, ranges: Mapping[str, Tensor], layer: int, device: torch.device) -> Transform:
-        """The transform before the codec."""
+        """Return the transform before the codec, from the tensors `{stream}.low`, `.high` or `.scale` in `ranges`."""
         if self.transform == "range":
             low, high = (ranges[f"{self.stream}.{end}"][layer].to(device) for end in ("low", "high"))
             return ChannelRange.between(low, high)
@@ -61,13 +61,13 @@ class Form:
 
 
 class Candidates:
-    """Keys or values of a sample in one form, at any width and clip factor: `Form.approximate` to the bit, for many candidates.
+    """Computes `Form.approximate`, bit for bit, for many bit widths and clip factors on the same keys or values.
 
-    What does not depend on the candidate is done once: the transform, and the extremes of every group. Nothing is packed.
+    The transform and the extremes of every group are computed once; codes are not packed.
     """
 
     def __init__(self, form: Form, x: Tensor, ranges: Mapping[str, Tensor], layer: int) -> None:
-        """Of `x [batch, kv_heads, tokens, head_dim]`; see `Form.approximate`."""
+        """Transforms `x [batch, kv_heads, tokens, head_dim]`; arguments as in `Form.approximate`."""
         self.form, self.transform = form, form.stage(ranges, layer, x.device)
         self.y = self.transform.forward(x).contiguous()
         self.room = torch.empty_like(self.y)
@@ -77,7 +77,7 @@ class Candidates:
         self.largest = self.y.abs().amax()
 
     def at(self, bits: int, clip: float) -> Tensor:
-        """x^, float32 like x; the next call may overwrite it."""
+        """Return x^, float32, the shape of x; the next call may overwrite it."""
         codec = UniformQuant(bits=bits, group=self.form.group, clip=clip)
         if self.extremes is None:
             parameters = torch.cat(codec.fixed(self.y), -1)
@@ -88,7 +88,7 @@ class Candidates:
 
 
 def forms(head_dim: int) -> tuple[Form, ...]:
-    """The forms that are measured; where 32 channels do not divide a head, groups are its largest divisor below."""
+    """Return the forms that are measured; groups of channels have the largest divisor of `head_dim` that is at most 32."""
     channels = next(size for size in range(min(GROUP, head_dim), 0, -1) if head_dim % size == 0)
     return (
         Form("keys", f"{GROUP}x1", (GROUP, 1)),

@@ -1,12 +1,12 @@
-"""The figures a fit is judged by: relative error of the attention output on held-out text, both streams quantised.
+"""The relative error of the attention output on held-out text, with keys and values both quantised.
 
-No tensor of the artifact: figures for its provenance and the table. Three settings at each bit width, all with keys in
-groups of 32 tokens and values in groups of 32 channels where they measure ranges at all:
+It gives no tensor of the artifact, only figures for its provenance and the fit's table. Three settings at each bit width; ranges,
+if measured on the text, are those of groups of 32 tokens (keys) or 32 channels (values):
 
 - `prompt`: ranges measured on the running text, clip 1 (KIVI);
 - `clipped`: the same with the calibrated clip factors;
-- `calibrated`: keys in calibrated ranges that store no parameters, values divided by their calibrated channel scale, clip
-  factors of both (`kivi` with `statistics="calibrated"`).
+- `calibrated`: keys with calibrated ranges, which store no parameters; values divided by their calibrated channel scale; clip
+  factors for both (`kivi` with `statistics="calibrated"`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ SETTINGS = ("prompt", "clipped", "calibrated")
 
 
 class HeldoutError(Statistic):
-    """sqrt(sum |o - o^|^2 / sum |o|^2) per layer, setting and bit width.
+    """sqrt(sum |o - o^|^2 / sum |o|^2) of attention outputs o, per layer, setting and bit width.
 
     Args:
         shape: the model's sizes.
-        bits: bit widths of the clip factors.
+        bits: bit widths for which clip factors were measured.
         rows: query rows used in each sequence.
 
     `fitted` must hold the artifact's tensors before `observe`.
@@ -64,7 +64,7 @@ class HeldoutError(Statistic):
                     self.error[sample.layer, row, column] += error.to(self.error.device)
 
     def approximate(self, form: Form, reference: Reference, setting: str, bits: int, layer: int) -> Tensor:
-        """One stream of the sample as the setting stores it."""
+        """Return one stream of the sample, quantised and dequantised as in the setting."""
         x = getattr(reference, form.stream)
         clip: float | Tensor = 1.0
         if setting != "prompt":
@@ -73,13 +73,13 @@ class HeldoutError(Statistic):
         return form.approximate(x, bits, clip, self.fitted, layer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """None."""
+        """Return no tensors."""
         return {}
 
     def relative(self) -> Tensor:
-        """float64 `[layers, settings, bits]`; 0 in layers that were not seen."""
+        """Return the relative errors by layer: float64 `[layers, settings, bits]`; 0 in layers without samples."""
         return (self.error / self.energy.clamp(min=torch.finfo(torch.float64).tiny)[:, None, None]).sqrt().cpu()
 
     def overall(self) -> Tensor:
-        """The same over all layers together: float64 `[settings, bits]`."""
+        """Return the relative errors over all layers together: float64 `[settings, bits]`."""
         return (self.error.sum(0) / self.energy.sum().clamp(min=torch.finfo(torch.float64).tiny)).sqrt().cpu()

@@ -1,11 +1,11 @@
-"""Codes of a layer's keys, or values, for storage: less what is decoded already predicts of them, in one basis of all heads.
+"""Codes of a layer's keys, or values, for storage: predicted from data decoded before, the rest coded in one basis of all heads.
 
-With x what is coded and f what is decoded before it, less their means, W the weight of errors and C the covariance of r:
+With x the vector to be coded and f the vectors decoded before it, both minus their means, W the weight of errors, C = cov(r):
 
-    r = x - M f        T as `transform_basis.py` makes it of W and C        y = T r        y^ = s D(E(y / s))
+    r = x - M f        T from W and C as in `transform_basis.py`        y = T r        y^ = s D(E(y / s))
 
-M is a ridge regression, s the token's size over all heads (`runtime/stages/codec/sized.py`). All is fitted on what is really
-decoded (closed loop): an error of f is no error of x, because r has it taken off.
+M is a ridge regression, s the token's size over all heads (`runtime/stages/codec/sized.py`). The regression uses decoded vectors f
+with their coding errors (closed loop), so an error of f is not added to x: r is computed from the same f.
 """
 
 from dataclasses import dataclass, replace
@@ -17,22 +17,23 @@ from calib.runtime.stages.transform import inverse
 from calib.statistics.components import GAUSSIAN, SIZED_FACTORS, add, gathered, size_of
 from calib.statistics.transform_basis import principal
 
-EVERY = 3  # tokens for one on which steps are measured: neighbours say much the same
-RIDGE = 1e-3  # of a predictor's variance
+EVERY = 3  # steps are measured on one token in so many: neighbours are similar
+RIDGE = 1e-3  # ridge, as a share of each predictor's variance
 SIZE_BITS, MOST_BITS = 4, 8
 
 
 @dataclass(frozen=True)
 class JointCodes:
-    """How `width = G D` channels are coded, in G bases of D components each; components from the one that varies most.
+    """A fitted code of `width = G D` channels in G bases of D components each, components with the most energy first.
 
     Attributes:
         matrix: M transposed, float32 `[predictors, width]`.
         mean: of x - M f, float32 `[width]`.
         rows, columns: T and its inverse, float32 `[G, D, D]`.
-        deviation: of components, float32 `[G, D]`.
-        steps, errors: of components over their token's size, float64 `[G, D, 8]` of 1 ... 8 bits, `[G, D, 9]` of 0 ... 8.
-        widths: bits of components, int64 `[G, D]`.
+        deviation: standard deviations of components, float32 `[G, D]`.
+        steps, errors: of components divided by their token's size, float64: steps `[G, D, 8]` for 1 ... 8 bits, errors
+            `[G, D, 9]` for 0 ... 8 bits.
+        widths: bits of each component, int64 `[G, D]`.
     """
 
     matrix: Tensor
@@ -46,14 +47,14 @@ class JointCodes:
 
     @classmethod
     def fitted(cls, x: Tensor, known: Tensor, weight: Tensor, price: float, blocks: int = 1) -> "JointCodes":
-        """On tokens `x [n, width]`, of which `known [n, predictors]` float32 is decoded.
+        """Fit a code to n tokens.
 
         Args:
-            x: float32, means included.
-            known: less means.
-            weight: of errors, float64 `[G, D, D]`.
-            price: of a bit, in errors: what widths are chosen by (`at`).
-            blocks: parts of `known` that predict the same part of `x` alone.
+            x: the vectors to be coded, float32 `[n, width]`, with their means.
+            known: the vectors decoded before, minus their means, float32 `[n, predictors]`.
+            weight: W of errors, float64 `[G, D, D]`.
+            price: of a bit, in units of error; `at` chooses `widths` by it.
+            blocks: number of equal parts of `known` and `x`; each part of `known` predicts only the same part of `x`.
         """
         matrix = regression(x - x.mean(0), known, blocks)
         left = x - known @ matrix
@@ -69,21 +70,21 @@ class JointCodes:
         return cls(matrix, mean, *parts, steps, errors, torch.zeros_like(order)).at(price)
 
     def at(self, price: float) -> "JointCodes":
-        """With the widths that are worth their bits at this price."""
+        """Return the same code with the widths that minimise error + price * bits."""
         return replace(self, widths=(self.errors + price * torch.arange(MOST_BITS + 1)).argmin(-1))
 
     @property
     def bits(self) -> int:
-        """Of a token: widths, and four for every size."""
+        """Bits per token: all widths, and four bits for the size of each basis with any coded component."""
         return int(self.widths.sum()) + SIZE_BITS * int(self.widths.any(-1).sum())
 
     def decoded(self, x: Tensor, known: Tensor) -> Tensor:
-        """What is decoded of `x [n, width]`, less the mean."""
+        """Return the decoded vectors of `x [n, width]` minus the mean, given `known` as in `fitted`: float32 `[n, width]`."""
         predicted = known @ self.matrix
         y = (x - self.mean - predicted).unflatten(-1, (len(self.rows), -1)).transpose(0, 1) @ self.rows.mT
         coded = (self.widths > 0).float()
         share = coded.mean(-1).clamp(min=1 / coded.shape[-1])[:, None, None]
-        size = size_of(y * coded[:, None] / share.sqrt(), self.deviation)  # of coded components alone
+        size = size_of(y * coded[:, None] / share.sqrt(), self.deviation)  # rms of the coded components only
         last = (2.0**self.widths - 1).float()[:, None]
         step = self.steps.gather(-1, (self.widths - 1).clamp(min=0)[..., None]).float().mT
         code = torch.minimum((y / size / step + last / 2).round_().clamp_(min=0), last)
@@ -92,10 +93,13 @@ class JointCodes:
 
 
 def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
-    """Ridge regression of `x [n, width]` on `known [n, predictors]`, each in so many blocks: float32 `[predictors, width]`."""
+    """Return the ridge regression of `x [n, width]` on `known [n, predictors]`: float32 `[predictors, width]`.
+
+    It is block diagonal, with `blocks` blocks.
+    """
     inputs, outputs = (part.unflatten(-1, (blocks, part.shape[-1] // blocks)).transpose(0, 1) for part in (known, x))
     square, cross = (inputs.mT @ inputs).double(), (inputs.mT @ outputs).double()
-    # What does not vary predicts nothing.
+    # The tiny constant keeps the matrix regular if a predictor is constant 0.
     ridge = RIDGE * square.diagonal(dim1=-2, dim2=-1) + torch.finfo(torch.float32).tiny
     return torch.block_diag(
         *torch.cholesky_solve(cross, torch.linalg.cholesky(square + torch.diag_embed(ridge)))
@@ -103,7 +107,10 @@ def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
 
 
 def tables(y: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps float64 `[G, D, 8]` of least error, and errors `[G, D, 9]`, of components `y [G, n, D]` over their tokens' sizes."""
+    """Return the steps `[G, D, 8]` with the least error, and the errors `[G, D, 9]`, of components `y [G, n, D]`; float64.
+
+    Components are divided by their token's size before quantising.
+    """
     groups, count, channels = y.shape
     energy = torch.zeros(groups, channels, dtype=torch.float64)
     error = energy.new_zeros(groups, channels, len(GAUSSIAN), len(SIZED_FACTORS))
@@ -115,7 +122,7 @@ def tables(y: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def price_of(codes: list[JointCodes], bits: float) -> float:
-    """Of a bit, at which tokens of all these codes take at most `bits` each."""
+    """Return the price of a bit at which a token takes at most `bits` in all these codes together (bisection)."""
     low, high = 1e-30, max(float(own.errors[..., 0].max()) for own in codes) + 1e-30
     for _ in range(60):
         middle = (low * high) ** 0.5

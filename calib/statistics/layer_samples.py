@@ -1,4 +1,4 @@
-"""Statistics that are read off a uniform sample: a `Reservoir` for each layer."""
+"""The base class of statistics that are computed from a uniform sample of tokens: a `Reservoir` for each layer."""
 
 from collections.abc import Mapping
 
@@ -9,23 +9,23 @@ from calib.statistics.contract import Statistic
 
 
 class LayerSamples(Statistic):
-    """A statistic whose `layers` are one `Reservoir` each: samples merge exactly, in whatever order."""
+    """A statistic with one `Reservoir` per layer in `layers`; merging is exact, in any order."""
 
     layers: nn.ModuleList
 
     def merge(self, other: Statistic) -> None:
-        """Takes in the samples of another part of the corpus."""
+        """Merges the samples of another part of the corpus into these."""
         assert isinstance(other, LayerSamples)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.merge(theirs)
 
     def merge_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Takes in the buffers of another part's samples, of the same seed."""
+        """Merges another part's buffers, given by name; its samples must have the same seed."""
         for number, mine in enumerate(self.layers):
             mine.merge_rows(buffers[f"layers.{number}.priority"], buffers[f"layers.{number}.rows"])
 
     def synchronise(self, device: torch.device) -> None:
-        """Merges the samples of all processes."""
+        """Merges the samples of all processes, exchanged on `device`."""
         for mine in self.layers:
             mine.synchronise(device)
 

@@ -25,16 +25,15 @@ BINS = 1024  # of [-1, 1]
 
 
 class NuqLevels(Statistic):
-    """For every stream, layer and share of outliers a histogram of normalised values: each bin's weight, and weight times value.
+    """For every stream, layer and share of outliers, a histogram of normalised values: each bin's weight, and weight times value.
 
-    The weight of a value is the square of the derivative by the key or value that it is of, not by itself: so does the paper's
-    released code. Which derivatives are taken, `calib/capture/gradients.py` says. Keys are normalised by the ranges of
-    `nuq_ranges.py`, values by their token as the runtime does it; outliers count nowhere. Held are float64
-    `[streams, layers, shares, bins]` twice.
+    The weight is the squared derivative (`calib/capture/gradients.py`) by the original entry of the key or value, not by the
+    normalised one, as in the paper's released code. Keys are normalised by the ranges of `nuq_ranges.py`, values by their token's
+    range as in the runtime; outliers are left out. The two buffers are float64 `[streams, layers, shares, bins]`.
 
     Args:
         shape: the model's sizes.
-        ranges: of the keys, complete when the first sample comes.
+        ranges: of the keys; must be complete before the first sample.
         rotation: the model's RoPE.
     """
 
@@ -50,7 +49,7 @@ class NuqLevels(Statistic):
             self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
 
     def observe(self, sample: LayerSample) -> None:
-        """Adds a layer's values, weighted by the derivatives that stand in the sample for them."""
+        """Adds a layer's keys and values, `sample.taken_at`, weighted by their derivatives, the sample's keys and values."""
         exact = sample.taken_at
         assert exact is not None, "derivatives say what they are taken at"
         keys, by_keys = (unrotated(x, sample.positions, self.rotation) for x in (exact.keys, sample.keys))
@@ -61,14 +60,17 @@ class NuqLevels(Statistic):
                 self._add((stream, sample.layer, share), y[counted], weight[counted])
 
     def _add(self, at: tuple[int, int, int], y: Tensor, weight: Tensor) -> None:
-        """Values `[n]` and their weights into a histogram."""
+        """Adds values `y [n]` and their weights to the histogram of index `at`."""
         y = y.double().clamp(-1, 1)
         bins = ((y + 1) * (BINS / 2)).long().clamp(max=BINS - 1)
         for found, added in ((self.weight[at], weight), (self.moment[at], weight * y)):
             found += torch.zeros(BINS, dtype=torch.float64, device=y.device).index_add_(0, bins, added).to(found.device)
 
     def _keys(self, x: Tensor, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of `x [kv_heads, tokens, head_dim]` for each share the values on [-1, 1], and which of them are no outliers."""
+        """Yields for each share the normalised `x [kv_heads, tokens, head_dim]`, and a bool mask of entries that are no outliers.
+
+        Entries that are no outliers are on [-1, 1].
+        """
         if layer not in self.made:
             low, high = self.range_of(layer)
             self.made[layer] = (low.to(x.device), high.to(x.device))
@@ -77,7 +79,7 @@ class NuqLevels(Statistic):
             yield y, y.abs() <= 1
 
     def _values(self, x: Tensor, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same of values, each token by its own range."""
+        """Yields the same for values `x`, each token normalised by its own range."""
         for share in self.shares:
             rest, counted = x[None], torch.ones_like(x, dtype=torch.bool)
             if share:
@@ -87,7 +89,7 @@ class NuqLevels(Statistic):
             yield normalised(rest, TokenRange.parameters(rest, True))[0], counted
 
     def tensors(self) -> dict[str, Tensor]:
-        """The levels of least weighted squared error; none where the model could not be differentiated at all."""
+        """Return the levels of least weighted squared error; no tensors if the model could not be differentiated at all."""
         if not bool((self.weight > 0).any()):
             return {}
         return {
@@ -100,6 +102,6 @@ class NuqLevels(Statistic):
         }  # fmt: skip
 
     def clear(self) -> None:
-        """Forgets the ranges as well: they are made anew of what is measured by then."""
+        """Resets the histograms, and the ranges too: the next use computes them from the statistics at that time."""
         super().clear()
         self.made = {}

@@ -1,11 +1,11 @@
-"""Where outliers begin, known before a prompt is read: GEAR's outliers (arXiv:2403.05527, eq. 4) found without ranking.
+"""Calibrated outlier thresholds, with which GEAR's outliers (arXiv:2403.05527, eq. 4) are found without sorting the prompt.
 
-Tensors, float32, n shares s: `outliers.shares` [n], and for keys (after RoPE) and values the quantiles s/2 (`low`) and
+Float32 tensors for n shares s: `outliers.shares` [n], and for keys (after RoPE) and values the quantiles s/2 (`low`) and
 1 - s/2 (`high`) of all entries of a channel, of a head and of a layer: `{stream}.outliers.channel.low`
 [layers, kv_heads, head_dim, n], `{stream}.outliers.head.low` [layers, kv_heads, n], `{stream}.outliers.layer.low`
 [layers, n], and the same with `high`.
 
-They are taken from a sample of tokens, which `fit/metrics.py` reads as well.
+They are computed from a sample of tokens, which `fit/metrics.py` reads as well.
 """
 
 import math
@@ -25,12 +25,14 @@ SHARES = (0.02, 0.05, 0.1)
 
 
 class OutlierThresholds(LayerSamples):
-    """Per layer, a `Reservoir` of tokens with their keys and values (all KV heads); thresholds are read off at the end.
+    """Per layer, a `Reservoir` of tokens with their keys and values (all KV heads); thresholds are computed from it at the end.
 
     Args:
         shape: the model's sizes.
         seed: of the sample.
         shares: increasing shares of outliers, both ends together, each above 0 and below 1.
+
+    Raises UsageError for other shares.
     """
 
     def __init__(self, shape: Shape, seed: int, shares: Sequence[float] = SHARES) -> None:
@@ -45,17 +47,17 @@ class OutlierThresholds(LayerSamples):
         self.layers = nn.ModuleList(Reservoir(TOKENS, width, seed) for _ in range(shape.layers))
 
     def observe(self, sample: LayerSample) -> None:
-        """Offers the layer's tokens; the same ones are kept in every layer."""
+        """Adds the layer's tokens to the sample; the same tokens are kept in every layer."""
         rows = torch.cat([x.transpose(1, 2)[sample.mask].flatten(1) for x in (sample.keys, sample.values)], -1)
         self.layers[sample.layer].add(sample.index[sample.mask], rows)
 
     def tokens(self, layer: int) -> dict[str, Tensor]:
-        """The layer's `keys` and `values` that were kept, each float32 `[tokens, kv_heads, head_dim]`, on the CPU."""
+        """Return the layer's sampled `keys` and `values`, each float32 `[tokens, kv_heads, head_dim]`, on the CPU."""
         found = self.layers[layer].sample().cpu().unflatten(-1, (2, self.heads, self.channels))
         return {"keys": found[:, 0], "values": found[:, 1]}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Shares and thresholds; 0 in layers that were not seen."""
+        """Return shares and thresholds; thresholds are 0 in layers without samples."""
         by_layer: dict[str, list[Tensor]] = {}
         for layer in range(len(self.layers)):
             for stream, x in self.tokens(layer).items():
@@ -71,9 +73,9 @@ class OutlierThresholds(LayerSamples):
 
 
 def thresholds(x: Tensor, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Quantiles s/2 and 1 - s/2 of each row of `x [..., N]`, two tensors `[..., len(shares)]`; 0 where N is 0.
+    """Return the quantiles s/2 and 1 - s/2 of each row of `x [..., N]`: two tensors `[..., len(shares)]`; 0 if N is 0.
 
-    They are entries of the row: floor(s N / 2) of N different ones lie below `low`, and as many above `high`.
+    They are entries of the row: if all N differ, floor(s N / 2) entries are below `low`, and as many above `high`.
     """
     entries = x.shape[-1]
     if not entries:

@@ -1,4 +1,4 @@
-"""Mean square of queries per channel: how much an error in that channel of a key matters to the logits.
+"""Mean square of queries per channel, the weight of an error in that channel of a key for the logits.
 
 Tensor: `queries.mean_square`, float32 `[layers, kv_heads, head_dim]`.
 """
@@ -29,6 +29,6 @@ class QueryEnergy(Statistic):
         self.count[sample.layer] += int(sample.mask.sum()) * group.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The means; 0 in layers that were not seen."""
+        """Return the means; 0 in layers without samples."""
         mean = self.total.cpu() / self.count.cpu().clamp(min=1)[:, None, None]
         return {"queries.mean_square": mean.float()}

@@ -1,14 +1,13 @@
-"""Directions in which quantisation errs, known before a prompt is read: GEAR's low rank (arXiv:2403.05527, eq. 6)
-without iterating.
+"""Calibrated bases of quantisation residuals, for GEAR's low-rank part (arXiv:2403.05527, eq. 6) without power iteration.
 
 Tensors: `{stream}.residual.FORM.BITS`, float32 `[layers, kv_heads, r, head_dim]`, for each form of quantiser and bit
 width: orthonormal rows, the leading eigenvectors of the second moment E[R^T R] of the residual R = x - x^, largest
 eigenvalue first. FORM is the quantiser's group, tokens x channels, `*` for the whole axis: `*x1` is a channel over all
 tokens of a sequence. A group of all the head's channels is always written `*`: with 64 channels `1x64` is `1x*`.
 
-Each width has its own, because few bases stand for another width. Where each key channel has its own group (`*x1`,
-`64x1`) the residual is largest in the channels of the widest range at any width. Groups over several channels share a step,
-and directions are a matter of the width.
+Each bit width has its own bases, because most bases do not suit another width. If each key channel has its own group (`*x1`,
+`64x1`), the residual is largest in the channels with the widest range at any width. If several channels share a group, they
+share a step, and the residual's directions depend on the width.
 """
 
 import re
@@ -28,7 +27,7 @@ from calib.statistics.forms import Form
 
 RANK = 8
 BITS = (2, 4)
-SHARE = 0.02  # of outliers taken out before quantising, both ends together: GEAR's default
+SHARE = 0.02  # share of outliers removed before quantising, both ends together: GEAR's default
 HALF = "half"  # 1x(head_dim / 2)
 # The groups of GEAR's backbones (64: of its kivi backbone) and of MiKV (half a head).
 FORMS: Mapping[str, Sequence[str]] = {"keys": ("*x1", "64x1", "*x*", HALF), "values": ("1x*", "1x64", "*x*", HALF)}
@@ -36,20 +35,20 @@ GROUP = re.compile(r"(\*|[1-9][0-9]*)x(\*|[1-9][0-9]*)")
 
 
 class ResidualBasis(Statistic):
-    """For every form, bit width, layer and KV head, the second moment of the residual; its eigenvectors at the end.
+    """For every form, bit width, layer and KV head, the second moment of the residual; its eigenvectors are the bases.
 
-    A row of entries (keys: a channel over the sequence's tokens; values: a token over its head's channels) gives up its
-    outliers first, which GEAR keeps exactly: they are filled with the mean of the rest, and R is 0 there.
+    Outliers, which GEAR keeps exact, are removed first from each row of entries (keys: a channel over the sequence's tokens;
+    values: a token over its head's channels): they are replaced by the mean of the rest, and R is 0 there.
 
     The moments are float64 `[layers, kv_heads, head_dim, head_dim]` for each form and width, on the device of the fit and
     in each of its checkpoints. Llama 2 7B (32 layers, 32 KV heads, 128 channels): 134 MB each, 1.9 GB for the 7 forms and
-    2 widths that it has by default. Without forms there is nothing to hold or to compute.
+    2 widths that it has by default. Without forms nothing is held or computed.
 
     Args:
         shape: the model's sizes.
         bits: bit widths of the residuals, increasing, 1 to 8.
         rank: vectors of a basis, at least 1; `head_dim` where that is less.
-        forms: names of `residual_forms`, by stream.
+        forms: lists of form names by stream, as `residual_forms` takes them.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ResidualBasis(Statistic):
         self.reductions = {name: "sum" for name, _ in self.named_buffers()}
 
     def observe(self, sample: LayerSample) -> None:
-        """Adds the layer's residuals; a group of tokens takes the sequence's tokens rounded down to whole groups."""
+        """Adds the layer's residuals; tokens beyond the last whole group of a form are left out."""
         if not self.forms:
             return
         for part in sample.without_padding():
@@ -95,9 +94,9 @@ class ResidualBasis(Statistic):
                 getattr(self, f"tokens_{number}").add_(x.shape[0] * whole)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The bases; the first unit vectors where nothing was seen or nothing erred.
+        """Return the bases; unit vectors of the first channels for layers without samples or without any residual.
 
-        A form whose group of tokens is longer than every sequence is left out.
+        A form whose groups have more tokens than every sequence is left out.
         """
         return {
             f"{form.stream}.residual.{form.name}.{bits}": leading(moment.cpu(), self.rank)
@@ -108,16 +107,16 @@ class ResidualBasis(Statistic):
 
 
 def residual_forms(head_dim: int, wanted: Mapping[str, Sequence[str]] = FORMS) -> tuple[Form, ...]:
-    """The forms that are measured, each once and under the artifact's name for it.
+    """Return the forms that are measured, each once and under its name in the artifact.
 
     Args:
         head_dim: channels of a head.
-        wanted: for `keys` and `values` names of forms: TOKENSxCHANNELS, or `half` for `1x(head_dim / 2)`. A stream that
-            is not named has none. More channels than a head has are the whole head, as in the methods; a form whose
-            channels do not divide a head is left out, since no method can quantise that way.
+        wanted: names of forms for `keys` and `values`: TOKENSxCHANNELS, or `half` for `1x(head_dim / 2)`. A stream that
+            is not named has no forms. More channels than head_dim mean the whole head, as in the methods; a form whose
+            channels do not divide head_dim is left out, since no method can quantise that way.
 
     Raises:
-        UsageError: another stream, or a name that is no form.
+        UsageError: an unknown stream, or a name that is no form.
     """
     found: dict[tuple[str, str], Form] = {}
     for stream, names in wanted.items():
@@ -131,7 +130,7 @@ def residual_forms(head_dim: int, wanted: Mapping[str, Sequence[str]] = FORMS) -
 
 
 def group_of(stream: str, name: str, head_dim: int) -> tuple[int | None, int | None] | None:
-    """Tokens and channels of the form `name`; None where they do not divide a head of `head_dim` channels."""
+    """Return tokens and channels of the form `name` (None: the whole axis); None if the channels do not divide `head_dim`."""
     if name == HALF:
         return (1, head_dim // 2) if head_dim % 2 == 0 else None
     parts = GROUP.fullmatch(name)
@@ -147,16 +146,16 @@ def group_of(stream: str, name: str, head_dim: int) -> tuple[int | None, int | N
 
 
 def whole_groups(tokens: int, form: Form) -> int:
-    """The first so many of `tokens` that fill the form's groups of tokens."""
+    """Return `tokens` rounded down to a multiple of the form's tokens per group."""
     step = (form.group[0] if form.group else None) or 1
     return tokens // step * step
 
 
 def without_outliers(x: Tensor, stream: str) -> tuple[Tensor, Tensor]:
-    """`x [batch, kv_heads, tokens, head_dim]` with outliers filled, and which entries they are (bool).
+    """Return `x [batch, kv_heads, tokens, head_dim]` with outliers replaced, and a bool mask of the outliers.
 
-    Of a row of N entries the k largest and k smallest, k = max(1, floor(SHARE / 2 * N)), at most N / 2, filled with the
-    mean of the rest (0 where nothing is left).
+    The outliers of a row of N entries are the k largest and k smallest, k = max(1, floor(SHARE / 2 * N)), at most N / 2.
+    They are replaced by the mean of the rest (0 if nothing is left).
     """
     rows = x.mT if stream == "keys" else x
     entries = rows.shape[-1]
@@ -168,9 +167,10 @@ def without_outliers(x: Tensor, stream: str) -> tuple[Tensor, Tensor]:
 
 
 def leading(moment: Tensor, rank: int) -> Tensor:
-    """The `rank` leading eigenvectors of `moment [..., D, D]`, float64 symmetric: float32 `[..., rank, D]`.
+    """Return the `rank` leading eigenvectors of `moment [..., D, D]`, float64 symmetric: float32 rows `[..., rank, D]`.
 
-    An eigenvector's sign is free: its largest entry is made positive, so that the same moments give the same bytes.
+    An eigenvector's sign is arbitrary: its entry of largest magnitude is made positive, so that the same moments give the
+    same bytes. For a moment with trace 0 the result is the first unit vectors.
     """
     basis = torch.linalg.eigh(moment).eigenvectors.mT.flip(-2)[..., :rank, :]
     basis = basis * basis.gather(-1, basis.abs().argmax(-1, keepdim=True)).sign()

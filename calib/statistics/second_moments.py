@@ -1,6 +1,7 @@
-"""Means and second moments of keys, values and queries: what the transform of `klt` is made of.
+"""Means and second moments of keys, values and queries, from which the bases of `klt` are computed.
 
-No tensor of the artifact: `transform_basis.py` makes bases of them.
+They are no tensors of the artifact; `transform_basis.py` uses them. Shapes: S streams (`transformed_streams.py`), L layers, H KV
+heads, D = head_dim.
 """
 
 import torch
@@ -14,16 +15,15 @@ from calib.statistics.transformed_streams import coded, streams, unrotated, vect
 
 
 class SecondMoments(Statistic):
-    """For every stream, layer and KV head n, sum x and sum x x^T; sum q q^T over the group's query heads; sum v k^T with
-    keys before RoPE.
+    """For every layer the number of tokens n; for every layer and KV head, sum x and sum x x^T of each stream, sum q q^T over the
+    group's query heads, and sum v k^T with keys before RoPE.
 
-    A sequence's first tokens are left out. The moments are float64 `[kv_heads, head_dim, head_dim]` for each layer, three of
-    vectors, two of queries (after RoPE and before), one of values by keys: 134 MB each for Llama 2 7B (32 layers, 32 KV heads of
-    128).
+    A sequence's first tokens are left out. The moments are float64 `[layers, kv_heads, head_dim, head_dim]`: three of streams, two
+    of queries (after and before RoPE), one of values by keys; 134 MB each for Llama 2 7B (32 layers, 32 KV heads of 128 channels).
 
     Args:
         shape: the model's sizes.
-        rotation: the model's RoPE; None where it cannot be unrotated.
+        rotation: the model's RoPE; None if it cannot be unrotated.
     """
 
     reductions = {"tokens": "sum", "total": "sum", "square": "sum", "queries": "sum", "cross": "sum"}
@@ -39,7 +39,7 @@ class SecondMoments(Statistic):
         self.register_buffer("queries", torch.zeros(count - 1, *per_head, shape.head_dim, dtype=torch.float64))
 
     def observe(self, sample: LayerSample) -> None:
-        """Adds the layer's tokens."""
+        """Adds the layer's tokens, without a sequence's first ones."""
         real, layer = coded(sample), sample.layer
         self.tokens[layer] += real.sum().to(self.tokens.device)
         every = [tokens_of(x, real).double() for x in vectors(sample, self.rotation)]
@@ -57,25 +57,25 @@ class SecondMoments(Statistic):
             self.queries[number, layer] += (rows.mT @ rows).to(self.queries.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """None."""
+        """Return no tensors."""
         return {}
 
     def mean(self) -> Tensor:
-        """float64 `[S, L, H, D]`, on the CPU; 0 in layers that were not seen."""
+        """Return the streams' means: float64 `[S, L, H, D]`, on the CPU; 0 in layers without samples."""
         return self.total.cpu() / self._count()[:, None, None]
 
     def covariance(self) -> Tensor:
-        """float64 `[S, L, H, D, D]`, on the CPU."""
+        """Return the streams' covariances: float64 `[S, L, H, D, D]`, on the CPU."""
         mean = self.mean()
         return self.square.cpu() / self._count()[:, None, None, None] - mean[..., None] * mean[..., None, :]
 
     def values_by_keys(self) -> Tensor:
-        """E[(v - mean) (k - mean)^T] with keys before RoPE: float64 `[L, H, D, D]`, on the CPU."""
+        """Return E[(v - mean) (k - mean)^T] with keys before RoPE: float64 `[L, H, D, D]`, on the CPU."""
         _, values, before = self.mean()
         return self.cross.cpu() / self._count()[:, None, None, None] - values[..., None] * before[..., None, :]
 
     def asked(self) -> Tensor:
-        """E[q q^T] of the streams of keys, after RoPE and before: float64 `[S - 1, L, H, D, D]`, on the CPU."""
+        """Return E[q q^T] of queries after RoPE, and before it if S is 3: float64 `[S - 1, L, H, D, D]`, on the CPU."""
         return self.queries.cpu() / (self.group * self._count())[:, None, None, None]
 
     def _count(self) -> Tensor:

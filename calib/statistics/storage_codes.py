@@ -1,11 +1,11 @@
-"""What stored chunks need where all heads of a layer have one basis and layers are predicted from the one before.
+"""Codes of stored chunks for the profile "storage": one basis for all heads of a layer, each layer predicted from the one before.
 
-Tensors, `keys.storage` and `values.storage`, with W = kv_heads head_dim (`calib/runtime/artifact/transform_tensors.py`): `.mean
-[L, 1, W]`, `.basis [L, 1, W, W]`, `.steps [L, 1, W, 8]`, `.errors [L, 1, W, 9]`, `.matrix [L, 2 W or 3 W, W]`.
+Tensors, `keys.storage` and `values.storage` (`calib/runtime/artifact/transform_tensors.py`), with L layers, W = kv_heads * head_dim:
+`.mean [L, 1, W]`, `.basis [L, 1, W, W]`, `.steps [L, 1, W, 8]`, `.errors [L, 1, W, 9]`, `.matrix [L, 2 W or 3 W, W]`.
 
-What a layer is predicted from is what is decoded of the one before, and that hangs on all layers before it: so codes are fitted
-layer by layer on the same tokens, a sample that is held until the fit's end. They are fitted at a price of a bit at which a value
-has `CODED` bits; other budgets are given other widths, and what they decode is near enough.
+A layer is predicted from the decoded keys and values of the layer before, which depend on all layers before it. So codes are fitted
+layer by layer on the same tokens, a sample that is held until the end of the fit. They are fitted with the price of a bit at which
+a value takes `CODED` bits; other budgets use other widths with the same bases, as their decoded vectors differ little.
 """
 
 from collections.abc import Callable
@@ -22,23 +22,23 @@ from calib.statistics.layer_samples import LayerSamples
 from calib.statistics.transformed_streams import coded, unrotated
 
 TOKENS = 12288  # of the sample
-CODED = 1.5  # bits of a value at which codes are fitted
+CODED = 1.5  # bits per key or value element at which codes are fitted
 ROLES = ("keys", "values")
 
 
 class StorageCodes(LayerSamples):
     """Per layer, a `Reservoir` of tokens with their keys before RoPE and values of all KV heads; codes are fitted at the end.
 
-    A sequence's first tokens, which stay exact, count nowhere. Held for each layer are 12,288 rows of 2 W numbers: 1.6 GB in 16
-    bits for Llama 3 8B (32 layers, 8 KV heads of 128).
+    A sequence's first tokens, which stay exact, are left out. Each layer's sample has 12,288 rows of 2 W numbers: 1.6 GB in all, in
+    16 bits, for Llama 3 8B (32 layers, 8 KV heads of 128 channels).
 
     Args:
         shape: the model's sizes.
         seed: of the sample.
-        dtype: in which it is kept: the model's.
+        dtype: of the sample: the model's.
         rotation: the model's RoPE.
-        weigh: gives the weight of errors, float64 `[3, L, H, D, D]` of keys, values and keys before RoPE (`transform_basis.py`),
-            asked for at the end: all that it is made of is measured then.
+        weigh: returns the weight of errors, float64 `[3, L, H, D, D]` for keys, values and keys before RoPE (`errors_weight` in
+            `transform_basis.py`); called at the end, when the statistics that it reads are complete.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class StorageCodes(LayerSamples):
         self.layers = nn.ModuleList(Reservoir(TOKENS, 2 * self.width, seed, dtype) for _ in range(shape.layers))
 
     def observe(self, sample: LayerSample) -> None:
-        """Offers the layer's tokens; the same ones are kept in every layer."""
+        """Adds the layer's tokens to the sample; the same tokens are kept in every layer."""
         keys, kept = unrotated(sample.keys, sample.positions, self.rotation), coded(sample)
         rows = [x.transpose(1, 2)[kept].flatten(1) for x in (keys, sample.values.float())]
         self.layers[sample.layer].add(sample.index[kept], torch.cat(rows, -1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of codes that are fitted twice: on what is exact, to learn what a bit is worth, and then on what is decoded at that."""
+        """Return the tensors of the codes, fitted twice: at price 0 (most bits) to find the price of a bit, then at that price."""
         _, values, before = self.weigh()
         weights = torch.stack([before, values], 1)
         first = self._fitted(weights, 0.0)
@@ -72,7 +72,7 @@ class StorageCodes(LayerSamples):
         return found
 
     def _fitted(self, weights: Tensor, price: float) -> list[tuple[JointCodes, JointCodes]]:
-        """Codes of keys and values, layer by layer, on what is decoded at this price of a bit."""
+        """Return the codes of keys and values by layer, each predicted from vectors decoded at this price of a bit."""
         found, told = list[tuple[JointCodes, JointCodes]](), None
         for layer, weight in zip(self.layers, weights, strict=True):
             rows = layer.sample().cpu().float()
@@ -87,6 +87,6 @@ class StorageCodes(LayerSamples):
         return found
 
     def _padded(self, matrix: Tensor, role: str) -> Tensor:
-        """With zeros for the layer before where there is none."""
+        """Return `matrix` with zero rows for predictors that do not exist, as in the first layer."""
         rows = (2 if role == "keys" else 3) * self.width
         return torch.cat([matrix.new_zeros(rows - len(matrix), self.width), matrix])

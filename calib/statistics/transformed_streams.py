@@ -1,8 +1,7 @@
-"""What the method `klt` transforms: keys as a cache stores them, values, and keys unrotated to position 0.
+"""The three streams that `klt` transforms: keys after RoPE, values, and keys unrotated to position 0.
 
-Statistics of all of them have a leading axis S, in the order of `TRANSFORMS`: 3, or 2 where the model's RoPE cannot be
-unrotated. What is unrotated is what the runtime would store before RoPE, also where a model lengthens rotated keys
-(YaRN's constant stays in).
+Statistics of all streams have a leading axis S, in the order of `TRANSFORMS`: 3, or 2 if the model's RoPE cannot be unrotated.
+Unrotated keys are those that the runtime stores before RoPE: if the model scales rotated keys by a constant (YaRN), they keep it.
 """
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from calib.runtime.rotation import Rotation
 
 
 def rotation_of(model: PreTrainedModel) -> Rotation | None:
-    """The model's RoPE; None where it cannot be unrotated, so that there are no keys before it."""
+    """Return the model's RoPE; None if it cannot be unrotated (then there is no stream of keys before RoPE)."""
     try:
         return Rotation.of(model, "")
     except ValueError:
@@ -22,25 +21,25 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
 
 
 def streams(rotation: Rotation | None) -> tuple[str, ...]:
-    """The streams that there are."""
+    """Return the names of the streams."""
     return TRANSFORMS if rotation is not None else TRANSFORMS[:-1]
 
 
 def vectors(sample: LayerSample, rotation: Rotation | None) -> list[Tensor]:
-    """The sample's vectors of each stream, `[batch, kv_heads, tokens, head_dim]`; float32 what is turned."""
+    """Return the sample's vectors of each stream, `[batch, kv_heads, tokens, head_dim]`; unrotated keys are float32."""
     before = [] if rotation is None else [unrotated(sample.keys, sample.positions, rotation)]
     return [sample.keys, sample.values, *before]
 
 
 def unrotated(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-    """`x [batch, heads, tokens, head_dim]`, keys, queries or derivatives by keys, unrotated to position 0: float32.
+    """Return `x [batch, heads, tokens, head_dim]` (keys, queries or derivatives by keys) unrotated to position 0: float32.
 
-    A turn is orthogonal, so a derivative turns as what it is taken by.
+    Rotations are orthogonal, so a derivative by a key is unrotated like the key.
     """
     cos, sin = (part[:, None] for part in rotation.at(positions))
     return Rotation.rotated(x.float(), cos, -sin)
 
 
 def coded(sample: LayerSample) -> Tensor:
-    """The real tokens that a cache may code: bool `[batch, tokens]`, all but a sequence's first, which stay exact."""
+    """Return the mask of real tokens that a cache may code: bool `[batch, tokens]`, False for the first `SINKS`, kept exact."""
     return sample.mask & (sample.numbers >= SINKS)

@@ -1,23 +1,24 @@
-"""Weighted k-means in one dimension, exactly: the best levels of a histogram, by dynamic programming.
+"""Exact weighted k-means in one dimension: the best quantisation levels of a histogram, by dynamic programming.
 
-Clusters of points on a line are stretches of them: the best k clusters of the first j points are the best k - 1 of the first i and
-the stretch from there, for the best i. No start is drawn and no local minimum is met.
+Clusters of points on a line are intervals: the best k clusters of the first j points are the best k - 1 clusters of the first i
+points and the interval i ... j - 1, for the best i. So there is no random start and no local minimum.
 """
 
 import torch
 from torch import Tensor
 
-LEAST = 1e-12  # of all weight: what sums of float64 still tell apart
+LEAST = 1e-12  # bins with a smaller share of the total weight are left out: float64 sums hardly resolve them
 
 
 def best_levels(weight: Tensor, moment: Tensor, count: int) -> Tensor:
-    """`count` rising levels of least sum of w (y - level)^2: float32 `[count]` on [-1, 1].
+    """Return the `count` increasing levels with the least sum of w (y - level)^2: float32 `[count]` on [-1, 1].
 
     Args:
-        weight: w of each bin, float64 `[bins]`, none below 0.
-        moment: sum of w y in each bin, the same shape, y on [-1, 1]: a bin is one point at its mean.
+        weight: w of each bin, float64 `[bins]`, none negative.
+        moment: sum of w y of each bin, float64 `[bins]`, y on [-1, 1]; a bin counts as one point at its mean y.
+        count: number of levels.
 
-    Points fewer than levels are the levels, the last of them repeated; without any point levels are uniform.
+    If there are fewer points than levels, the points are the levels and the last is repeated; without points levels are uniform.
     """
     some = weight > LEAST * weight.sum()
     w, y = weight[some], moment[some] / weight[some]
